@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -211,16 +212,21 @@ def point_of_differentiation(x: Tensor) -> Tensor:
 
 def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor]:
     """Find the leaf tensors of an output's graph, without searching behind registered tensors."""
-    stop = {value.grad_fn for value in registered if value.grad_fn is not None}
-    seen, queue = set(), [output.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen or node in stop:
-            continue
-        seen.add(node)
+    for node in graph_nodes(output, registered):
         leaf = getattr(node, "variable", None)
         if leaf is not None and not hasattr(leaf, "is_point_of_differentiation"):
             yield leaf
+
+
+def graph_nodes(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Any]:
+    """Yield the nodes of an output's graph, without those of registered tensors and behind them."""
+    seen, queue = {value.grad_fn for value in registered}, [output.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
         queue.extend(parent for parent, _ in node.next_functions)
 
 

@@ -24,100 +24,18 @@ computed separately, from :math:`\dot y = f`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
-import scipy.integrate
 import torch
-from scipy.integrate import BDF, DOP853, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 
-from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.ivp.forward_states import Backsolved, Checkpointed, StoredInterpolants
-from adjsim.ivp.lsoda import LSODA
 from adjsim.ivp.rate_check import RateCheck
-from adjsim.ivp.rhs import OF_A_SOLUTION, Array, RightHandSide, to_numpy
-from adjsim.ivp.sweep import CollocationSweep, SolverSweep, Sweep
-
-METHODS: dict[str, type[OdeSolver]] = {
-    "RK23": RK23,
-    "RK45": RK45,
-    "DOP853": DOP853,
-    "Radau": Radau,
-    "BDF": BDF,
-    "LSODA": LSODA,
-}
-IMPLICIT = (Radau, BDF, scipy.integrate.LSODA)
-
-# Largest number of real state entries for which the adjoint of a stiff problem is solved by
-# collocation, which solves one dense linear system per step.
-MAX_COLLOCATION_SIZE = 32
+from adjsim.ivp.rhs import AdjointStates, Array, to_numpy
+from adjsim.ivp.sweep import AdjointSettings
 
 Path = StoredInterpolants | Checkpointed | Backsolved
-
-
-@dataclass
-class AdjointSolver:
-    """The settings with which the adjoint of a problem is integrated.
-
-    Args:
-        rhs: the right-hand side of the problem.
-        method: SciPy's solver class for the forward solution.
-        rtol, atol: tolerances of the adjoint; atol is relative to the adjoint's largest entry.
-        max_step: largest step size, as in the forward solution.
-        state_rtol, state_atol: tolerances of the forward solution.
-    """
-
-    rhs: RightHandSide
-    method: type[OdeSolver]
-    rtol: float
-    atol: float
-    max_step: float
-    state_rtol: Any
-    state_atol: Any
-
-    def backward(
-        self, piece: Piece, path: Path, times: Array, cotangents: Array, states: Array
-    ) -> tuple[Array, list[Tensor]]:
-        """Compute the cotangents of the initial state and of the parameters.
-
-        Args:
-            piece: the piece of the solution.
-            path: its forward states.
-            times: the times at which the states are used.
-            cotangents: the cotangents of these states, ``(n, times)``.
-            states: the states, ``(n, times)``.
-        """
-        piece.rate_check.compare(self.rhs)
-        sweep = self._sweep(np.zeros(len(states), states.dtype))
-        nonzero = np.flatnonzero(np.any(cotangents != 0, axis=0))
-        waiting = list(nonzero[np.argsort(-piece.sign * times[nonzero], kind="stable")])
-        if not waiting:
-            return sweep.adjoint, sweep.integral.sums
-        now = float(times[waiting[0]])
-        stops = [(float(times[k]), states[:, k]) for k in waiting]
-        for end, states_of in path.backward(stops) if now != piece.start else [(now, None)]:
-            while True:
-                while waiting and times[waiting[0]] == now:
-                    sweep.adjoint = sweep.adjoint + cotangents[:, waiting.pop(0)]
-                if now == end or states_of is None:
-                    break
-                reached = waiting and piece.sign * (times[waiting[0]] - end) >= 0
-                until = float(times[waiting[0]]) if reached else end
-                sweep.integrate(now, until, states_of, abs(until - piece.start))
-                now = until
-        return sweep.adjoint, sweep.integral.sums
-
-    def _sweep(self, adjoint: Array) -> Sweep:
-        tolerances = self.state_rtol, self.state_atol
-        settings = self.rhs, self.rtol, self.atol, self.max_step, *tolerances, adjoint
-        if not issubclass(self.method, IMPLICIT):
-            return SolverSweep(*settings, self.method)
-        return (
-            CollocationSweep(*settings)
-            if (1 + np.iscomplexobj(adjoint)) * adjoint.size <= MAX_COLLOCATION_SIZE
-            else SolverSweep(*settings, Radau)
-        )
 
 
 @dataclass
@@ -137,19 +55,17 @@ class Piece:
     sign: float
     path: Path | None
     rate_check: RateCheck
-    adjoint: AdjointSolver
+    adjoint: AdjointSettings
 
     def states(self, times: Array, states: Array, start: Tensor) -> Tensor:
         """Connect states ``(n, times)`` to the initial state and the parameters in autograd."""
         rhs = self.adjoint.rhs
         values = torch.as_tensor(states).to(rhs.like)
-        if (
-            self.path is None
-            or not torch.is_grad_enabled()
-            or not any(x.requires_grad for x in (start, *rhs.parameters))
-        ):
+        needs_grad = any(x.requires_grad for x in (start, *rhs.parameters))
+        if self.path is None or not torch.is_grad_enabled() or not needs_grad:
             return values
-        return _States.apply(self, np.asarray(times, float), states, values, start, *rhs.parameters)
+        pull = partial(self._backward, self.path, np.asarray(times, float), states)
+        return AdjointStates.apply(pull, values, start, *rhs.parameters)
 
     def states_at(self, times: Tensor, states: Array, start: Tensor) -> Tensor:
         """Connect states to start, parameters and, if they require grad, the times."""
@@ -157,29 +73,32 @@ class Piece:
             self.states(times.detach().cpu().numpy(), states, start), times
         )
 
+    def _backward(
+        self, path: Path, times: Array, states: Array, cotangent: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Compute the cotangents of the initial state and of the parameters.
 
-class _States(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        piece: Any,
-        times: Array,
-        states: Array,
-        values: Tensor,
-        start: Tensor,
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.piece, ctx.times, ctx.states = piece, times, states
-        # Their values are those of the run, whatever becomes of them.
-        ctx.likes = [x.new_empty(0) for x in parameters]
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        refuse_second_derivative(OF_A_SOLUTION)
-        start, sums = ctx.piece.adjoint.backward(
-            ctx.piece, ctx.piece.path, ctx.times, to_numpy(grad_outputs[0]), ctx.states
-        )
-        like = ctx.piece.adjoint.rhs.like
-        found = (total.to(each) for total, each in zip(sums, ctx.likes, strict=True))
-        return None, None, None, None, torch.as_tensor(start).to(like), *found
+        Args:
+            path: the forward states.
+            times: the times at which the states are used.
+            states: the states, ``(n, times)``.
+            cotangent: the cotangents of these states, ``(n, times)``.
+        """
+        self.rate_check.compare(self.adjoint.rhs)
+        cotangents = to_numpy(cotangent)
+        sweep = self.adjoint.sweep(np.zeros(len(states), states.dtype))
+        nonzero = np.flatnonzero(np.any(cotangents != 0, axis=0))
+        waiting = list(nonzero[np.argsort(-self.sign * times[nonzero], kind="stable")])
+        now = float(times[waiting[0]]) if waiting else self.start
+        stops = [(float(times[k]), states[:, k]) for k in waiting]
+        for end, states_of in path.backward(stops) if now != self.start else [(now, None)]:
+            while True:
+                while waiting and times[waiting[0]] == now:
+                    sweep.adjoint = sweep.adjoint + cotangents[:, waiting.pop(0)]
+                if now == end or states_of is None:
+                    break
+                reached = waiting and self.sign * (times[waiting[0]] - end) >= 0
+                until = float(times[waiting[0]]) if reached else end
+                sweep.integrate(now, until, states_of, abs(until - self.start))
+                now = until
+        return torch.as_tensor(sweep.adjoint), sweep.integral.sums

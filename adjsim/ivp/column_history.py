@@ -15,6 +15,7 @@ from torch import Tensor
 from adjsim.ivp.column_steps import ColumnState, ColumnStepper
 from adjsim.ivp.forward_states import SEGMENT_STEPS
 from adjsim.ivp.rate_check import changed_message
+from adjsim.ivp.thinned import Thinned
 
 # The times (batch,) and the states (n, batch) before a step.
 Point = tuple[Tensor, Tensor]
@@ -40,28 +41,24 @@ class StoredSteps:
         yield from zip(self.points[-2::-1], self.points[:0:-1], strict=True)
 
 
-class CheckpointedSteps:
+class CheckpointedSteps(Thinned[ColumnState]):
     """States from which segments of the forward solution are solved again, bit for bit.
 
-    At most twice :data:`~adjsim.ivp.forward_states.SEGMENT_STEPS` states are stored, at distances
-    that double when there are too many, as in :class:`~adjsim.ivp.forward_states.Checkpointed`.
+    At most twice :data:`~adjsim.ivp.forward_states.SEGMENT_STEPS` states are stored, as in
+    :class:`~adjsim.ivp.forward_states.Checkpointed`.
 
     Args:
         stepper: takes the steps again.
     """
 
     def __init__(self, stepper: ColumnStepper) -> None:
-        self.stepper, self.every, self.count = stepper, SEGMENT_STEPS, 0
-        self.kept: list[ColumnState] = []
+        super().__init__(2 * SEGMENT_STEPS, SEGMENT_STEPS, lambda state: state)
+        self.stepper = stepper
         self.last: ColumnState | None = None
 
     def __call__(self, state: ColumnState) -> None:
-        """Store the state after an attempt, if it is due."""
-        if self.count % self.every == 0:
-            self.kept.append(state)
-            if len(self.kept) > 2 * SEGMENT_STEPS:
-                self.kept, self.every = self.kept[::2], 2 * self.every
-        self.last, self.count = state, self.count + 1
+        super().__call__(state)
+        self.last = state
 
     def backward(self) -> Iterator[tuple[Point, Point]]:
         """Yield the points before and after each step, last step first.

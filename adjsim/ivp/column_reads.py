@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from adjsim.ivp.column_steps import interpolate
+
 # For each column the number of a time (batch,), and whether this time is read (batch,).
 Row = tuple[Tensor, Tensor]
+# The times and states before a step, the times after, and a function that returns the coefficients
+# of its interpolant.
+InterpolatedStep = tuple[Tensor, Tensor, Tensor, Callable[[], Sequence[Tensor]]]
 
 
 class ColumnReads:
@@ -40,24 +45,15 @@ class ColumnReads:
     def _passed(self, t: Tensor) -> Tensor:
         return torch.searchsorted(self._sorted, (self.direction * t)[:, None], right=True)[:, 0]
 
-    def write(
-        self, states: Tensor, rows: Sequence[Row], t: Tensor, h: Tensor, y: Tensor,
-        polynomial: Sequence[Tensor],
-    ) -> None:  # fmt: skip
-        """Write the states of one step into ``states`` ``(n, times, batch)``.
-
-        Args:
-            states: the states at all times.
-            rows: the rows that lie in the step.
-            t, h, y: the times, sizes and states at the start of the step.
-            polynomial: the coefficients of its interpolant.
-        """
+    def write(self, states: Tensor, step: InterpolatedStep) -> None:
+        """Write the states of one step into the states at all times ``(n, times, batch)``."""
+        begin, y, end, polynomial = step
+        rows = self.between(begin, end)
+        coefficients = polynomial() if rows else ()
         for number, due in rows:
-            x = self._fraction(number, due, t, h)
-            change = torch.zeros_like(y)
-            for coefficient in reversed(polynomial):
-                change = x * (coefficient + change)
-            states[:, number[due], self._columns[due]] = (y + change)[:, due]
+            x = self._fraction(number, due, begin, end - begin)
+            found = interpolate(y, coefficients, x)
+            states[:, number[due], self._columns[due]] = found[:, due]
 
     def cotangents(
         self, cotangents: Tensor, rows: Sequence[Row], t: Tensor, h: Tensor, degree: int

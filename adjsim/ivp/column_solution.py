@@ -2,31 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.ivp.column_history import CheckpointedSteps, Point, StoredSteps
-from adjsim.ivp.column_jumps import ColumnJumpCheck
-from adjsim.ivp.column_reads import ColumnReads
+from adjsim.ivp.column_reads import ColumnReads, InterpolatedStep
 from adjsim.ivp.column_steps import ColumnStepper, Step
+from adjsim.ivp.jumps import ColumnJumpCheck
 from adjsim.ivp.rate_check import changed_message
-from adjsim.ivp.rhs import OF_A_SOLUTION, RightHandSide, TimeDerivative, as_times, to_numpy
-
-# The times and states before a step, the times after, and the coefficients of the interpolant.
-Polynomial = tuple[Tensor, Tensor, Tensor, list[Tensor]]
+from adjsim.ivp.rhs import AdjointStates, RightHandSide, TimeDerivative, as_times, to_numpy
 
 # Steps of the backward pass between two searches for tensors that were not declared.
 CHECK_EVERY = 16
 
 
 @dataclass
-class ColumnSolution:
-    """The solution in columns, which can be read at times ``(times, batch)``.
+class ColumnValues:
+    """The solution in columns as interpolants, which need no equation and have no gradient.
+
+    Args:
+        begin, end: the time spans ``(batch,)``.
+        direction: 1 where a column is integrated forward in time, -1 where backward, ``(batch,)``.
+        start: the initial states ``(n, batch)``.
+        polynomials: for each step the times and states before, the times after, and the
+            coefficients of the interpolant.
+    """
+
+    begin: Tensor
+    end: Tensor
+    direction: Tensor
+    start: Tensor
+    polynomials: list[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]]
+
+    def read(self, times: Tensor) -> Tensor:
+        """Return the states ``(n, times, batch)`` at sorted times ``(times, batch)``."""
+        found = self.start.detach().double()[:, None].expand(-1, len(times), -1).clone()
+        reads = ColumnReads(times, self.direction)
+        for step in self._steps():
+            reads.write(found, step)
+        return found
+
+    def connected(self, times: Tensor, states: Tensor) -> Tensor:
+        """Connect states ``(n, times, batch)`` to the start, the parameters and the times."""
+        return states.to(self.start.dtype)
+
+    def _steps(self) -> Iterator[InterpolatedStep]:
+        for begin, y, end, coefficients in self.polynomials:
+            yield begin, y, end, partial(list, coefficients)
+
+
+class ColumnSolution(ColumnValues):
+    """The solution in columns, with its gradient.
 
     Args:
         rhs: the right-hand side.
@@ -40,24 +71,18 @@ class ColumnSolution:
         attempts: the number of attempts, each of which takes all columns.
     """
 
-    rhs: RightHandSide
-    stepper: ColumnStepper
-    begin: Tensor
-    start: Tensor
-    history: StoredSteps | CheckpointedSteps
-    steps: Tensor = field(init=False)
-    rejections: Tensor = field(init=False)
-    attempts: int = 0
-
-    @property
-    def end(self) -> Tensor:
-        """The times at which the columns end ``(batch,)``."""
-        return self.stepper.end
-
-    @property
-    def direction(self) -> Tensor:
-        """1 where a column is integrated forward in time, -1 where backward, ``(batch,)``."""
-        return self.stepper.direction
+    def __init__(
+        self,
+        rhs: RightHandSide,
+        stepper: ColumnStepper,
+        begin: Tensor,
+        start: Tensor,
+        history: StoredSteps | CheckpointedSteps,
+    ) -> None:
+        super().__init__(begin, stepper.end, stepper.direction, start, [])
+        self.rhs, self.stepper, self.history, self.attempts = rhs, stepper, history, 0
+        self.steps = torch.zeros_like(begin, dtype=torch.int64)
+        self.rejections = self.steps.clone()
 
     def solve(
         self, times: Tensor, first_step: float | None, store: bool, refuse_jumps: bool
@@ -71,9 +96,7 @@ class ColumnSolution:
             refuse_jumps: whether a jump of the right-hand side is an error.
         """
         state = self.stepper.start(self.begin, self.start.detach().double(), first_step)
-        self.steps = torch.zeros_like(self.begin, dtype=torch.int64)
-        self.rejections = self.steps.clone()
-        reads = ColumnReads(times, self.stepper.direction)
+        reads = ColumnReads(times, self.direction)
         found = state.y[:, None].expand(-1, len(times), -1).clone()
         if store:
             self.history(state)
@@ -86,36 +109,35 @@ class ColumnSolution:
             self.rejections += state.retry
             if check is not None:
                 check(before, state, step)
-            if rows := reads.between(before.t, state.t):
-                h, coefficients = state.t - before.t, step.polynomial()
-                reads.write(found, rows, before.t, h, before.y, coefficients)
+            reads.write(found, (before.t, before.y, state.t, step.polynomial))
             if store:
                 self.history(state)
         return found
 
-    def read(self, times: Tensor) -> Tensor:
-        """Return the states ``(n, times, batch)`` at sorted times, from the stored steps."""
-        return _read(self.start, self.direction, self._polynomials(), times)
-
-    def values(self) -> ColumnValues:
-        """Return the solution without its equation and its gradient."""
+    def __reduce__(self) -> Any:
+        # The gradient needs fun, which may be a local function, and the graph of the start.
         with torch.no_grad():
-            polynomials = list(self._polynomials())
-        return ColumnValues(self.begin, self.end, self.direction, self.start.detach(), polynomials)
+            polynomials = [(*step[:3], step[3]()) for step in self._steps()]
+        start = self.start.detach()
+        return ColumnValues, (self.begin, self.end, self.direction, start, polynomials)
 
-    def _polynomials(self) -> Iterator[Polynomial]:
+    def _steps(self) -> Iterator[InterpolatedStep]:
         assert isinstance(self.history, StoredSteps)
         for before, after in self.history.forward():
-            yield (*before, after[0], self._step(before, after).polynomial())
+            yield *before, after[0], partial(self._polynomial, before, after)
+
+    def _polynomial(self, before: Point, after: Point) -> list[Tensor]:
+        return self._step(before, after).polynomial()
 
     def connected(self, times: Tensor, states: Tensor) -> Tensor:
-        """Connect states ``(n, times, batch)`` to the start, the parameters and the times."""
         values, at = states.to(self.start.dtype), times.detach()
         parameters = self.rhs.parameters
         if not torch.is_grad_enabled():
             return values
         if any(x.requires_grad for x in (self.start, *parameters)):
-            values = _States.apply(self, at, values, self.start, *parameters)
+            values = AdjointStates.apply(
+                partial(self.backward, at), values, self.start, *parameters
+            )
         if times.requires_grad:
             with torch.no_grad():
                 rates = [self.stepper.rate(at[k], states[:, k]) for k in range(len(at))]
@@ -129,7 +151,7 @@ class ColumnSolution:
             times: the sorted times at which the states are used, ``(times, batch)``.
             cotangents: the cotangents of these states ``(n, times, batch)``.
         """
-        reads = ColumnReads(times, self.stepper.direction)
+        reads, cotangents = ColumnReads(times, self.direction), cotangents.double()
         cotangent = torch.zeros_like(self.start, dtype=cotangents.dtype)
         sums = [torch.zeros_like(x) for x in self.rhs.parameter_leaves]
         for count, (before, after) in enumerate(self.history.backward()):
@@ -146,21 +168,17 @@ class ColumnSolution:
             by_start, weights = reads.cotangents(
                 cotangents, rows, t, after[0] - t, len(outputs) - 1
             )
-            pairs = [
-                (out, weight)
-                for out, weight in zip(outputs, (cotangent, *weights), strict=True)
-                if out.requires_grad
-            ]
+            pairs = zip(outputs, (cotangent, *weights), strict=True)
+            used = [(out, weight) for out, weight in pairs if out.requires_grad]
             found = torch.autograd.grad(
-                [out for out, _ in pairs],
+                [out for out, _ in used],
                 [start, *self.rhs.parameter_leaves],
-                [weight for _, weight in pairs],
-                allow_unused=True,
+                [weight for _, weight in used],
+                materialize_grads=True,
             )
             cotangent = found[0] + by_start
             for total, x in zip(sums, found[1:], strict=True):
-                if x is not None:
-                    total += x
+                total += x
         rows = reads.up_to(self.begin)
         at_start, _ = reads.cotangents(cotangents, rows, self.begin, self.begin, 0)
         return cotangent + at_start, sums
@@ -179,63 +197,6 @@ def _refuse_changed(end: Tensor, before: Point, after: Point) -> None:
         raise RuntimeError(changed_message(float(before[0][wrong][0])))
 
 
-class _States(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, solution: Any, times: Tensor, states: Tensor, start: Tensor, *parameters: Tensor
-    ) -> Tensor:
-        ctx.solution, ctx.times = solution, times
-        # Their values are those of the run, whatever becomes of them.
-        ctx.likes = [x.new_empty(0) for x in parameters]
-        return states.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        refuse_second_derivative(OF_A_SOLUTION)
-        start, sums = ctx.solution.backward(ctx.times, grad_outputs[0].double())
-        found = (total.to(like) for total, like in zip(sums, ctx.likes, strict=True))
-        return None, None, None, start.to(grad_outputs[0]), *found
-
-
-@dataclass
-class ColumnValues:
-    """The solution in columns as interpolants, which need no equation and have no gradient.
-
-    Args:
-        begin, end: the time spans ``(batch,)``.
-        direction: 1 where a column is integrated forward in time, -1 where backward, ``(batch,)``.
-        start: the initial states ``(n, batch)``.
-        polynomials: the interpolants of all steps.
-    """
-
-    begin: Tensor
-    end: Tensor
-    direction: Tensor
-    start: Tensor
-    polynomials: list[Polynomial]
-
-    def read(self, times: Tensor) -> Tensor:
-        return _read(self.start, self.direction, self.polynomials, times)
-
-    def values(self) -> ColumnValues:
-        return self
-
-    def connected(self, times: Tensor, states: Tensor) -> Tensor:
-        return states.to(self.start.dtype)
-
-
-def _read(
-    start: Tensor, direction: Tensor, polynomials: Iterable[Polynomial], times: Tensor
-) -> Tensor:
-    """Return the states ``(n, times, batch)`` at sorted times."""
-    found = start.detach().double()[:, None].expand(-1, len(times), -1).clone()
-    reads = ColumnReads(times, direction)
-    for begin, y, end, coefficients in polynomials:
-        if rows := reads.between(begin, end):
-            reads.write(found, rows, begin, end - begin, y, coefficients)
-    return found
-
-
 class DenseColumns:
     """The solution in columns as a differentiable function of time.
 
@@ -247,14 +208,8 @@ class DenseColumns:
         solution: the solution.
     """
 
-    def __init__(self, solution: ColumnSolution | ColumnValues) -> None:
+    def __init__(self, solution: ColumnValues) -> None:
         self._solution = solution
-
-    def __copy__(self) -> DenseColumns:
-        return DenseColumns(self._solution)
-
-    def __reduce__(self) -> Any:
-        return DenseColumns, (self._solution.values(),)
 
     def __call__(self, t: Any) -> Tensor:
         solution = self._solution

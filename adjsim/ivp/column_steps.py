@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-SAFETY, SHRINK, GROW = 0.9, 0.2, 10.0
+from adjsim.core.step_control import GROW, first_size, next_factor, relative
 
 # The rates (n, batch) at times (batch,) and states (n, batch), in double precision.
 Rate = Callable[[Tensor, Tensor], Tensor]
@@ -44,6 +44,8 @@ class Step(ABC):
             None: they are evaluated where they are needed.
     """
 
+    #: The name of the method.
+    name: ClassVar[str]
     #: Order of the error estimate in the step size.
     error_order: ClassVar[int]
     #: The states at the end of the step ``(n, batch)``.
@@ -91,7 +93,6 @@ class ColumnStepper:
     Args:
         rate: the rates.
         method: the one-step method.
-        name: its name, for messages.
         end: the times at which the columns end ``(batch,)``.
         direction: 1 where a column is integrated forward in time, -1 where backward, ``(batch,)``.
         rtol, atol: the tolerances; atol is a number or ``(n, 1)``.
@@ -100,7 +101,6 @@ class ColumnStepper:
 
     rate: Rate
     method: type[Step]
-    name: str
     end: Tensor
     direction: Tensor
     rtol: float
@@ -134,11 +134,8 @@ class ColumnStepper:
         step = self.method(self.rate, state.t, t - state.t, state.y, state.rate)
         error = self._norm(step.error(), state.y, step.end)
         accepted = (error < 1) & active
-        factor = SAFETY * error ** (-1 / (self.method.error_order + 1))
-        grown = torch.where(state.retry, factor.clamp(max=1), factor.clamp(max=GROW))
-        # The error of a step that leaves the finite numbers is NaN.
-        shrunk = factor.clamp(min=SHRINK).nan_to_num(SHRINK)
-        size = (t - state.t).abs() * torch.where(accepted, grown, shrunk)
+        most = torch.where(state.retry, 1.0, GROW)
+        size = (t - state.t).abs() * next_factor(error, self.method.error_order + 1, most)
         rate = step.next_rate()
         return ColumnState(
             torch.where(accepted, t, state.t),
@@ -149,25 +146,15 @@ class ColumnStepper:
         ), step
 
     def _norm(self, x: Tensor, *states: Tensor) -> Tensor:
-        scale = self.atol + self.rtol * torch.stack([y.abs() for y in states]).amax(0)
-        return (x / scale).square().mean(0).sqrt()
+        return relative(x, states, self.rtol, self.atol).square().mean(0).sqrt()
 
     def _first_size(self, t: Tensor, y: Tensor, rate: Tensor) -> Tensor:
-        """Choose the first step size (Hairer, Norsett and Wanner, section II.4), as SciPy does."""
-        length = (self.end - t).abs()
-        size, slope = self._norm(y, y), self._norm(rate, y)
-        trial = torch.where((size < 1e-5) | (slope < 1e-5), 1e-6, 0.01 * size / slope)
-        trial = trial.minimum(length)
-        moved = self.direction * trial
-        curvature = self._norm(self.rate(t + moved, y + moved * rate) - rate, y) / trial
-        found = torch.where(
-            (slope <= 1e-15) & (curvature <= 1e-15),
-            (1e-3 * trial).clamp(min=1e-6),
-            (0.01 / slope.maximum(curvature)) ** (1 / (self.method.error_order + 1)),
-        )
-        found = found.minimum(100 * trial).minimum(length).clamp(max=self.max_step)
-        # The trial step may leave the domain of the rates: then the first attempt decides.
-        return torch.where(found.isfinite(), found, trial)
+        def change(trial: Tensor) -> Tensor:
+            moved = self.direction * trial
+            return self._norm(self.rate(t + moved, y + moved * rate) - rate, y)
+
+        length, order = (self.end - t).abs(), self.method.error_order + 1
+        return first_size(self._norm(y, y), self._norm(rate, y), length, order, change)
 
     def _refuse_not_finite(self, rate: Tensor, t: Tensor) -> None:
         wrong = (~rate.isfinite()).any(0)
@@ -182,9 +169,10 @@ class ColumnStepper:
         if wrong.any():
             column = _first(wrong)
             raise RuntimeError(
-                f"{self.name} failed in column {column} at t = {float(state.t[column]):.9g}: the "
-                "required step size is less than the spacing between numbers. Either the solution "
-                "of this column blows up or fun is not finite there. End its time span before."
+                f"{self.method.name} failed in column {column} at t = "
+                f"{float(state.t[column]):.9g}: the required step size is less than the spacing "
+                "between numbers. Either the solution of this column blows up or fun is not finite "
+                "there. End its time span before."
             )
 
 
@@ -194,6 +182,14 @@ def combine(start: Tensor, weights: Sequence[float], terms: Sequence[Tensor]) ->
         if weight:
             start = start.add(term, alpha=weight)
     return start
+
+
+def interpolate(y: Tensor, coefficients: Sequence[Tensor], x: Tensor) -> Tensor:
+    """Return the states at fractions x ``(batch,)`` of a step from y, by its polynomial."""
+    change = torch.zeros_like(y)
+    for coefficient in reversed(coefficients):
+        change = x * (coefficient + change)
+    return y + change
 
 
 def _first(marked: Tensor) -> int:

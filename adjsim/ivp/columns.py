@@ -27,11 +27,12 @@ from adjsim.ivp.column_history import CheckpointedSteps, StoredSteps
 from adjsim.ivp.column_solution import ColumnSolution, DenseColumns, per_column, refuse_outside
 from adjsim.ivp.column_steps import ColumnStepper, Step
 from adjsim.ivp.dormand_prince import DormandPrince
+from adjsim.ivp.march import ENDED
 from adjsim.ivp.result import OdeResult
-from adjsim.ivp.rhs import RightHandSide, TimeDerivative, as_times, check_tolerance, to_numpy
+from adjsim.ivp.rhs import RightHandSide, as_times, check_tolerance, to_numpy
 from adjsim.ivp.rodas4 import Rodas4
 
-COLUMN_METHODS: dict[str, type[Step]] = {"RK45": DormandPrince, "Rodas4": Rodas4}
+COLUMN_METHODS: dict[str, type[Step]] = {step.name: step for step in (DormandPrince, Rodas4)}
 COLUMN_ADJOINTS = ("interpolate", "checkpoint")
 OPTIONS = ("rtol", "atol", "max_step", "first_step")
 # SciPy's solvers replace a smaller rtol by this.
@@ -40,22 +41,8 @@ SMALLEST_RTOL = 100 * float(np.finfo(float).eps)
 NUDGE = 1e-3
 
 
-def as_columns(y0: Any) -> Tensor | None:
-    """Convert states ``(n, batch)`` to a tensor; None: ``y0`` is one state.
-
-    A list of n tensors ``(batch,)`` is stacked.
-    """
-    if isinstance(y0, list | tuple) and any(isinstance(x, Tensor) for x in y0):
-        if not all(isinstance(x, Tensor) and x.ndim == 1 and len(x) > 1 for x in y0):
-            return None
-        y0 = torch.stack(y0)
-    if not isinstance(y0, Tensor):
-        y0 = np.asarray(y0)
-        if y0.ndim != 2:
-            return None
-        y0 = torch.tensor(y0, dtype=torch.complex128 if np.iscomplexobj(y0) else torch.float64)
-    if y0.ndim != 2:
-        return None
+def check_columns(y0: Tensor) -> None:
+    """Refuse states ``(n, batch)`` that are complex, empty or not finite."""
     if y0.is_complex():
         raise ValueError("y0 of shape (n, batch) must be real: stack real and imaginary parts.")
     if not y0.numel():
@@ -65,8 +52,6 @@ def as_columns(y0: Any) -> Tensor | None:
         raise ValueError(
             f"y0 must be finite; got {y0[:, wrong[0, 0]].tolist()} in column {int(wrong[0, 0])}."
         )
-    y0 = y0.clone() if y0.is_inference() else y0
-    return y0 if y0.is_floating_point() else y0.double()
 
 
 def solve_columns(
@@ -101,7 +86,9 @@ def solve_columns(
     ends = [as_times(t, start) for t in t_span]
     columns = start.detach()[0]
     begin, end = (per_column(t, columns, 1, "each end of t_span") for t in ends)
-    times = _times(t_eval, ends, begin, end, start)
+    shared = all(t.ndim == 0 for t in ends)
+    times = torch.stack(ends if shared else [begin, end])
+    times = times if t_eval is None else as_times(t_eval, start)
     grid = per_column(times, columns, 2, "t_eval")
     _check_times(begin.detach(), end.detach(), None if t_eval is None else grid.detach())
     grad = torch.is_grad_enabled()
@@ -112,7 +99,9 @@ def solve_columns(
     )
     if wants_gradient:
         rhs.check_differentiable(to_numpy(begin), to_numpy(start))
-        start = _shifted(start, begin, rate)
+        with torch.no_grad():
+            rates = rate(begin, start)
+        start = rhs.with_start_time(start, begin, rates)
     stepper = _stepper(rate, method, begin.detach(), end.detach(), start, options)
     keeps_all = dense_output or adjoint == "interpolate"
     history = StoredSteps() if keeps_all else CheckpointedSteps(stepper)
@@ -120,10 +109,7 @@ def solve_columns(
     rate.calls = 0
     with torch.no_grad():
         states = solution.solve(
-            grid.detach(),
-            options.get("first_step"),
-            wants_gradient or dense_output,
-            wants_gradient,
+            grid.detach(), options.get("first_step"), wants_gradient or dense_output, wants_gradient
         )
     calls, jacobians = rate.calls, solution.attempts if method == "Rodas4" else 0
     return OdeResult(
@@ -138,7 +124,7 @@ def solve_columns(
         steps=solution.steps,
         rejections=solution.rejections,
         status=0,
-        message="The solver successfully reached the end of the integration interval.",
+        message=ENDED,
         success=True,
     )
 
@@ -154,25 +140,6 @@ class _Rate:
         self.calls += 1
         dtype = self.rhs.like.dtype
         return self.rhs(t.to(dtype), y.to(dtype)).double()
-
-
-def _times(t_eval: Any, ends: list[Tensor], begin: Tensor, end: Tensor, like: Tensor) -> Tensor:
-    """Return the times of the result; without ``t_eval`` these are the two ends."""
-    if t_eval is not None:
-        return as_times(t_eval, like)
-    return torch.stack(ends if all(t.ndim == 0 for t in ends) else [begin, end])
-
-
-def _shifted(start: Tensor, begin: Tensor, rate: _Rate) -> Tensor:
-    """Connect a start to its time.
-
-    A start that is later by dt is equivalent to a start state that is smaller by f dt.
-    """
-    if not begin.requires_grad:
-        return start
-    with torch.no_grad():
-        rates = rate(begin, start.double()).to(start)
-    return start - (TimeDerivative.apply(start.detach(), begin, rates) - start.detach())
 
 
 def _stepper(
@@ -191,17 +158,10 @@ def _stepper(
     rtol = float(options.get("rtol", 1e-3))
     check_tolerance("rtol", rtol)
     check_tolerance("atol", to_numpy(atol))
-    rtol = max(rtol, SMALLEST_RTOL)
-    return ColumnStepper(
-        rate,
-        COLUMN_METHODS[method],
-        method,
-        end,
-        torch.where(end >= begin, 1.0, -1.0).to(end),
-        rtol,
-        atol[:, None] if atol.ndim else atol,
-        float(options.get("max_step", np.inf)),
-    )
+    direction = torch.where(end >= begin, 1.0, -1.0).to(end)
+    tolerances = max(rtol, SMALLEST_RTOL), atol[:, None] if atol.ndim else atol
+    max_step = float(options.get("max_step", np.inf))
+    return ColumnStepper(rate, COLUMN_METHODS[method], end, direction, *tolerances, max_step)
 
 
 def _check_times(begin: Tensor, end: Tensor, times: Tensor | None) -> None:

@@ -53,10 +53,14 @@ class Event:
             our ``reset``.
         rhs: the right-hand side.
         number: the index of the event, for messages.
+        sign: 1 if the solution is integrated forward in time, -1 if backward.
     """
 
-    def __init__(self, function: Callable[..., Any], rhs: RightHandSide, number: int) -> None:
-        self.function, self.rhs, self.number = function, rhs, number
+    def __init__(
+        self, function: Callable[..., Any], rhs: RightHandSide, number: int, sign: float
+    ) -> None:
+        self.function, self.rhs, self.number, self.sign = function, rhs, number, sign
+        self._rounding_unit = 16 * rhs.eps
         terminal = getattr(function, "terminal", None)
         if not (terminal is None or (int(terminal) == terminal and terminal >= 0)):
             raise ValueError(
@@ -99,14 +103,7 @@ class Event:
         return isinstance(value, Tensor) and value.requires_grad
 
     def take_side(
-        self,
-        t: float,
-        before: Array,
-        after: Array,
-        flow: Array,
-        sign: float,
-        stopped: bool,
-        unit: float,
+        self, t: float, before: Array, after: Array, flow: Array, stopped: bool, unit: float
     ) -> None:
         """Fix the side of the event's surface on which a piece starts after a reset.
 
@@ -118,7 +115,6 @@ class Event:
             t: the start time.
             before, after: the state before and after the reset.
             flow: the rate of the state after the reset.
-            sign: 1 if the solution is integrated forward in time, -1 if backward.
             stopped: whether this event ended the previous piece.
             unit: the unit of time in estimates of rounding.
         """
@@ -129,20 +125,16 @@ class Event:
         # ``left`` is an error.
         if abs(value) > near + (4 * abs(left) if stopped else 0.0):
             return
-        rounding = 16 * float(torch.finfo(self.rhs.like.dtype).eps)
-        happened = stopped or any(
-            abs(float(x.detach()) - t) <= rounding * (unit + abs(t)) for x in self.times[-1:]
-        )
+        near = self._rounding_unit * (unit + abs(t))
+        happened = stopped or any(abs(float(x.detach()) - t) <= near for x in self.times[-1:])
         if stopped and new == 0:
             raise RuntimeError(
                 f"the reset of event {self.number} at t = {t:.9g} leaves the solution at rest on "
                 "the event, which would happen again without end. Let the event end the solution "
                 "(terminal), or reset to a state that moves away from it."
             )
-        self._start = (
-            t,
-            float(np.copysign(np.finfo(float).tiny, sign * (new if happened else -old))),
-        )
+        side = self.sign * (new if happened else -old)
+        self._start = t, float(np.copysign(np.finfo(float).tiny, side))
 
     def check_start(self, t: float, y: Array) -> None:
         """Refuse a start at an event that has a reset and no direction.
@@ -171,7 +163,7 @@ class Event:
         """
         value, dg_dt, dg_dy = self._gradient(t, y)
         flow = self.rhs.rate(t, y) if flow is None else flow
-        return value, dg_dt + float((dg_dy.conj() * flow).sum().real), np.abs(dg_dy)
+        return value, dg_dt + _along(dg_dy, flow), np.abs(dg_dy)
 
     def _gradient(self, t: float, y: Array) -> tuple[float, float, Array]:
         """Compute the value and its derivatives with respect to time and state."""
@@ -180,29 +172,23 @@ class Event:
         with torch.enable_grad(), naming_function(f"event {self.number}"):
             at, x = self.rhs.time(t).requires_grad_(), self.rhs.tensor(y).requires_grad_()
             value = self._scalar(self.value(at, x))
-        dg_dt, dg_dy = (
-            torch.autograd.grad(value, (at, x), allow_unused=True)
-            if value.requires_grad
-            else (None, None)
-        )
-        gradient = np.zeros_like(y) if dg_dy is None else to_numpy(dg_dy)
-        return float(value.detach()), 0.0 if dg_dt is None else float(dg_dt), gradient
+        if not value.requires_grad:
+            return float(value), 0.0, np.zeros_like(y)
+        dg_dt, dg_dy = torch.autograd.grad(value, (at, x), materialize_grads=True)
+        return float(value.detach()), float(dg_dt), to_numpy(dg_dy)
 
-    def rate_before(self, t: float, y: Array, sign: float, unit: float) -> Array:
+    def rate_before(self, t: float, y: Array, unit: float) -> Array:
         """Compute the limit, from before the event, of the rate at a state.
 
-        The state is on the event's surface. ``sign`` is 1 if the solution is integrated forward in
-        time, -1 if backward. ``unit`` is the unit of time in estimates of rounding. The derivation
-        is in :mod:`adjsim.ivp.jumps`.
+        The state is on the event's surface. ``unit`` is the unit of time in estimates of rounding.
+        The derivation is in :mod:`adjsim.ivp.jumps`.
         """
-        found = [side.flow for side in self._sides(t, y, -sign, 0.0, unit) if side.outward > 0]
+        found = [side.flow for side in self._sides(t, y, -self.sign, 0.0, unit) if side.outward > 0]
         if len(found) == 2:
             raise self._sliding(t)
         return found[0] if found else self.rhs.rate(t, y)
 
-    def rate_after(
-        self, t: float, before: Array, y: Array, sign: float, unit: float
-    ) -> tuple[Array, Array]:
+    def rate_after(self, t: float, before: Array, y: Array, unit: float) -> tuple[Array, Array]:
         """Compute the limit, from after the event, of the rate at a state.
 
         Returns:
@@ -214,17 +200,14 @@ class Event:
             RuntimeError: the rates on both sides point at the surface, so the solution slides
                 along it.
         """
-        sides = self._sides(t, y, sign, self(t, before), unit)
+        sides = self._sides(t, y, self.sign, self(t, before), unit)
         if len(sides) == 2 and all(side.outward < 0 for side in sides):
             raise self._sliding(t)
         found = [side for side in sides if side.outward > 0]
         if len(found) != 1:
             return self.rhs.rate(t, y), np.zeros_like(y)
         apart = np.abs(sides[0].flow - sides[1].flow)
-        smooth = np.all(
-            apart
-            <= float(torch.finfo(self.rhs.like.dtype).eps) ** 0.5 * np.max(np.abs(found[0].flow))
-        )
+        smooth = np.all(apart <= self.rhs.eps**0.5 * np.max(np.abs(found[0].flow)))
         return found[0].flow, np.zeros_like(y) if smooth else found[0].shift
 
     def _sliding(self, t: float) -> RuntimeError:
@@ -247,31 +230,22 @@ class Event:
             two sides; an empty list if the state is not on the surface.
         """
         value, dg_dt, dg_dy = self._gradient(t, y)
-        rate = dg_dt + float((dg_dy.conj() * self.rhs.rate(t, y)).sum().real)
+        rate = dg_dt + _along(dg_dy, self.rhs.rate(t, y))
         near = 4 * self._rounding(t, y, np.abs(dg_dy), abs(rate), unit) + 4 * abs(off)
         steep = float((np.abs(dg_dy) ** 2).sum())
         if abs(value) > near or dg_dt**2 + steep == 0:
             return []
         found = []
         for side in (1.0, -1.0):
-            near_t, shift = (
-                side * near * dg_dt / (dg_dt**2 + steep),
-                side * near * dg_dy / (steep or 1.0),
-            )
+            near_t = side * near * dg_dt / (dg_dt**2 + steep)
+            shift = side * near * dg_dy / (steep or 1.0)
             flow = self.rhs.rate(t + near_t, y + shift)
-            found.append(
-                _Side(
-                    side * sense * (dg_dt + float((dg_dy.conj() * flow).sum().real)),
-                    flow,
-                    shift,
-                )
-            )
+            found.append(_Side(side * sense * (dg_dt + _along(dg_dy, flow)), flow, shift))
         return found
 
     def _rounding(self, t: float, y: Array, weights: Array, rate: float, unit: float) -> float:
         """Estimate the error of an event's value due to rounding of time and state."""
-        rounding = 16 * float(torch.finfo(self.rhs.like.dtype).eps)
-        return rounding * (float(np.sum(weights * np.abs(y))) + (unit + abs(t)) * rate)
+        return self._rounding_unit * (float(np.sum(weights * np.abs(y))) + (unit + abs(t)) * rate)
 
     def event_time(self, time: float, state: Tensor, rate: Callable[[], float]) -> Tensor:
         """Return the time of the event, with its derivative with respect to the state there.
@@ -291,6 +265,11 @@ class Event:
                 "it must return a tensor."
             )
         return value.reshape(())
+
+
+def _along(gradient: Array, flow: Array) -> float:
+    """Return the rate at which a value changes along a flow."""
+    return float((gradient.conj() * flow).sum().real)
 
 
 class _EventTime(torch.autograd.Function):

@@ -18,6 +18,7 @@ from scipy.integrate import BDF, LSODA, OdeSolution, OdeSolver
 
 from adjsim.ivp.rate_check import agree_to_rounding, changed_message
 from adjsim.ivp.rhs import Array
+from adjsim.ivp.thinned import Thinned
 
 # Times at which the solution is used, each with its state, in the order of the backward pass.
 Stops = Sequence[tuple[float, Array]]
@@ -147,7 +148,7 @@ class Backsolved:
             while solver.status == "running":
                 message = solver.step()
                 if solver.status == "failed":
-                    raise RuntimeError(f"the adjoint failed at t = {solver.t:g}: {message}")
+                    raise adjoint_error(solver.t, message)
                 storage(solver)
                 step = (
                     max(solver.step_size, step or 0.0)
@@ -175,31 +176,22 @@ class Backsolved:
             )
 
 
-class Checkpointed:
+class Checkpointed(Thinned[Any]):
     """Solver checkpoints, from which segments of the forward solution are solved again.
 
     At most twice :data:`SEGMENT_STEPS` checkpoints are stored, whatever the number of steps. They
-    are :data:`SEGMENT_STEPS` steps apart at first. When there are too many, every second one is
-    dropped, and the distance of later ones doubles. A segment that is longer than
-    :data:`SEGMENT_STEPS` steps is solved again with checkpoints of its own. So memory does not
-    grow with the number of steps, and the time per step grows with the logarithm of this number
-    to the base :data:`SEGMENT_STEPS`. Each checkpoint of an implicit method holds a Jacobian and
-    its factors.
+    are :data:`SEGMENT_STEPS` steps apart at first. A segment that is longer is solved again with
+    checkpoints of its own. So memory does not grow with the number of steps, and the time per step
+    grows with the logarithm of this number to the base :data:`SEGMENT_STEPS`. Each checkpoint of an
+    implicit method holds a Jacobian and its factors.
 
     Args:
         method: SciPy's solver class.
     """
 
     def __init__(self, method: type[OdeSolver]) -> None:
-        self.method, self.every, self.count = method, SEGMENT_STEPS, 0
-        self.kept: list[Any] = []
-
-    def __call__(self, solver: OdeSolver) -> None:
-        if self.count % self.every == 0:
-            self.kept.append(snapshot(solver))
-            if len(self.kept) > 2 * SEGMENT_STEPS:
-                self.kept, self.every = self.kept[::2], 2 * self.every
-        self.count += 1
+        super().__init__(2 * SEGMENT_STEPS, SEGMENT_STEPS, snapshot)
+        self.method = method
 
     def backward(self, stops: Stops) -> Iterator[tuple[float, OdeSolution]]:
         """Yield segments as :class:`StoredInterpolants` does.
@@ -218,11 +210,8 @@ class Checkpointed:
         self, solver: Any, end: float, state: Array | None
     ) -> Iterator[tuple[float, OdeSolution]]:
         """Solve again from one checkpoint to the time ``end`` of the next, which has ``state``."""
-        storage = (
-            StoredInterpolants(self.method)
-            if self.every <= SEGMENT_STEPS
-            else Checkpointed(self.method)
-        )
+        short = self.every <= SEGMENT_STEPS
+        storage = StoredInterpolants(self.method) if short else Checkpointed(self.method)
         storage(solver)
         solver.observers, solver.first.jac_factor = [storage], solver.jac_factor
         while solver.direction * (end - solver.t) > 0:
@@ -230,6 +219,11 @@ class Checkpointed:
         if state is not None and not agree_to_rounding(solver.dense_output()(end), state):
             raise RuntimeError(changed_message(end))
         yield from storage.backward([(end, solver.y)])
+
+
+def adjoint_error(t: float, message: str | None) -> RuntimeError:
+    """Make the error for a solver that fails in a backward pass, with SciPy's message."""
+    return RuntimeError(f"the adjoint failed at t = {t:g}: {message}")
 
 
 def solution(times: Any, interpolants: Any, method: type[OdeSolver]) -> OdeSolution:

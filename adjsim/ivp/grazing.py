@@ -7,7 +7,7 @@ g`. Such grazing raises an error, whether or not the solver has found an event t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,12 +84,12 @@ class GrazingCheck:
                     "smaller max_step or rtol to resolve both crossings."
                 )
 
-    def rate(self, event: Event, time: float, state: Array, flow: Array) -> float:
+    def rate(self, event: Event, time: float, state: Array, flow: Callable[[], Array]) -> float:
         """Return the rate of an event's value where it happens, which must not vanish.
 
-        ``flow`` is the rate of the state as it arrives.
+        ``flow`` returns the rate of the state as it arrives.
         """
-        _, rate, gradient = event.slopes(time, state, flow)
+        _, rate, gradient = event.slopes(time, state, flow())
         inside = [
             (a, r)
             for a, b, r in self.crossings[event]

@@ -17,17 +17,17 @@ a declared tensor or module in another way, torch functions receive the stand-in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
-from inspect import isroutine
+from inspect import getclosurevars, isfunction, isroutine
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from adjsim.core.parameters import graph_nodes, leaves
 from adjsim.core.reading import Reading
-from adjsim.core.rebinding import StandIns
+from adjsim.core.rebinding import Rebound
 
 
 class InputTensors:
@@ -49,17 +49,12 @@ class InputTensors:
         registered = [x for m in modules for x in (*m.parameters(), *m.buffers())]
         unregistered = [x for x in nodes if isinstance(x, Tensor)]
         arguments = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-        #: Declared tensors that require grad.
-        self.declared = list(
-            {id(x): x for x in (*registered, *unregistered) if x.requires_grad}.values()
-        )
+        wanted = {id(x): x for x in (*arguments, *registered, *unregistered) if x.requires_grad}
         #: Tensors with respect to which a gradient is wanted, and the stand-in of each.
-        self.originals = list(
-            {id(x): x for x in (*arguments, *self.declared) if x.requires_grad}.values()
-        )
+        self.originals = list(wanted.values())
         # Copies, so that a later change of a tensor in place is one of the next run alone.
         self.leaves = [x.detach().clone().requires_grad_() for x in self.originals]
-        leaf_of = {id(x): leaf for x, leaf in zip(self.originals, self.leaves, strict=True)}
+        leaf_of = dict(zip(wanted, self.leaves, strict=True))
         copies = leaf_of | {
             id(x): x.detach().clone()
             for x in (*arguments, *reading.tensors)
@@ -68,34 +63,40 @@ class InputTensors:
         self.args: tuple[Any, ...] = tree_map(lambda x: copies.get(id(x), x), args)
         #: Stand-ins of arguments and of declared tensors, by identity, without those of modules.
         self.named = {id(leaf_of[id(x)]) for x in (*arguments, *unregistered) if x.requires_grad}
-        #: The function, with copies of the modules that hold the stand-ins.
-        self.fun = reading.rebound(reading.bound([copies[id(x)] for x in reading.tensors]), fun)
+        copied = reading.bound([copies[id(x)] for x in reading.tensors])
+        function = reading.rebound(copied, fun)
         captured = [*unregistered]
         if not any(isinstance(x, nn.Module) for x in own):
             captured += registered
-        self._captured = {id(x): leaf_of[id(x)] for x in captured if x.requires_grad}
+        stand_ins = {id(x): leaf_of[id(x)] for x in captured if x.requires_grad}
+        self._given, self._function = fun, function
+        if stand_ins:
+            self._function = Rebound(function, stand_ins, (), ())
         self._leaves = {id(leaf) for leaf in self.leaves}
-        self._declared = {id(x) for x in self.declared} | {
-            id(x.grad_fn) for x in self.declared if x.grad_fn is not None
-        }
+        self._declared = {id(x): x.grad_fn for x in (*registered, *unregistered) if x.requires_grad}
+        self._computed = {node for node in self._declared.values() if node is not None}
 
     def evaluate(self, t: Any, y: Any) -> Any:
         """Evaluate the function with the tensors of the run."""
-        with StandIns(self._captured) if self._captured else nullcontext():
-            value = self.fun(t, y, *self.args)
-        # A function may return a captured tensor itself, which no torch function has replaced.
-        return self._captured.get(id(value), value)
+        return self._function(t, y, *self.args)
 
-    def is_stand_in(self, leaf: Tensor) -> bool:
-        return id(leaf) in self._leaves
-
-    def is_declared(self, node: Any, leaf: Tensor | None) -> bool:
-        """Test whether a node of a graph is a declared tensor instead of its stand-in.
-
-        An evaluation uses the stand-ins, so it reaches a declared tensor only through a tensor
-        computed beforehand.
-        """
-        return id(node) in self._declared or id(leaf) in self._declared
+    def refuse_undeclared(self, out: Tensor, state: Tensor) -> None:
+        """Refuse a rate whose graph has a leaf that is neither declared nor the state."""
+        for node in graph_nodes(out):
+            leaf = getattr(node, "variable", None)
+            # An evaluation uses the stand-ins, so it reaches a declared tensor only through a
+            # tensor computed beforehand.
+            if node in self._computed or id(leaf) in self._declared:
+                raise ValueError(
+                    "fun reads a tensor that was computed from a declared one before the solution: "
+                    "compute it in fun, or declare it instead."
+                )
+            if leaf is not None and leaf is not state and id(leaf) not in self._leaves:
+                raise ValueError(
+                    f"fun reads {_name_of(leaf, self._given)}, which requires grad and was not "
+                    "declared, so the adjoint would lose its gradient. Pass it in args, declare it "
+                    "by params=[...], make it a parameter of a module, or detach() it."
+                )
 
 
 def _closed_over(fun: Any) -> list[nn.Module]:
@@ -115,3 +116,29 @@ def owner(fun: Any) -> Any:
     if isinstance(fun, MethodType):
         return fun.__self__
     return None if isroutine(fun) or not hasattr(fun, "__dict__") else fun
+
+
+def _name_of(leaf: Tensor, fun: Callable[..., Any]) -> str:
+    """Describe a tensor by its name in a function, or else by its shape."""
+    places = (
+        [(f"a plain attribute of {type(owner(fun)).__name__}", vars(owner(fun)))]
+        if owner(fun) is not None
+        else []
+    )
+    plain = fun.forward if isinstance(fun, nn.Module) else fun
+    while isinstance(plain, partial | MethodType):
+        if isinstance(plain, partial):
+            places.append(
+                ("an argument of a partial", {**plain.keywords, **dict(enumerate(plain.args))})
+            )
+        plain = plain.func if isinstance(plain, partial) else plain.__func__
+    if isfunction(plain):
+        seen = getclosurevars(plain)
+        places.append(("", {**seen.globals, **seen.nonlocals}))
+    for where, names in places:
+        for name, value in names.items():
+            if value is leaf or (
+                isinstance(value, Tensor) and any(x is leaf for x in leaves(value))
+            ):
+                return f"'{name}'" + (f" ({where})" if where else "")
+    return f"a tensor of shape {tuple(leaf.shape)}"

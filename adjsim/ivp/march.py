@@ -85,15 +85,8 @@ def march(solver: Any, events: Sequence[Event], t_eval: Array | None, dense_outp
                 states.append(path(direction * along[passed:due]))
                 passed = due
     saved = np.array(ends) if along is None else direction * along[:passed]
-    return March(
-        saved,
-        np.concatenate(states, 1) if states else np.empty((solver.n, 0)),
-        ends,
-        interpolants,
-        roots,
-        status,
-        message,
-    )
+    found = np.concatenate(states, 1) if states else np.empty((solver.n, 0))
+    return March(saved, found, ends, interpolants, roots, status, message)
 
 
 def check_times(t_eval: Array, begin: float, end: float) -> None:

@@ -13,7 +13,7 @@ import torch
 from scipy.integrate import OdeSolution, OdeSolver
 from torch import Tensor
 
-from adjsim.ivp.adjoint import AdjointSolver, Path, Piece
+from adjsim.ivp.adjoint import Path, Piece
 from adjsim.ivp.events import Event
 from adjsim.ivp.forward_states import (
     Backsolved,
@@ -27,7 +27,7 @@ from adjsim.ivp.jumps import DiscontinuityCheck
 from adjsim.ivp.march import March, check_times, march
 from adjsim.ivp.rate_check import RateCheck, StepRates
 from adjsim.ivp.rhs import Array, RightHandSide, as_state, to_numpy
-from adjsim.ivp.roots import Root, time_unit
+from adjsim.ivp.sweep import AdjointSettings
 
 ADJOINTS = ("interpolate", "checkpoint", "backsolve")
 # Resets closer than this fraction of the time since the start count as accumulating.
@@ -48,6 +48,7 @@ class PiecewiseSolve:
         kind: the source of the forward states for the adjoint, one of :data:`ADJOINTS`.
         adjoint: the settings of the adjoint.
         begin, end: the time span, as tensors without axes.
+        sign: 1 if the solution is integrated forward in time, -1 if backward.
         t_eval: times at which the solution is returned; None: those of the solver's steps.
         dense_output: whether the solution is also returned as a function of time.
         events: the user's events.
@@ -58,9 +59,10 @@ class PiecewiseSolve:
     rhs: RightHandSide
     method: type[OdeSolver]
     kind: str
-    adjoint: AdjointSolver
+    adjoint: AdjointSettings
     begin: Tensor
     end: Tensor
+    sign: float
     t_eval: Tensor | None
     dense_output: bool
     events: list[Event]
@@ -73,7 +75,6 @@ class PiecewiseSolve:
 
     def __post_init__(self) -> None:
         self.final_time = float(self.end.detach())
-        self.sign = 1.0 if self.final_time >= float(self.begin.detach()) else -1.0
 
     def run(self, start: Tensor) -> March:
         """Solve from the start to the end, and return the last piece."""
@@ -106,11 +107,11 @@ class PiecewiseSolve:
                     f"{tuple(state.shape)}."
                 )
             old, new = to_numpy(state), to_numpy(start)
-            unit = time_unit(found.roots[stopped.number][-1].step)
-            rate_after, shift = stopped.rate_after(now, old, new, self.sign, unit)
+            unit = found.roots[stopped.number][-1].unit
+            rate_after, shift = stopped.rate_after(now, old, new, unit)
             start = start + torch.as_tensor(shift).to(start) if shift.any() else start
             for event in self.events:
-                event.take_side(now, old, new, rate_after, self.sign, event is stopped, unit)
+                event.take_side(now, old, new, rate_after, event is stopped, unit)
 
     def _piece(
         self, begin: Tensor, start: Tensor, rate_after: Array | None
@@ -125,41 +126,24 @@ class PiecewiseSolve:
             the piece, and the event that ended the piece.
         """
         t0 = float(begin.detach())
-        rate_column = None if rate_after is None else rate_after[:, None]
-        # A start that is later by dt is equivalent to a start state that is smaller by f dt.
-        later = self.rhs.with_time_derivative(
-            start[:, None].detach(), begin.reshape(1), rate_column
-        )[:, 0]
-        start = start - (later - start.detach())
+        start = self.rhs.with_start_time(start, begin, rate_after)
         wants_gradient = self.wants_gradient or (torch.is_grad_enabled() and start.requires_grad)
         if wants_gradient and np.min(self.options["rtol"]) >= 1e-3:
             _warn_loose()
-        batched_rate = (
-            self.rhs.numpy
-            if rate_after is None
-            else _with_rate_at_start(self.rhs.numpy, t0, to_numpy(start), rate_after)
-        )
-        rate = (
-            self.rhs.rate
-            if rate_after is None
-            else _with_rate_at_start(self.rhs.rate, t0, to_numpy(start), rate_after)
-        )
-        tolerances = self.options["rtol"], self.options["atol"]
+        rate, batched_rate = self.rhs.rate, self.rhs.numpy
+        if rate_after is not None:
+            rate, batched_rate = (
+                _with_rate_at_start(rates, t0, to_numpy(start), rate_after)
+                for rates in (rate, batched_rate)
+            )
+        tolerances, rates = (self.options["rtol"], self.options["atol"]), StepRates(rate)
+        rate_check = RateCheck(rates)
+        jumps = DiscontinuityCheck(self.rhs, rates, *tolerances, abs(self.final_time - t0))
         path = self._path(t0, start) if wants_gradient else None
-        grazing = GrazingCheck(self.events, *tolerances) if wants_gradient and self.events else None
-        rates = StepRates(rate)
-        rate_check, jumps = (
-            RateCheck(rates),
-            DiscontinuityCheck(self.rhs, rates, *tolerances, abs(self.final_time - t0)),
-        )
-        observers: list[Any] = (
-            [observer for observer in (path, grazing, rate_check, jumps) if callable(observer)]
-            if wants_gradient
-            else []
-        )
-        found = self._call(
-            batched_rate, t0, start, observed(self.method, observers) if observers else self.method
-        )
+        grazing = GrazingCheck(self.events, *tolerances)
+        observers: list[Any] = [x for x in (path, grazing, rate_check, jumps) if callable(x)]
+        method = observed(self.method, observers) if wants_gradient else self.method
+        found = self._call(batched_rate, t0, start, method)
         observers.clear()
         stopped, end = self._stop(found)
         piece = Piece(t0, end, self.sign, path, rate_check, self.adjoint)
@@ -168,9 +152,8 @@ class PiecewiseSolve:
                 (piece, solution(found.ends, found.interpolants, self.method), start)
             )
         jumps.refuse(end, self.sign, stopped is not None)
-        if grazing is not None:
-            grazing.refuse(end, self.sign)
-        self._connect(piece, found, start, begin, rate_column, grazing, stopped)
+        grazing.refuse(end, self.sign)
+        self._connect(piece, found, start, begin, rate_after, grazing, stopped)
         return found, stopped
 
     def _call(self, rates: Rates, t0: float, start: Tensor, method: Any) -> March:
@@ -229,8 +212,8 @@ class PiecewiseSolve:
         found: March,
         start: Tensor,
         begin: Tensor,
-        rate_column: Array | None,
-        grazing: GrazingCheck | None,
+        rate_after: Array | None,
+        grazing: GrazingCheck,
         stopped: Event | None,
     ) -> None:
         """Connect the states and event times of a piece to their inputs in autograd."""
@@ -248,14 +231,12 @@ class PiecewiseSolve:
             at = connected[:, len(saved) + i]
             time = torch.tensor(root.t, dtype=torch.float64, device=at.device)
             if torch.is_grad_enabled():
-                unit = time_unit(root.step)
-                flow = cache(partial(event.rate_before, root.t, root.y, self.sign, unit))
-                time = event.event_time(root.t, at, partial(_rate, grazing, event, root, flow))
+                flow = cache(partial(event.rate_before, *root[:2], root.unit))
+                rate = partial(grazing.rate, event, *root[:2], flow)
+                time = event.event_time(root.t, at, rate)
                 if time.requires_grad:
-                    at = self.rhs.with_time_derivative(
-                        at[:, None], time.reshape(1), flow()[:, None]
-                    )[:, 0]
-                    arriving = flow()[:, None] if event is stopped else arriving
+                    at = self.rhs.with_time_derivative(at, time, flow())
+                    arriving = flow() if event is stopped else arriving
             event.times.append(time)
             event.states.append(at)
         connected = connected[:, : len(saved)]
@@ -265,13 +246,11 @@ class PiecewiseSolve:
             connected = self.rhs.with_time_derivative(connected, times)
         else:
             # The times of the solver's intermediate steps are constants.
-            last = (self.end if stopped is None else stopped.times[-1]).reshape(1)
-            ends = [
-                self.rhs.with_time_derivative(connected[:, :1], begin.reshape(1), rate_column),
-                self.rhs.with_time_derivative(connected[:, -1:], last, arriving),
-            ]
-            times = torch.cat([begin.reshape(1), torch.as_tensor(saved[1:-1]).to(begin), last])
-            connected = torch.cat([ends[0], connected[:, 1:-1], ends[1]], 1)
+            last = (self.end if stopped is None else stopped.times[-1])[None]
+            first = self.rhs.with_time_derivative(connected[:, 0], begin, rate_after)
+            final = self.rhs.with_time_derivative(connected[:, -1], last[0], arriving)
+            times = torch.cat([begin[None], torch.as_tensor(saved[1:-1]).to(begin), last])
+            connected = torch.cat([first[:, None], connected[:, 1:-1], final[:, None]], 1)
         self.times.append(times)
         self.states.append(connected)
 
@@ -283,15 +262,6 @@ def _warn_loose() -> None:
         "more. Pass a smaller rtol, such as 1e-6.",
         stacklevel=5,
     )
-
-
-def _rate(
-    grazing: GrazingCheck | None, event: Event, root: Root, flow: Callable[[], Array]
-) -> float:
-    """Return the rate of an event where it happens, and check for grazing if wanted."""
-    if grazing is None:
-        return event.slopes(root.t, root.y, flow())[1]
-    return grazing.rate(event, root.t, root.y, flow())
 
 
 def _with_rate_at_start(rates: Rates, t0: float, start: Array, rate_after: Array) -> Rates:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from scipy.integrate import OdeSolver
 
 from adjsim.ivp.rhs import Array, RightHandSide
+from adjsim.ivp.thinned import Thinned
 
 # Largest number of stored rates.
 KEPT = 128
@@ -41,32 +41,20 @@ class StepRates:
         return self._last[2]
 
 
-class RateCheck:
+class RateCheck(Thinned[tuple[float, Array, Array]]):
     """Stored rates at up to :data:`KEPT` states of the forward solution.
-
-    When there are more, every second one is dropped.
 
     Args:
         rates: the rates at a solver's states.
     """
 
     def __init__(self, rates: StepRates) -> None:
-        self.rates, self.every, self.count = rates, 1, 0
-        self.kept: list[tuple[float, Array, Array]] = []
-
-    def __call__(self, solver: OdeSolver) -> None:
-        if self.count % self.every == 0:
-            self.kept.append((float(solver.t), np.array(solver.y), np.array(self.rates(solver))))
-            if len(self.kept) > KEPT:
-                self.kept, self.every = self.kept[::2], 2 * self.every
-        self.count += 1
+        super().__init__(KEPT, 1, lambda x: (float(x.t), np.array(x.y), np.array(rates(x))))
 
     def compare(self, rhs: RightHandSide) -> None:
         """Raise an error if the right-hand side returns other rates than the stored ones."""
         for t, y, rate in self.kept[1:]:
-            if not agree_to_rounding(
-                rhs.evaluate_checked(t, y), rate, float(torch.finfo(rhs.like.dtype).eps)
-            ):
+            if not agree_to_rounding(rhs.evaluate_checked(t, y), rate, rhs.eps):
                 raise RuntimeError(changed_message(t))
 
 

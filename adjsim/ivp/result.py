@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,16 +70,16 @@ class DenseSolution:
                 f"there is no gradient outside of [{self.t_min:g}, {self.t_max:g}]: call the "
                 "solution under torch.no_grad()."
             )
-        flat, order, found = times.reshape(-1), [], []
-        for (piece, inside, start), members in self._sorted(flat.detach().cpu().numpy()):
-            at = flat[members]
-            found.append(piece.states_at(at, inside(at.detach().cpu().numpy()), start))
-            order += members
-        states = (
-            torch.cat(found, 1)[:, np.argsort(order)]
-            if found
-            else self._like.new_zeros((len(self._like), 0))
-        )
+        flat = times.reshape(-1)
+        at, sign = flat.detach().cpu().numpy(), self._pieces[0][0].sign
+        ends = [sign * piece.end for piece, _, _ in self._pieces[:-1]]
+        numbers = np.searchsorted(ends, sign * at, side="left")
+        found = [self._like.new_zeros((len(self._like), 0))]
+        for number in np.unique(numbers):
+            piece, inside, start = self._pieces[number]
+            members = np.flatnonzero(numbers == number)
+            found.append(piece.states_at(flat[members], inside(at[members]), start))
+        states = torch.cat(found, 1)[:, np.argsort(np.argsort(numbers, kind="stable"))]
         return states[:, 0] if times.ndim == 0 else states
 
     def __copy__(self) -> DenseSolution:
@@ -98,13 +98,3 @@ class DenseSolution:
         return torch.is_grad_enabled() and any(
             piece.path is not None for piece, _, _ in self._pieces
         )
-
-    def _sorted(
-        self, times: Any
-    ) -> Iterator[tuple[tuple[Piece | _Values, OdeSolution, Tensor], list[int]]]:
-        """Yield each piece with the indices of the times in it."""
-        sign = self._pieces[0][0].sign
-        ends = [sign * piece.end for piece, _, _ in self._pieces[:-1]]
-        numbers = np.searchsorted(ends, sign * times, side="left")
-        for number in np.unique(numbers):
-            yield self._pieces[number], np.flatnonzero(numbers == number).tolist()

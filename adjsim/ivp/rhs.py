@@ -6,23 +6,21 @@ the adjoint it computes vector-Jacobian products with respect to the state and t
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from functools import partial, reduce
-from types import MethodType
+from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjsim.core.parameters import leaves
 from adjsim.core.second_derivative import refuse_second_derivative
-from adjsim.ivp.input_tensors import InputTensors, owner
+from adjsim.ivp.input_tensors import InputTensors
 from adjsim.ivp.numpy_functions import computes_with_numpy, naming_function, numpy_error
 
 Array = np.ndarray[Any, Any]
-
+Pull = Callable[[Tensor], tuple[Tensor, list[Tensor]]]
 
 # What refuses a second derivative of a solution.
 OF_A_SOLUTION = "the gradient of a solution comes from its adjoint equation"
@@ -53,6 +51,8 @@ class RightHandSide:
         self.inputs = InputTensors(fun, args, declared)
         #: Tensors with respect to which a gradient is wanted, and their stand-ins in ``fun``.
         self.parameters, self.parameter_leaves = self.inputs.originals, self.inputs.leaves
+        #: The rounding error of a number in a state.
+        self.eps = float(torch.finfo(like.dtype).eps)
         #: Whether ``fun`` computes with NumPy; :meth:`check` finds out by calling it.
         self.uses_numpy = False
 
@@ -79,19 +79,30 @@ class RightHandSide:
         return torch.stack(torch.broadcast_tensors(*rows))
 
     def with_time_derivative(
-        self, states: Tensor, times: Tensor, rates: Array | None = None
+        self, states: Tensor, times: Tensor, rates: Array | Tensor | None = None
     ) -> Tensor:
-        """Give states ``(n, times)`` their derivative with respect to times, which is their rate.
+        """Give states their derivative with respect to their times, which is their rate.
 
-        The values remain. ``rates`` replaces the rates of ``fun`` at these states where a one-sided
-        limit is meant.
+        The values remain. The states are ``(n, times)``, or ``(n,)`` for a time without axes.
+        ``rates`` replaces the rates of ``fun`` at these states where a one-sided limit is meant.
         """
         if not times.requires_grad or not times.numel():
             return states
         if rates is None:
-            along = zip(times.detach().tolist(), to_numpy(states).T, strict=True)
-            rates = np.stack([self.rate(t, y) for t, y in along], 1)
+            values, at = to_numpy(states), times.detach().reshape(-1).tolist()
+            along = zip(at, values.reshape(len(values), -1).T, strict=True)
+            rates = np.stack([self.rate(t, y) for t, y in along], 1).reshape(values.shape)
         return TimeDerivative.apply(states, times, torch.as_tensor(rates).to(states))
+
+    def with_start_time(
+        self, start: Tensor, time: Tensor, rates: Array | Tensor | None = None
+    ) -> Tensor:
+        """Connect an initial state to its time.
+
+        A start that is later by dt is equivalent to an initial state that is smaller by f dt.
+        """
+        later = self.with_time_derivative(start.detach(), time, rates)
+        return start - (later - start.detach())
 
     # Called by SciPy.
 
@@ -110,13 +121,9 @@ class RightHandSide:
         """Compute the Jacobian d fun_i / d y_j by automatic differentiation."""
         if self.uses_numpy:
             raise numpy_error('fun, whose Jacobian jac="autodiff" needs,')
-        return self.jacobian_rows(t, y).conj()
+        return self._products(np.array([t]), y[:, None], np.eye(y.size, dtype=y.dtype))[0].conj()
 
     # Called by the adjoint. For a complex state a cotangent is d/dRe + i d/dIm, as in torch.
-
-    def jacobian_rows(self, t: float, y: Array) -> Array:
-        """Compute the products of unit vectors with the Jacobian, as rows ``(n, n)``."""
-        return self._products(np.array([t]), y[:, None], np.eye(y.size, dtype=y.dtype))[0]
 
     def transposed_jacobians(self, times: Array, states: Array) -> Array:
         """Compute the real matrices ``(times, n, n)`` that map a cotangent to its product.
@@ -142,12 +149,9 @@ class RightHandSide:
             return found
         points, outputs = [evaluated[i][0] for i in inside], [evaluated[i][1] for i in inside]
         for k, cotangent in enumerate(torch.as_tensor(cotangents).to(outputs[0])):
-            rows = torch.autograd.grad(
-                outputs, points, [cotangent] * len(inside), retain_graph=True, allow_unused=True
-            )
+            rows = _pull(outputs, points, [cotangent] * len(inside))
             for i, row in zip(inside, rows, strict=True):
-                if row is not None:
-                    found[i, k] = to_numpy(row)
+                found[i, k] = to_numpy(row)
         return found
 
     def state_vjp(self, t: float, y: Array, cotangent: Array) -> Array:
@@ -155,10 +159,7 @@ class RightHandSide:
         x, out = self._with_graph(t, y)
         if not out.requires_grad:
             return np.zeros_like(cotangent)
-        (pulled,) = torch.autograd.grad(
-            out, x, torch.as_tensor(cotangent).to(out), allow_unused=True
-        )
-        return np.zeros_like(cotangent) if pulled is None else to_numpy(pulled)
+        return to_numpy(_pull([out], [x], [torch.as_tensor(cotangent).to(out)])[0])
 
     def parameter_vjp(self, times: Array, states: Array, *cotangents: Array) -> list[list[Tensor]]:
         """Compute the products of cotangents with the Jacobian with respect to the parameters.
@@ -170,29 +171,18 @@ class RightHandSide:
             rates = [
                 self(self.time(t), self.tensor(y)) for t, y in zip(times, states.T, strict=True)
             ]
-        found = []
-        for rows in cotangents:
-            pairs = [
-                (r, torch.as_tensor(c).to(r))
-                for r, c in zip(rates, rows.T, strict=True)
-                if r.requires_grad
-            ]
-            outputs, weights = zip(*pairs, strict=True) if pairs else ((), ())
-            grads = (
-                torch.autograd.grad(
-                    outputs, self.parameter_leaves, weights, retain_graph=True, allow_unused=True
-                )
-                if pairs
-                else ()
+        inside = [k for k, rate in enumerate(rates) if rate.requires_grad]
+        if not inside:
+            return [[torch.zeros_like(x) for x in self.parameter_leaves] for _ in cotangents]
+        outputs = [rates[k] for k in inside]
+        return [
+            _pull(
+                outputs,
+                self.parameter_leaves,
+                [torch.as_tensor(rows[:, k]).to(rates[k]) for k in inside],
             )
-            grads = grads or (None,) * len(self.parameter_leaves)
-            found.append(
-                [
-                    torch.zeros_like(x) if g is None else g
-                    for x, g in zip(self.parameter_leaves, grads, strict=True)
-                ]
-            )
-        return found
+            for rows in cotangents
+        ]
 
     def _with_graph(self, t: float | Array, y: Array) -> tuple[Tensor, Tensor]:
         """Return a state that requires grad, and its rate with a graph.
@@ -202,7 +192,7 @@ class RightHandSide:
         with torch.enable_grad():
             x = self.tensor(y).requires_grad_()
             out = self(self.time(t), x)
-        self.refuse_undeclared(out, x)
+        self.inputs.refuse_undeclared(out, x)
         return x, out
 
     # Checks.
@@ -223,7 +213,7 @@ class RightHandSide:
                 f"fun returned shape {tuple(out.shape)} for a state of shape "
                 f"{tuple(self.like.shape)}."
             )
-        self.refuse_undeclared(out, x)
+        self.inputs.refuse_undeclared(out, x)
 
     def check_differentiable(self, t: float | Array, y: Array) -> None:
         """Refuse a function that computes with NumPy, where a gradient is wanted."""
@@ -245,25 +235,33 @@ class RightHandSide:
         read = {id(leaf) for t, y in points for leaf in leaves(self._with_graph(t, y)[1])}
         return not self.inputs.named <= read
 
-    def refuse_undeclared(self, out: Tensor, *known: Tensor) -> None:
-        """Refuse a rate whose graph has an undeclared leaf; ``known`` leaves are allowed too."""
-        for node in _graph_nodes(out):
-            leaf = getattr(node, "variable", None)
-            if self.inputs.is_declared(node, leaf):
-                raise ValueError(
-                    "fun reads a tensor that was computed from a declared one before the solution: "
-                    "compute it in fun, or declare it instead."
-                )
-            if (
-                leaf is not None
-                and not self.inputs.is_stand_in(leaf)
-                and not any(leaf is x for x in known)
-            ):
-                raise ValueError(
-                    f"fun reads {name_of(leaf, self.fun)}, which requires grad and was not "
-                    "declared, so the adjoint would lose its gradient. Pass it in args, declare it "
-                    "by params=[...], make it a parameter of a module, or detach() it."
-                )
+
+def _pull(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
+    """Return the cotangents of the inputs, zero where no output depends on one."""
+    return list(
+        torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, materialize_grads=True)
+    )
+
+
+class AdjointStates(torch.autograd.Function):
+    """States whose gradient comes from an adjoint.
+
+    ``pull`` takes their cotangents to those of the start and of the parameters.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, pull: Pull, states: Tensor, start: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.pull = pull
+        # Their values are those of the run, whatever becomes of them.
+        ctx.likes = [x.new_empty(0) for x in (start, *parameters)]
+        return states.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        refuse_second_derivative(OF_A_SOLUTION)
+        start, sums = ctx.pull(grad_outputs[0])
+        found = (x.to(like) for x, like in zip((start, *sums), ctx.likes, strict=True))
+        return None, None, *found
 
 
 class TimeDerivative(torch.autograd.Function):
@@ -292,10 +290,15 @@ def to_numpy(x: Tensor) -> Array:
 
 
 def as_state(y0: Any) -> Tensor:
-    """Convert a tensor, numbers, or a list of both to a state ``(n,)``."""
+    """Convert a tensor, numbers, or a list of both to a state ``(n,)``, or to ``(n, batch)``."""
     if not isinstance(y0, Tensor):
         tensors = [x for x in y0 if isinstance(x, Tensor)] if isinstance(y0, list | tuple) else []
-        if tensors:
+        if not tensors:
+            y0 = np.asarray(y0)
+            y0 = torch.tensor(y0, dtype=torch.complex128 if np.iscomplexobj(y0) else torch.float64)
+        elif len(tensors) == len(y0) and all(x.ndim == 1 and len(x) > 1 for x in tensors):
+            y0 = torch.stack(tensors)
+        else:
             dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
             dtype = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
             if any(isinstance(x, complex) for x in y0):
@@ -303,14 +306,10 @@ def as_state(y0: Any) -> Tensor:
             y0 = torch.stack(
                 [torch.as_tensor(x, dtype=dtype, device=tensors[0].device).reshape(()) for x in y0]
             )
-        else:
-            y0 = np.asarray(y0)
-            y0 = torch.tensor(y0, dtype=torch.complex128 if np.iscomplexobj(y0) else torch.float64)
-    if not (y0.is_floating_point() or y0.is_complex()):
-        y0 = y0.double()
-    if y0.ndim != 1:
+    if y0.ndim not in (1, 2):
         raise ValueError(f"y0 must be of shape (n,) or (n, batch); got {tuple(y0.shape)}.")
-    return y0
+    y0 = y0.clone() if y0.is_inference() else y0
+    return y0 if y0.is_floating_point() or y0.is_complex() else y0.double()
 
 
 def as_times(t: Any, like: Tensor) -> Tensor:
@@ -328,41 +327,3 @@ def check_tolerance(name: str, value: Any) -> None:
     """Refuse a negative tolerance, and NaN, with which no step would be accepted."""
     if not np.all(np.asarray(value, float) >= 0):
         raise ValueError(f"{name} must be zero or positive; got {value}.")
-
-
-def name_of(leaf: Tensor, fun: Callable[..., Any]) -> str:
-    """Describe a tensor by its name in a function, or else by its shape."""
-    places = (
-        [(f"a plain attribute of {type(owner(fun)).__name__}", vars(owner(fun)))]
-        if owner(fun) is not None
-        else []
-    )
-    plain = fun.forward if isinstance(fun, nn.Module) else fun
-    while isinstance(plain, partial | MethodType):
-        if isinstance(plain, partial):
-            places.append(
-                ("an argument of a partial", {**plain.keywords, **dict(enumerate(plain.args))})
-            )
-        plain = plain.func if isinstance(plain, partial) else plain.__func__
-    if inspect.isfunction(plain):
-        seen = inspect.getclosurevars(plain)
-        places.append(("", {**seen.globals, **seen.nonlocals}))
-    for where, names in places:
-        for name, value in names.items():
-            if value is leaf or (
-                isinstance(value, Tensor) and any(x is leaf for x in leaves(value))
-            ):
-                return f"'{name}'" + (f" ({where})" if where else "")
-    return f"a tensor of shape {tuple(leaf.shape)}"
-
-
-def _graph_nodes(x: Tensor) -> Iterator[Any]:
-    """Yield the nodes of a tensor's autograd graph."""
-    seen, queue = set(), [x.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        queue.extend(parent for parent, _ in node.next_functions)

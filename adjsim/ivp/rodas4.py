@@ -59,7 +59,7 @@ class Rodas4(Step):
     Jacobian of its own.
     """
 
-    error_order = 3
+    name, error_order = "Rodas4", 3
 
     def __init__(self, rate: Rate, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None) -> None:
         start, jacobian, by_time = _derivatives(rate, t, y)

@@ -29,6 +29,11 @@ class Root(NamedTuple):
     y: Array
     step: float
 
+    @property
+    def unit(self) -> float:
+        """The unit of time in estimates of rounding."""
+        return time_unit(self.step)
+
 
 def find_root(
     function: Callable[[float, Array], float],

@@ -8,19 +8,26 @@ from typing import Any
 import numpy as np
 import scipy.integrate
 import torch
-from scipy.integrate import OdeSolver
+from scipy.integrate import BDF, DOP853, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from adjsim.ivp.adjoint import METHODS, AdjointSolver
-from adjsim.ivp.columns import COLUMN_METHODS, as_columns, solve_columns
+from adjsim.ivp.columns import COLUMN_METHODS, SMALLEST_RTOL, check_columns, solve_columns
 from adjsim.ivp.events import Event
+from adjsim.ivp.lsoda import LSODA
 from adjsim.ivp.piecewise import ADJOINTS, PiecewiseSolve
 from adjsim.ivp.result import DenseSolution, OdeResult
 from adjsim.ivp.rhs import RightHandSide, as_state, as_times, check_tolerance, to_numpy
+from adjsim.ivp.sweep import AdjointSettings
 
-# SciPy's solvers replace a smaller rtol by this.
-SMALLEST_RTOL = 100 * float(np.finfo(float).eps)
+METHODS: dict[str, type[OdeSolver]] = {
+    "RK23": RK23,
+    "RK45": RK45,
+    "DOP853": DOP853,
+    "Radau": Radau,
+    "BDF": BDF,
+    "LSODA": LSODA,
+}
 
 
 def solve_ivp(
@@ -157,27 +164,28 @@ def solve_ivp(
             "Supplied 'args' cannot be unpacked: args must be a tuple; got "
             f"{type(args).__name__}. For a single argument write args=(x,)."
         )
-    columns = as_columns(y0)
-    if columns is not None:
+    start = as_state(y0)
+    if start.ndim == 2:
+        check_columns(start)
         if events is not None:
             raise ValueError(
                 "y0 of shape (n, batch) takes no events: solve the columns one by one, with y0 of "
                 "shape (n,)."
             )
         return solve_columns(
-            fun, t_span, columns, method, t_eval, dense_output, tuple(args or ()), params, adjoint,
+            fun, t_span, start, method, t_eval, dense_output, tuple(args or ()), params, adjoint,
             options,
         )  # fmt: skip
     solver = _solver(method)
     if adjoint not in ADJOINTS:
         raise ValueError(f"adjoint must be one of {', '.join(ADJOINTS)}; got {adjoint!r}.")
-    start = as_state(y0)
     begin, end = (as_times(t, start).reshape(()) for t in t_span)
     times = None if t_eval is None else as_times(t_eval, start)
     rhs = RightHandSide(fun, tuple(args or ()), params, start, vectorized)
     options, adjoint_solver = _adjoint_settings(rhs, solver, options)
     found = () if events is None else (events,) if callable(events) else tuple(events)
-    user_events = [Event(event, rhs, i) for i, event in enumerate(found)]
+    sign = 1.0 if float(end.detach()) >= float(begin.detach()) else -1.0
+    user_events = [Event(event, rhs, i, sign) for i, event in enumerate(found)]
     _check_span(
         float(begin.detach()),
         float(end.detach()),
@@ -193,18 +201,9 @@ def solve_ivp(
     if wants_gradient:
         rhs.check_differentiable(float(begin.detach()), to_numpy(start))
     piecewise = PiecewiseSolve(
-        rhs,
-        solver,
-        adjoint,
-        adjoint_solver,
-        begin,
-        end,
-        times,
-        dense_output,
-        user_events,
-        options,
-        wants_gradient,
-    )
+        rhs, solver, adjoint, adjoint_solver, begin, end, sign, times, dense_output, user_events,
+        options, wants_gradient,
+    )  # fmt: skip
     last = piecewise.run(start)
     return OdeResult(
         t=torch.cat(piecewise.times).to(start.real.dtype),
@@ -227,7 +226,7 @@ def _plain(tree: Any) -> Any:
 def _solver(method: Any) -> type[OdeSolver]:
     """Return the solver class for a name or a class, as SciPy does."""
     if isinstance(method, type) and issubclass(method, OdeSolver):
-        return METHODS["LSODA"] if method is scipy.integrate.LSODA else method
+        return LSODA if method is scipy.integrate.LSODA else method
     if method in COLUMN_METHODS and method not in METHODS:
         raise ValueError(f"method {method!r} is for y0 of shape (n, batch): pass y0[:, None].")
     if method not in METHODS:
@@ -251,7 +250,7 @@ def _check_span(begin: float, end: float, must_be_finite: bool) -> None:
 
 def _adjoint_settings(
     rhs: RightHandSide, method: type[OdeSolver], options: dict[str, Any]
-) -> tuple[dict[str, Any], AdjointSolver]:
+) -> tuple[dict[str, Any], AdjointSettings]:
     """Separate SciPy's options from those of the adjoint, and make the adjoint's settings."""
     options = {"rtol": 1e-3, "atol": 1e-6, **options}
     for name in ("rtol", "atol"):
@@ -271,7 +270,7 @@ def _adjoint_settings(
     elif callable(jac):
         options["jac"] = lambda t, y: _array(jac(rhs.time(t), rhs.tensor(y), *rhs.args))
     max_step, tolerances = options.get("max_step", np.inf), (options["rtol"], options["atol"])
-    return options, AdjointSolver(rhs, method, backward, absolute, max_step, *tolerances)
+    return options, AdjointSettings(rhs, method, backward, absolute, max_step, *tolerances)
 
 
 def _array(x: Any) -> Any:

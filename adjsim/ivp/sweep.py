@@ -6,17 +6,17 @@ A sweep integrates :math:`\dot\lambda = -J^T \lambda` along a path of states, an
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.integrate import OdeSolution, OdeSolver, Radau
+from scipy.integrate import BDF, LSODA, OdeSolution, OdeSolver, Radau
 from torch import Tensor
 
+from adjsim.core.step_control import next_factor
 from adjsim.ivp.collocation import ORDER, POINTS, TIMES, Step
-from adjsim.ivp.forward_states import solution
+from adjsim.ivp.forward_states import adjoint_error, solution
 from adjsim.ivp.quadrature import (
     DIVISIONS,
     ROUNDING,
@@ -28,24 +28,53 @@ from adjsim.ivp.quadrature import (
 )
 from adjsim.ivp.rhs import Array, RightHandSide
 
-SAFETY, SHRINK, GROW = 0.9, 0.2, 30.0
+# Largest ratio of a collocation step to the one before.
+GROW = 30.0
 # Power of the tolerance that is required of the difference of two collocation results. The
 # difference is of order 6 in the step size and the error of order 10. The power 6 / 10 would be too
 # lax where the integrand jumps, since the difference is then about as large as the error.
 POWER = 0.85
+# Largest number of real state entries for which the adjoint of a stiff problem is solved by
+# collocation, which solves one dense linear system per step.
+MAX_COLLOCATION_SIZE = 32
+IMPLICIT = (Radau, BDF, LSODA)
 # Fraction of a change of the states at which a change of the integrand has to be smaller too.
 SHRUNK = 2.0**-10
 
 
 @dataclass
+class AdjointSettings:
+    """The settings with which the adjoint of a problem is integrated.
+
+    Args:
+        rhs: the right-hand side of the problem.
+        method: SciPy's solver class for the forward solution.
+        rtol, atol: tolerances of the adjoint; atol is relative to the adjoint's largest entry.
+        max_step: largest step size, as in the forward solution.
+        state_rtol, state_atol: tolerances of the forward solution.
+    """
+
+    rhs: RightHandSide
+    method: type[OdeSolver]
+    rtol: float
+    atol: float
+    max_step: float
+    state_rtol: Array
+    state_atol: Array
+
+    def sweep(self, adjoint: Array) -> Sweep:
+        """Make the sweep that begins with a cotangent of the state."""
+        if not issubclass(self.method, IMPLICIT):
+            return SolverSweep(self, adjoint, self.method)
+        large = (1 + np.iscomplexobj(adjoint)) * adjoint.size > MAX_COLLOCATION_SIZE
+        return SolverSweep(self, adjoint, Radau) if large else CollocationSweep(self, adjoint)
+
+
 class Sweep(ABC):
     """The adjoint and the integral in one backward pass.
 
     Args:
-        rhs: the right-hand side.
-        rtol, atol: tolerances of the adjoint; atol is relative to the adjoint's largest entry.
-        max_step: the largest step size.
-        state_rtol, state_atol: the tolerances of the states along which the sweep integrates.
+        settings: the settings of the adjoint.
         adjoint: the cotangent of the state at the current time.
 
     Attributes:
@@ -53,18 +82,11 @@ class Sweep(ABC):
         integral: the integral so far.
     """
 
-    rhs: RightHandSide
-    rtol: float
-    atol: float
-    max_step: float
-    state_rtol: Array
-    state_atol: Array
-    adjoint: Array
-    step: float | None = dataclasses.field(init=False)
-    integral: Integral = dataclasses.field(init=False)
+    integral: Integral
 
-    def __post_init__(self) -> None:
-        self.step = None
+    def __init__(self, settings: AdjointSettings, adjoint: Array) -> None:
+        self.settings, self.rhs, self.adjoint = settings, settings.rhs, adjoint
+        self.step: float | None = None
 
     @abstractmethod
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
@@ -77,7 +99,7 @@ class Sweep(ABC):
         """
 
     def _absolute(self) -> float:
-        return self.atol * max(np.abs(self.adjoint).max(initial=0.0), np.finfo(float).tiny)
+        return self.settings.atol * max(np.abs(self.adjoint).max(initial=0.0), np.finfo(float).tiny)
 
     def _integrand_size(self, t: float, adjoint: Array, path: OdeSolution) -> list[Tensor]:
         """Return the size of the integrand at a time if nothing cancels in it."""
@@ -94,7 +116,8 @@ class Sweep(ABC):
         jump of fun, is left out.
         """
         states, sizes = path(times), _without_cancellation(weights)
-        scale = np.reshape(self.state_atol, (-1, 1)) + self.state_rtol * np.abs(states)
+        atol, rtol = self.settings.state_atol, self.settings.state_rtol
+        scale = np.reshape(atol, (-1, 1)) + rtol * np.abs(states)
         shift = np.cos(np.arange(len(states)) ** 2)[:, None] * scale
         here, there, nearby = (
             self.rhs.parameter_vjp(times, states + part * shift, sizes)[0]
@@ -109,21 +132,16 @@ class Sweep(ABC):
         ]
 
 
-@dataclass
 class SolverSweep(Sweep):
     """Integration by one of SciPy's solvers, with the step size carried across jumps.
 
-    The integral is computed afterwards over the forward steps.
-
-    Args:
-        method: an explicit solver class, or Radau.
+    The integral is computed afterwards over the forward steps. The solver is explicit, or Radau.
     """
 
-    method: type[OdeSolver]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.integral = self.points = AdaptiveLobatto(self.rhs.parameters, self.rtol)
+    def __init__(self, settings: AdjointSettings, adjoint: Array, method: type[OdeSolver]) -> None:
+        super().__init__(settings, adjoint)
+        self.method = method
+        self.integral = self.points = AdaptiveLobatto(self.rhs.parameters, settings.rtol)
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
         solver = self._solver(begin, end, path)
@@ -132,14 +150,11 @@ class SolverSweep(Sweep):
             proposed = float(getattr(solver, "h_abs", 0.0))
             message = solver.step()
             if solver.status == "failed":
-                raise _adjoint_error(solver.t, message)
+                raise adjoint_error(solver.t, message)
             # If the end cut the last step short, the next one need not be as short.
             cut = solver.status == "finished" and solver.step_size < 0.999 * proposed
-            self.step = (
-                max(proposed, float(getattr(solver, "h_abs", 0.0)))
-                if cut
-                else float(getattr(solver, "h_abs", 0.0))
-            )
+            following = float(getattr(solver, "h_abs", 0.0))
+            self.step = max(proposed, following) if cut else following
             times.append(solver.t)
             interpolants.append(solver.dense_output())
         self.adjoint = _as_state_type(np.asarray(solver.y), self.adjoint)
@@ -147,31 +162,27 @@ class SolverSweep(Sweep):
             return
         found = solution(times, interpolants, type(solver))
 
-        def integrand(times: Array, weights: Array, differences: Array) -> list[list[Tensor]]:
-            z = _as_state_type(found(times), self.adjoint)
-            return self.rhs.parameter_vjp(times, path(times), -weights * z, -differences * z)
+        def adjoint(times: Array) -> Array:
+            return _as_state_type(found(times), self.adjoint)
 
-        def size(t: float) -> list[Tensor]:
-            return self._integrand_size(
-                t, _as_state_type(found(np.array([t])), self.adjoint)[:, 0], path
-            )
+        def integrand(times: Array, weights: Array, differences: Array) -> list[list[Tensor]]:
+            z = adjoint(times)
+            return self.rhs.parameter_vjp(times, path(times), -weights * z, -differences * z)
 
         # The forward steps resolve how fast the states change.
         self.points.integrate(
             [begin, *_forward_steps_between(begin, end, path), end],
             integrand,
-            size,
-            lambda times, weights: self._uncertainty(
-                times, path, weights * _as_state_type(found(times), self.adjoint)
-            ),
+            lambda t: self._integrand_size(t, adjoint(np.array([t]))[:, 0], path),
+            lambda times, weights: self._uncertainty(times, path, weights * adjoint(times)),
         )
 
     def _solver(self, begin: float, end: float, path: OdeSolution) -> Any:
         like = self.adjoint
         options: dict[str, Any] = {
-            "rtol": self.rtol,
+            "rtol": self.settings.rtol,
             "atol": self._absolute(),
-            "max_step": self.max_step,
+            "max_step": self.settings.max_step,
         }
         if self.step:
             options["first_step"] = min(self.step, abs(end - begin))
@@ -186,16 +197,16 @@ class SolverSweep(Sweep):
         return self.method(rate, begin, _as_real(like), end, **options)
 
 
-@dataclass
 class CollocationSweep(Sweep):
     """Integration by collocation, with the integral as one more component of the equation.
 
     The boundary layer behind a jump of the adjoint is not resolved.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.integral, self.rejections = Integral(self.rhs.parameters, self.rtol**POWER), 0
+    def __init__(self, settings: AdjointSettings, adjoint: Array) -> None:
+        super().__init__(settings, adjoint)
+        self.rtol = settings.rtol**POWER
+        self.integral, self.rejections = Integral(self.rhs.parameters, self.rtol), 0
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
         now, marks = begin, _forward_steps_between(begin, end, path)
@@ -214,10 +225,8 @@ class CollocationSweep(Sweep):
     ) -> tuple[float, Step]:
         """Take one step, at most to ``farthest``, and return the time at which it ends."""
         smallest = 10 * float(np.spacing(abs(now)))
-        size, atol = (
-            min(self.step or np.inf, self.max_step),
-            self._absolute() * self.rtol ** (POWER - 1),
-        )
+        size = min(self.step or np.inf, self.settings.max_step)
+        atol = self._absolute() * self.settings.rtol ** (POWER - 1)
         while True:
             size = max(size, smallest)
             cut = size >= abs(farthest - now)
@@ -227,7 +236,7 @@ class CollocationSweep(Sweep):
                 z,
                 np.concatenate([matrix, self._matrices(now + (end - now) * POINTS, path)]),
             )
-            error, propagated = step.error(self.rtol**POWER, atol, beyond + abs(farthest - end))
+            error, propagated = step.error(self.rtol, atol, beyond + abs(farthest - end))
             found = []
             if error <= 1 and self.rhs.parameters:
                 missed, found = self._integrate(now, step, propagated, path, abs(farthest - now))
@@ -237,9 +246,9 @@ class CollocationSweep(Sweep):
                 self.integral.add(found)
                 break
             if abs(step.h) <= smallest:
-                raise _adjoint_error(now, OdeSolver.TOO_SMALL_STEP)
-            size = abs(step.h) * max(SHRINK, SAFETY * error ** (-1 / ORDER))
-        wanted = abs(step.h) * min(GROW, SAFETY * max(error, np.finfo(float).tiny) ** (-1 / ORDER))
+                raise adjoint_error(now, OdeSolver.TOO_SMALL_STEP)
+            size = abs(step.h) * next_factor(error, ORDER)
+        wanted = abs(step.h) * next_factor(error, ORDER, GROW)
         # If the step was cut short, the next one need not be as short.
         self.step = max(wanted, size) if cut else wanted
         return end, step
@@ -290,10 +299,6 @@ def _without_cancellation(weights: Array) -> Array:
     The factors differ from row to row and lie between a half and three halves.
     """
     return (1 + 0.5 * np.cos(np.arange(len(weights)) ** 2))[:, None] * np.abs(weights)
-
-
-def _adjoint_error(t: float, message: str | None) -> RuntimeError:
-    return RuntimeError(f"the adjoint failed at t = {t:g}: {message}")
 
 
 def _as_real(z: Array) -> Array:

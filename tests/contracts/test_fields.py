@@ -12,11 +12,11 @@ from torch import nn
 import adjsim
 from adjsim import BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint
 from adjsim.core.state import FieldState
+from adjsim.core.tableaus import Tableau
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.dynamics.fields.sde import NOISES, SDE
 from adjsim.solvers.continuous.sde import SDESolver
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
-from adjsim.solvers.runge_kutta.tableaus import Tableau
 from tests.fields import Diffusion, Net, Pair, equation, pair, start
 
 RK4 = RungeKutta("rk4", 0.1)

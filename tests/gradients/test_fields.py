@@ -21,6 +21,7 @@ from adjsim import (
     TimeAverage,
 )
 from adjsim.core.noise import Noise
+from adjsim.core.tableaus import TABLEAUS
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.dynamics.fields.sde import NOISES, SDE
 from adjsim.simulation.simulate import run
@@ -29,7 +30,6 @@ from adjsim.solvers.continuous.ode import ONE_STEP, ODESolver
 from adjsim.solvers.continuous.sde import SDESolver
 from adjsim.solvers.reversible.reversible_heun import ReversibleHeun
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
-from adjsim.solvers.runge_kutta.tableaus import TABLEAUS
 from adjsim.solvers.stochastic.milstein import Milstein
 from adjsim.solvers.stochastic.stochastic_heun import StochasticHeun
 from tests.fields import Diffusion, Net, equation, pair, start

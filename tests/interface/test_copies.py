@@ -9,7 +9,7 @@ import torch
 
 import adjsim
 from adjsim import adjoints, solvers
-from adjsim.ivp.adjoint import METHODS
+from adjsim.ivp.solve import METHODS
 from tests.copies import WAYS
 
 TABLEAU = solvers.Tableau([[], [0.5]], [0.0, 1.0])

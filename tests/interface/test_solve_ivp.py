@@ -18,8 +18,8 @@ from torch import nn
 import adjsim
 import adjsim.ivp.piecewise
 from adjsim.ivp import forward_states
-from adjsim.ivp.adjoint import METHODS as METHODS_OF_SCIPY
 from adjsim.ivp.adjoint import Piece
+from adjsim.ivp.solve import METHODS as METHODS_OF_SCIPY
 from tests.problems import slow_but
 
 METHODS = ["RK23", "RK45", "DOP853", "Radau", "BDF", "LSODA"]

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim import DirectAdjoint, Hamiltonian, NoseHooverChain, ReversibleAdjoint, TimeAverage
+from adjsim.core.step_control import next_factor
+from adjsim.core.tableaus import TABLEAUS, Tableau
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.solvers.reversible.coupled import Coupled
 from adjsim.solvers.runge_kutta.step_sizes import Adaptive, StepTimes
-from adjsim.solvers.runge_kutta.tableaus import TABLEAUS, Tableau
 from tests.flows import DrivenPendulum, Linear, Lorenz
 
 PAIRS = {"bogacki-shampine": RK23, "dormand-prince": RK45}
@@ -75,6 +76,17 @@ def test_error_weights_of_a_tableau_are_checked():
         Tableau([[], [1]], [0.5, 0.5], error=[0.0])
     with pytest.raises(ValueError, match=r"their sum zero; got the sum 0\.5"):
         Tableau([[], [1]], [0.5, 0.5], error=[0.0, 0.5])
+
+
+@pytest.mark.parametrize("most", [1.0, 10.0])
+def test_numbers_and_tensors_have_one_controller(most):
+    """h' / h = min(most, max(0.2, 0.9 e^(-1/5))); steps to NaN and infinity are shortened most."""
+    errors = [0.0, 1e-40, 1e-4, 0.5, 2.0, 1e9, math.inf, math.nan]
+    formula = [10.0, 10.0, 0.9 * 1e-4**-0.2, 0.9 * 2**0.2, 0.9 * 0.5**0.2, 0.2, 0.2, 0.2]
+    expected = [min(most, x) for x in formula]
+    assert [next_factor(x, 5, most) for x in errors] == pytest.approx(expected, rel=1e-14)
+    found = next_factor(torch.tensor(errors, dtype=torch.float64), 5, torch.tensor(most))
+    assert found.tolist() == pytest.approx(expected, rel=1e-14)
 
 
 @functools.cache

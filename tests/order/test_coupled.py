@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import adjsim
+from adjsim.core.tableaus import TABLEAUS
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.solvers.reversible.coupled import Coupled, coupling
 from adjsim.solvers.reversible.increment import reversed_growth
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
-from adjsim.solvers.runge_kutta.tableaus import TABLEAUS
 from tests.flows import DrivenPendulum, Linear, Lorenz
 from tests.problems import slow_but
 

@@ -11,13 +11,13 @@ import torch
 import adjsim
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.core.noise import Noise
+from adjsim.core.tableaus import Tableau
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.dynamics.fields.sde import SDE
 from adjsim.simulation.simulate import run
 from adjsim.solvers.continuous.sde import SDESolver
 from adjsim.solvers.reversible.reversible_heun import ReversibleHeun
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
-from adjsim.solvers.runge_kutta.tableaus import Tableau
 from adjsim.solvers.stochastic.milstein import Milstein
 from adjsim.solvers.stochastic.stochastic_heun import StochasticHeun
 from tests.gradients.test_sde import Coarse

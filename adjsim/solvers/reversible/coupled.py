@@ -15,6 +15,7 @@ from torch import Tensor
 from adjsim.core.arguments import as_flag, as_number
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, State, detached, in_transform
+from adjsim.core.tableaus import Tableau
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import LARGEST_DENOMINATOR
 from adjsim.dynamics.copies import Copies, copy_name
@@ -28,7 +29,6 @@ from adjsim.solvers.reversible.varying_coupling import VaryingCoupling, steps_wi
 from adjsim.solvers.runge_kutta.adaptive_steps import AdaptiveSteps, look_ahead
 from adjsim.solvers.runge_kutta.runge_kutta import LETTER, find_tableau, refuse_no_drift
 from adjsim.solvers.runge_kutta.step_sizes import Adaptive, RecordedTimes, StepTimes
-from adjsim.solvers.runge_kutta.tableaus import Tableau
 
 # Steps along which the rate is estimated.
 AHEAD = 256

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from adjsim.core.state import AnyState, State, detached
+from adjsim.core.tableaus import Tableau
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.sources import Accumulate, MoveContext, Time
 from adjsim.solvers.runge_kutta.runge_kutta import increment
-from adjsim.solvers.runge_kutta.tableaus import Tableau
 
 # Parts of the first steps, of which the strongest contraction counts.
 PARTS = 4

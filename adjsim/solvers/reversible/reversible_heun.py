@@ -11,6 +11,7 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_flag
 from adjsim.core.state import AnyState, State, in_transform
+from adjsim.core.tableaus import TABLEAUS
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.copies import LARGEST_DISTANCE, Copies, copy_name
 from adjsim.dynamics.fields.base import FieldDynamics
@@ -22,7 +23,6 @@ from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.reversible.increment import Increment, reversed_growth
 from adjsim.solvers.runge_kutta.runge_kutta import LETTER, increment
-from adjsim.solvers.runge_kutta.tableaus import TABLEAUS
 
 EULER = TABLEAUS["euler"]
 # With noise the copies of a good run differ by about (diffusion dW)^2, which is large for a few of

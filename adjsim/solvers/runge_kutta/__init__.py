@@ -1,1 +1,1 @@
-"""Explicit Runge-Kutta steps: their coefficients, and steps of fixed and varying size."""
+"""Explicit Runge-Kutta steps of fixed and of varying size."""

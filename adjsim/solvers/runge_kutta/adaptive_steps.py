@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from adjsim.core.state import AnyState, State, detached
+from adjsim.core.step_control import GROW, first_size, next_factor, relative
+from adjsim.core.tableaus import Tableau
 from adjsim.dynamics.base import Dynamics
 from adjsim.solvers.reversible.increment import added, system_squares
 from adjsim.solvers.runge_kutta.runge_kutta import add_rates, stage_rates
 from adjsim.solvers.runge_kutta.step_sizes import Adaptive
-from adjsim.solvers.runge_kutta.tableaus import Tableau
 
-# SciPy's controller.
-SAFETY, SHRINK, GROW = 0.9, 0.2, 10.0
 # A step that would end this close before a save time, as a multiple of its size, ends at it.
 REACH = 1.01
 
@@ -42,7 +41,7 @@ class AdaptiveSteps:
     def __init__(self, dynamics: Dynamics[Any], tableau: Tableau, adaptive: Adaptive) -> None:
         self.dynamics, self.tableau, self.adaptive = dynamics, tableau, adaptive
         self.rejected, self.evaluations = 0, 0
-        self._power = -1 / (tableau.error_order + 1)
+        self._order = tableau.error_order + 1
 
     @torch.no_grad()
     def run(
@@ -87,13 +86,12 @@ class AdaptiveSteps:
         while True:
             after = _reached(t, size, end)
             state, error = self._try(y, t, after - t)
-            factor = SHRINK if not error < math.inf else SAFETY * max(error, 1e-30) ** self._power
+            following = (after - t) * next_factor(error, self._order, 1.0 if retried else GROW)
             if error <= 1:
-                grown = (after - t) * min(1.0 if retried else GROW, max(SHRINK, factor))
                 # A step that a save time made shorter says little about longer steps.
-                return after, max(grown, size) if after - t < size else grown, state
-            self.rejected, retried = self.rejected + 1, True
-            size = (after - t) * max(SHRINK, factor)
+                cut = after - t < size
+                return after, max(following, size) if cut else following, state
+            self.rejected, retried, size = self.rejected + 1, True, following
             if size < shortest:
                 raise FloatingPointError(
                     f"the error of step {number} (t = {t:g}) is {error:.1g} of the tolerances at "
@@ -115,31 +113,30 @@ class AdaptiveSteps:
             rates.append(tuple(self.dynamics.drift(t + h, after)))
         self.evaluations += len(rates)
         error = [add_rates(None, h, weights, [k[i] for k in rates]) for i in fields]
-        sizes = [torch.maximum(a.abs(), b.abs()) for a, b in zip(y, after, strict=True)]
-        return after, self._norm(y, error, sizes)
+        return after, float(self._norm(error, y, after))
 
-    def _norm(self, y: AnyState, parts: Sequence[Tensor], sizes: Sequence[Tensor]) -> float:
+    def _norm(self, parts: Sequence[Tensor], *states: AnyState) -> Tensor:
         """Return the norm of the controller, the largest over the batch."""
         rtol, atol = self.adaptive.rtol, self.adaptive.atol
-        shares = [x / (atol + rtol * size) for x, size in zip(parts, sizes, strict=True)]
-        squares = system_squares(self.dynamics, y, shares)
-        entries = sum(x.numel() for x in y) / squares.numel()
-        return float((squares / entries).amax().sqrt())
+        shares = [relative(x, ys, rtol, atol) for x, *ys in zip(parts, *states, strict=True)]
+        squares = system_squares(self.dynamics, states[0], shares)
+        entries = sum(x.numel() for x in states[0]) / squares.numel()
+        return (squares / entries).amax().sqrt().double().cpu()
 
     def _first_size(self, y: Any, t: float, end: float) -> float:
         """Estimate the size of the first step from the rates at the start and near it."""
         self.evaluations += 2
-        sizes = [x.abs() for x in y]
         rates = self.dynamics.drift(t, y)
-        d0, d1 = self._norm(y, y, sizes), self._norm(y, rates, sizes)
-        h0 = 1e-6 if not min(d0, d1) >= 1e-5 else 0.01 * d0 / d1
-        h0 = min(h0, end - t)
-        near = self.dynamics.drift(t + h0, added(y, tuple(h0 * k for k in rates)))
-        change = tuple(b - a for a, b in zip(rates, near, strict=True))
-        d2 = max(d1, self._norm(y, change, sizes) / h0)
-        h1 = max(1e-6, 1e-3 * h0) if not d2 > 1e-15 else (0.01 / d2) ** -self._power
-        found = min(100 * h0, h1, end - t)
-        return found if found > 0 else h0
+
+        def change(trial: Tensor) -> Tensor:
+            h = float(trial)
+            near = self.dynamics.drift(t + h, added(y, tuple(h * k for k in rates)))
+            return self._norm([b - a for a, b in zip(rates, near, strict=True)], y)
+
+        length = torch.tensor(end - t, dtype=torch.float64)
+        return float(
+            first_size(self._norm(y, y), self._norm(rates, y), length, self._order, change)
+        )
 
 
 def _reached(t: float, size: float, end: float) -> float:

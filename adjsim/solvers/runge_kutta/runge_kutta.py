@@ -11,11 +11,11 @@ from torch import Tensor
 from adjsim.core.arguments import describe_type
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import State
+from adjsim.core.tableaus import TABLEAUS, Tableau
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.sources import Coefficients, Time
 from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
-from adjsim.solvers.runge_kutta.tableaus import TABLEAUS, Tableau
 from adjsim.solvers.stochastic.drift_move import DriftMove
 
 LETTER = "Y"
