@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -207,37 +208,19 @@ def _reduction(cell: Tensor) -> Tensor | None:
 
     The smallest perpendicular width of these rows is as large as possible. None: the cell has them.
     """
-    rows = cell.cpu().numpy()
-    shortest = _minkowski(np.linalg.inv(rows).T)
-    # An integer matrix takes the given reciprocal vectors to the reduced ones. The transpose of its
-    # inverse takes the given rows to the dual rows.
-    integers = np.rint(np.linalg.inv(np.rint(shortest @ rows.T)).T)
+    from ase.geometry import minkowski_reduce
+
+    count = len(cell)
+    periodic: Any = np.arange(3) < count
+    reciprocal = np.zeros((3, 3))
+    reciprocal[:count, :count] = np.linalg.inv(cell.cpu().numpy()).T
+    # ASE compares lengths with an absolute tolerance, so the cell is given in units of its size.
+    _, found = minkowski_reduce(reciprocal / np.abs(reciprocal).max(), periodic)
+    # The transpose of the inverse takes the given rows to those dual to the reduced basis.
+    integers = np.rint(np.linalg.inv(found[:count, :count]).T)
     if bool((np.abs(integers).sum(1) == 1).all()):
         return None
     return torch.from_numpy(integers).to(cell)
-
-
-def _minkowski(rows: np.ndarray) -> np.ndarray:
-    """Find a Minkowski-reduced basis, shortest row first, in up to three dimensions.
-
-    No row of it can be made shorter by adding or subtracting shorter rows.
-    """
-    while True:
-        rows = rows[np.argsort((rows * rows).sum(1), kind="stable")]
-        for k in range(1, len(rows)):
-            row, shorter = rows[k], rows[:k]
-            # Multiples of one row come first, since very tilted cells need many; then every sum of
-            # shorter rows.
-            candidates = [row - np.rint(row @ other / (other @ other)) * other for other in shorter]
-            candidates += [
-                row + np.array(signs) @ shorter for signs in product((-1.0, 0.0, 1.0), repeat=k)
-            ]
-            best = min(candidates, key=lambda x: float(x @ x))
-            if best @ best < row @ row * (1 - 1e-12):
-                rows = np.concatenate([shorter, best[None], rows[k + 1 :]])
-                break
-        else:
-            return rows
 
 
 def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -> list[Tensor]:

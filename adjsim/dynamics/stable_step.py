@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_number, as_tensor
+from adjsim.core.krylov import largest_eigenvalue
 from adjsim.core.typing import Number, PositionsLike
 from adjsim.dynamics.masses import check_per_atom, per_atom
 from adjsim.dynamics.starts import as_start
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.contact.base import SurfaceContact
-
-# Iterations between checks of convergence.
-CHECK_EVERY = 8
 
 
 def largest_stable_step(
@@ -49,7 +46,7 @@ def largest_stable_step(
         energy: the largest energy that contact with one vertex can store, such as the total energy
             of the body. It bounds the curvature of a :class:`~adjsim.Barrier`, which
             otherwise is that at its floor. Other penalties do not need it.
-        tolerance: the relative change of the eigenvalue in eight iterations that ends them.
+        tolerance: the largest relative error of the eigenvalue.
 
     Returns:
         The step, in units of time; infinity if nothing is stiff.
@@ -67,57 +64,20 @@ def largest_stable_step(
     root = _inverse_masses(mass, at).sqrt()
 
     def multiply(rows: Tensor) -> Tensor:
-        v = root * rows.reshape(at.shape)
+        v = root * rows
         _, pullback = force_vjp(potential, at, [])
         along = -pullback(v)[0].detach()
         if added is not None:
             along = along + added * v
-        return (root * along).reshape(rows.shape)
-
-    size = math.prod(at.shape[-2:])
-    largest = _largest_eigenvalue(multiply, at.reshape(-1, size), tolerance)
-    return 2 / math.sqrt(largest) if largest > 0 else math.inf
-
-
-def _largest_eigenvalue(
-    multiply: Callable[[Tensor], Tensor], like: Tensor, tolerance: float
-) -> float:
-    """Find the largest eigenvalue of symmetric matrices, one for each row, by Lanczos iterations.
-
-    ``multiply`` maps ``(systems, size)`` to its products. Each vector is made orthogonal to all
-    before it, so rounding makes no copies of an eigenvalue.
-    """
-    size = like.shape[-1]
-    v = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    v = (v / v.norm()).to(like).expand_as(like)
-    found, basis = -math.inf, v.unsqueeze(-2)
-    diagonal: list[Tensor] = []
-    beside: list[Tensor] = []
-    for step in range(1, size + 1):
-        w = multiply(v)
-        if not bool(torch.isfinite(w).all()):
+        if not bool(torch.isfinite(along).all()):
             raise ValueError("the Hessian of the potential is not finite at this position.")
-        diagonal.append((w * v).sum(-1))
-        for _ in range(2):
-            w = w - (basis.transpose(-1, -2) @ (basis @ w.unsqueeze(-1))).squeeze(-1)
-        length = w.norm(dim=-1)
-        if step % CHECK_EVERY == 0 or step == size or not bool(length.any()):
-            known, found = found, float(_ritz_values(diagonal, beside).max())
-            if abs(found - known) <= tolerance * abs(found) or not bool(length.any()):
-                break
-        beside.append(length)
-        v = w / torch.where(length > 0, length, 1.0).unsqueeze(-1)
-        basis = torch.cat([basis, v.unsqueeze(-2)], -2)
-    return found
+        return root * along
 
-
-def _ritz_values(diagonal: list[Tensor], beside: list[Tensor]) -> Tensor:
-    """Compute the eigenvalues of tridiagonal matrices."""
-    matrix = torch.diag_embed(torch.stack(diagonal, -1).double())
-    if beside:
-        off = torch.stack(beside, -1).double()
-        matrix = matrix + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
-    return torch.linalg.eigvalsh(matrix)
+    system = torch.randn(
+        at.shape[-2:], generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    largest = largest_eigenvalue(multiply, system.to(at).expand_as(at), tolerance)
+    return 2 / math.sqrt(largest) if largest > 0 else math.inf
 
 
 def _inverse_masses(mass: Number, position: Tensor) -> Tensor:

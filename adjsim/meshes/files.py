@@ -21,7 +21,7 @@ from adjsim.core.typing import Array
 # Names of meshio, and cells that carry nothing: meshers write them for lines and points of a shape.
 CELLS = {"tetra": "tetrahedra", "triangle": "triangles"}
 IGNORED = ("line", "vertex")
-# The two files of a mesh of TetGen: vertices, and the elements that refer to them.
+# The two files of a mesh of TetGen, vertices and elements, cannot be replaced together.
 TETGEN = (".node", ".ele")
 # Written as one file of text, since its other form has a second file of arrays.
 XDMF = (".xdmf", ".xmf")
@@ -80,15 +80,13 @@ def write_cells(
             the fields, a field of another length, fields of cells of two kinds.
     """
     _check_suffix(path)
-    if path.suffix in TETGEN and "tetrahedra" not in cells:
-        # The file of elements would be empty, and meshio's reader of TetGen files would not end.
-        raise ValueError(f"the format of {path.name!r} is for tetrahedra; use .vtu.")
+    if path.suffix in TETGEN:
+        raise ValueError(f"the format of {path.name!r} is a pair of files, only read; use .vtu.")
     made = _mesh(vertices, cells, point_data, cell_data)
     # Several formats have the suffix of Gmsh.
     kind = "gmsh" if path.suffix == ".msh" else meshio.extension_to_filetypes[_suffix(path)][0]
     options = {"data_format": "XML"} if path.suffix in XDMF else {}
-    replaced = _replacing_pair if path.suffix in TETGEN else replacing
-    with replaced(path) as temporary, _packages(path):
+    with replacing(path) as temporary, _packages(path):
         try:
             meshio.write(temporary, made, kind, **options)
         except (OSError, ModuleNotFoundError):
@@ -99,24 +97,6 @@ def write_cells(
             reason = str(error) or type(error).__name__
             raise ValueError(f"meshio cannot write {path.name!r} ({reason}); use .vtu.") from error
         _check_kept(path, _read_again(path, temporary, kind), made)
-
-
-@contextmanager
-def _replacing_pair(path: Path) -> Generator[Path, None, None]:
-    """Yield a temporary file; it and its partner replace an earlier pair of TetGen files.
-
-    The earlier file of elements is removed before the vertices are replaced. So elements never
-    stand beside the vertices of another mesh, even if the process is killed in between.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        yield made
-        path.with_suffix(".ele").unlink(missing_ok=True)
-        for suffix in TETGEN:
-            part = made.with_suffix(suffix)
-            part.chmod(0o644)
-            part.replace(path.with_suffix(suffix))
 
 
 def _read_again(path: Path, temporary: Path, kind: str) -> meshio.Mesh:

@@ -268,7 +268,7 @@ def write(
     written whole or not at all: a format that leaves out elements or fields is refused. Among them
     are the surface formats .obj, .off, .ply, .stl and .wkt for tetrahedra (write a mesh of the
     triangles of :meth:`Mesh.surface`), and .cgns, .f3grid and .su2 for triangles. TetGen's pair of
-    .node and .ele is written under either name. HDF5 and netCDF formats (.cgns, .e, .h5m, .hmf,
+    .node and .ele is read, not written. HDF5 and netCDF formats (.cgns, .e, .h5m, .hmf,
     .med, .xdmf) need the extra ``adjsim[meshes]``. Vertices of dim 2 are written with z = 0.
 
     Args:
@@ -280,8 +280,8 @@ def write(
     Raises:
         ModuleNotFoundError: a format that needs the extra ``adjsim[meshes]``.
         ValueError: a suffix that meshio does not know, a format that does not keep elements or
-            fields, a field of another length, fields of elements for a mesh with tetrahedra and
-            triangles.
+            fields, a pair of files, a field of another length, fields of elements for a mesh with
+            tetrahedra and triangles.
     """
     from adjsim.meshes.files import write_cells
 

@@ -264,6 +264,19 @@ def test_what_cannot_be_solved_is_an_error():
         run(edge, beside, [0.0, 0.3], BackwardEuler(0.1))
 
 
+def test_a_derivative_that_is_not_finite_is_an_error():
+    """Of so many coordinates that GMRES is used; its iterations would not end."""
+
+    class Cusp(adjsim.ForceField):
+        def forward(self, t, position):
+            return (position - position.detach()).abs().sqrt()
+
+    dynamics = adjsim.Hamiltonian(Cusp())
+    start = dynamics.init(torch.zeros(101, 3), torch.ones(101, 3))
+    with pytest.raises(RuntimeError, match=r"at t = 0\.1 .* derivative of the force is not finite"):
+        run(dynamics, start, [0.0, 0.1], BackwardEuler(0.1))
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_the_force_is_taken_where_prescribed_vertices_are_at_its_time(solver):
     """The equations of a step, with a spring to a vertex on a path that bends."""

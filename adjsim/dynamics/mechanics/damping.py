@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from adjsim.core.krylov import largest_eigenvalue
 from adjsim.core.parameters import leaves, point_of_differentiation
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import PhaseState
@@ -17,6 +18,9 @@ from adjsim.dynamics.moves import GeneralFlow, Move, Scale
 from adjsim.dynamics.sources import Coefficient, Coefficients
 from adjsim.dynamics.term import Term
 from adjsim.potentials.base import force
+
+# Largest error of a bound of the rates, relative to the largest rate.
+TOLERANCE = 1e-3
 
 
 class ViscousDamping(Term[PhaseState]):
@@ -104,7 +108,7 @@ class RayleighDamping(Term[PhaseState]):
 
     @torch.no_grad()
     def bounds(self, state: PhaseState) -> tuple[float, float]:
-        """Bound the rates of damping at a start, by Lanczos iteration with a margin."""
+        """Bound the rates of damping at a start, by Lanczos iterations with a margin."""
         parts = self._parts(state)
         mobile = parts["mobile"]
         root = parts["1/m"].sqrt()
@@ -113,8 +117,15 @@ class RayleighDamping(Term[PhaseState]):
         first = torch.randn(state.momentum.shape, generator=generator, dtype=torch.float64)
         # The symmetric matrix M^-1/2 (gamma M + beta K) M^-1/2 has the same eigenvalues.
         scale = torch.where(root > 0, 1 / root, 0.0)
-        found = _lanczos(lambda x: root * rate(scale * x), mobile * first.to(state.momentum))
-        low, high = min(found), max(found)
+        start = mobile * first.to(state.momentum)
+
+        def symmetric(x: Tensor) -> Tensor:
+            return root * rate(scale * x)
+
+        high = largest_eigenvalue(symmetric, start, TOLERANCE)
+        # Positive, so that its error is relative to the rates where all of them are equal.
+        above = 2 * abs(high)
+        low = above - largest_eigenvalue(lambda x: above * x - symmetric(x), start, TOLERANCE)
         margin = 0.05 * (high - low)
         return low - margin, high + margin
 
@@ -172,25 +183,3 @@ def stiffness(potential: nn.Module, position: Tensor) -> Callable[[Tensor], Tens
         return torch.zeros_like(v) if found is None else -found
 
     return product
-
-
-def _lanczos(apply: Callable[[Tensor], Tensor], first: Tensor, steps: int = 30) -> list[float]:
-    """Approximate the outer eigenvalues of a symmetric matrix, from below in absolute value."""
-    basis: list[Tensor] = []
-    diagonal: list[float] = []
-    beside: list[float] = []
-    x, size = first, float(first.norm())
-    for _ in range(min(steps, int((first != 0).sum()))):
-        basis.append(x / size)
-        x = apply(basis[-1])
-        diagonal.append(float((x * basis[-1]).sum()))
-        for y in basis + basis:  # Twice, since once leaves rounding errors of the projection.
-            x = x - (x * y).sum() * y
-        size = float(x.norm())
-        beside.append(size)
-        if size <= 1e-10 * max(map(abs, diagonal)):
-            break
-    if not diagonal:
-        return [0.0]
-    matrix = np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1)
-    return [float(x) for x in np.linalg.eigvalsh(matrix)]

@@ -48,7 +48,11 @@ class Rescaling(Thermostat):
     """The base class of thermostats that scale all momenta of a system by one factor."""
 
     def __init__(
-        self, potential: nn.Module, mass: Number, kT: Number, dof: float | int | None
+        self,
+        potential: nn.Module,
+        mass: Number = 1.0,
+        kT: Number = 1.0,
+        dof: float | int | None = None,
     ) -> None:
         super().__init__(potential, mass, kT)
         self.dof = None if dof is None else as_number("dof", dof)
@@ -67,6 +71,26 @@ class Rescaling(Thermostat):
     def bath(self) -> Bath:
         """What its rescaling reads."""
         return Bath(self.masses, self.kT, self.dof)
+
+
+class Relaxing(Rescaling):
+    """The base class of thermostats that relax the kinetic energy of a system in a time tau."""
+
+    tau: Tensor
+
+    def __init__(
+        self,
+        potential: nn.Module,
+        mass: Number = 1.0,
+        kT: Number = 1.0,
+        tau: Number = 1.0,
+        dof: float | int | None = None,
+    ) -> None:
+        super().__init__(potential, mass, kT, dof)
+        register(self, "tau", tau, positive=True, single=True)
+
+    def damping(self, state: PhaseState) -> float:
+        return 1 / float(self.tau.detach().min())
 
 
 @dataclass(frozen=True)

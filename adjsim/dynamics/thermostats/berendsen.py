@@ -6,18 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from adjsim.core.parameters import register
 from adjsim.core.state import PhaseState
-from adjsim.core.typing import Number
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients
 from adjsim.dynamics.term import Term
 from adjsim.dynamics.thermostats.base import (
     Bath,
+    Relaxing,
     Rescale,
-    Rescaling,
     rescaling,
     twice_kinetic,
 )
@@ -75,7 +73,7 @@ def _inverse(c: Coefficients, T: Tensor) -> Tensor:
     return torch.sqrt((T - c["supply"]).clamp(min=0) / (c["decay"] * T))
 
 
-class Berendsen(Rescaling):
+class Berendsen(Relaxing):
     """Newton's equations with the weak coupling of Berendsen et al.::
 
         dq/dt = p/m
@@ -118,22 +116,6 @@ class Berendsen(Rescaling):
         ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.
     """
 
-    tau: Tensor
-
-    def __init__(
-        self,
-        potential: nn.Module,
-        mass: Number = 1.0,
-        kT: Number = 1.0,
-        tau: Number = 1.0,
-        dof: float | int | None = None,
-    ) -> None:
-        super().__init__(potential, mass, kT, dof)
-        register(self, "tau", tau, positive=True, single=True)
-
     @property
     def terms(self) -> dict[str, Term[Any]]:
         return {**self.motion, "R": WeakCoupling(self.bath, self.tau)}
-
-    def damping(self, state: PhaseState) -> float:
-        return 1 / float(self.tau.detach().min())

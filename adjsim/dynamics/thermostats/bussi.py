@@ -7,21 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjsim.core.arguments import as_whole
-from adjsim.core.parameters import register
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import PhaseState
-from adjsim.core.typing import Number
 from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients, Random
 from adjsim.dynamics.term import Term
 from adjsim.dynamics.thermostats.base import (
     Bath,
+    Relaxing,
     Rescale,
-    Rescaling,
     rescaling,
     twice_kinetic,
 )
@@ -128,7 +126,7 @@ def _inverse(c: Coefficients, T: Tensor, xi: Tensor) -> Tensor:
     return (u - along) / (c["decay"] * torch.sqrt(T))
 
 
-class Bussi(Rescaling):
+class Bussi(Relaxing):
     """Canonical dynamics by stochastic velocity rescaling::
 
         dq = p/m dt
@@ -178,19 +176,6 @@ class Bussi(Rescaling):
         TypeError: in ``simulate``, ``exact=True`` or a continuous solver.
     """
 
-    tau: Tensor
-
-    def __init__(
-        self,
-        potential: nn.Module,
-        mass: Number = 1.0,
-        kT: Number = 1.0,
-        tau: Number = 1.0,
-        dof: int | None = None,
-    ) -> None:
-        super().__init__(potential, mass, kT, dof)
-        register(self, "tau", tau, positive=True, single=True)
-
     def validate(self) -> None:
         """Refuse degrees of freedom that are no whole number."""
         super().validate()
@@ -200,9 +185,6 @@ class Bussi(Rescaling):
     @property
     def terms(self) -> dict[str, Term[Any]]:
         return {**self.motion, "R": StochasticRescale(self.bath, self.tau)}
-
-    def damping(self, state: PhaseState) -> float:
-        return 1 / float(self.tau.detach().min())
 
     def stationary_density(self) -> Canonical:
         return Canonical(self)

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import PhaseState
-from adjsim.core.typing import Number
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.term import Term
 from adjsim.dynamics.thermostats.base import Rescale, Rescaling, rescaling
@@ -78,15 +77,6 @@ class VelocityRescale(Rescaling):
         TypeError: in ``simulate``, :class:`~adjsim.ReversibleAdjoint`, ``exact=True`` or a
             continuous solver.
     """
-
-    def __init__(
-        self,
-        potential: nn.Module,
-        mass: Number = 1.0,
-        kT: Number = 1.0,
-        dof: float | int | None = None,
-    ) -> None:
-        super().__init__(potential, mass, kT, dof)
 
     @property
     def terms(self) -> dict[str, Term[Any]]:

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from adjsim.core.coordinates import Angle, Cosine
 from adjsim.core.declared import declared
-from adjsim.potentials.bonded.base import BondedPotential
-from adjsim.potentials.bonded.bonds import HarmonicBond
+from adjsim.potentials.bonded.bonds import HarmonicBond, HarmonicTerm
 
 
-class HarmonicAngle(BondedPotential):
+class HarmonicAngle(HarmonicTerm):
     """Harmonic angles, ``U = sum over angles of k/2 (theta - angle)^2``.
 
     Theta is the angle at the middle atom, from 0 to pi. At 0 and pi the gradient of theta has no
@@ -32,18 +31,11 @@ class HarmonicAngle(BondedPotential):
     k: Tensor = declared("stiffness, energy / radian^2")
     angle: Tensor = declared("angle at rest, radians", angle=True)
 
-    def element(self, x: Tensor) -> Tensor:
-        bend = x - self.term_parameter("angle", x)
-        return 0.5 * self.term_parameter("k", x) * bend * bend
-
-    def slope(self, x: Tensor) -> Tensor:
-        return self.term_parameter("k", x) * (x - self.term_parameter("angle", x))
-
-    def curvature(self, x: Tensor) -> Tensor:
-        return self.term_parameter("k", x).expand_as(x)
+    def change(self, x: Tensor) -> Tensor:
+        return x - self.term_parameter("angle", x)
 
 
-class CosineAngle(BondedPotential):
+class CosineAngle(HarmonicTerm):
     """Angles harmonic in their cosine, ``U = sum over angles of k/2 (cos theta - cos angle)^2``.
 
     The force is smooth at 0 and pi too. See Mayo, Olafson and Goddard, J. Phys. Chem. 94, 8897
@@ -62,15 +54,8 @@ class CosineAngle(BondedPotential):
     k: Tensor = declared("stiffness, energy")
     angle: Tensor = declared("angle at rest, radians", angle=True)
 
-    def element(self, x: Tensor) -> Tensor:
-        bend = x - torch.cos(self.term_parameter("angle", x))
-        return 0.5 * self.term_parameter("k", x) * bend * bend
-
-    def slope(self, x: Tensor) -> Tensor:
-        return self.term_parameter("k", x) * (x - torch.cos(self.term_parameter("angle", x)))
-
-    def curvature(self, x: Tensor) -> Tensor:
-        return self.term_parameter("k", x).expand_as(x)
+    def change(self, x: Tensor) -> Tensor:
+        return x - torch.cos(self.term_parameter("angle", x))
 
 
 class UreyBradley(HarmonicBond):

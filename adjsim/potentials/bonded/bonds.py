@@ -10,7 +10,30 @@ from adjsim.core.declared import declared
 from adjsim.potentials.bonded.base import BondedPotential
 
 
-class HarmonicBond(BondedPotential):
+class HarmonicTerm(BondedPotential):
+    """The base class of harmonic terms, ``k/2 d^2``, with d a stretch, a bend or a twist.
+
+    Subclasses declare ``k``, and write ``change``.
+    """
+
+    k: Tensor
+
+    def change(self, x: Tensor) -> Tensor:
+        """Compute d, the difference of the coordinate from its value at rest, with slope 1."""
+        raise TypeError(f"{type(self).__name__} has no change(x).")
+
+    def element(self, x: Tensor) -> Tensor:
+        d = self.change(x)
+        return 0.5 * self.term_parameter("k", x) * d * d
+
+    def slope(self, x: Tensor) -> Tensor:
+        return self.term_parameter("k", x) * self.change(x)
+
+    def curvature(self, x: Tensor) -> Tensor:
+        return self.term_parameter("k", x).expand_as(x)
+
+
+class HarmonicBond(HarmonicTerm):
     """Harmonic bonds, ``U = sum over bonds of k/2 (r - length)^2``.
 
     Force fields without the factor 1/2 (Amber, CHARMM) give half of this k.
@@ -28,15 +51,8 @@ class HarmonicBond(BondedPotential):
     k: Tensor = declared("stiffness, energy / length^2")
     length: Tensor = declared("length of the bond at rest")
 
-    def element(self, x: Tensor) -> Tensor:
-        stretch = x - self.term_parameter("length", x)
-        return 0.5 * self.term_parameter("k", x) * stretch * stretch
-
-    def slope(self, x: Tensor) -> Tensor:
-        return self.term_parameter("k", x) * (x - self.term_parameter("length", x))
-
-    def curvature(self, x: Tensor) -> Tensor:
-        return self.term_parameter("k", x).expand_as(x)
+    def change(self, x: Tensor) -> Tensor:
+        return x - self.term_parameter("length", x)
 
 
 class MorseBond(BondedPotential):

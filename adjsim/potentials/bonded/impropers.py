@@ -9,10 +9,10 @@ from torch import Tensor
 
 from adjsim.core.coordinates import Dihedral
 from adjsim.core.declared import declared
-from adjsim.potentials.bonded.base import BondedPotential
+from adjsim.potentials.bonded.bonds import HarmonicTerm
 
 
-class HarmonicImproper(BondedPotential):
+class HarmonicImproper(HarmonicTerm):
     """Harmonic impropers, ``U = sum over impropers of k/2 d^2``.
 
     d is the difference of the dihedral angle of the four atoms, in their given order, from
@@ -32,17 +32,7 @@ class HarmonicImproper(BondedPotential):
     k: Tensor = declared("stiffness, energy / radian^2")
     angle: Tensor = declared("dihedral angle at rest, radians", angle=True)
 
-    def element(self, x: Tensor) -> Tensor:
-        difference = self._difference(x)
-        return 0.5 * self.term_parameter("k", x) * difference * difference
-
-    def slope(self, x: Tensor) -> Tensor:
-        return self.term_parameter("k", x) * self._difference(x)
-
-    def curvature(self, x: Tensor) -> Tensor:
-        return self.term_parameter("k", x).expand_as(x)
-
-    def _difference(self, x: Tensor) -> Tensor:
+    def change(self, x: Tensor) -> Tensor:
         d = x - self.term_parameter("angle", x)
         turns = torch.round(d.detach() * (1 / (2 * math.pi)))
         return d - 2 * math.pi * turns

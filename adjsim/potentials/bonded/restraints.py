@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from adjsim.core.coordinates import Coordinate, Distance, Vector, subtracted
+from adjsim.core.declared import declared
 from adjsim.core.parameters import register
 from adjsim.core.rounding import UNROUNDED
-from adjsim.core.typing import Array, Number, Positions
+from adjsim.core.typing import Number, Positions
 from adjsim.potentials.bonded.base import BondedPotential, whole
+from adjsim.potentials.bonded.bonds import HarmonicTerm
 from adjsim.potentials.products import DeferredVJP
 
 
 class Restraint(BondedPotential):
     """A sum over restrained atoms of ``element(r)``, with r the distance of an atom from its point.
 
-    Args:
-        index: ``(atoms,)``, the restrained atoms.
-        position: ``(atoms, dim)``, the point of each.
-        types, box: see :class:`~adjsim.potentials.BondedPotential`.
+    Subclasses declare ``position``, the points ``(atoms, dim)``.
     """
 
     members = 1
@@ -28,17 +29,12 @@ class Restraint(BondedPotential):
 
     position: Tensor
 
-    def __init__(
-        self,
-        index: Array,
-        position: Number,
-        *,
-        types: Array | None = None,
-        box: Array | None = None,
-    ) -> None:
-        super().__init__(index, types=types, box=box)
+    def register_term_parameter(self, name: str, value: Number, **rule: Any) -> None:
+        if name != "position":
+            super().register_term_parameter(name, value, **rule)
+            return
         register(
-            self, "position", position, shapes=[(len(self.index), "dim")],
+            self, name, value, shapes=[(len(self.index), "dim")],
             each="a point for each restrained atom",
         )  # fmt: skip
 
@@ -78,7 +74,7 @@ class Restraint(BondedPotential):
         )
 
 
-class PositionRestraint(Restraint):
+class PositionRestraint(Restraint, HarmonicTerm):
     """Harmonic restraints, ``U = sum over atoms of k/2 |q - position|^2``.
 
     Args:
@@ -89,28 +85,11 @@ class PositionRestraint(Restraint):
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
 
-    k: Tensor
+    k: Tensor = declared("stiffness")
+    position: Tensor = declared("points")
 
-    def __init__(
-        self,
-        index: Array,
-        k: Number,
-        position: Number,
-        *,
-        types: Array | None = None,
-        box: Array | None = None,
-    ) -> None:
-        super().__init__(index, position, types=types, box=box)
-        self.register_term_parameter("k", k)
-
-    def element(self, x: Tensor) -> Tensor:
-        return 0.5 * self.term_parameter("k", x) * x * x
-
-    def slope(self, x: Tensor) -> Tensor:
-        return self.term_parameter("k", x) * x
-
-    def curvature(self, x: Tensor) -> Tensor:
-        return self.term_parameter("k", x).expand_as(x)
+    def change(self, x: Tensor) -> Tensor:
+        return x
 
 
 class FlatBottomRestraint(Restraint):
@@ -125,22 +104,9 @@ class FlatBottomRestraint(Restraint):
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
 
-    k: Tensor
-    radius: Tensor
-
-    def __init__(
-        self,
-        index: Array,
-        k: Number,
-        position: Number,
-        radius: Number,
-        *,
-        types: Array | None = None,
-        box: Array | None = None,
-    ) -> None:
-        super().__init__(index, position, types=types, box=box)
-        self.register_term_parameter("k", k)
-        self.register_term_parameter("radius", radius)
+    k: Tensor = declared("stiffness")
+    position: Tensor = declared("points")
+    radius: Tensor = declared("radius")
 
     def element(self, x: Tensor) -> Tensor:
         outside = self._outside(x)

@@ -59,19 +59,23 @@ def _sum(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
     return x
 
 
-class _Select(torch.autograd.Function):
-    """The selection, whose derivative reads the tables too."""
+class _Linear(torch.autograd.Function):
+    """A linear map by an index and its tables."""
 
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
-        return x.index_select(-1, index)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1:])
         ctx.save_for_forward(*inputs[1:])
+
+
+class _Select(_Linear):
+    """The selection, whose derivative reads the tables too."""
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
+        return x.index_select(-1, index)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
@@ -83,19 +87,12 @@ class _Select(torch.autograd.Function):
         return _Select.apply(tangents[0], *ctx.saved_tensors)
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(_Linear):
     """The transpose of the selection."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
         return _sum(x, index, *tables)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:

@@ -16,12 +16,12 @@ converged after some of them are preconditioned by factors of a sparse Hessian, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from adjsim.core.krylov import Product, solve_general
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.potentials.base import ForceField, force_vjp
 from adjsim.solvers.implicit.step_factors import StepFactors, step_factors
@@ -35,10 +35,6 @@ DENSE, ENTRIES = 300, 2**21
 # Products after which conjugate gradients get factors, which cost as much as 85 on a beam of 3,000
 # tetrahedra.
 PATIENCE = 50
-# Vectors of GMRES between restarts, and restarts.
-KRYLOV, RESTARTS = 50, 40
-
-Product = Callable[[Tensor], Tensor]
 
 
 class StepMatrix:
@@ -81,7 +77,8 @@ class StepMatrix:
         if self.symmetric:
             return self._iterated(b, share)
         product = self._transposed if transposed else self._product
-        return gmres(product, b, share), torch.zeros_like(dot(b, b), dtype=torch.bool)
+        w = solve_general(self._finite(product), b, share)
+        return w, torch.zeros_like(dot(b, b), dtype=torch.bool)
 
     def residual(self, w: Tensor, b: Tensor) -> float:
         """Compute the residual of a solution of the transposed system, relative to b."""
@@ -128,6 +125,20 @@ class StepMatrix:
         self.forces.count()
         self.forces.count()
         return w - self.a**2 * self.root * along
+
+    def _finite(self, product: Product) -> Product:
+        """Refuse a product that is not finite, with which GMRES would not end."""
+
+        def checked(w: Tensor) -> Tensor:
+            found = product(w)
+            if not bool(torch.isfinite(found).all()):
+                raise UnsolvedStepError(
+                    f"the implicit step at t = {float(self.t):g} did not converge: the derivative "
+                    "of the force is not finite. Use a smaller dt."
+                )
+            return found
+
+        return checked
 
     def _product(self, w: Tensor) -> Tensor:
         along = jacobian_product(self.forces.potential, self.x, self.t, self.root * w)
@@ -288,55 +299,10 @@ def conjugate_gradients(
     return Iterated(x, refused, bool(((size > target) & ~refused).any()))
 
 
-def gmres(product: Product, b: Tensor, share: float) -> Tensor:
-    """Solve a general linear system, all systems of a batch together.
-
-    See Saad and Schultz, SIAM J. Sci. Stat. Comput. 7, 856 (1986).
-    """
-    x, r = torch.zeros_like(b), b
-    target = share * float(b.norm())
-    for _ in range(RESTARTS):
-        size = float(r.norm())
-        if size <= target:
-            break
-        basis, rows = [r / size], torch.zeros(KRYLOV + 1, KRYLOV, dtype=torch.float64)
-        first = torch.zeros(KRYLOV + 1, dtype=torch.float64)
-        first[0] = size
-        weights = first[:0]
-        for k in range(KRYLOV):
-            v = product(basis[k])
-            for _again in range(2):
-                for i, other in enumerate(basis):
-                    overlap = (other * v).sum()
-                    rows[i, k] += overlap.double().cpu()
-                    v = v - overlap * other
-            rows[k + 1, k] = float(v.norm())
-            part = rows[: k + 2, : k + 1]
-            weights = torch.linalg.lstsq(part, first[: k + 2, None]).solution[:, 0]
-            left = float((part @ weights - first[: k + 2]).norm())
-            if left <= target or float(rows[k + 1, k]) <= 1e-300:
-                break
-            basis.append(v / rows[k + 1, k].to(v))
-        for weight, direction in zip(weights, basis, strict=False):
-            x = x + weight.to(x) * direction
-        r = b - product(x)
-    return x
-
-
 def jacobian_product(potential: nn.Module, x: Tensor, t: Any, v: Tensor) -> Tensor:
     """Compute ``dF/dx v`` for a force field, as the derivative of ``u^T dF/dx`` in u."""
-    with torch.enable_grad():
-        q, u = x.detach().requires_grad_(), torch.zeros_like(x).requires_grad_()
-        value = potential(t, q)
-        if not value.requires_grad:
-            return torch.zeros_like(v)
-        (along,) = torch.autograd.grad(
-            value, q, u, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-        if not along.requires_grad:
-            return torch.zeros_like(v)
-        (found,) = torch.autograd.grad(along, u, v, allow_unused=True, materialize_grads=True)
-    return found
+    jvp: Any = torch.autograd.functional.jvp
+    return jvp(lambda q: potential(t, q), x.detach(), v)[1]
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
