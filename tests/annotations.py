@@ -70,14 +70,14 @@ _PASSED: dict[Any, set[Any]] = {}
 
 
 def _form(x: Any) -> Any:
-    """What of an argument a check reads; an object of its own, where it reads more."""
+    """What of an argument a check reads."""
     if isinstance(x, Tensor):
         return type(x), x.shape, x.dtype
     if isinstance(x, (tuple, list)):
         return type(x), *map(_form, x)
-    if isinstance(x, str):
-        return x
-    return object() if isinstance(x, dict) else type(x)
+    if isinstance(x, dict):
+        return type(x), *((key, _form(value)) for key, value in x.items())
+    return x if isinstance(x, str) else type(x)
 
 
 def _returning(function: Callable[..., Any], result: Any) -> Callable[..., Any]:
