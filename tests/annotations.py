@@ -21,6 +21,7 @@ import jaxtyping
 from beartype import beartype
 from jaxtyping import jaxtyped
 from torch import Tensor
+from torch.nn.parameter import UninitializedTensorMixin
 
 import adjsim
 
@@ -51,27 +52,32 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if jaxtyping.config.jaxtyping_disable:
             return function(*args, **kwargs)
-        form = (function, _form(args), *((name, _form(x)) for name, x in kwargs.items()))
-        if form not in _PASSED:
+        known = _results(function, _form(args), *((name, _form(x)) for name, x in kwargs.items()))
+        if not known:
             result = checked(*args, **kwargs)
-            _PASSED[form] = {_form(result)}
+            known.add(_form(result))
             return result
         result = function(*args, **kwargs)
-        if (found := _form(result)) not in _PASSED[form]:
+        if (found := _form(result)) not in known:
             _returning(function, result)(*args, **kwargs)
-            _PASSED[form].add(found)
+            known.add(found)
         return result
 
     return call
 
 
-# Functions with the forms of the arguments that have passed; and of results.
-_PASSED: dict[Any, set[Any]] = {}
+@functools.cache
+def _results(*call: Any) -> set[Any]:
+    """The forms of results that have passed, of a function and the forms of its arguments.
+
+    A cache of functools is nothing that the library's search for changed numbers looks into.
+    """
+    return set()
 
 
 def _form(x: Any) -> Any:
     """What of an argument a check reads."""
-    if isinstance(x, Tensor):
+    if isinstance(x, Tensor) and not isinstance(x, UninitializedTensorMixin):
         return type(x), x.shape, x.dtype
     if isinstance(x, (tuple, list)):
         return type(x), *map(_form, x)
