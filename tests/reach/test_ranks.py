@@ -45,7 +45,7 @@ def test_the_bits_do_not_depend_on_the_ranks(name, size, tmp_path):
 
 def scored(estimator, seed, store=None):
     """The score of chunks of one or two replicas, whose starts differ from chunk to chunk."""
-    found = estimator(simulation(), AVERAGE, replicas=24, chunks=16, generator=seed, store=store)
+    found = estimator(simulation(), AVERAGE, replicas=12, chunks=8, generator=seed, store=store)
     return bits(found)
 
 
