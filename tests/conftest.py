@@ -1,5 +1,7 @@
 """Public calls are checked against their annotations; every test runs in float64 on one thread."""
 
+import gc
+
 import jaxtyping
 import pytest
 import torch
@@ -7,6 +9,12 @@ import torch
 from tests.annotations import check_annotations
 
 check_annotations()
+
+
+def pytest_collection_finish():
+    """Leave modules and tests, a million objects, out of the collections that tests ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -39,8 +39,7 @@ def gradients(solver, named, batch, adjoint, compile):
     return dict(zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True)), made
 
 
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("batch", [(), (2, 3)])
+@pytest.mark.parametrize(("batch", "named"), [((), False), ((2, 3), True)])
 @pytest.mark.parametrize("solver", SOLVERS, ids=repr)
 def test_gradients(solver, batch, named):
     expected, _ = gradients(solver, named, batch, DirectAdjoint(), False)
@@ -191,6 +190,11 @@ def test_a_step_that_is_not_compiled_goes_on(monkeypatch):
 
 def compiled(function, *inputs):
     """Run a function of tensors once in a C++ loop."""
+    return loop_of(function, *inputs)(*inputs)
+
+
+def loop_of(function, *inputs):
+    """Compile a C++ loop that runs a function once, on tensors of these shapes."""
     Constants, Carry = namedtuple("Constants", ["count"]), namedtuple("Carry", ["inputs", "out"])
     carry = Carry(tuple(inputs), tuple(map(torch.clone, function(*inputs))))
     spec = LoopSpec(
@@ -210,8 +214,11 @@ def compiled(function, *inputs):
         spec, nullcontext, constants, carry, exact=False, short=False, what="a test"
     )
     assert path == "C++"
-    empty = Carry(carry.inputs, tuple(map(torch.zeros_like, carry.out)))
-    return loop(constants, empty)[0].out
+
+    def run(*inputs):
+        return loop(constants, Carry(inputs, tuple(map(torch.zeros_like, carry.out))))[0].out
+
+    return run
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -222,15 +229,16 @@ def test_the_solution_of_systems(rows, dtype):
     # A pivot that is zero, and one that is tiny beside its column, where there are several rows.
     matrix[0, 0, 0, 0], matrix[0, 1, 0, 0] = (0, 1e-30) if rows > 1 else (1, 2)
     right = torch.randn(2, 3, rows, generator=generator, dtype=dtype)
-    for m in (matrix, matrix.mT):
-        found, singular = compiled(solve, m, right)
+    in_a_loop = loop_of(solve, matrix, right)
+    for m, run in ((matrix, in_a_loop), (matrix.mT, loop_of(solve, matrix.mT, right))):
+        found, singular = run(m, right)
         assert not singular
         left = (m @ found.unsqueeze(-1)).squeeze(-1) - right
         # The residual of elimination with pivots.
         size = m.abs().sum(-1).amax() * found.abs().amax()
         assert float(left.abs().amax()) < 10 * rows * torch.finfo(dtype).eps * float(size)
     matrix[1, 1, -1] = 0
-    assert compiled(solve, matrix, right)[1]
+    assert in_a_loop(matrix, right)[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -242,6 +250,7 @@ def test_negative_eigenvalues(rows, dtype):
         return (has_negative_eigenvalue_if(matrix, wanted),)
 
     wanted, answers = torch.tensor(True), set()
+    in_a_loop = loop_of(has, torch.zeros(2, rows, rows, dtype=dtype), wanted)
     for shift in torch.linspace(-2, 3, 11):
         matrix = torch.randn(2, rows, rows, generator=generator, dtype=dtype)
         matrix += shift * torch.eye(rows, dtype=dtype)
@@ -249,16 +258,16 @@ def test_negative_eigenvalues(rows, dtype):
         expected = bool(((values.imag == 0) & (values.real < 0)).any())
         answers.add(expected)
         assert bool(has_negative_eigenvalue(matrix)) is expected
-        assert bool(compiled(has, matrix, wanted)[0]) is expected
-        assert not compiled(has, matrix, ~wanted)[0]
+        assert bool(in_a_loop(matrix, wanted)[0]) is expected
+        assert not in_a_loop(matrix, ~wanted)[0]
     assert answers == {True, False}
     # Of one matrix among others, of a pair that turns, and of one on its way from a double root.
     if rows > 1:
         turn = 3 * torch.eye(rows, dtype=dtype).repeat(2, 1, 1)
         turn[1, :2, :2] = torch.tensor([[-0.1, 5.0], [-5.0, -0.1]], dtype=dtype)
-        assert not compiled(has, turn, wanted)[0]
+        assert not in_a_loop(turn, wanted)[0]
         turn[1, :2, :2] = torch.tensor([[-0.1, 5.0], [0.0, -0.1]], dtype=dtype)
-        assert compiled(has, turn, wanted)[0]
+        assert in_a_loop(turn, wanted)[0]
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=repr)

@@ -22,7 +22,14 @@ from adjsim import (
     TimeAverage,
 )
 from adjsim.io.systems import cluster
-from tests.gradients.test_table import LOSSES, agree, by_default, gradients, moment
+from tests.gradients.test_table import (
+    LOSSES,
+    agree,
+    by_default,
+    gradients,
+    in_a_marathon,
+    moment,
+)
 from tests.problems import Case, chaotic, parameter, potentials, schemes, slow_but, square, vector
 from tests.problems import start as start_of
 from tests.retracing import forth_and_back
@@ -41,7 +48,7 @@ ROWS += [(case, "saves") for case in CASES if case not in FIRST.values()]
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    slow_but(by_default, ROWS),
+    slow_but(by_default, ROWS, in_a_marathon),
     ids=str,
 )
 def test_all_adjoints_agree(case, kind):

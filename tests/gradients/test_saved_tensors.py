@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 
 import jaxtyping
@@ -15,6 +16,7 @@ from adjsim.adjoints.loops import runner as loop_runner
 from adjsim.adjoints.loops import saved_tensors
 from tests.fields import Pair
 from tests.gradients.test_table import agree
+from tests.problems import slow_but
 
 TIMES = [0.0, 0.2, 0.55]
 
@@ -103,13 +105,14 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("average", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("ode", "sde, many systems") else pytest.mark.slow)
-        for name in ROWS
-    ],
+    ("name", "average"),
+    slow_but(
+        lambda name, average: name in ("ode", "sde, many systems") and not average,
+        itertools.product(ROWS, (False, True)),
+        # How an average reads the states does not depend on the field.
+        marathon=lambda name, average: average and name not in ("ode", "sde"),
+    ),
 )
 def test_equal_to_eager_gradients(name, average):
     """A direct gradient counts as many evaluations as backpropagation: no step is run again."""

@@ -35,6 +35,8 @@ STEPS = [Case(*row, exact) for row in ROWS for exact in (False, True)]
     slow_but(
         lambda c: c.dynamics in ("langevin", "esh"),
         [c for c in STEPS if c.couplings or not c.exact],
+        # An exact step is the same moves with roundings.
+        marathon=lambda c: c.couplings and not c.exact,
     ),
     ids=repr,
 )

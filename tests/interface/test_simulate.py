@@ -89,12 +89,12 @@ def test_a_batch_gives_the_numbers_of_its_replicas(name, potential):
     position, momentum = square((2, 3))
     solver = Splitting({"chain-3": "NBABN", "esh": "EAE"}.get(name, "BAB"), 0.0005)
     together = adjsim.simulate(
-        dynamics, dynamics.init(position, momentum), [0.0, 0.02], solver=solver
+        dynamics, dynamics.init(position, momentum), [0.0, 0.005], solver=solver
     ).final
     for i in range(2):
         for j in range(3):
             start = dynamics.init(position[i, j], momentum[i, j])
-            alone = adjsim.simulate(dynamics, start, [0.0, 0.02], solver=solver).final
+            alone = adjsim.simulate(dynamics, start, [0.0, 0.005], solver=solver).final
             for a, b in zip(together, alone, strict=True):
                 torch.testing.assert_close(a[i, j], b, rtol=1e-12, atol=1e-12)
 

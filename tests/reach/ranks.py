@@ -34,6 +34,7 @@ def _rank(
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(rank)  # Ranks whose default generators differ.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    _wait_for_all(pipe)  # The timeout of the group begins where every process is there,
     if size > 1:
         dist.init_process_group(
             "gloo",
@@ -42,12 +43,17 @@ def _rank(
             world_size=size,
             timeout=timedelta(seconds=seconds),
         )
-    pipe.send("begun")
+    _wait_for_all(pipe)  # and no rank leaves before every other one is connected.
     try:
         found = work(*args)
     except Exception as error:  # Sent, and compared by the test.
         found = error
     pipe.send(found)
+
+
+def _wait_for_all(pipe: Connection) -> None:
+    pipe.send("here")
+    pipe.recv()
 
 
 def on_ranks(
@@ -66,7 +72,7 @@ def on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
-            mine, its = CONTEXT.Pipe(duplex=False)
+            mine, its = CONTEXT.Pipe()
             meeting = str(Path(folder) / "meeting")
             process = CONTEXT.Process(
                 target=_rank, args=(work, rank, size, meeting, seconds, args, its)
@@ -76,19 +82,22 @@ def on_ranks(
             pipes.append(mine)
             processes.append(process)
         found: list[Any] = [None] * size
-        for pipe in pipes:
-            assert pipe.recv() == "begun"
+        for _ in ("processes", "connections"):
+            for pipe in pipes:
+                assert pipe.recv() == "here"
+            for pipe in pipes:
+                pipe.send("go on")
         if kill is not None:
             time.sleep(kill[1])
             processes[kill[0]].kill()
         left = dict(enumerate(pipes))
-        while left and (ready := wait(list(left.values()), timeout=3 * seconds)):
+        while left and (ready := wait(list(left.values()), timeout=seconds + 100.0)):
             for rank, pipe in list(left.items()):
                 if pipe in ready:
                     del left[rank]
                     try:
                         found[rank] = pipe.recv()
-                    except EOFError:
+                    except (EOFError, ConnectionResetError):
                         continue
             if left and set(left) <= set(hanging):
                 break

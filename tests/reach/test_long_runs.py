@@ -243,7 +243,7 @@ def test_signals_end_a_run_with_one_line(number, tmp_path, capfd, monkeypatch):
 def test_two_processes_in_one_folder(tmp_path):
     process, pipe = started(20_000, "exact", str(tmp_path))
     assert pipe.recv() == "ready"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not (tmp_path / "manifest.json").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -272,10 +272,10 @@ def killed_once(generator, phase, kind, steps, folder, seconds):
 @pytest.mark.parametrize(
     ("kind", "kills"),
     [
-        pytest.param("exact", 3, marks=pytest.mark.slow),
+        pytest.param("exact", 1, marks=pytest.mark.slow),
         *(
             pytest.param(kind, 50, marks=pytest.mark.marathon)
-            for kind in ("exact average", "compiled exact", "compiled reset average")
+            for kind in ("exact", "exact average", "compiled exact", "compiled reset average")
         ),
     ],
 )

@@ -96,7 +96,7 @@ def test_torchrun_starts_a_rank_again(tmp_path):
     assert sum(shared) < sum(alone)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_the_script_of_a_cluster_runs_on_one_computer(tmp_path):
     """Called again, it reads all chunks; two ranks share them, and one prints."""
     data = Path(__file__).parents[2] / "examples" / "data"

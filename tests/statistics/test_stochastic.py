@@ -162,7 +162,8 @@ SDE_ROWS = [
         marks=(
             pytest.mark.marathon
             if method == "srk"
-            or (name, method) in (("langevin", "heun"), ("generalised-2", "heun"))
+            or (method == "heun" and name != "overdamped")
+            or (name, method) == ("generalised-2", "midpoint")
             else pytest.mark.slow
         ),
     )
