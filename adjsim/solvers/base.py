@@ -171,6 +171,8 @@ class StepPlan:
     def shares_force(self) -> bool:
         """Whether a step begins with the force with which the step before ended."""
         moving = [i for i, (_, move) in enumerate(self.moves) if "position" in move.writes]
+        if not moving:
+            return False
         first, after = self.moves[: min(moving) + 1], self.moves[max(moving) + 1 :]
         return any(reads_force(move) for _, move in first) and any(
             reads_force(move) for _, move in reversed(after)
