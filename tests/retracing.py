@@ -14,7 +14,7 @@ from adjsim.core.reading import Reading
 from adjsim.core.state import State
 from adjsim.dynamics import Dynamics
 from adjsim.dynamics.cotangents import Cotangents
-from adjsim.solvers.base import Problem
+from adjsim.solvers.run import Problem
 from adjsim.solvers.splitting import Splitting
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from adjsim.adjoints.base import Adjoint, Result
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import State
-from adjsim.solvers.base import Problem
 from adjsim.solvers.continuous.base import ContinuousSolver
+from adjsim.solvers.run import Problem
 
 
 class BacksolveAdjoint(Adjoint):

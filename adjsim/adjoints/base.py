@@ -9,8 +9,9 @@ from torch import Tensor
 
 from adjsim.core.state import State
 from adjsim.core.trajectory import RunEnd
-from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.continuous.base import ContinuousSolver
+from adjsim.solvers.run import Problem
 
 Result = tuple[State | None, Tensor | None, State, RunEnd | None]
 

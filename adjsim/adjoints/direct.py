@@ -15,8 +15,8 @@ from adjsim.adjoints.sweep.recorder import Recorder, Recording
 from adjsim.adjoints.sweep.stepper import prepare
 from adjsim.adjoints.sweep.stored import AllStates
 from adjsim.core.state import State
-from adjsim.solvers.base import Problem
 from adjsim.solvers.continuous.base import ContinuousSolver
+from adjsim.solvers.run import Problem
 
 
 class DirectAdjoint(Adjoint):

@@ -16,17 +16,18 @@ from adjsim.adjoints.sweep.history import (
     History,
     Rewind,
     rounding_tolerance,
-    states_from_tree,
-    states_tree,
+    state_entries,
+    states_of,
 )
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.arguments import as_number, as_whole
-from adjsim.core.durable.store import Nested
 from adjsim.core.state import AnyState, State, detached, magnitudes, select
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.moves import Reflection, Scale, Shear
-from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.base import SteppingSolver
+from adjsim.solvers.clock import Clock, VaryingClock
+from adjsim.solvers.run import Problem
 
 
 class ReversibleAdjoint(Adjoint):
@@ -81,18 +82,15 @@ class ReversibleAdjoint(Adjoint):
                 )
 
     def run(self, problem: Problem[State]) -> Result[State]:
-        every, exact, growth = self.checkpoint_every, problem.solver.exact, None
-        if every is None and not exact:
-            growth = _growth(problem, self.tol)
-            every = None if growth is not None else _spacing(problem, self.tol)
-        problem.stats.update(checkpoint_every=every, checkpoints=0)
-
         def history(stepper: Stepper) -> History:
-            return (
-                Fingerprints(stepper, every, problem)
-                if exact
-                else Resets(stepper, every, self.tol, problem.stats, growth)
-            )
+            every, exact, growth = self.checkpoint_every, problem.solver.exact, None
+            if every is None and not exact:
+                growth = _growth(problem, stepper.clock, self.tol)
+                every = None if growth is not None else _spacing(problem, self.tol)
+            problem.stats.update(checkpoint_every=every, checkpoints=0)
+            if exact:
+                return Fingerprints(stepper, every, problem)
+            return Resets(stepper, every, self.tol, problem.stats, growth)
 
         return run_swept(problem, history)
 
@@ -109,14 +107,15 @@ def _spacing(problem: Problem[State], tol: float) -> int | None:
     return None if by_friction is None else max(1, int(min(by_friction, by_rounding)))
 
 
-def _growth(problem: Problem[State], tol: float) -> ErrorGrowth | None:
-    """Return the growth of errors where it varies along the run; else None."""
+def _growth(problem: Problem[State], clock: Clock | VaryingClock, tol: float) -> ErrorGrowth | None:
+    """Make the observer of the growth of errors, where it varies along the run; else None."""
     with torch.no_grad():
         if problem.dynamics.error_growth(float(problem.times[0]), problem.state) is None:
             return None
     budget, by_rounding = _budget(problem, tol)
-    dt, rate = problem.solver.dt, problem.solver.damping(problem.dynamics, problem.state)
-    return ErrorGrowth(problem.dynamics, dt, rate * dt + budget / by_rounding, budget)
+    assert isinstance(clock, Clock)
+    constant = problem.solver.damping(problem.dynamics, problem.state) * clock.dt
+    return ErrorGrowth(problem.dynamics, clock, constant + budget / by_rounding, budget)
 
 
 def _budget(problem: Problem[State], tol: float) -> tuple[float, float]:
@@ -155,7 +154,7 @@ class Resets(History):
         regular = () if self.every is None else range(0, stepper.clock.last, self.every)
         return {*stepper.clock.saves, *regular}
 
-    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         last = self.stepper.clock.last
         checkpoint = step == 0 or (step < last and self._is_due(step))
         # The last state of the dynamics lacks the second copy of the state.
@@ -180,26 +179,13 @@ class Resets(History):
         self.stats["checkpoint_every"] = apart if known is None else min(known, apart)
         return True
 
-    @property
-    def count(self) -> int:
-        return len(self.stored)
+    def state(self) -> dict[str, Any]:
+        every = self.stats["checkpoint_every"]
+        return {"stored": state_entries(self.stored), "scale": self.scale, "every": every}
 
-    def entries(self, first: int) -> Nested:
-        return states_tree(self.stored, first)
-
-    def rest(self) -> Nested:
-        return {
-            "scale": self.scale,
-            "growth": None if self.growth is None else self.growth.carried(),
-            "checkpoint_every": self.stats["checkpoint_every"],
-        }
-
-    def resume(self, parts: Sequence[Nested], rest: Nested, step: int, state: AnyState) -> None:
-        self.stored, self.scale = states_from_tree(parts, state), rest["scale"]
-        self.scale = [x.to(state[0].device) for x in self.scale]
-        if self.growth is not None:
-            self.growth.resume(rest["growth"], state[0])
-        self.stats.update(checkpoints=len(self.stored), checkpoint_every=rest["checkpoint_every"])
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.stored, self.scale = states_of(state["stored"], self.stepper), state["scale"]
+        self.stats.update(checkpoints=len(self.stored), checkpoint_every=state["every"])
 
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState

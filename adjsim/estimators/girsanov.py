@@ -35,7 +35,7 @@ from adjsim.estimators.path_score import PathScore, path_score
 from adjsim.estimators.probes import evenly_spaced
 from adjsim.estimators.score_function import outer, outer_mean
 from adjsim.potentials.pairs.base import pair_paths
-from adjsim.solvers.base import Problem
+from adjsim.solvers.run import Problem
 from adjsim.solvers.splitting import Splitting
 from adjsim.solvers.stochastic.euler_maruyama import EulerMaruyama
 

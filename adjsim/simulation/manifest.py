@@ -17,7 +17,8 @@ from adjsim.core.trajectory import TimeAverage
 from adjsim.dynamics.base import Dynamics, named_rates
 from adjsim.dynamics.fields.base import FieldDynamics
 from adjsim.potentials.base import force
-from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.base import SteppingSolver
+from adjsim.solvers.run import Problem
 
 
 def run_manifest(problem: Problem[State], adjoint: Adjoint) -> dict[str, str]:

@@ -37,8 +37,9 @@ from adjsim.dynamics.base import Dynamics
 from adjsim.potentials.pairs.base import pair_paths
 from adjsim.simulation.manifest import rates_at_start, run_manifest
 from adjsim.simulation.start_checks import check_rates
-from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.continuous.base import ContinuousSolver
+from adjsim.solvers.run import Problem
 
 Solver = SteppingSolver | ContinuousSolver
 LEAVE_OUT = "Leave compile=True out, use CheckpointAdjoint(), or run under torch.no_grad()."

@@ -5,19 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Generic, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
-from adjsim.core.durable.manifest import Saving
-from adjsim.core.noise import Noise
-from adjsim.core.reading import Reading
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.state import AnyState, State, all_finite, in_transform
-from adjsim.core.trajectory import Record, RunEnd, TimeAverage, step_numbers
+from adjsim.core.trajectory import RunEnd, step_numbers
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import BufferGrowth
 from adjsim.dynamics.copies import Copies
@@ -154,6 +149,12 @@ class StepPlan:
             **options,
         )
 
+    def kind(self, kind: type[Any]) -> type[Any]:
+        """Return the class of the states of the steps, by that of the states of the dynamics."""
+        if self.lattice is not None:
+            return self.lattice.kind
+        return kind if self.copies is None else self.copies.both
+
     @property
     def one_time_per_position(self) -> bool:
         """Whether time passes only while positions move, so that one position has one force."""
@@ -247,75 +248,6 @@ class StepPlan:
         return MoveContext(
             time(stage.elapsed), stage.letter, coefficients[stage.letter], drawn, forces
         )
-
-
-@dataclass
-class Problem(Generic[State]):
-    """The validated inputs of one run, for the adjoint.
-
-    Attributes:
-        reading: what is computed of the user's dynamics.
-        tensors: the values of the reading that the run uses: leaves, or tensors with a graph to
-            those of the user.
-        dynamics: the copy of the dynamics that holds them.
-        key: the key of what a compiled run reads (:mod:`adjsim.core.cache_key`), where it is known.
-    """
-
-    reading: Reading[Dynamics[State]]
-    tensors: tuple[Tensor, ...]
-    dynamics: Dynamics[State]
-    state: State
-    times: Tensor
-    solver: Any
-    record: Record[State]
-    noise: Noise | None = None
-    progress: bool = False
-    compile: bool = False
-    saving: Saving | None = None
-    continues: RunEnd | None = None
-    key: Any = None
-    stats: dict[str, Any] = field(
-        default_factory=lambda: {"energy_evaluations": 0, "reconstruction_error": None}
-    )
-
-    @property
-    def needs_gradient(self) -> bool:
-        """Whether the start or a parameter requires grad, and gradients are enabled."""
-        trained = bool(self.reading.wanted) or any(x.requires_grad for x in self.state)
-        return torch.is_grad_enabled() and trained
-
-    @cached_property
-    def plan(self) -> StepPlan:
-        """The step, whose moves read the dynamics of the problem."""
-        assert isinstance(self.solver, SteppingSolver)
-        found = self.solver.plan(self.dynamics, self.state, float(self.times[0]))
-        return found if self.continues is None else found.with_spacings(self.continues.spacings)
-
-    def connected(self) -> Problem[State]:
-        """Return the same run with values by which autograd reaches the user's tensors."""
-        tensors = self.reading.connected()
-        return replace(self, tensors=tensors, dynamics=self.reading.bound(tensors))
-
-    def refuse_written(self) -> None:
-        """Refuse a run that has written into the values that it began with."""
-        if not in_transform():
-            self.reading.refuse_written(self.dynamics, self.tensors)
-
-    @property
-    def bound_record(self) -> Record[State]:
-        """The record, which reads the values of the run where it names the user's dynamics."""
-        return bound_record(self.record, self.reading, self.dynamics, self.tensors)
-
-
-def bound_record(
-    record: Record[State], reading: Reading[Any], dynamics: Any, tensors: Sequence[Tensor]
-) -> Record[State]:
-    """Return a record that reads a copy of the dynamics, and its tensors, where it names it."""
-    if record is None:
-        return None
-    if isinstance(record, TimeAverage):
-        return replace(record, function=reading.on(dynamics, tensors, record.function))
-    return reading.on(dynamics, tensors, record)
 
 
 @runtime_checkable

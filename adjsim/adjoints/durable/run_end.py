@@ -9,8 +9,9 @@ from torch import Tensor
 from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import RunEnd, check_times
-from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.clock import VaryingClock
+from adjsim.solvers.run import Problem
 
 
 def run_end(

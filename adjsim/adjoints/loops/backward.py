@@ -16,7 +16,6 @@ from adjsim.adjoints.loops.loop import Loop, LoopConstants, MakeSpec
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import SavedTensors
 from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
-from adjsim.adjoints.sweep.eager import resumed
 from adjsim.adjoints.sweep.history import Rewind, StatesRewind
 from adjsim.adjoints.sweep.recorder import RecordSweep
 from adjsim.core.progress import with_progress
@@ -63,8 +62,7 @@ class BackwardLoops:
         """Propagate the cotangents from the last state to the start, and return the start."""
         pairs = list(pairwise([0, *self.runner.stops]))[::-1]
         if saves is not None:
-            stepper = self.runner.stepper
-            state, last = resumed(saves, state, cotangents, saved, rewind, stepper)
+            state, last = saved.resumed(saves, state, self.runner.stepper)
             pairs = [pair for pair in pairs if pair[1] <= last]
         for start, stop in with_progress(pairs, "backward", len(pairs), progress):
             if self.runner.recorder.average is None:
@@ -75,8 +73,7 @@ class BackwardLoops:
             saved.growth.observe(cotangents)
             state = rewind.restore(start, state)
             if saves is not None:
-                rest = [saved.total, rewind.error, saved.growth.rest()]
-                saves.after(start, state, cotangents, rest)
+                saves.after(start, state)
         return state
 
     def _traverse(

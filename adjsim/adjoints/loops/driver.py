@@ -29,7 +29,7 @@ from adjsim.adjoints.sweep.recorder import Recording
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.state import State
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.solvers.base import Problem
+from adjsim.solvers.run import Problem
 
 
 class CompiledDriver:

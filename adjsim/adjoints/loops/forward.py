@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.durable.saves import Resumable
 from adjsim.adjoints.loops.compilation import LoopSpec, clone
 from adjsim.adjoints.loops.iterated import iterated_move, run_iterated
 from adjsim.adjoints.loops.loop import Loop, LoopConstants, MakeSpec
@@ -19,7 +18,6 @@ from adjsim.adjoints.loops.saved_tensors import saving_step
 from adjsim.adjoints.sweep.error_growth import ErrorGrowth, growth_in_step
 from adjsim.adjoints.sweep.history import StoredStates
 from adjsim.adjoints.sweep.recorder import Recording
-from adjsim.core.durable.store import Nested
 from adjsim.core.state import AnyState, State, position_of
 from adjsim.core.trajectory import sum_dtype
 from adjsim.dynamics.base import Dynamics
@@ -48,7 +46,7 @@ class ForwardCarry(NamedTuple):
     state: tuple[Tensor, ...]
 
 
-class ForwardLoops(Resumable):
+class ForwardLoops:
     """Run forward steps in compiled loops.
 
     A loop that shares forces between steps begins with a force that is given. An exact run
@@ -67,7 +65,8 @@ class ForwardLoops(Resumable):
         # The growth in a step, as far as it is known.
         self.pace = 0.0
         self.forces = runner.plan.forces(runner.dynamics.potential, stats=runner.problem.stats)
-        self.force = None
+        # The force with which the next step begins; None where it is evaluated again.
+        self.force: Tensor | None = None
 
     def stops(self, wanted: set[int]) -> Sequence[int]:
         return self.runner.boundaries(wanted)
@@ -76,13 +75,11 @@ class ForwardLoops(Resumable):
     def divisible(self) -> bool:
         return self.growth is None and self.stored is None
 
-    def carried(self) -> Nested:
+    def state(self) -> dict[str, Any]:
         return {"force": self.force, "pace": self.pace, "stops": self.runner.stops}
 
-    def resume(self, carried: Nested, like: Tensor) -> None:
-        force = carried["force"]
-        self.force = None if force is None else force.to(like.device)
-        self.pace, self.runner.stops = carried["pace"], carried["stops"]
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.force, self.pace, self.runner.stops = state["force"], state["pace"], state["stops"]
 
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
         runner = self.runner
@@ -125,7 +122,7 @@ class ForwardLoops(Resumable):
                 shorter = min(shorter, int(growth.left / self.pace))
             count = max(1, shorter)
         # Half of the budget is left for the next loop.
-        growth.add(carry.growth[0], count, growth.budget / 2)
+        growth.add(carry.growth[0], start + count, growth.budget / 2)
         if start + count not in self.runner.stops:
             insort(self.runner.stops, start + count)
         return self._accept(carry, state, start, count)

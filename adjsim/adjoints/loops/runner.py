@@ -31,8 +31,8 @@ from adjsim.core.layout import VECTOR, packed, unpacked
 from adjsim.core.module_cache import ModuleCache
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import TimeAverage
-from adjsim.solvers.base import Problem, bound_record
 from adjsim.solvers.clock import Clock
+from adjsim.solvers.run import Problem, bound_record
 from adjsim.solvers.stochastic.drift_move import DriftMove
 
 # Largest number of noise entries passed to a loop at once: four megabytes of float64.

@@ -42,7 +42,7 @@ from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import State
 from adjsim.core.trajectory import RunEnd
 from adjsim.dynamics.cotangents import Cotangents
-from adjsim.solvers.base import Problem
+from adjsim.solvers.run import Problem
 
 
 def run_swept(problem: Problem[State], make_history: Callable[[Stepper], History]) -> Result[State]:
@@ -115,15 +115,15 @@ class _SweptRun:
         inputs, recording = self.inputs(flat), Recording(self.recorder, stepper)
         if self.compiled is None:
             forces = stepper.plan.forces(problem.dynamics.potential, stats=problem.stats)
-            driver: EagerDriver | ForwardLoops = EagerDriver(
-                stepper, inputs, forces, self.history.growth
-            )
+            driver: EagerDriver | ForwardLoops = EagerDriver(stepper, inputs, forces)
         else:
             driver = self.compiled.forward(recording, self.history.growth, self.history.states)
         start = stepper.to_lattice(inputs.state)
-        saved = {"record": recording, "history": self.history}
-        with forward_saves(problem, stepper.clock.last, saved, driver) as saves:
-            last = stepper.run(start, inputs, driver, list(saved.values()), problem, saves)
+        # The history reads the growth of the same step.
+        growth = {} if self.history.growth is None else {"growth": self.history.growth}
+        observers = {"record": recording, **growth, "history": self.history}
+        with forward_saves(problem, stepper.clock.last, observers, driver) as saves:
+            last = stepper.run(start, inputs, driver, list(observers.values()), problem, saves)
             states, record = recording.result()
         problem.refuse_written()
         self.end = run_end(problem, stepper, last, driver.force)
@@ -174,9 +174,10 @@ class _SweptRun:
             if self.compiled is None
             else self.compiled.backward(forces)
         )
+        objects = {"cotangents": sums, "record": saved, "rewind": rewind, "growth": growth}
         with (
             restored_autocast(self.autocast),
-            backward_saves(problem, stepper.clock.last, cotangents) as saves,
+            backward_saves(problem, stepper.clock.last, objects, cotangents) as saves,
         ):
             driver.sweep(rewind.final(), sums, saved, rewind, problem.progress, saves)
             saved.accumulate(

@@ -19,9 +19,10 @@ from adjsim.dynamics.buffer import BufferGrowth, Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Coefficients
-from adjsim.solvers.base import Problem, SteppingSolver, StepPlan, VaryingSteps
+from adjsim.solvers.base import SteppingSolver, StepPlan, VaryingSteps
 from adjsim.solvers.clock import Clock, VaryingClock
 from adjsim.solvers.implicit.newton import UnsolvedStepError
+from adjsim.solvers.run import Problem
 
 # Steps between finiteness checks.
 FINITE_EVERY = 64
@@ -127,6 +128,7 @@ class Stepper:
     Attributes:
         plan: the moves of a step.
         clock: the times of steps and saves.
+        kind: the class of the states of the dynamics.
         noise: the noise of the steps; None without noise.
         buffer_growth: how the buffers of an exact run fill; None for any other run.
         varying: what depends on the size of a step; None if all steps have one size.
@@ -135,10 +137,15 @@ class Stepper:
 
     plan: StepPlan
     clock: Clock | VaryingClock
+    kind: type[Any]
     noise: StepNoise | None = None
     buffer_growth: BufferGrowth | None = None
     varying: VaryingSteps | None = None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def state_of(self, fields: Iterable[Tensor]) -> AnyState:
+        """Make a state of the steps from its fields."""
+        return self.plan.kind(self.kind)._make(fields)
 
     def to_lattice(self, state: AnyState) -> AnyState:
         """Convert the start to that of the steps: with its copy, and on the lattice with buffers.
@@ -213,7 +220,7 @@ class Stepper:
         last, lattice = self.clock.last, self.plan.lattice
         observed = {k for observer in observers for k in observer.stops(self) if 0 < k <= last}
         stops = driver.stops({last, *observed})
-        state, k, spilled = (start, 0, 0) if saves is None else saves.begin(start)
+        state, k, spilled = (start, 0, 0) if saves is None else saves.begin(start, 0)
         good, good_step = detached(state), k
         heat = problem.dynamics.heat_limit(self.from_lattice(start)) if not in_transform() else None
         if k == 0:
@@ -387,5 +394,6 @@ def prepare(
             "buffers of an exact run belong to those that it had. Start a new run at "
             "trajectory.final."
         )
-    stepper = Stepper(plan, clock, noise, buffer_growth, varying, {} if end is None else end.fields)
+    buffers = {} if end is None else end.fields
+    stepper = Stepper(plan, clock, type(state), noise, buffer_growth, varying, buffers)
     return stepper, Inputs(state, coefficients, connected.tensors)

@@ -22,7 +22,7 @@ from adjsim.core.trajectory import (
     sum_dtype,
 )
 from adjsim.dynamics.forces import counted_backward
-from adjsim.solvers.base import Problem
+from adjsim.solvers.run import Problem
 
 
 class ContinuousSolver(ABC):

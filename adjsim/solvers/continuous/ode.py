@@ -11,7 +11,6 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_number
 from adjsim.core.state import State
-from adjsim.solvers.base import Problem
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.continuous.base import (
     ContinuousSolver,
@@ -19,6 +18,7 @@ from adjsim.solvers.continuous.base import (
     asks_gradient,
     refuse_without_equation,
 )
+from adjsim.solvers.run import Problem
 
 ADAPTIVE = ("dopri8", "dopri5", "bosh3", "fehlberg2", "adaptive_heun")
 ONE_STEP = ("euler", "midpoint", "heun2", "heun3", "rk4")

@@ -16,9 +16,9 @@ from torch import Tensor
 from adjsim.core.noise import Noise
 from adjsim.core.state import AnyState, State, in_transform
 from adjsim.dynamics.fields.sde import SDE, describe_cross_terms
-from adjsim.solvers.base import Problem
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.continuous.base import ContinuousSolver, VectorField, refuse_without_equation
+from adjsim.solvers.run import Problem
 
 STRATONOVICH = ("midpoint", "heun", "euler_heun", "reversible_heun")
 ITO = ("euler", "milstein", "srk")
