@@ -24,11 +24,12 @@ from adjsim.adjoints.sweep.history import (
 )
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.arguments import as_whole
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, detached
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.base import SteppingSolver
-from adjsim.solvers.run import Problem
+from adjsim.solvers.run import Run
 
 
 class CheckpointAdjoint(Adjoint):
@@ -56,10 +57,11 @@ class CheckpointAdjoint(Adjoint):
             raise ValueError(f"segments must be at least 1; got {segments}.")
         self.segments = segments
 
-    def run(self, problem: Problem[State]) -> Result[State]:
-        return run_swept(
-            problem, lambda stepper: Checkpoints(stepper, self._length(stepper.clock.last))
-        )
+    def run(self, run: Run[State], report: RunReport) -> Result[State]:
+        def history(stepper: Stepper) -> History:
+            return Checkpoints(stepper, self._length(stepper.clock.last))
+
+        return run_swept(run, report, history)
 
     def _length(self, last: int) -> int:
         """Return the number of steps in a segment."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, all_finite, in_transform
 from adjsim.core.trajectory import RunEnd, step_numbers
 from adjsim.dynamics.base import Dynamics
@@ -266,17 +267,41 @@ class VaryingSteps(Protocol):
 class SteppingSolver(ABC):
     """The base class of solvers that take steps, of size dt if all have one size.
 
-    ``exact`` is whether steps run on a lattice. ``stats`` and ``evaluations`` are what it knows
-    before a run: entries of ``trajectory.stats``, and evaluations of the drift.
+    ``exact`` is whether steps run on a lattice.
     """
 
     exact: bool = False
-    evaluations: int = 0
     dt: float
 
     @abstractmethod
-    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
-        """List the moves of a step, for runs from a start like this one at the time t."""
+    def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
+        """List the moves of a step without a lattice, for runs from a start at the time t."""
+
+    def plan(
+        self, dynamics: Dynamics[State], state: State, t: float, lattice: Lattice | None = None
+    ) -> StepPlan:
+        """List the moves of a step, for runs from a start like this one at the time t.
+
+        ``lattice`` is that of an exact run which is known; None: make it.
+        """
+        plan = self.plain_plan(dynamics, state, t)
+        return self.on_lattice(plan, dynamics, state, t, lattice) if self.exact else plan
+
+    @staticmethod
+    def on_lattice(
+        plan: StepPlan,
+        dynamics: Dynamics[State],
+        state: State,
+        t: float,
+        lattice: Lattice | None = None,
+    ) -> StepPlan:
+        """Return a plan with a lattice, which is made if it is not known."""
+        if lattice is None:
+            moves: dict[str, tuple[Move, ...]] = {}
+            for stage in plan.stages:
+                moves[stage.letter] = (*moves.get(stage.letter, ()), *stage.moves)
+            lattice = Lattice(dynamics, t, state, moves, plan.dt, plan.copies)
+        return replace(plan, lattice=lattice)
 
     @abstractmethod
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
@@ -310,9 +335,9 @@ class SteppingSolver(ABC):
         """Return what depends on the size of a step; None if all steps have one size."""
         return None
 
-    @property
-    def stats(self) -> dict[str, Any]:
-        return {}
+    def report_choices(self, report: RunReport) -> None:
+        """Report what the solver has chosen before the run, and what it took to choose."""
+        return
 
     def damping(self, dynamics: Dynamics[State], state: State) -> float:
         """Return the rate (1/time) at which rounding errors grow in reversed steps."""
@@ -326,6 +351,9 @@ class SteppingSolver(ABC):
         rate = self.damping(dynamics, state)
         return None if rate == 0 else growth / (rate * self.dt)
 
-    def check(self, dynamics: Dynamics[State], state: State, t: float) -> None:
-        """Refuse, before any work, a step that is too long for the dynamics at a start."""
+    def check(self, plan: StepPlan, dynamics: Dynamics[State], state: State, t: float) -> None:
+        """Refuse, before any work, a step that is too long for the dynamics at a start.
+
+        ``plan`` has the moves of the step.
+        """
         return

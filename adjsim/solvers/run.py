@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic
 
@@ -16,12 +16,13 @@ from adjsim.core.reading import Reading
 from adjsim.core.state import State, in_transform
 from adjsim.core.trajectory import Record, RunEnd, TimeAverage
 from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.lattice import Lattice
 from adjsim.solvers.base import SteppingSolver, StepPlan
 
 
-@dataclass
-class Problem(Generic[State]):
-    """The validated inputs of one run, for the adjoint.
+@dataclass(frozen=True, eq=False)
+class Run(Generic[State]):
+    """What one run computes: its validated inputs, for the adjoint.
 
     Attributes:
         reading: what is computed of the user's dynamics.
@@ -29,6 +30,7 @@ class Problem(Generic[State]):
             those of the user.
         dynamics: the copy of the dynamics that holds them.
         key: the key of what a compiled run reads (:mod:`adjsim.core.cache_key`), where it is known.
+        lattice: the lattice of an exact run, where it is known.
     """
 
     reading: Reading[Dynamics[State]]
@@ -44,9 +46,7 @@ class Problem(Generic[State]):
     saving: Saving | None = None
     continues: RunEnd | None = None
     key: Any = None
-    stats: dict[str, Any] = field(
-        default_factory=lambda: {"energy_evaluations": 0, "reconstruction_error": None}
-    )
+    lattice: Lattice | None = None
 
     @property
     def needs_gradient(self) -> bool:
@@ -56,15 +56,21 @@ class Problem(Generic[State]):
 
     @cached_property
     def plan(self) -> StepPlan:
-        """The step, whose moves read the dynamics of the problem."""
+        """The step, whose moves read the dynamics of the run."""
         assert isinstance(self.solver, SteppingSolver)
-        found = self.solver.plan(self.dynamics, self.state, float(self.times[0]))
+        found = self.solver.plan(self.dynamics, self.state, float(self.times[0]), self.lattice)
         return found if self.continues is None else found.with_spacings(self.continues.spacings)
 
-    def connected(self) -> Problem[State]:
+    def connected(self) -> Run[State]:
         """Return the same run with values by which autograd reaches the user's tensors."""
         tensors = self.reading.connected()
-        return replace(self, tensors=tensors, dynamics=self.reading.bound(tensors))
+        return self.with_dynamics(self.reading.bound(tensors), tensors)
+
+    def with_dynamics(self, dynamics: Dynamics[State], tensors: tuple[Tensor, ...]) -> Run[State]:
+        """Return the same run, on the same lattice, of another copy of the dynamics."""
+        exact = isinstance(self.solver, SteppingSolver) and self.solver.exact
+        lattice = self.plan.lattice if exact else None
+        return replace(self, dynamics=dynamics, tensors=tensors, lattice=lattice)
 
     def refuse_written(self) -> None:
         """Refuse a run that has written into the values that it began with."""

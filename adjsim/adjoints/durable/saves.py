@@ -12,15 +12,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from adjsim.core.durable.interruption import Interruption
 from adjsim.core.durable.manifest import Saving, check_numbers
 from adjsim.core.durable.stateful import SavedStates, Stateful
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State
-from adjsim.solvers.run import Problem
+from adjsim.solvers.run import Run
 
 # Seconds of compiled steps between two looks at the clock and at signals.
 PAUSE = 0.25
@@ -44,7 +45,7 @@ class _Saves(ABC):
         last: the number of steps of the run.
         name: the name of the pass in the store.
         objects: what is saved besides the state of the steps, by name.
-        stats: the statistics of the run, whose evaluations are saved.
+        report: the report of the run, whose evaluations are saved.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class _Saves(ABC):
         last: int,
         name: str,
         objects: Mapping[str, Stateful],
-        stats: dict[str, Any],
+        report: RunReport,
     ) -> None:
-        self.saving, self.interruption, self.last, self.stats = saving, interruption, last, stats
+        self.saving, self.interruption, self.last, self.report = saving, interruption, last, report
         self._states = SavedStates(saving.store, name, objects)
         self._written = time.monotonic()
 
@@ -68,8 +69,8 @@ class _Saves(ABC):
         found = self._states.load(state[0].device)
         if found is None:
             return state, step, 0
-        self.stats["energy_evaluations"] = found["energy_evaluations"]
-        self.stats["resumed_at"] = found["step"]
+        self.report.energy_evaluations = found["energy_evaluations"]
+        self.report.resumed_at = found["step"]
         return type(state)._make(found["state"]), found["step"], found["spilled"]
 
     def after(self, step: int, state: AnyState, spilled: int = 0) -> None:
@@ -83,7 +84,7 @@ class _Saves(ABC):
                 "step": step,
                 "state": list(state),
                 "spilled": spilled,
-                "energy_evaluations": self.stats["energy_evaluations"],
+                "energy_evaluations": self.report.energy_evaluations,
             }
             self._states.save(about)
             self._finish(self._where(step))
@@ -115,10 +116,10 @@ class ForwardSaves(_Saves):
         last: int,
         observers: Mapping[str, Stateful],
         driver: Resumable,
-        stats: dict[str, Any],
+        report: RunReport,
     ) -> None:
         objects = {**observers, "driver": driver}
-        super().__init__(saving, interruption, last, "forward", objects, stats)
+        super().__init__(saving, interruption, last, "forward", objects, report)
         self.driver = driver
         self._pace, self._advanced = 1, (last, 0.0)
 
@@ -151,21 +152,26 @@ class BackwardSaves(_Saves):
 
 @contextmanager
 def forward_saves(
-    problem: Problem[State], last: int, observers: Mapping[str, Stateful], driver: Resumable
+    run: Run[State],
+    report: RunReport,
+    last: int,
+    observers: Mapping[str, Stateful],
+    driver: Resumable,
 ) -> Generator[ForwardSaves | None, None, None]:
     """Hold the store of a run of ``last`` steps while it runs forward; None without a store."""
-    saving = problem.saving
+    saving = run.saving
     if saving is None:
         yield None
         return
     with saving.store.held(saving.manifest), Interruption() as interruption:
         check_numbers(saving.store, saving.measure)
-        yield ForwardSaves(saving, interruption, last, observers, driver, problem.stats)
+        yield ForwardSaves(saving, interruption, last, observers, driver, report)
 
 
 @contextmanager
 def backward_saves(
-    problem: Problem[State],
+    run: Run[State],
+    report: RunReport,
     last: int,
     objects: Mapping[str, Stateful],
     cotangents: Sequence[Tensor | None],
@@ -174,7 +180,7 @@ def backward_saves(
 
     A sweep is found by its incoming cotangents, so that two losses of one run do not mix.
     """
-    saving = problem.saving
+    saving = run.saving
     if saving is None:
         yield None
         return
@@ -184,4 +190,4 @@ def backward_saves(
         digest.update(hashlib.blake2b(content, digest_size=16).digest())
     name = f"backward-{digest.hexdigest()}"
     with saving.store.held(saving.manifest), Interruption() as interruption:
-        yield BackwardSaves(saving, interruption, last, name, objects, problem.stats)
+        yield BackwardSaves(saving, interruption, last, name, objects, report)

@@ -19,6 +19,7 @@ from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.history import Rewind, StatesRewind
 from adjsim.adjoints.sweep.recorder import RecordSweep
 from adjsim.core.progress import with_progress
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
 from adjsim.dynamics.forces import ForceEvaluator
@@ -108,7 +109,7 @@ class BackwardLoops:
             if runner.keeps_states:
                 assert isinstance(rewind, StatesRewind)
                 states = rewind.states_from(first, runner)
-            carry, _ = runner.run(
+            carry, _ = runner.run_loop(
                 BACKWARD,
                 averaging,
                 type(state),
@@ -146,7 +147,7 @@ class BackwardLoops:
             """The backward pass inside a trace, rebuilt from its carry."""
 
             def __init__(self, constants: LoopConstants, carry: BackwardCarry) -> None:
-                self.constants, self.stats = constants, {"energy_evaluations": 0}
+                self.constants, self.report = constants, RunReport()
                 self.state = kind._make(map(runner.unpack, carry.state))
                 trainable = runner.reading.trainable(constants.parameters)
                 fields = {name: runner.unpack(x) for name, x in carry.cotangents.items()}
@@ -154,7 +155,7 @@ class BackwardLoops:
                 self.growth = CotangentGrowth(carry.injected)
                 self.plan = runner.plan.with_spacings(constants.spacings)
                 self.forces = self.plan.forces(
-                    runner.dynamics.potential, parameters=trainable, stats=self.stats
+                    runner.dynamics.potential, parameters=trainable, report=self.report
                 )
 
             def traverse(self, part: range, k: Tensor) -> None:
@@ -169,7 +170,8 @@ class BackwardLoops:
                 coefficients = self.constants.coefficients
                 start = runner.state_before(self.constants, k, kind)
                 before = self.plan.states_before(t, start, coefficients, noise, self.forces)
-                stored, counted = runner.saved_by(self.constants, k, kind), dict(self.stats)
+                stored = runner.saved_by(self.constants, k, kind)
+                counted = self.report.energy_evaluations
                 saved = SavedTensors(stored)
                 with saved.hooks() if stored else nullcontext():
                     self.state = self.plan.backward(
@@ -178,8 +180,9 @@ class BackwardLoops:
                 if stored:
                     saved.finish()
                     # The step is not run again, and that half of its evaluations does not count.
-                    for name, count in counted.items():
-                        self.stats[name] -= (self.stats[name] - count) // 2
+                    self.report.energy_evaluations -= (
+                        self.report.energy_evaluations - counted
+                    ) // 2
 
             def traverse_unless(self, absent: Tensor, part: range, k: Tensor) -> None:
                 """Run the backward pass over the moves ``part`` of step number k, if there is one.
@@ -258,7 +261,7 @@ class BackwardLoops:
                 else:
                     sweep.traverse(early, k)
             found = sweep.carry()
-            loop.evaluations_per_step = sweep.stats["energy_evaluations"]
+            loop.evaluations_per_step = sweep.report.energy_evaluations
             loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
             return k - 1, found, ()
 

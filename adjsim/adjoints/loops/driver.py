@@ -27,9 +27,10 @@ from adjsim.adjoints.sweep.error_growth import ErrorGrowth
 from adjsim.adjoints.sweep.history import StoredStates
 from adjsim.adjoints.sweep.recorder import Recording
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import State
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.solvers.run import Problem
+from adjsim.solvers.run import Run
 
 
 class CompiledDriver:
@@ -38,15 +39,21 @@ class CompiledDriver:
     Args:
         stepper: the steps.
         inputs: the inputs of the run.
-        problem: the problem that is run.
+        run: what is computed.
+        report: receives what it costs.
         kept: the number of steps before which states are stored at a time; 0: the backward pass
             inverts the steps.
     """
 
     def __init__(
-        self, stepper: Stepper, inputs: Inputs, problem: Problem[State], kept: int = 0
+        self,
+        stepper: Stepper,
+        inputs: Inputs,
+        run: Run[State],
+        report: RunReport,
+        kept: int = 0,
     ) -> None:
-        self.runner = LoopRunner(stepper, inputs, problem, kept)
+        self.runner = LoopRunner(stepper, inputs, run, report, kept)
 
     def forward(
         self,

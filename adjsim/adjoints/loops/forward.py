@@ -18,6 +18,7 @@ from adjsim.adjoints.loops.saved_tensors import saving_step
 from adjsim.adjoints.sweep.error_growth import ErrorGrowth, growth_in_step
 from adjsim.adjoints.sweep.history import StoredStates
 from adjsim.adjoints.sweep.recorder import Recording
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, position_of
 from adjsim.core.trajectory import sum_dtype
 from adjsim.dynamics.base import Dynamics
@@ -64,7 +65,7 @@ class ForwardLoops:
         self.runner, self.recording, self.growth, self.stored = runner, recording, growth, stored
         # The growth in a step, as far as it is known.
         self.pace = 0.0
-        self.forces = runner.plan.forces(runner.dynamics.potential, stats=runner.problem.stats)
+        self.forces = runner.plan.forces(runner.dynamics.potential, report=runner.report)
         # The force with which the next step begins; None where it is evaluated again.
         self.force: Tensor | None = None
 
@@ -147,7 +148,7 @@ class ForwardLoops:
         )
         stores = SAVING if runner.saves_tensors else STORING
         spec = FORWARD if self.stored is None else stores
-        return runner.run(spec, averaged is not None, type(state), start, count, carry)
+        return runner.run_loop(spec, averaged is not None, type(state), start, count, carry)
 
     def _accept(
         self, carry: ForwardCarry, state: State, start: int, count: int
@@ -199,13 +200,13 @@ class ForwardLoops:
         def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
             k = torch.zeros_like(constants.steps)
             if runner.exact and carry.force:
-                stats = {"energy_evaluations": 0}
+                report = RunReport()
                 position = position_of(kind._make(map(runner.unpack, carry.state)))
                 plan = runner.plan.with_spacings(constants.spacings)
-                forces = plan.forces(runner.dynamics.potential, stats=stats)
+                forces = plan.forces(runner.dynamics.potential, report=report)
                 force = forces.force(position, runner.time(constants, k)(0.0))
                 carry = carry._replace(force=(runner.pack(force),))
-                loop.fixed_evaluations += stats["energy_evaluations"]
+                loop.fixed_evaluations += report.energy_evaluations
             return k, carry
 
         def more(k: Tensor, count: Tensor) -> Tensor:
@@ -214,11 +215,11 @@ class ForwardLoops:
         def body(
             constants: LoopConstants, k: Tensor, carry: ForwardCarry
         ) -> tuple[Tensor, ForwardCarry, Sequence[Tensor]]:
-            stats, t = {"energy_evaluations": 0}, runner.time(constants, k)
+            report, t = RunReport(), runner.time(constants, k)
             state = kind._make(map(runner.unpack, carry.state))
             known = (position_of(state), runner.unpack(carry.force[0])) if carry.force else None
             plan = runner.plan.with_spacings(constants.spacings)
-            forces = plan.forces(runner.dynamics.potential, known=known, stats=stats)
+            forces = plan.forces(runner.dynamics.potential, known=known, report=report)
             noise = runner.noise_of(constants, k)
             state, saved = take_step(plan, t, state, constants.coefficients, noise, forces)
             total = carry.total
@@ -226,7 +227,7 @@ class ForwardLoops:
                 value = runner.recorder.value(runner.stepper.from_lattice(state))
                 total = (clone(total[0] + value.to(sum_dtype(value))),)
             force = (runner.pack(forces.force(position_of(state), t(1.0))),) if carry.force else ()
-            loop.evaluations_per_step = stats["energy_evaluations"]
+            loop.evaluations_per_step = report.energy_evaluations
             growth = tuple(
                 clone(x + growth_in_step(runner.dynamics, runner.clock.dt, t(1.0), state))
                 for x in carry.growth

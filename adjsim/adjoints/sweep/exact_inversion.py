@@ -14,7 +14,7 @@ from adjsim.core.durable.stateful import Entries
 from adjsim.core.state import AnyState, State, detached
 from adjsim.dynamics.buffer import Spill, fingerprint
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.solvers.run import Problem
+from adjsim.solvers.run import Run
 
 
 class Fingerprints(History):
@@ -28,11 +28,11 @@ class Fingerprints(History):
     Args:
         stepper: the steps of the run.
         every: the number of steps between additional fingerprints; None: no additional ones.
-        problem: the problem that is run.
+        run: what is computed.
     """
 
-    def __init__(self, stepper: Stepper, every: int | None, problem: Problem[State]) -> None:
-        self.stepper, self.every, self.problem = stepper, every, problem
+    def __init__(self, stepper: Stepper, every: int | None, run: Run[State]) -> None:
+        self.stepper, self.every, self.run = stepper, every, run
         self.spills: dict[int, Sequence[Spill]] = {}
         self.fingerprints: dict[int, bytes] = {}
         self.last: AnyState | None = None
@@ -101,17 +101,17 @@ class ExactInversion(Rewind):
     def _cause(self, step: int, state: AnyState) -> str:
         """Say what had other bits in the backward pass, after computing the drift here twice."""
         history = self.history
-        problem, t = history.problem, history.stepper.clock.time(step)
+        run, t = history.run, history.stepper.clock.time(step)
         here: Any = history.stepper.from_lattice(state)
         with torch.no_grad():
-            drifts = [fingerprint(problem.dynamics.drift(t, here)) for _ in range(2)]
+            drifts = [fingerprint(run.dynamics.drift(t, here)) for _ in range(2)]
         if drifts[0] != drifts[1]:
             return (
                 "The force is random or comes from nondeterministic kernels: computed twice at one "
                 "position it has different bits. Make it reproducible (see "
                 "torch.use_deterministic_algorithms), or use CheckpointAdjoint() with exact=False."
             )
-        if "compiled_backward" in problem.stats:
+        if run.compile:
             return (
                 "The force is reproducible without compile=True. So the compiled loops of both "
                 "passes differ in the last bits of a result, or a value that the force reads has "
