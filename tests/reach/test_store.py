@@ -65,7 +65,7 @@ def test_files_cut_short_and_foreign_files_are_named(tmp_path, length):
     store = Store(tmp_path)
     store.write("part", TREE)
     store.path("part").write_bytes(store.path("part").read_bytes()[:length])
-    with pytest.raises(StoreError, match=r"part\.safetensors' is cut short.*Remove it"):
+    with pytest.raises(StoreError, match=r"part\.pt' is cut short.*Remove it"):
         store.read("part")
     store.path("part").write_bytes(b"PK\x03\x04 something else, and long enough")
     with pytest.raises(StoreError, match="was not written by adjsim"):
@@ -131,7 +131,7 @@ def test_a_full_disk_leaves_whole_files(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, known)
         signal.signal(signal.SIGXFSZ, handler)
     assert store.path("part").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["part.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["part.pt"]
 
 
 def test_a_claim_that_cannot_be_written_is_named(tmp_path, monkeypatch):
@@ -157,5 +157,5 @@ def test_files_are_not_world_writable(tmp_path):
     finally:
         os.umask(before)
     found = [store.folder, *store.folder.iterdir()]
-    assert {path.name for path in found} == {"store", "part.safetensors", MANIFEST, LOCK}
+    assert {path.name for path in found} == {"store", "part.pt", MANIFEST, LOCK}
     assert all(not path.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP) for path in found)
