@@ -7,8 +7,8 @@ from typing import cast
 from adjsim.adjoints.base import Adjoint, Result
 from adjsim.adjoints.durable.run_end import run_end
 from adjsim.adjoints.durable.saves import forward_saves
-from adjsim.adjoints.loops.driver import CompiledDriver
 from adjsim.adjoints.loops.forward import ForwardLoops
+from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.backward import run_swept
 from adjsim.adjoints.sweep.eager import EagerDriver
 from adjsim.adjoints.sweep.recorder import Recorder, Recording
@@ -50,8 +50,8 @@ class DirectAdjoint(Adjoint):
         stepper, inputs = prepare(run, report)
         recording = Recording(Recorder(run.bound_record, stepper.clock), stepper)
         if run.compile:
-            compiled = CompiledDriver(stepper, inputs, run, report)
-            driver: EagerDriver | ForwardLoops = compiled.forward(recording)
+            runner = LoopRunner(stepper, inputs, run, report)
+            driver: EagerDriver | ForwardLoops = ForwardLoops(runner, recording)
         else:
             forces = stepper.plan.forces(run.dynamics.potential, report=report)
             driver = EagerDriver(stepper, inputs, forces)

@@ -46,7 +46,12 @@ class BackwardCarry(NamedTuple):
 
 
 class BackwardLoops:
-    """Run the backward pass in compiled loops."""
+    """Run the backward pass in compiled loops.
+
+    Args:
+        runner: runs the loops.
+        forces: evaluates the forces of its uncompiled parts.
+    """
 
     def __init__(self, runner: LoopRunner, forces: ForceEvaluator) -> None:
         self.runner, self.forces = runner, forces

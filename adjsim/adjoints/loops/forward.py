@@ -24,7 +24,7 @@ from adjsim.core.trajectory import sum_dtype
 from adjsim.dynamics.base import Dynamics
 from adjsim.solvers.base import StepPlan
 
-# Runs a step, with the arguments of Program.step after the program. It returns the state after it,
+# Runs a step, with the arguments of StepPlan.step after the plan. It returns the state after it,
 # and what it stores besides the state before it; None: it stores nothing.
 TakeStep = Callable[..., tuple[AnyState, Sequence[Tensor] | None]]
 
@@ -53,6 +53,12 @@ class ForwardLoops:
     A loop that shares forces between steps begins with a force that is given. An exact run
     evaluates this force again in the loop: functions such as exp may have other last bits in torch
     than in the loops that reverse the run.
+
+    Args:
+        runner: runs the loops.
+        recording: they add to its time average; None: it is not needed.
+        growth: they add to the growth of errors; None: it is not needed.
+        stored: receives the states before their steps; None: no states are stored.
     """
 
     def __init__(

@@ -166,13 +166,9 @@ class LoopRunner:
         """
         began = time.perf_counter()
         numbers = [torch.tensor(x, device=self.device) for x in (count, self.clock.before + first)]
-        noise = self.noise.of(first, count)
+        noise, average = self.noise.of(first, count), tuple(map(clone, average))
         constants = self.fixed._replace(
-            steps=numbers[0],
-            first=numbers[1],
-            noise=noise,
-            average=tuple(map(clone, average)),
-            states=states,
+            steps=numbers[0], first=numbers[1], noise=noise, average=average, states=states
         )
         which = LoopKind(spec, averaging, kind)
         loop = self._look_up(which, constants, carry)
@@ -282,10 +278,7 @@ class LoopRunner:
         tensors = constants.parameters
         record = bound_record(self.run.record, self.reading, self.dynamics, tensors)
         self.recorder = Recorder(record, self.clock)
-        with (
-            torch.no_grad(),
-            capture,
-        ):
+        with torch.no_grad(), capture:
             yield constants
 
     def _look_up(self, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
@@ -386,9 +379,8 @@ class LoopRunner:
 
     def _cache_key(self) -> CacheKey:
         record = self.run.record
-        return cache_key(
-            self.dynamics, record.function if isinstance(record, TimeAverage) else None
-        )
+        function = record.function if isinstance(record, TimeAverage) else None
+        return cache_key(self.dynamics, function)
 
     def _solver_key(self) -> Any:
         try:

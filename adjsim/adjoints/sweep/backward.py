@@ -29,8 +29,9 @@ from torch.linalg import vector_norm as norm
 from adjsim.adjoints.base import Result
 from adjsim.adjoints.durable.run_end import run_end
 from adjsim.adjoints.durable.saves import backward_saves, forward_saves
-from adjsim.adjoints.loops.driver import CompiledDriver
+from adjsim.adjoints.loops.backward import BackwardLoops
 from adjsim.adjoints.loops.forward import ForwardLoops
+from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.eager import EagerDriver
 from adjsim.adjoints.sweep.history import History
@@ -94,8 +95,8 @@ class _SweptRun:
             (letter, name) for letter, group in inputs.coefficients.items() for name in group
         ]
         self.autocast = autocast_state()
-        self.compiled = (
-            CompiledDriver(stepper, inputs, run, report, history.kept) if run.compile else None
+        self.runner = (
+            LoopRunner(stepper, inputs, run, report, history.kept) if run.compile else None
         )
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -122,15 +123,16 @@ class _SweptRun:
     def forward(self, flat: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         run, stepper = self.run, self.stepper
         inputs, recording = self.inputs(flat), Recording(self.recorder, stepper)
-        if self.compiled is None:
+        growth, states = self.history.growth, self.history.states
+        if self.runner is None:
             forces = stepper.plan.forces(run.dynamics.potential, report=self.report)
             driver: EagerDriver | ForwardLoops = EagerDriver(stepper, inputs, forces)
         else:
-            driver = self.compiled.forward(recording, self.history.growth, self.history.states)
+            driver = ForwardLoops(self.runner, recording, growth, states)
         start = stepper.to_lattice(inputs.state)
         # The history reads the growth of the same step.
-        growth = {} if self.history.growth is None else {"growth": self.history.growth}
-        observers = {"record": recording, **growth, "history": self.history}
+        growing = {} if growth is None else {"growth": growth}
+        observers = {"record": recording, **growing, "history": self.history}
         with forward_saves(run, self.report, stepper.clock.last, observers, driver) as saves:
             visited = list(observers.values())
             last = stepper.run(start, inputs, driver, visited, run, self.report, saves)
@@ -181,8 +183,8 @@ class _SweptRun:
         )
         driver = (
             EagerDriver(stepper, inputs, forces)
-            if self.compiled is None
-            else self.compiled.backward(forces)
+            if self.runner is None
+            else BackwardLoops(self.runner, forces)
         )
         objects = {"cotangents": sums, "record": saved, "rewind": rewind, "growth": growth}
         with (
