@@ -188,16 +188,16 @@ def run(
     times, state = check_times(ts), as_state(state)
     this, report = assemble(dynamics, state, times, solver, record, noise, progress, compile)
     this = replace(this, continues=continues)
-    if compile:
-        _check_compiled(this, adjoint)
-    adjoint.check(this)
-    if not in_transform():
-        check_start(this)
     if store is not None:
         function = record.function if isinstance(record, TimeAverage) else record
         measure = partial(rates_at_start, this.dynamics, state, float(times[0]), function)
         this = replace(this, saving=Saving(*store, run_manifest(this, adjoint), measure))
         report.resumed_at = None
+    if compile:
+        _check_compiled(this, adjoint)
+    adjoint.check(this)
+    if not in_transform():
+        check_start(this)
     try:
         states, saved, final, end = adjoint.run(this, report)
     except FloatingPointError:

@@ -12,7 +12,7 @@ from torch import Tensor
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.error_growth import ErrorGrowth
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
-from adjsim.core.durable.stateful import Entries
+from adjsim.core.durable.stateful import Entries, Stateful
 from adjsim.core.state import AnyState
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
@@ -64,7 +64,7 @@ class StatesRewind(Rewind):
         """Return the states before the steps of the loop that begins at step ``first``."""
 
 
-class History(ABC):
+class History(Stateful, ABC):
     """The stored data of one run, collected by observing its states.
 
     It makes a :class:`Rewind` for each backward sweep.
@@ -88,14 +88,6 @@ class History(ABC):
     @abstractmethod
     def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         """Store the required data of the state after ``step`` steps, and of its buffers' spills."""
-
-    @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """Return the stored data, for a save of the run."""
-
-    @abstractmethod
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from the stored data of a save."""
 
     @abstractmethod
     def rewind(

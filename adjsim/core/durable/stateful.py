@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,13 +20,13 @@ class Stateful(Protocol):
     are on the device of the run, and tuples and entries are lists.
     """
 
+    @abstractmethod
     def state(self) -> Mapping[str, Any]:
         """Return everything that later steps need of the steps so far."""
-        ...
 
+    @abstractmethod
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from the state of an object that was made with the same arguments."""
-        ...
 
 
 @dataclass(frozen=True)

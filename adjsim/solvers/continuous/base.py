@@ -222,13 +222,6 @@ def refuse_without_equation(solver: ContinuousSolver, run: Run[State]) -> None:
             )
 
 
-def asks_gradient(run: Run[State]) -> bool:
-    """Return whether a gradient of this run may be needed."""
-    return torch.is_grad_enabled() and (
-        bool(run.reading.wanted) or any(x.requires_grad for x in run.state)
-    )
-
-
 def _check_finite(frames: tuple[Tensor, ...], run: Run[State], saves: list[int]) -> None:
     for i, save in enumerate(saves):
         if not all(bool(torch.isfinite(x[save].detach()).all()) for x in frames):

@@ -15,7 +15,6 @@ from adjsim.solvers.clock import check_dt
 from adjsim.solvers.continuous.base import (
     ContinuousSolver,
     VectorField,
-    asks_gradient,
     refuse_without_equation,
 )
 from adjsim.solvers.run import Run
@@ -76,7 +75,7 @@ class ODESolver(ContinuousSolver):
                 f"ODESolver has no noise, and {type(run.dynamics).__name__} has: use "
                 "SDESolver(dt=...) or a splitting."
             )
-        if backsolve is None and self.method in SCIPY and asks_gradient(run):
+        if backsolve is None and self.method in SCIPY and run.needs_gradient:
             raise TypeError(
                 "scipy_solver cannot be backpropagated through: use BacksolveAdjoint(), or "
                 "another method."
