@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -175,10 +176,14 @@ class StepPlan:
         moving = [i for i, (_, move) in enumerate(self.moves) if "position" in move.writes]
         if not moving:
             return False
-        first, after = self.moves[: min(moving) + 1], self.moves[max(moving) + 1 :]
-        return any(reads_force(move) for _, move in first) and any(
-            reads_force(move) for _, move in reversed(after)
-        )
+        return any(self.force_reads[: min(moving) + 1]) and any(self.force_reads[max(moving) + 1 :])
+
+    @cached_property
+    def force_reads(self) -> tuple[bool, ...]:
+        """Whether each move reads the force."""
+        # A letter that occurs several times has the same moves.
+        known = {id(move): reads_force(move) for move in {id(m): m for _, m in self.moves}.values()}
+        return tuple(known[id(move)] for _, move in self.moves)
 
     @property
     def force_rounding(self) -> Rounding:

@@ -7,7 +7,7 @@ from collections import Counter
 from adjsim.core.arguments import as_flag, describe_type
 from adjsim.core.state import State
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.sources import Coefficients, reads_force
+from adjsim.dynamics.sources import Coefficients
 from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
 
@@ -79,11 +79,13 @@ class Splitting(SteppingSolver):
 
     def check(self, plan: StepPlan, dynamics: Dynamics[State], state: State, t: float) -> None:
         # A word with n kicks and n streams is as stable as n steps of dt/n at best.
-        terms, moves = dynamics.terms, {stage.letter: stage.moves for stage in plan.stages}
+        terms = dynamics.terms
+        moves = zip(plan.moves, plan.force_reads, strict=True)
+        reads = {stage.letter for (stage, _), reads in moves if reads}
         shares = [
             share
             for letter, share in self._shares(dynamics).items()
-            if terms[letter].advances_time or any(map(reads_force, moves[letter]))
+            if terms[letter].advances_time or letter in reads
         ]
         dynamics.check_step(max(shares, default=self.dt), state, t)
 

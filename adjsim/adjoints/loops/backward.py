@@ -23,7 +23,6 @@ from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.dynamics.sources import reads_force
 from adjsim.solvers.base import TimeInStep
 
 
@@ -145,7 +144,7 @@ class BackwardLoops:
         """
         moves = runner.plan.moves
         late = range(runner.last_position_move + 1, len(moves))
-        shared = not runner.keeps_states and any(reads_force(moves[i][1]) for i in late)
+        shared = not runner.keeps_states and any(runner.plan.force_reads[i] for i in late)
         early = range(runner.last_position_move + 1 if shared else len(moves))
 
         class Sweep:
