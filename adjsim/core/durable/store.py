@@ -58,8 +58,12 @@ def from_bytes(data: bytes, label: str = "") -> Nested:
         StoreError: the bytes are cut short, changed, or something else, or the label differs.
     """
     start = len(FORMAT)
-    size, checksum, body = data[start : start + 8], data[start + 8 : start + 24], data[start + 24 :]
-    if not data.startswith(FORMAT.encode()) or int.from_bytes(size, "little") != len(body):
+    known, size = data[:start], data[start : start + 8]
+    checksum, body = data[start + 8 : start + 24], data[start + 24 :]
+    if known != FORMAT.encode() and known.startswith(b"adjsim "):
+        found = known.decode(errors="replace")
+        raise StoreError(f"has the format {found!r}, and this version reads {FORMAT!r}")
+    if known != FORMAT.encode() or int.from_bytes(size, "little") != len(body):
         raise StoreError("is cut short, or was not written by adjsim")
     if checksum != _checksum(body):
         raise StoreError("is damaged: its checksum does not fit")
