@@ -23,11 +23,12 @@ from adjsim.adjoints.sweep.backward import run_swept
 from adjsim.adjoints.sweep.exact_inversion import ExactInversion, Fingerprints
 from adjsim.adjoints.sweep.history import Rewind
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.io.systems import cluster
-from adjsim.solvers.base import Problem
+from adjsim.solvers.run import Run
 
 DT, PIECES = 0.005, 10
 
@@ -35,26 +36,27 @@ DT, PIECES = 0.005, 10
 class StoredPieces(Fingerprints):
     """The history of an exact run, with states stored every so many steps."""
 
-    def __init__(self, stepper: Stepper, every: int | None) -> None:
-        super().__init__(stepper, every)
+    def __init__(self, stepper: Stepper, every: int | None, run: Run) -> None:
+        super().__init__(stepper, every, run)
         self.stored: dict[int, AnyState] = {}
 
-    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
-        super().save(step, state, spills)
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+        super().visit(step, state, spills)
         if self.every is not None and step % self.every == 0:
             self.stored[step] = state
 
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
-        return InversionInPieces(self)
+        assert self.last is not None
+        return InversionInPieces(self, self.last)
 
 
 class InversionInPieces(ExactInversion):
     """Continues from a stored state where there is one, instead of the recovered state."""
 
-    def __init__(self, history: StoredPieces) -> None:
-        super().__init__(history)
+    def __init__(self, history: StoredPieces, last: AnyState) -> None:
+        super().__init__(history, last)
         self.stored = history.stored
 
     def restore(self, step: int, state: AnyState) -> AnyState:
@@ -62,9 +64,9 @@ class InversionInPieces(ExactInversion):
 
 
 class ReversibleInPieces(ReversibleAdjoint):
-    def run(self, problem: Problem) -> Result:
-        problem.stats.update(reconstruction_error=None)
-        return run_swept(problem, lambda stepper: StoredPieces(stepper, self.checkpoint_every))
+    def run(self, run: Run, report: RunReport) -> Result:
+        every = self.checkpoint_every
+        return run_swept(run, report, lambda stepper: StoredPieces(stepper, every, run))
 
 
 def resident(which: str) -> int:

@@ -11,10 +11,11 @@ from adjsim.adjoints.sweep.recorder import Recorder, RecordSweep
 from adjsim.adjoints.sweep.stepper import prepare
 from adjsim.core.noise import Noise
 from adjsim.core.reading import Reading
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import State
 from adjsim.dynamics import Dynamics
 from adjsim.dynamics.cotangents import Cotangents
-from adjsim.solvers.base import Problem
+from adjsim.solvers.run import Run
 from adjsim.solvers.splitting import Splitting
 
 
@@ -29,12 +30,13 @@ def forth_and_back(
     reading = Reading(dynamics)
     tensors = reading.leaves()
     dynamics = reading.bound(tensors)
-    problem = Problem(reading, tensors, dynamics, start, times, solver, None, Noise(seed))
-    stepper, inputs = prepare(problem)
-    history = Fingerprints(stepper, None, problem)
+    run = Run(reading, tensors, dynamics, start, times, solver, None, Noise(seed))
+    report = RunReport()
+    stepper, inputs = prepare(run, report)
+    history = Fingerprints(stepper, None, run)
     forces = stepper.plan.forces(dynamics.potential)
     before, driver = stepper.to_lattice(start), EagerDriver(stepper, inputs, forces)
-    after = stepper.run(before, inputs, driver, [history], problem)
+    after = stepper.run(before, inputs, driver, [history], run, report)
     nothing = {name: torch.zeros_like(x) for name, x in start._asdict().items()}
     unread = RecordSweep(
         Recorder(None, stepper.clock), [None] * len(start), None, 0.0, CotangentGrowth({})

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.base import Adjoint, Result
+from adjsim.core.run_report import RunReport
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import State
-from adjsim.solvers.base import Problem
 from adjsim.solvers.continuous.base import ContinuousSolver
+from adjsim.solvers.run import Run
 
 
 class BacksolveAdjoint(Adjoint):
@@ -45,11 +46,12 @@ class BacksolveAdjoint(Adjoint):
                 raise ValueError(f"{name} must be positive; got {value}.")
         self.rtol, self.atol = rtol, atol
 
-    def check(self, problem: Problem[State]) -> None:
-        problem.solver.check(problem, self._options())
+    def check(self, run: Run[State]) -> None:
+        run.solver.check(run, self._options())
 
-    def run(self, problem: Problem[State]) -> Result[State]:
-        states, record, final = problem.solver.solve(problem.connected(), self._options())
+    def run(self, run: Run[State], report: RunReport) -> Result[State]:
+        connected = run.connected()
+        states, record, final = run.solver.solve(connected, report, self._options())
         kind = type(final)
         guarded = (
             None if states is None else kind._make(_OnceDifferentiable.apply(x) for x in states)

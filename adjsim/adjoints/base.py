@@ -1,4 +1,4 @@
-"""The interface of adjoints, which run a problem so that its result can be differentiated."""
+"""The interface of adjoints, which run a simulation so that its result can be differentiated."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import State
 from adjsim.core.trajectory import RunEnd
-from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.continuous.base import ContinuousSolver
+from adjsim.solvers.run import Run
 
 Result = tuple[State | None, Tensor | None, State, RunEnd | None]
 
@@ -28,15 +30,15 @@ class Adjoint(ABC):
     accepts: ClassVar[tuple[type, ...]] = (SteppingSolver, ContinuousSolver)
 
     @abstractmethod
-    def run(self, problem: Problem[State]) -> Result[State]:
-        """Run the problem and return its differentiable results.
+    def run(self, run: Run[State], report: RunReport) -> Result[State]:
+        """Run the simulation, report what it costs, and return its differentiable results.
 
         They are the frames (None with a record), the record (or None), the final state, and the end
         of the run (None without fixed steps).
         """
 
-    def check(self, problem: Problem[State]) -> None:
-        """Refuse, before the run, a problem that this adjoint does not support."""
+    def check(self, run: Run[State]) -> None:
+        """Refuse, before the run, one that this adjoint does not support."""
         return
 
     def __repr__(self) -> str:

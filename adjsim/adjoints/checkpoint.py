@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +19,17 @@ from adjsim.adjoints.sweep.history import (
     StatesRewind,
     StoredStates,
     rounding_tolerance,
-    states_from_tree,
-    states_tree,
+    state_entries,
+    states_of,
 )
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.arguments import as_whole
-from adjsim.core.durable.store import Nested
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, detached
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.base import SteppingSolver
+from adjsim.solvers.run import Run
 
 
 class CheckpointAdjoint(Adjoint):
@@ -55,10 +57,11 @@ class CheckpointAdjoint(Adjoint):
             raise ValueError(f"segments must be at least 1; got {segments}.")
         self.segments = segments
 
-    def run(self, problem: Problem[State]) -> Result[State]:
-        return run_swept(
-            problem, lambda stepper: Checkpoints(stepper, self._length(stepper.clock.last))
-        )
+    def run(self, run: Run[State], report: RunReport) -> Result[State]:
+        def history(stepper: Stepper) -> History:
+            return Checkpoints(stepper, self._length(stepper.clock.last))
+
+        return run_swept(run, report, history)
 
     def _length(self, last: int) -> int:
         """Return the number of steps in a segment."""
@@ -80,22 +83,15 @@ class Checkpoints(History):
     def stops(self, stepper: Stepper) -> Iterable[int]:
         return {*range(0, stepper.clock.last, self.length), stepper.clock.last}
 
-    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         if step % self.length == 0 or step == self.stepper.clock.last:
             self.stored[step] = detached(state)
 
-    @property
-    def count(self) -> int:
-        return len(self.stored)
+    def state(self) -> dict[str, Any]:
+        return {"stored": state_entries(self.stored)}
 
-    def entries(self, first: int) -> Nested:
-        return states_tree(self.stored, first)
-
-    def rest(self) -> Nested:
-        return None
-
-    def resume(self, parts: Sequence[Nested], rest: Nested, step: int, state: AnyState) -> None:
-        self.stored = states_from_tree(parts, state)
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.stored = states_of(state["stored"], self.stepper)
 
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState

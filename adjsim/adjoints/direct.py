@@ -7,16 +7,17 @@ from typing import cast
 from adjsim.adjoints.base import Adjoint, Result
 from adjsim.adjoints.durable.run_end import run_end
 from adjsim.adjoints.durable.saves import forward_saves
-from adjsim.adjoints.loops.driver import CompiledDriver
 from adjsim.adjoints.loops.forward import ForwardLoops
+from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.backward import run_swept
 from adjsim.adjoints.sweep.eager import EagerDriver
 from adjsim.adjoints.sweep.recorder import Recorder, Recording
 from adjsim.adjoints.sweep.stepper import prepare
 from adjsim.adjoints.sweep.stored import AllStates
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import State
-from adjsim.solvers.base import Problem
 from adjsim.solvers.continuous.base import ContinuousSolver
+from adjsim.solvers.run import Run
 
 
 class DirectAdjoint(Adjoint):
@@ -34,33 +35,31 @@ class DirectAdjoint(Adjoint):
     again.
     """
 
-    def check(self, problem: Problem[State]) -> None:
-        if isinstance(problem.solver, ContinuousSolver):
-            problem.solver.check(problem, None)
+    def check(self, run: Run[State]) -> None:
+        if isinstance(run.solver, ContinuousSolver):
+            run.solver.check(run, None)
 
-    def run(self, problem: Problem[State]) -> Result[State]:
-        if problem.compile and problem.needs_gradient:
-            return run_swept(problem, AllStates)
-        problem = problem.connected()
-        if isinstance(problem.solver, ContinuousSolver):
-            found = problem.solver.solve(problem, None)
-            problem.refuse_written()
+    def run(self, run: Run[State], report: RunReport) -> Result[State]:
+        if run.compile and run.needs_gradient:
+            return run_swept(run, report, AllStates)
+        run = run.connected()
+        if isinstance(run.solver, ContinuousSolver):
+            found = run.solver.solve(run, report, None)
+            run.refuse_written()
             return (*found, None)
-        stepper, inputs = prepare(problem)
-        recording = Recording(Recorder(problem.bound_record, stepper.clock), stepper)
-        if problem.compile:
-            compiled = CompiledDriver(stepper, inputs, problem)
-            driver: EagerDriver | ForwardLoops = compiled.forward(recording)
+        stepper, inputs = prepare(run, report)
+        recording = Recording(Recorder(run.bound_record, stepper.clock), stepper)
+        if run.compile:
+            runner = LoopRunner(stepper, inputs, run, report)
+            driver: EagerDriver | ForwardLoops = ForwardLoops(runner, recording)
         else:
-            driver = EagerDriver(
-                stepper,
-                inputs,
-                stepper.plan.forces(problem.dynamics.potential, stats=problem.stats),
-            )
+            forces = stepper.plan.forces(run.dynamics.potential, report=report)
+            driver = EagerDriver(stepper, inputs, forces)
         start = stepper.to_lattice(inputs.state)
-        with forward_saves(problem, stepper.clock.last, {"record": recording}, driver) as saves:
-            final = stepper.run(start, inputs, driver, [recording], problem, saves)
-        problem.refuse_written()
-        end = run_end(problem, stepper, final, driver.force)
+        record, last = {"record": recording}, stepper.clock.last
+        with forward_saves(run, report, last, record, driver) as saves:
+            final = stepper.run(start, inputs, driver, [recording], run, report, saves)
+        run.refuse_written()
+        end = run_end(run, stepper, final, driver.force)
         result = (*recording.result(), stepper.from_lattice(final), end)
         return cast("Result[State]", result)

@@ -16,17 +16,19 @@ from adjsim.adjoints.sweep.history import (
     History,
     Rewind,
     rounding_tolerance,
-    states_from_tree,
-    states_tree,
+    state_entries,
+    states_of,
 )
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.arguments import as_number, as_whole
-from adjsim.core.durable.store import Nested
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, detached, magnitudes, select
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.moves import Reflection, Scale, Shear
-from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.base import SteppingSolver
+from adjsim.solvers.clock import Clock, VaryingClock
+from adjsim.solvers.run import Run
 
 
 class ReversibleAdjoint(Adjoint):
@@ -70,59 +72,57 @@ class ReversibleAdjoint(Adjoint):
             raise ValueError(f"tol must be positive; got {tol}.")
         self.checkpoint_every, self.tol = checkpoint_every, tol
 
-    def check(self, problem: Problem[State]) -> None:
-        for stage, move in problem.plan.moves:
+    def check(self, run: Run[State]) -> None:
+        for stage, move in run.plan.moves:
             if not move.invertible:
                 why = "" if move.irreversible is None else f" ({move.irreversible.reason})"
                 raise TypeError(
-                    f"term {stage.letter!r} of {type(problem.dynamics).__name__} has no inverse"
+                    f"term {stage.letter!r} of {type(run.dynamics).__name__} has no inverse"
                     f"{why}, so its steps cannot be undone: use CheckpointAdjoint() or "
                     "DirectAdjoint()."
                 )
 
-    def run(self, problem: Problem[State]) -> Result[State]:
-        every, exact, growth = self.checkpoint_every, problem.solver.exact, None
-        if every is None and not exact:
-            growth = _growth(problem, self.tol)
-            every = None if growth is not None else _spacing(problem, self.tol)
-        problem.stats.update(checkpoint_every=every, checkpoints=0)
-
+    def run(self, run: Run[State], report: RunReport) -> Result[State]:
         def history(stepper: Stepper) -> History:
-            return (
-                Fingerprints(stepper, every, problem)
-                if exact
-                else Resets(stepper, every, self.tol, problem.stats, growth)
-            )
+            every, exact, growth = self.checkpoint_every, run.solver.exact, None
+            if every is None and not exact:
+                growth = _growth(run, stepper.clock, self.tol)
+                every = None if growth is not None else _spacing(run, self.tol)
+            report.checkpoint_every, report.checkpoints = every, 0
+            if exact:
+                return Fingerprints(stepper, every, run)
+            return Resets(stepper, every, self.tol, report, growth)
 
-        return run_swept(problem, history)
+        return run_swept(run, report, history)
 
 
-def _spacing(problem: Problem[State], tol: float) -> int | None:
+def _spacing(run: Run[State], tol: float) -> int | None:
     """Choose the number of steps between checkpoints under friction; None without friction.
 
     Over n steps rounding accumulates to about eps sqrt(n), and friction amplifies the earliest of
     these errors by exp(friction dt n). Amplification by friction may use a third of the digits
     between eps and tol; the others are reserved for chaos of the potential.
     """
-    budget, by_rounding = _budget(problem, tol)
-    by_friction = problem.solver.steps_within(problem.dynamics, problem.state, budget)
+    budget, by_rounding = _budget(run, tol)
+    by_friction = run.solver.steps_within(run.dynamics, run.state, budget)
     return None if by_friction is None else max(1, int(min(by_friction, by_rounding)))
 
 
-def _growth(problem: Problem[State], tol: float) -> ErrorGrowth | None:
-    """Return the growth of errors where it varies along the run; else None."""
+def _growth(run: Run[State], clock: Clock | VaryingClock, tol: float) -> ErrorGrowth | None:
+    """Make the observer of the growth of errors, where it varies along the run; else None."""
     with torch.no_grad():
-        if problem.dynamics.error_growth(float(problem.times[0]), problem.state) is None:
+        if run.dynamics.error_growth(float(run.times[0]), run.state) is None:
             return None
-    budget, by_rounding = _budget(problem, tol)
-    dt, rate = problem.solver.dt, problem.solver.damping(problem.dynamics, problem.state)
-    return ErrorGrowth(problem.dynamics, dt, rate * dt + budget / by_rounding, budget)
+    budget, by_rounding = _budget(run, tol)
+    assert isinstance(clock, Clock)
+    constant = run.solver.damping(run.dynamics, run.state) * clock.dt
+    return ErrorGrowth(run.dynamics, clock, constant + budget / by_rounding, budget)
 
 
-def _budget(problem: Problem[State], tol: float) -> tuple[float, float]:
+def _budget(run: Run[State], tol: float) -> tuple[float, float]:
     """Return the growth allowed between stored states, and the steps that rounding allows."""
     # A tolerance above one only switches the comparison off: no digit is left beyond that.
-    digits = min(tol, 1.0) / torch.finfo(problem.state[0].dtype).eps
+    digits = min(tol, 1.0) / torch.finfo(run.state[0].dtype).eps
     return math.log(max(digits, 1.0)) / 3, (digits / 4) ** 2
 
 
@@ -133,7 +133,7 @@ class Resets(History):
         stepper: the steps of the run.
         every: steps between checkpoints; None: no checkpoints.
         tol: relative error above which the sweep raises.
-        stats: receives the error.
+        report: receives the error, and what is stored.
         growth: the growth of errors that determines the checkpoints instead of ``every``.
     """
 
@@ -142,10 +142,10 @@ class Resets(History):
         stepper: Stepper,
         every: int | None,
         tol: float,
-        stats: dict[str, Any],
+        report: RunReport,
         growth: ErrorGrowth | None = None,
     ) -> None:
-        self.stepper, self.every, self.tol, self.stats = stepper, every, tol, stats
+        self.stepper, self.every, self.tol, self.report = stepper, every, tol, report
         self.growth = growth
         self.stored: dict[int, AnyState] = {}
         # The largest entry of each field at checkpoints and save times; errors are relative to it.
@@ -155,13 +155,13 @@ class Resets(History):
         regular = () if self.every is None else range(0, stepper.clock.last, self.every)
         return {*stepper.clock.saves, *regular}
 
-    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         last = self.stepper.clock.last
         checkpoint = step == 0 or (step < last and self._is_due(step))
         # The last state of the dynamics lacks the second copy of the state.
         if checkpoint or (step == last and self.stepper.plan.copies is not None):
             self.stored[step] = detached(state)
-            self.stats["checkpoints"] = len(self.stored)
+            self.report.checkpoints = len(self.stored)
         if checkpoint or step in self.stepper.clock.saves:
             sizes = magnitudes(state)
             self.scale = (
@@ -176,30 +176,17 @@ class Resets(History):
         if not self.growth.due:
             return False
         self.growth.restart()
-        known, apart = self.stats["checkpoint_every"], step - max(self.stored)
-        self.stats["checkpoint_every"] = apart if known is None else min(known, apart)
+        known, apart = self.report.checkpoint_every, step - max(self.stored)
+        self.report.checkpoint_every = apart if known is None else min(known, apart)
         return True
 
-    @property
-    def count(self) -> int:
-        return len(self.stored)
+    def state(self) -> dict[str, Any]:
+        every = self.report.checkpoint_every
+        return {"stored": state_entries(self.stored), "scale": self.scale, "every": every}
 
-    def entries(self, first: int) -> Nested:
-        return states_tree(self.stored, first)
-
-    def rest(self) -> Nested:
-        return {
-            "scale": self.scale,
-            "growth": None if self.growth is None else self.growth.carried(),
-            "checkpoint_every": self.stats["checkpoint_every"],
-        }
-
-    def resume(self, parts: Sequence[Nested], rest: Nested, step: int, state: AnyState) -> None:
-        self.stored, self.scale = states_from_tree(parts, state), rest["scale"]
-        self.scale = [x.to(state[0].device) for x in self.scale]
-        if self.growth is not None:
-            self.growth.resume(rest["growth"], state[0])
-        self.stats.update(checkpoints=len(self.stored), checkpoint_every=rest["checkpoint_every"])
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.stored, self.scale = states_of(state["stored"], self.stepper), state["scale"]
+        self.report.checkpoints, self.report.checkpoint_every = len(self.stored), state["every"]
 
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
@@ -238,7 +225,7 @@ class FloatInversion(Rewind):
             for found, x, size in zip(state, true, self.history.scale, strict=True)
         )
         assert self.error is not None
-        self.history.stats["reconstruction_error"] = self.error = (
+        self.history.report.reconstruction_error = self.error = (
             max(self.error, error) if error == error else error
         )
         if not error <= self.history.tol:

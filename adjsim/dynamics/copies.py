@@ -27,7 +27,6 @@ class Copies:
             with this size, or with the largest entry of the field if it is larger.
         remedy: takes a state, its time and what to use where steps are too long, and says why its
             copies move apart over the next steps, and what to do.
-        stats: what ``trajectory.stats`` has about the copies.
         limit: the distance between the copies, as a share of the size of a field, above which a run
             stops.
     """
@@ -37,11 +36,10 @@ class Copies:
         state: AnyState,
         sizes: Mapping[str, Tensor],
         remedy: Callable[[Any, float, str], str],
-        stats: Mapping[str, float],
         limit: float = LARGEST_DISTANCE,
     ) -> None:
         self.kind: type[Any] = type(state)
-        self.sizes, self.remedy, self.stats, self.limit = sizes, remedy, stats, limit
+        self.sizes, self.remedy, self.limit = sizes, remedy, limit
         self.both: type[Any] = _with_copies(self.kind)
 
     @property

@@ -110,19 +110,19 @@ class Cotangents:
             if pending:
                 self._differentiate(pending)
 
-    def sums(self) -> dict[str, Any]:
-        """Return all cotangents and sums, after :meth:`complete`, for :meth:`resume`."""
+    def state(self) -> dict[str, Any]:
+        """Return all cotangents and sums, after :meth:`complete`, for a save."""
         return {
-            "state": dict(self._state),
+            "fields": dict(self._state),
             "coefficients": [[*key, value] for key, value in self.coefficient_sums.items()],
             "parameters": dict(self.parameter_sums),
         }
 
-    def resume(self, sums: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from the sums of a sweep that was interrupted."""
-        self._state = dict(sums["state"])
-        self.coefficient_sums = {(a, n): value for a, n, value in sums["coefficients"]}
-        self.parameter_sums = dict(sums["parameters"])
+        self._state = dict(state["fields"])
+        self.coefficient_sums = {(a, n): value for a, n, value in state["coefficients"]}
+        self.parameter_sums = dict(state["parameters"])
 
     def _take_products(self) -> None:
         for force in self._forces:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.run_report import RunReport
 from adjsim.potentials.base import ForceField, force, force_vjp
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, VJPSum
 
@@ -78,8 +79,7 @@ class ForceEvaluator:
             time-dependent force can be cached too.
         parameters: the potential's tensors to differentiate with respect to, as leaves, by name.
         known: a position and the force there, if it was evaluated before.
-        stats: its ``energy_evaluations`` counts the passes over the energy: one for a force, one
-            for a product.
+        report: counts the passes over the energy: one for a force, one for a product.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class ForceEvaluator:
         one_time_per_position: bool = True,
         parameters: Mapping[str, Tensor] | None = None,
         known: tuple[Tensor, Tensor] | None = None,
-        stats: dict[str, Any] | None = None,
+        report: RunReport | None = None,
     ) -> None:
         self.potential, self.rounding, self.parameters = potential, rounding, dict(parameters or {})
-        self.stats: dict[str, Any] = {"energy_evaluations": 0} if stats is None else stats
+        self.report = RunReport() if report is None else report
         self._position, self._value = known if known is not None else (None, None)
         self._caches = one_time_per_position or not isinstance(potential, ForceField)
         self._linear: tuple[Tensor, LinearForce] | None = None
@@ -127,13 +127,13 @@ class ForceEvaluator:
 
     def count(self, passes: int = 1) -> None:
         """Add passes over the energy, or evaluations of a drift."""
-        self.stats["energy_evaluations"] += passes
+        self.report.energy_evaluations += passes
 
     def count_backward(self, values: Iterable[Tensor], passes: int) -> None:
         """Count backpropagation through values, if there is any, as so many passes."""
         tracked = next((x for x in values if x.requires_grad), None)
         if tracked is not None:
-            tracked.register_hook(counted_backward(self.stats, passes))
+            tracked.register_hook(counted_backward(self.report, passes))
 
     def refuse_unknown(self, output: Tensor, known: list[Tensor], what: str) -> None:
         """Refuse a value that depends on an unknown tensor that requires grad.
@@ -143,15 +143,15 @@ class ForceEvaluator:
         refuse_unknown(output, self.potential, [*self.parameters.values(), *known], what)
 
 
-def counted_backward(stats: dict[str, Any], passes: int = 1) -> Callable[[Tensor], None]:
+def counted_backward(report: RunReport, passes: int = 1) -> Callable[[Tensor], None]:
     """Return a tensor hook that counts backpropagation as another pass, or as several.
 
-    The hook refers to the statistics alone. A hook that referred to the evaluator, which keeps the
+    The hook refers to the report alone. A hook that referred to the evaluator, which keeps the
     force, would be a cycle through autograd's graph, which Python's garbage collector cannot see:
     the graph of a whole run would never be freed.
     """
 
     def count(grad: Tensor) -> None:
-        stats["energy_evaluations"] += passes
+        report.energy_evaluations += passes
 
     return count

@@ -98,7 +98,7 @@ class Lattice:
         start: Any = state if copies is None else copies.add(state)
         self.width, self.systems = len(start), dynamics.batch_shape(state).numel()
         self._kind: type[AnyState] = type(start)
-        self._lattice_type = _lattice_type(self._kind, self.scaled)
+        self.kind = _lattice_type(self._kind, self.scaled)
         scales = typical_sizes(dynamics, t, state, dt)
         room = {name: ROOM_SCALED if name in self.scaled else ROOM for name in scales}
         if copies is not None:
@@ -214,7 +214,7 @@ class Lattice:
         buffers = [
             torch.zeros_like(getattr(state, name), dtype=torch.int64) for name in self.scaled
         ]
-        return self._lattice_type._make((*fields, *buffers))
+        return self.kind._make((*fields, *buffers))
 
     def from_lattice(self, state: AnyState) -> AnyState:
         """Return the state without its buffers."""

@@ -13,6 +13,7 @@ from adjsim.adjoints.sweep.recorder import Recorder, Recording
 from adjsim.adjoints.sweep.stepper import Stepper, prepare
 from adjsim.core.noise import Noise
 from adjsim.core.reading import Reading
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import TimeAverage, Trajectory, check_times
 from adjsim.dynamics.buffer import Spill
@@ -35,7 +36,7 @@ from adjsim.estimators.path_score import PathScore, path_score
 from adjsim.estimators.probes import evenly_spaced
 from adjsim.estimators.score_function import outer, outer_mean
 from adjsim.potentials.pairs.base import pair_paths
-from adjsim.solvers.base import Problem
+from adjsim.solvers.run import Run
 from adjsim.solvers.splitting import Splitting
 from adjsim.solvers.stochastic.euler_maruyama import EulerMaruyama
 
@@ -139,9 +140,10 @@ class Girsanov(ChunkedEstimator):
         reading = Reading(dynamics)
         tensors = reading.leaves()
         copy = reading.bound(tensors)
-        problem = Problem(reading, tensors, copy, start, times, solver, None, noise)
-        problem.stats["pairs"] = pair_paths(copy.potential, start[0]) or None
-        stepper, inputs = prepare(problem)
+        run = Run(reading, tensors, copy, start, times, solver, None, noise)
+        report = RunReport()
+        report.pairs = pair_paths(copy.potential, start[0]) or None
+        stepper, inputs = prepare(run, report)
         average = observable if isinstance(observable, TimeAverage) else None
         recorder = Recorder(average, stepper.clock)
         recording = Recording(recorder, stepper)
@@ -154,15 +156,13 @@ class Girsanov(ChunkedEstimator):
             else None
         )
         path = _PathObserver(stepper, recorder, score, explicit, momentum_check)
-        driver = EagerDriver(
-            stepper, inputs, stepper.plan.forces(copy.potential, stats=problem.stats)
-        )
+        driver = EagerDriver(stepper, inputs, stepper.plan.forces(copy.potential, report=report))
         last = stepper.run(
-            stepper.to_lattice(inputs.state), inputs, driver, [recording, path], problem
+            stepper.to_lattice(inputs.state), inputs, driver, [recording, path], run, report
         )
         score.flush(stepper.clock.last)
         states, record = recording.result()
-        stats, final = problem.stats, stepper.from_lattice(last)
+        stats, final = report.stats(), stepper.from_lattice(last)
         trajectory = cast("Trajectory[State]", Trajectory(times, states, record, final, stats))
         if momentum_check is not None and average is None:
             momentum_check.refuse_momenta(final, states)

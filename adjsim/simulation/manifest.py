@@ -17,43 +17,43 @@ from adjsim.core.trajectory import TimeAverage
 from adjsim.dynamics.base import Dynamics, named_rates
 from adjsim.dynamics.fields.base import FieldDynamics
 from adjsim.potentials.base import force
-from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.base import SteppingSolver
+from adjsim.solvers.run import Run
 
 
-def run_manifest(problem: Problem[State], adjoint: Adjoint) -> dict[str, str]:
+def run_manifest(run: Run[State], adjoint: Adjoint) -> dict[str, str]:
     """Describe a run by everything that its numbers depend on.
 
     Raises:
         TypeError: a run that cannot be saved.
         StoreError: a part of it cannot be inspected.
     """
-    if not isinstance(problem.solver, SteppingSolver):
+    if not isinstance(run.solver, SteppingSolver):
         raise TypeError(
-            f"store= is for solvers that take steps, such as Splitting; not for {problem.solver!r}."
+            f"store= is for solvers that take steps, such as Splitting; not for {run.solver!r}."
         )
-    if isinstance(adjoint, DirectAdjoint) and problem.needs_gradient and not problem.compile:
+    if isinstance(adjoint, DirectAdjoint) and run.needs_gradient and not run.compile:
         raise TypeError(
             "store=: the graph of DirectAdjoint() cannot be saved. Use ReversibleAdjoint() or "
             "CheckpointAdjoint(), or run under torch.no_grad()."
         )
-    record, noise, end, times = problem.record, problem.noise, problem.continues, problem.times
+    record, noise, end, times = run.record, run.noise, run.continues, run.times
     average = isinstance(record, TimeAverage)
     return {
         "the computation": "a run",
         **versions(),
-        **describe_module(problem.dynamics, record.function if average else record),
+        **describe_module(run.dynamics, record.function if average else record),
         **{
-            f"{name} of the start": tensor_fingerprint(x)
-            for name, x in problem.state._asdict().items()
+            f"{name} of the start": tensor_fingerprint(x) for name, x in run.state._asdict().items()
         },
         "ts": f"{times.tolist()}" if len(times) < 5 else tensor_fingerprint(times),
-        "the solver": describe_object(problem.solver, "the solver"),
+        "the solver": describe_object(run.solver, "the solver"),
         "the adjoint": describe_object(adjoint, "the adjoint"),
         "the record": f"a time average after {record.burn_in}" if average else f"{type(record)}",
         "the seed": "none" if noise is None else f"{noise.seed}",
         "the step that it continues": "none" if end is None else f"{end.step}",
-        "compile": f"{problem.compile}",
-        "whether a gradient is wanted": f"{problem.needs_gradient}",
+        "compile": f"{run.compile}",
+        "whether a gradient is wanted": f"{run.needs_gradient}",
     }
 
 

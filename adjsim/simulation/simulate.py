@@ -23,6 +23,7 @@ from adjsim.core.arguments import (
 from adjsim.core.durable.manifest import Saving
 from adjsim.core.durable.store import Store
 from adjsim.core.noise import Noise, as_generator, seed_from
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import State, as_state, detached, in_transform
 from adjsim.core.trajectory import (
     Record,
@@ -37,8 +38,9 @@ from adjsim.dynamics.base import Dynamics
 from adjsim.potentials.pairs.base import pair_paths
 from adjsim.simulation.manifest import rates_at_start, run_manifest
 from adjsim.simulation.start_checks import check_rates
-from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.continuous.base import ContinuousSolver
+from adjsim.solvers.run import Run
 
 Solver = SteppingSolver | ContinuousSolver
 LEAVE_OUT = "Leave compile=True out, use CheckpointAdjoint(), or run under torch.no_grad()."
@@ -184,29 +186,26 @@ def run(
             "axis instead of vmap."
         )
     times, state = check_times(ts), as_state(state)
-    problem = assemble(dynamics, state, times, solver, record, noise, progress, compile)
-    problem = replace(problem, continues=continues)
-    if compile:
-        _check_compiled(problem, adjoint)
-    adjoint.check(problem)
-    if not in_transform():
-        check_start(problem)
+    this, report = assemble(dynamics, state, times, solver, record, noise, progress, compile)
+    this = replace(this, continues=continues)
     if store is not None:
         function = record.function if isinstance(record, TimeAverage) else record
-        problem.saving = Saving(
-            *store,
-            run_manifest(problem, adjoint),
-            partial(rates_at_start, problem.dynamics, state, float(times[0]), function),
-        )
-        problem.stats["resumed_at"] = None
+        measure = partial(rates_at_start, this.dynamics, state, float(times[0]), function)
+        this = replace(this, saving=Saving(*store, run_manifest(this, adjoint), measure))
+        report.resumed_at = None
+    if compile:
+        _check_compiled(this, adjoint)
+    adjoint.check(this)
+    if not in_transform():
+        check_start(this)
     try:
-        states, saved, final, end = adjoint.run(problem)
+        states, saved, final, end = adjoint.run(this, report)
     except FloatingPointError:
         # The error of rates that are not finite at the start is clearer.
         with torch.no_grad():
-            problem.dynamics.check_rates(float(times[0]), detached(state))
+            this.dynamics.check_rates(float(times[0]), detached(state))
         raise
-    return Trajectory(times, states, saved, final, problem.stats, end)
+    return Trajectory(times, states, saved, final, report.stats(), end)
 
 
 def assemble(
@@ -218,8 +217,8 @@ def assemble(
     noise: Noise | None,
     progress: bool = False,
     compile: bool = False,
-) -> Problem[State]:
-    """Check the parts of a run against each other, and return them as one problem."""
+) -> tuple[Run[State], RunReport]:
+    """Check the parts of a run against each other, and return the run and its report."""
     reading, tensors, dynamics, key = check_rates(dynamics, state, float(times[0]), record, compile)
     if isinstance(solver, SteppingSolver):
         refusal = solver.supports_compiling(dynamics, state) if compile else None
@@ -229,24 +228,27 @@ def assemble(
                 f"{refusal.reason}. Leave compile=True out."
             )
         solver = solver.resolved(dynamics, state, times)
-    problem = Problem(
-        reading, tensors, dynamics, state, times, solver, record, noise, progress, compile, key=key
-    )
+    report = RunReport()
     if noise is not None:
-        problem.stats["seed"] = noise.seed
+        report.seed = noise.seed
     paths = pair_paths(dynamics.potential, state[0].detach())
     if paths:
-        problem.stats["pairs"] = paths
-    return problem
+        report.pairs = paths
+    found = Run(
+        reading, tensors, dynamics, state, times, solver, record, noise, progress, compile, key=key
+    )
+    return found, report
 
 
-@torch.no_grad()
-def check_start(problem: Problem[State]) -> None:
+def check_start(run: Run[State]) -> None:
     """Refuse a start that does not fit its time, and a step that is too long for the start."""
-    dynamics, start, t = problem.dynamics, detached(problem.state), float(problem.times[0])
-    dynamics.check_start(t, start)
-    if isinstance(problem.solver, SteppingSolver):
-        problem.solver.check(dynamics, start, t)
+    dynamics, start, t = run.dynamics, detached(run.state), float(run.times[0])
+    with torch.no_grad():
+        dynamics.check_start(t, start)
+    if isinstance(run.solver, SteppingSolver):
+        plan = run.plan
+        with torch.no_grad():
+            run.solver.check(plan, dynamics, start, t)
 
 
 def _seconds(every: Any) -> float:
@@ -283,28 +285,28 @@ def _check_pair(solver: Any, adjoint: Any) -> None:
         )
 
 
-def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
-    if not isinstance(problem.solver, SteppingSolver):
+def _check_compiled(run: Run[State], adjoint: Adjoint) -> None:
+    if not isinstance(run.solver, SteppingSolver):
         raise TypeError(
             "compile=True is for solvers of fixed steps, such as Splitting; not for "
-            f"{problem.solver!r}."
+            f"{run.solver!r}."
         )
     if in_transform():
         raise RuntimeError(
             "compile=True does not go through torch.func transforms (grad, vmap, jvp): leave it "
             "out there."
         )
-    if problem.needs_gradient and isinstance(adjoint, ReversibleAdjoint):
-        solver = problem.solver
-        refusal = solver.supports_compiling(problem.dynamics, problem.state, undone=True)
+    if run.needs_gradient and isinstance(adjoint, ReversibleAdjoint):
+        solver = run.solver
+        refusal = solver.supports_compiling(run.dynamics, run.state, undone=True)
         if refusal is not None:
             raise TypeError(
                 f"compile=True cannot undo the steps of {solver!r}: {refusal.reason}. {LEAVE_OUT}"
             )
-        for stage, move in problem.plan.moves:
+        for stage, move in run.plan.moves:
             if move.no_compiled_inverse is not None:
                 raise TypeError(
                     f"compile=True cannot undo term {stage.letter!r} of "
-                    f"{type(problem.dynamics).__name__}: {move.no_compiled_inverse.reason}. "
+                    f"{type(run.dynamics).__name__}: {move.no_compiled_inverse.reason}. "
                     f"{LEAVE_OUT}"
                 )

@@ -21,7 +21,7 @@ from adjsim.core.trajectory import Record, TimeAverage
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.base import FieldDynamics
 from adjsim.simulation.reproducible import describe_change, random_state
-from adjsim.solvers.base import bound_record
+from adjsim.solvers.run import bound_record
 
 # The forms that have been checked, of each dynamics.
 _checked: ModuleCache[bool] = ModuleCache(32)

@@ -6,18 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Generic, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
-from adjsim.core.durable.manifest import Saving
-from adjsim.core.noise import Noise
-from adjsim.core.reading import Reading
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, all_finite, in_transform
-from adjsim.core.trajectory import Record, RunEnd, TimeAverage, step_numbers
+from adjsim.core.trajectory import RunEnd, step_numbers
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import BufferGrowth
 from adjsim.dynamics.copies import Copies
@@ -154,6 +151,12 @@ class StepPlan:
             **options,
         )
 
+    def kind(self, kind: type[Any]) -> type[Any]:
+        """Return the class of the states of the steps, by that of the states of the dynamics."""
+        if self.lattice is not None:
+            return self.lattice.kind
+        return kind if self.copies is None else self.copies.both
+
     @property
     def one_time_per_position(self) -> bool:
         """Whether time passes only while positions move, so that one position has one force."""
@@ -173,10 +176,14 @@ class StepPlan:
         moving = [i for i, (_, move) in enumerate(self.moves) if "position" in move.writes]
         if not moving:
             return False
-        first, after = self.moves[: min(moving) + 1], self.moves[max(moving) + 1 :]
-        return any(reads_force(move) for _, move in first) and any(
-            reads_force(move) for _, move in reversed(after)
-        )
+        return any(self.force_reads[: min(moving) + 1]) and any(self.force_reads[max(moving) + 1 :])
+
+    @cached_property
+    def force_reads(self) -> tuple[bool, ...]:
+        """Whether each move reads the force."""
+        # A letter that occurs several times has the same moves.
+        known = {id(move): reads_force(move) for move in {id(m): m for _, m in self.moves}.values()}
+        return tuple(known[id(move)] for _, move in self.moves)
 
     @property
     def force_rounding(self) -> Rounding:
@@ -249,75 +256,6 @@ class StepPlan:
         )
 
 
-@dataclass
-class Problem(Generic[State]):
-    """The validated inputs of one run, for the adjoint.
-
-    Attributes:
-        reading: what is computed of the user's dynamics.
-        tensors: the values of the reading that the run uses: leaves, or tensors with a graph to
-            those of the user.
-        dynamics: the copy of the dynamics that holds them.
-        key: the key of what a compiled run reads (:mod:`adjsim.core.cache_key`), where it is known.
-    """
-
-    reading: Reading[Dynamics[State]]
-    tensors: tuple[Tensor, ...]
-    dynamics: Dynamics[State]
-    state: State
-    times: Tensor
-    solver: Any
-    record: Record[State]
-    noise: Noise | None = None
-    progress: bool = False
-    compile: bool = False
-    saving: Saving | None = None
-    continues: RunEnd | None = None
-    key: Any = None
-    stats: dict[str, Any] = field(
-        default_factory=lambda: {"energy_evaluations": 0, "reconstruction_error": None}
-    )
-
-    @property
-    def needs_gradient(self) -> bool:
-        """Whether the start or a parameter requires grad, and gradients are enabled."""
-        trained = bool(self.reading.wanted) or any(x.requires_grad for x in self.state)
-        return torch.is_grad_enabled() and trained
-
-    @cached_property
-    def plan(self) -> StepPlan:
-        """The step, whose moves read the dynamics of the problem."""
-        assert isinstance(self.solver, SteppingSolver)
-        found = self.solver.plan(self.dynamics, self.state, float(self.times[0]))
-        return found if self.continues is None else found.with_spacings(self.continues.spacings)
-
-    def connected(self) -> Problem[State]:
-        """Return the same run with values by which autograd reaches the user's tensors."""
-        tensors = self.reading.connected()
-        return replace(self, tensors=tensors, dynamics=self.reading.bound(tensors))
-
-    def refuse_written(self) -> None:
-        """Refuse a run that has written into the values that it began with."""
-        if not in_transform():
-            self.reading.refuse_written(self.dynamics, self.tensors)
-
-    @property
-    def bound_record(self) -> Record[State]:
-        """The record, which reads the values of the run where it names the user's dynamics."""
-        return bound_record(self.record, self.reading, self.dynamics, self.tensors)
-
-
-def bound_record(
-    record: Record[State], reading: Reading[Any], dynamics: Any, tensors: Sequence[Tensor]
-) -> Record[State]:
-    """Return a record that reads a copy of the dynamics, and its tensors, where it names it."""
-    if record is None:
-        return None
-    if isinstance(record, TimeAverage):
-        return replace(record, function=reading.on(dynamics, tensors, record.function))
-    return reading.on(dynamics, tensors, record)
-
-
 @runtime_checkable
 class VaryingSteps(Protocol):
     """What depends on the size of a step, where steps differ in size."""
@@ -334,17 +272,41 @@ class VaryingSteps(Protocol):
 class SteppingSolver(ABC):
     """The base class of solvers that take steps, of size dt if all have one size.
 
-    ``exact`` is whether steps run on a lattice. ``stats`` and ``evaluations`` are what it knows
-    before a run: entries of ``trajectory.stats``, and evaluations of the drift.
+    ``exact`` is whether steps run on a lattice.
     """
 
     exact: bool = False
-    evaluations: int = 0
     dt: float
 
     @abstractmethod
-    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
-        """List the moves of a step, for runs from a start like this one at the time t."""
+    def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
+        """List the moves of a step without a lattice, for runs from a start at the time t."""
+
+    def plan(
+        self, dynamics: Dynamics[State], state: State, t: float, lattice: Lattice | None = None
+    ) -> StepPlan:
+        """List the moves of a step, for runs from a start like this one at the time t.
+
+        ``lattice`` is that of an exact run which is known; None: make it.
+        """
+        plan = self.plain_plan(dynamics, state, t)
+        return self.on_lattice(plan, dynamics, state, t, lattice) if self.exact else plan
+
+    @staticmethod
+    def on_lattice(
+        plan: StepPlan,
+        dynamics: Dynamics[State],
+        state: State,
+        t: float,
+        lattice: Lattice | None = None,
+    ) -> StepPlan:
+        """Return a plan with a lattice, which is made if it is not known."""
+        if lattice is None:
+            moves: dict[str, tuple[Move, ...]] = {}
+            for stage in plan.stages:
+                moves[stage.letter] = (*moves.get(stage.letter, ()), *stage.moves)
+            lattice = Lattice(dynamics, t, state, moves, plan.dt, plan.copies)
+        return replace(plan, lattice=lattice)
 
     @abstractmethod
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
@@ -378,9 +340,9 @@ class SteppingSolver(ABC):
         """Return what depends on the size of a step; None if all steps have one size."""
         return None
 
-    @property
-    def stats(self) -> dict[str, Any]:
-        return {}
+    def report_choices(self, report: RunReport) -> None:
+        """Report what the solver has chosen before the run, and what it took to choose."""
+        return
 
     def damping(self, dynamics: Dynamics[State], state: State) -> float:
         """Return the rate (1/time) at which rounding errors grow in reversed steps."""
@@ -394,6 +356,9 @@ class SteppingSolver(ABC):
         rate = self.damping(dynamics, state)
         return None if rate == 0 else growth / (rate * self.dt)
 
-    def check(self, dynamics: Dynamics[State], state: State, t: float) -> None:
-        """Refuse, before any work, a step that is too long for the dynamics at a start."""
+    def check(self, plan: StepPlan, dynamics: Dynamics[State], state: State, t: float) -> None:
+        """Refuse, before any work, a step that is too long for the dynamics at a start.
+
+        ``plan`` has the moves of the step.
+        """
         return

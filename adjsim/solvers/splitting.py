@@ -7,8 +7,7 @@ from collections import Counter
 from adjsim.core.arguments import as_flag, describe_type
 from adjsim.core.state import State
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.lattice import Lattice
-from adjsim.dynamics.sources import Coefficients, reads_force
+from adjsim.dynamics.sources import Coefficients
 from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
 
@@ -57,10 +56,9 @@ class Splitting(SteppingSolver):
     def order(self) -> int:
         return 2 if self.scheme == self.scheme[::-1] else 1
 
-    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
+    def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         terms, shares = dynamics.terms, self._shares(dynamics)
         moves = {letter: tuple(terms[letter].moves(h, state)) for letter, h in shares.items()}
-        lattice = Lattice(dynamics, t, state, moves, self.dt) if self.exact else None
         stages, elapsed, passed, draws = [], 0.0, Counter(), 0
         clocks = sum(term.advances_time for term in terms.values())
         for letter in self.scheme:
@@ -70,7 +68,7 @@ class Splitting(SteppingSolver):
             if terms[letter].advances_time:
                 passed[letter] += 1
                 elapsed = sum(n / self.scheme.count(a) for a, n in passed.items()) / clocks
-        return StepPlan(tuple(stages), self.dt, self.order, draws, lattice=lattice)
+        return StepPlan(tuple(stages), self.dt, self.order, draws)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         terms = dynamics.terms
@@ -79,14 +77,15 @@ class Splitting(SteppingSolver):
             for letter, h in self._shares(dynamics).items()
         }
 
-    def check(self, dynamics: Dynamics[State], state: State, t: float) -> None:
+    def check(self, plan: StepPlan, dynamics: Dynamics[State], state: State, t: float) -> None:
         # A word with n kicks and n streams is as stable as n steps of dt/n at best.
         terms = dynamics.terms
+        moves = zip(plan.moves, plan.force_reads, strict=True)
+        reads = {stage.letter for (stage, _), reads in moves if reads}
         shares = [
             share
             for letter, share in self._shares(dynamics).items()
-            if terms[letter].advances_time
-            or any(map(reads_force, terms[letter].moves(share, state)))
+            if terms[letter].advances_time or letter in reads
         ]
         dynamics.check_step(max(shares, default=self.dt), state, t)
 

@@ -86,5 +86,5 @@ def test_an_interrupted_sweep_goes_on_from_its_growth():
     one.inject("position", torch.tensor(1.0))
     one.observe(Cotangents({"position": torch.full((4,), 6.0), "momentum": torch.ones(4)}))
     other = CotangentGrowth({"position": torch.tensor(0.0), "momentum": torch.tensor(0.0)})
-    other.resume(one.rest())
+    other.load_state(one.state())
     assert other.factor() == one.factor() == 4.0

@@ -81,12 +81,12 @@ def test_loops_of_two_compilers_are_refused(monkeypatch):
 def test_a_reproducible_force_is_not_blamed(monkeypatch):
     """Fingerprints of other bits stand for loops that differ."""
 
-    def save(self, step, state, spills):
+    def visit(self, step, state, spills):
         stored(self, step, state, spills)
         self.fingerprints[step] = b""
 
-    stored = Fingerprints.save
-    monkeypatch.setattr(Fingerprints, "save", save)
+    stored = Fingerprints.visit
+    monkeypatch.setattr(Fingerprints, "visit", visit)
     run = simulate(*langevin(Well()), 0.01, 5)
     with pytest.raises(ReconstructionError, match=r"reproducible without.*compiled loops of both"):
         run.final.position.sum().backward()

@@ -86,6 +86,6 @@ def test_a_step_knows_whether_it_shares_its_force(case):
     forces, counts = plan.forces(dynamics.potential), []
     for _ in range(2):
         state = plan.step(float, state, coefficients, noise, forces)
-        counts.append(forces.stats["energy_evaluations"])
+        counts.append(forces.report.energy_evaluations)
     shared = forces.cached(state.position) is not None and counts[1] < 2 * counts[0]
     assert plan.shares_force == shared

@@ -97,7 +97,7 @@ def test_products_of_factors_are_counted():
     matrix = matrix_at(bent(1e-3), 0.1)
     step_factors(matrix.forces, matrix.x, 0.1, matrix.root)
     # Three products for each of some tens of colours.
-    assert matrix.forces.stats["energy_evaluations"] > 2 * 3 * 10
+    assert matrix.forces.report.energy_evaluations > 2 * 3 * 10
 
 
 class AllPairs(torch.nn.Module):

@@ -179,11 +179,11 @@ def test_runs_that_cannot_be_saved_are_refused(tmp_path):
 
 def test_a_damaged_save_is_named(tmp_path):
     run_of(100, "exact", tmp_path)
-    path = tmp_path / "forward.safetensors"
+    path = tmp_path / "forward.pt"
     data = bytearray(path.read_bytes())
     data[-20] ^= 4
     path.write_bytes(bytes(data))
-    with pytest.raises(StoreError, match=r"forward\.safetensors' is damaged"):
+    with pytest.raises(StoreError, match=r"forward\.pt' is damaged"):
         run_of(100, "exact", tmp_path)
 
 

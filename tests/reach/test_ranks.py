@@ -380,12 +380,12 @@ def test_an_error_of_the_store_is_that_of_all_ranks(tmp_path):
 
 def test_a_damaged_chunk_is_named(tmp_path):
     expected, _ = estimate("pathwise", 4, 2, 1, str(tmp_path))
-    path = tmp_path / "chunk-00001.safetensors"
+    path = tmp_path / "chunk-00001.pt"
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(bytes(data))
     for found in on_ranks(2, estimate, "pathwise", 4, 2, 1, str(tmp_path)):
-        with pytest.raises(StoreError, match=r"chunk-00001\.safetensors' is damaged.*Remove it"):
+        with pytest.raises(StoreError, match=r"chunk-00001\.pt' is damaged.*Remove it"):
             raise found
     path.unlink()
     assert estimate("pathwise", 4, 2, 1, str(tmp_path))[0] == expected
@@ -396,11 +396,9 @@ def test_a_chunk_of_another_estimate_is_named(tmp_path):
     ours, other = str(tmp_path / "ours"), str(tmp_path / "other")
     estimate("pathwise", 4, 2, 1, ours)
     estimate("pathwise", 4, 2, 2, other)
-    chunks = [
-        tmp_path / name / f"chunk-0000{i}.safetensors" for name, i in (("other", 0), ("ours", 1))
-    ]
+    chunks = [tmp_path / name / f"chunk-0000{i}.pt" for name, i in (("other", 0), ("ours", 1))]
     for foreign in chunks:
-        shutil.copy(foreign, tmp_path / "ours" / "chunk-00000.safetensors")
+        shutil.copy(foreign, tmp_path / "ours" / "chunk-00000.pt")
         with pytest.raises(StoreError, match=r"chunk-00000.*is of another computation"):
             estimate("pathwise", 4, 2, 1, ours)
 

@@ -2,15 +2,18 @@
 
 import errno
 import json
+import math
 import os
 import random
 import resource
 import signal
 import stat
 
+import numpy as np
 import pytest
 import torch
 
+from adjsim.core.durable.stateful import Entries, SavedStates
 from adjsim.core.durable.store import LOCK, MANIFEST, Store, StoreError, from_bytes, to_bytes
 
 TREE = {
@@ -65,7 +68,7 @@ def test_files_cut_short_and_foreign_files_are_named(tmp_path, length):
     store = Store(tmp_path)
     store.write("part", TREE)
     store.path("part").write_bytes(store.path("part").read_bytes()[:length])
-    with pytest.raises(StoreError, match=r"part\.safetensors' is cut short.*Remove it"):
+    with pytest.raises(StoreError, match=r"part\.pt' is cut short.*Remove it"):
         store.read("part")
     store.path("part").write_bytes(b"PK\x03\x04 something else, and long enough")
     with pytest.raises(StoreError, match="was not written by adjsim"):
@@ -77,6 +80,71 @@ def test_no_pickle_is_read(tmp_path):
     torch.save({"x": torch.ones(2)}, store.path("part"))
     with pytest.raises(StoreError, match="was not written by adjsim"):
         store.read("part")
+
+
+def test_another_format_is_named(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    with store.held({"a": "1"}):
+        data = to_bytes(TREE)
+    monkeypatch.setattr("adjsim.core.durable.store.FORMAT", "adjsim 9")
+    with pytest.raises(StoreError, match="format 'adjsim 3', and this version reads 'adjsim 9'"):
+        from_bytes(data)
+    named = "the format of the store is adjsim 9 here and adjsim 3 there"
+    with pytest.raises(StoreError, match=named), store.held({"a": "1"}):
+        pass
+
+
+def test_numbers_of_numpy_and_empty_bytes_come_back():
+    tree = {"x": np.float64(0.5), "n": np.float64("nan"), "b": b"", "high": bytes(range(256))}
+    found = from_bytes(to_bytes(tree))
+    assert (found["x"], found["b"], found["high"]) == (0.5, b"", bytes(range(256)))
+    assert type(found["x"]) is float
+    assert math.isnan(found["n"])
+
+
+def test_a_part_of_a_tensor_is_written_alone():
+    whole = torch.zeros(100_000)
+    assert len(to_bytes(whole[:10])) < 10_000
+
+
+class Tape:
+    def __init__(self):
+        self.rows, self.frames, self.sum = [], [], torch.zeros(2)
+
+    def state(self):
+        frames = Entries(self.frames, stacked=True)
+        return {"rows": Entries(self.rows), "frames": frames, "sum": self.sum}
+
+    def load_state(self, state):
+        self.rows, self.frames, self.sum = state["rows"], state["frames"], state["sum"]
+
+    def add(self, x):
+        self.rows.append([x, b"row"])
+        self.frames.append((torch.full((2,), x), torch.tensor(x)))
+        self.sum = self.sum + x
+
+
+def test_saves_write_new_entries_and_another_object_goes_on(tmp_path):
+    store, tape, other = Store(tmp_path), Tape(), Tape()
+    states = SavedStates(store, "run", {"tape": tape})
+    for step in range(3):
+        tape.add(float(step))
+        states.save({"step": step})
+    states.save({"step": 3})
+    assert len(list(tmp_path.glob("run-*"))) == 3
+    assert len(store.read("run-000002")["tape.rows"]) == 1
+    again = SavedStates(store, "run", {"tape": other})
+    assert again.load(torch.device("cpu")) == {"step": 3}
+    assert same(other.rows, tape.rows)
+    assert torch.equal(other.sum, tape.sum)
+    for found, frame in zip(other.frames, tape.frames, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(found, frame, strict=True))
+    other.add(3.0)
+    again.save({"step": 4})
+    assert len(store.read("run-000003")["tape.rows"]) == 1
+    store.write("run-000001", {"tape.rows": [], "tape.frames": []})
+    with pytest.raises(StoreError, match=r"has 3 of 4 entries of tape\.rows"):
+        again.load(torch.device("cpu"))
 
 
 def test_a_second_user_is_refused(tmp_path):
@@ -131,7 +199,7 @@ def test_a_full_disk_leaves_whole_files(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, known)
         signal.signal(signal.SIGXFSZ, handler)
     assert store.path("part").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["part.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["part.pt"]
 
 
 def test_a_claim_that_cannot_be_written_is_named(tmp_path, monkeypatch):
@@ -157,5 +225,5 @@ def test_files_are_not_world_writable(tmp_path):
     finally:
         os.umask(before)
     found = [store.folder, *store.folder.iterdir()]
-    assert {path.name for path in found} == {"store", "part.safetensors", MANIFEST, LOCK}
+    assert {path.name for path in found} == {"store", "part.pt", MANIFEST, LOCK}
     assert all(not path.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP) for path in found)

@@ -121,7 +121,7 @@ def test_the_script_of_a_cluster_runs_on_one_computer(tmp_path):
     ]
     assert printed[0] == printed[1]
     assert re.match(r"path estimate\n  value +0\.", printed[0])
-    assert len(list((tmp_path / "store").glob("chunk-*.safetensors"))) == 32
+    assert len(list((tmp_path / "store").glob("chunk-*.pt"))) == 32
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_ranks_that_are_killed_cost_their_chunk(kills, tmp_path):
         kill = (generator.randrange(2), generator.uniform(0.0, seconds))
         first = on_ranks(2, estimate, "pathwise", 24, 12, 3, store, seconds=5.0, kill=kill)
         cut += first[kill[0]] is None
-        known = len(list(tmp_path.glob(f"{i}/chunk-*.safetensors")))
+        known = len(list(tmp_path.glob(f"{i}/chunk-*.pt")))
         found = on_ranks(2, estimate, "pathwise", 24, 12, 3, store)
         assert [x[0] for x in found] == [expected] * 2
         assert known <= 12

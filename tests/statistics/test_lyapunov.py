@@ -63,10 +63,10 @@ def drive(dynamics, state, steps: int, solver, basis: Tensor, seed: int = 3) -> 
     times = check_times([0.0, steps * solver.dt])
     noise = Noise(seed_from(as_generator(seed))) if dynamics.stochastic else None
     with torch.no_grad():
-        problem = assemble(dynamics, as_state(state), times, solver, None, noise)
-        stepper, inputs = prepare(problem)
+        run, report = assemble(dynamics, as_state(state), times, solver, None, noise)
+        stepper, inputs = prepare(run, report)
         driver = TangentDriver(stepper, inputs, dynamics.potential, basis)
-        stepper.run(inputs.state, inputs, driver, [], problem)
+        stepper.run(inputs.state, inputs, driver, [], run, report)
     return driver
 
 

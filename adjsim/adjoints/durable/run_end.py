@@ -9,36 +9,37 @@ from torch import Tensor
 from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import RunEnd, check_times
-from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.clock import VaryingClock
+from adjsim.solvers.run import Run
 
 
 def run_end(
-    problem: Problem[State], stepper: Stepper, state: AnyState, force: Tensor | None
+    run: Run[State], stepper: Stepper, state: AnyState, force: Tensor | None
 ) -> RunEnd | None:
     """Describe the end of a run, from which another can go on; None for steps of varying size.
 
     Args:
-        problem: the problem that was run.
+        run: the run that was run.
         stepper: its steps.
         state: the last state of the steps.
         force: the force with which the next step begins, if it is not evaluated again.
     """
     clock, noise, lattice, growth = (
         stepper.clock,
-        problem.noise,
+        run.noise,
         stepper.plan.lattice,
         stepper.buffer_growth,
     )
     if isinstance(clock, VaryingClock):
         return None
-    known = problem.state._fields
+    known = run.state._fields
     return RunEnd(
         clock.begin,
         clock.before + clock.last,
         None if noise is None else noise.seed,
         0 if noise is None else noise.first,
-        describe_solver(problem.solver),
+        describe_solver(run.solver),
         {} if lattice is None else lattice.spacings(),
         None if growth is None else growth.check_every,
         {name: x.detach() for name, x in state._asdict().items() if name not in known},

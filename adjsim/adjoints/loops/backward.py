@@ -16,14 +16,13 @@ from adjsim.adjoints.loops.loop import Loop, LoopConstants, MakeSpec
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import SavedTensors
 from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
-from adjsim.adjoints.sweep.eager import resumed
 from adjsim.adjoints.sweep.history import Rewind, StatesRewind
 from adjsim.adjoints.sweep.recorder import RecordSweep
 from adjsim.core.progress import with_progress
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.dynamics.sources import reads_force
 from adjsim.solvers.base import TimeInStep
 
 
@@ -46,7 +45,12 @@ class BackwardCarry(NamedTuple):
 
 
 class BackwardLoops:
-    """Run the backward pass in compiled loops."""
+    """Run the backward pass in compiled loops.
+
+    Args:
+        runner: runs the loops.
+        forces: evaluates the forces of its uncompiled parts.
+    """
 
     def __init__(self, runner: LoopRunner, forces: ForceEvaluator) -> None:
         self.runner, self.forces = runner, forces
@@ -63,8 +67,7 @@ class BackwardLoops:
         """Propagate the cotangents from the last state to the start, and return the start."""
         pairs = list(pairwise([0, *self.runner.stops]))[::-1]
         if saves is not None:
-            stepper = self.runner.stepper
-            state, last = resumed(saves, state, cotangents, saved, rewind, stepper)
+            state, last = saved.resumed(saves, state, self.runner.stepper)
             pairs = [pair for pair in pairs if pair[1] <= last]
         for start, stop in with_progress(pairs, "backward", len(pairs), progress):
             if self.runner.recorder.average is None:
@@ -75,8 +78,7 @@ class BackwardLoops:
             saved.growth.observe(cotangents)
             state = rewind.restore(start, state)
             if saves is not None:
-                rest = [saved.total, rewind.error, saved.growth.rest()]
-                saves.after(start, state, cotangents, rest)
+                saves.after(start, state)
         return state
 
     def _traverse(
@@ -111,7 +113,7 @@ class BackwardLoops:
             if runner.keeps_states:
                 assert isinstance(rewind, StatesRewind)
                 states = rewind.states_from(first, runner)
-            carry, _ = runner.run(
+            carry, _ = runner.run_loop(
                 BACKWARD,
                 averaging,
                 type(state),
@@ -142,14 +144,14 @@ class BackwardLoops:
         """
         moves = runner.plan.moves
         late = range(runner.last_position_move + 1, len(moves))
-        shared = not runner.keeps_states and any(reads_force(moves[i][1]) for i in late)
+        shared = not runner.keeps_states and any(runner.plan.force_reads[i] for i in late)
         early = range(runner.last_position_move + 1 if shared else len(moves))
 
         class Sweep:
             """The backward pass inside a trace, rebuilt from its carry."""
 
             def __init__(self, constants: LoopConstants, carry: BackwardCarry) -> None:
-                self.constants, self.stats = constants, {"energy_evaluations": 0}
+                self.constants, self.report = constants, RunReport()
                 self.state = kind._make(map(runner.unpack, carry.state))
                 trainable = runner.reading.trainable(constants.parameters)
                 fields = {name: runner.unpack(x) for name, x in carry.cotangents.items()}
@@ -157,7 +159,7 @@ class BackwardLoops:
                 self.growth = CotangentGrowth(carry.injected)
                 self.plan = runner.plan.with_spacings(constants.spacings)
                 self.forces = self.plan.forces(
-                    runner.dynamics.potential, parameters=trainable, stats=self.stats
+                    runner.dynamics.potential, parameters=trainable, report=self.report
                 )
 
             def traverse(self, part: range, k: Tensor) -> None:
@@ -172,7 +174,8 @@ class BackwardLoops:
                 coefficients = self.constants.coefficients
                 start = runner.state_before(self.constants, k, kind)
                 before = self.plan.states_before(t, start, coefficients, noise, self.forces)
-                stored, counted = runner.saved_by(self.constants, k, kind), dict(self.stats)
+                stored = runner.saved_by(self.constants, k, kind)
+                counted = self.report.energy_evaluations
                 saved = SavedTensors(stored)
                 with saved.hooks() if stored else nullcontext():
                     self.state = self.plan.backward(
@@ -181,8 +184,9 @@ class BackwardLoops:
                 if stored:
                     saved.finish()
                     # The step is not run again, and that half of its evaluations does not count.
-                    for name, count in counted.items():
-                        self.stats[name] -= (self.stats[name] - count) // 2
+                    self.report.energy_evaluations -= (
+                        self.report.energy_evaluations - counted
+                    ) // 2
 
             def traverse_unless(self, absent: Tensor, part: range, k: Tensor) -> None:
                 """Run the backward pass over the moves ``part`` of step number k, if there is one.
@@ -261,7 +265,7 @@ class BackwardLoops:
                 else:
                     sweep.traverse(early, k)
             found = sweep.carry()
-            loop.evaluations_per_step = sweep.stats["energy_evaluations"]
+            loop.evaluations_per_step = sweep.report.energy_evaluations
             loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
             return k - 1, found, ()
 

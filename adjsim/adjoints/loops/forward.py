@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.durable.saves import Resumable
 from adjsim.adjoints.loops.compilation import LoopSpec, clone
 from adjsim.adjoints.loops.iterated import iterated_move, run_iterated
 from adjsim.adjoints.loops.loop import Loop, LoopConstants, MakeSpec
@@ -19,13 +18,13 @@ from adjsim.adjoints.loops.saved_tensors import saving_step
 from adjsim.adjoints.sweep.error_growth import ErrorGrowth, growth_in_step
 from adjsim.adjoints.sweep.history import StoredStates
 from adjsim.adjoints.sweep.recorder import Recording
-from adjsim.core.durable.store import Nested
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, position_of
 from adjsim.core.trajectory import sum_dtype
 from adjsim.dynamics.base import Dynamics
 from adjsim.solvers.base import StepPlan
 
-# Runs a step, with the arguments of Program.step after the program. It returns the state after it,
+# Runs a step, with the arguments of StepPlan.step after the plan. It returns the state after it,
 # and what it stores besides the state before it; None: it stores nothing.
 TakeStep = Callable[..., tuple[AnyState, Sequence[Tensor] | None]]
 
@@ -48,12 +47,18 @@ class ForwardCarry(NamedTuple):
     state: tuple[Tensor, ...]
 
 
-class ForwardLoops(Resumable):
+class ForwardLoops:
     """Run forward steps in compiled loops.
 
     A loop that shares forces between steps begins with a force that is given. An exact run
     evaluates this force again in the loop: functions such as exp may have other last bits in torch
     than in the loops that reverse the run.
+
+    Args:
+        runner: runs the loops.
+        recording: they add to its time average; None: it is not needed.
+        growth: they add to the growth of errors; None: it is not needed.
+        stored: receives the states before their steps; None: no states are stored.
     """
 
     def __init__(
@@ -66,8 +71,9 @@ class ForwardLoops(Resumable):
         self.runner, self.recording, self.growth, self.stored = runner, recording, growth, stored
         # The growth in a step, as far as it is known.
         self.pace = 0.0
-        self.forces = runner.plan.forces(runner.dynamics.potential, stats=runner.problem.stats)
-        self.force = None
+        self.forces = runner.plan.forces(runner.dynamics.potential, report=runner.report)
+        # The force with which the next step begins; None where it is evaluated again.
+        self.force: Tensor | None = None
 
     def stops(self, wanted: set[int]) -> Sequence[int]:
         return self.runner.boundaries(wanted)
@@ -76,13 +82,11 @@ class ForwardLoops(Resumable):
     def divisible(self) -> bool:
         return self.growth is None and self.stored is None
 
-    def carried(self) -> Nested:
+    def state(self) -> dict[str, Any]:
         return {"force": self.force, "pace": self.pace, "stops": self.runner.stops}
 
-    def resume(self, carried: Nested, like: Tensor) -> None:
-        force = carried["force"]
-        self.force = None if force is None else force.to(like.device)
-        self.pace, self.runner.stops = carried["pace"], carried["stops"]
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.force, self.pace, self.runner.stops = state["force"], state["pace"], state["stops"]
 
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
         runner = self.runner
@@ -125,7 +129,7 @@ class ForwardLoops(Resumable):
                 shorter = min(shorter, int(growth.left / self.pace))
             count = max(1, shorter)
         # Half of the budget is left for the next loop.
-        growth.add(carry.growth[0], count, growth.budget / 2)
+        growth.add(carry.growth[0], start + count, growth.budget / 2)
         if start + count not in self.runner.stops:
             insort(self.runner.stops, start + count)
         return self._accept(carry, state, start, count)
@@ -150,7 +154,7 @@ class ForwardLoops(Resumable):
         )
         stores = SAVING if runner.saves_tensors else STORING
         spec = FORWARD if self.stored is None else stores
-        return runner.run(spec, averaged is not None, type(state), start, count, carry)
+        return runner.run_loop(spec, averaged is not None, type(state), start, count, carry)
 
     def _accept(
         self, carry: ForwardCarry, state: State, start: int, count: int
@@ -202,13 +206,13 @@ class ForwardLoops(Resumable):
         def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
             k = torch.zeros_like(constants.steps)
             if runner.exact and carry.force:
-                stats = {"energy_evaluations": 0}
+                report = RunReport()
                 position = position_of(kind._make(map(runner.unpack, carry.state)))
                 plan = runner.plan.with_spacings(constants.spacings)
-                forces = plan.forces(runner.dynamics.potential, stats=stats)
+                forces = plan.forces(runner.dynamics.potential, report=report)
                 force = forces.force(position, runner.time(constants, k)(0.0))
                 carry = carry._replace(force=(runner.pack(force),))
-                loop.fixed_evaluations += stats["energy_evaluations"]
+                loop.fixed_evaluations += report.energy_evaluations
             return k, carry
 
         def more(k: Tensor, count: Tensor) -> Tensor:
@@ -217,11 +221,11 @@ class ForwardLoops(Resumable):
         def body(
             constants: LoopConstants, k: Tensor, carry: ForwardCarry
         ) -> tuple[Tensor, ForwardCarry, Sequence[Tensor]]:
-            stats, t = {"energy_evaluations": 0}, runner.time(constants, k)
+            report, t = RunReport(), runner.time(constants, k)
             state = kind._make(map(runner.unpack, carry.state))
             known = (position_of(state), runner.unpack(carry.force[0])) if carry.force else None
             plan = runner.plan.with_spacings(constants.spacings)
-            forces = plan.forces(runner.dynamics.potential, known=known, stats=stats)
+            forces = plan.forces(runner.dynamics.potential, known=known, report=report)
             noise = runner.noise_of(constants, k)
             state, saved = take_step(plan, t, state, constants.coefficients, noise, forces)
             total = carry.total
@@ -229,7 +233,7 @@ class ForwardLoops(Resumable):
                 value = runner.recorder.value(runner.stepper.from_lattice(state))
                 total = (clone(total[0] + value.to(sum_dtype(value))),)
             force = (runner.pack(forces.force(position_of(state), t(1.0))),) if carry.force else ()
-            loop.evaluations_per_step = stats["energy_evaluations"]
+            loop.evaluations_per_step = report.energy_evaluations
             growth = tuple(
                 clone(x + growth_in_step(runner.dynamics, runner.clock.dt, t(1.0), state))
                 for x in carry.growth

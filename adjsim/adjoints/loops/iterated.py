@@ -76,7 +76,7 @@ def run_iterated(
         packed = tuple(map(runner.pack, state))
         carry = IteratedCarry(total, packed, newton, zero, zero.clone())
         first = start + done
-        carry, part = runner.run(spec, bool(total), type(state), first, count - done, carry)
+        carry, part = runner.run_loop(spec, bool(total), type(state), first, count - done, carry)
         end = done + int(carry.completed)
         rows = rows or part
         for row, x in zip(rows, part, strict=True):
@@ -98,7 +98,7 @@ def run_iterated(
 @torch.no_grad()
 def _step(runner: LoopRunner, state: AnyState, number: int) -> AnyState:
     """Run a step without compilation."""
-    forces = runner.plan.forces(runner.dynamics.potential, stats=runner.problem.stats)
+    forces = runner.plan.forces(runner.dynamics.potential, report=runner.report)
     stage, move = runner.plan.moves[0]
     time = runner.clock.time_in_step(number)
     context = runner.plan.context(time, stage, runner.fixed.coefficients, None, forces)

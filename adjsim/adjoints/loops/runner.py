@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,10 +28,11 @@ from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.cache_key import CacheKey, UninspectableError, cache_key, object_key
 from adjsim.core.layout import VECTOR, packed, unpacked
 from adjsim.core.module_cache import ModuleCache
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import TimeAverage
-from adjsim.solvers.base import Problem, bound_record
 from adjsim.solvers.clock import Clock
+from adjsim.solvers.run import Run, bound_record
 from adjsim.solvers.stochastic.drift_move import DriftMove
 
 # Largest number of noise entries passed to a loop at once: four megabytes of float64.
@@ -53,21 +53,27 @@ class LoopRunner:
     Args:
         stepper: the steps.
         inputs: the inputs of the run.
-        problem: the problem that is run.
+        run: what is computed.
+        report: receives what it costs.
         block_length: the number of steps before which states are stored at a time; 0: backward
             loops invert the steps.
     """
 
     def __init__(
-        self, stepper: Stepper, inputs: Inputs, problem: Problem[State], block_length: int = 0
+        self,
+        stepper: Stepper,
+        inputs: Inputs,
+        run: Run[State],
+        report: RunReport,
+        block_length: int = 0,
     ) -> None:
         assert isinstance(stepper.clock, Clock)
-        self.stepper, self.problem = stepper, problem
+        self.stepper, self.run, self.report = stepper, run, report
         self.plan, self.clock = stepper.plan, stepper.clock
-        self.dynamics, self.reading = problem.dynamics, problem.reading
-        self.recorder = Recorder(problem.bound_record, stepper.clock)
-        state, axes = problem.state, problem.dynamics.system_axes
-        self.batch, self.device = problem.dynamics.batch_shape(state), state[0].device
+        self.dynamics, self.reading = run.dynamics, run.reading
+        self.recorder = Recorder(run.bound_record, stepper.clock)
+        state, axes = run.state, run.dynamics.system_axes
+        self.batch, self.device = run.dynamics.batch_shape(state), state[0].device
         # Numbers in a contiguous row: atoms or entries of one system, or systems.
         self.row = max(state[0].shape[-axes], self.batch.numel())
         drawn = (
@@ -107,14 +113,14 @@ class LoopRunner:
             tuple(clone(x) for x in inputs.parameters),
             {} if lattice is None else {name: clone(x) for name, x in lattice.spacings().items()},
         )
-        self.cache_key = self._cache_key() if problem.key is None else problem.key
+        self.cache_key = self._cache_key() if run.key is None else run.key
         self.solver_key = self._solver_key()
         self.stops: list[int] = []
         # The loops that this run has called.
         self.used: set[Loop] = set()
         self.noise = LoopNoise(stepper, self.batch, self.length)
-        unknown = {"compile_seconds": 0.0, "compiled_forward": None, "compiled_backward": None}
-        problem.stats.update({name: x for name, x in unknown.items() if name not in problem.stats})
+        report.compile_seconds = 0.0
+        report.compiled_forward = report.compiled_backward = None
 
     def boundaries(self, wanted: set[int]) -> list[int]:
         """Choose the steps after which loops have to end.
@@ -136,7 +142,7 @@ class LoopRunner:
         """Return whether the end of a step counts for a time average."""
         return self.recorder.average is not None and step >= self.recorder.first
 
-    def run(
+    def run_loop(
         self,
         spec: MakeSpec,
         averaging: bool,
@@ -160,13 +166,9 @@ class LoopRunner:
         """
         began = time.perf_counter()
         numbers = [torch.tensor(x, device=self.device) for x in (count, self.clock.before + first)]
-        noise = self.noise.of(first, count)
+        noise, average = self.noise.of(first, count), tuple(map(clone, average))
         constants = self.fixed._replace(
-            steps=numbers[0],
-            first=numbers[1],
-            noise=noise,
-            average=tuple(map(clone, average)),
-            states=states,
+            steps=numbers[0], first=numbers[1], noise=noise, average=average, states=states
         )
         which = LoopKind(spec, averaging, kind)
         loop = self._look_up(which, constants, carry)
@@ -175,12 +177,15 @@ class LoopRunner:
             began = time.perf_counter()
         self.used.add(loop)
         assert loop.function is not None
-        self.problem.stats["compiled_backward" if spec.backward else "compiled_forward"] = loop.path
+        if spec.backward:
+            self.report.compiled_backward = loop.path
+        else:
+            self.report.compiled_forward = loop.path
         self._check_retraced(loop)
         carry, rows = loop.function(constants, carry)
         loop.seconds += time.perf_counter() - began
         iterations = count if spec.iterations is None else spec.iterations(carry)
-        self.problem.stats["energy_evaluations"] += (
+        self.report.energy_evaluations += (
             loop.fixed_evaluations + iterations * loop.evaluations_per_step
         )
         return carry, tuple(rows)
@@ -188,7 +193,7 @@ class LoopRunner:
     def _check_retraced(self, loop: Loop) -> None:
         """Refuse a loop whose bits differ from those of the forward loop that it has to retrace."""
         # None where an earlier process ran the forward loops.
-        forward = self.problem.stats["compiled_forward"] or loop.path
+        forward = self.report.compiled_forward or loop.path
         if self.exact and not self.keeps_states and forward.split()[0] != loop.path.split()[0]:
             raise CompileError(
                 "exact=True with compile=True needs forward and backward loops of one compiler, "
@@ -239,8 +244,8 @@ class LoopRunner:
         """Return a runner for one trace, with a copy of the dynamics that only the trace uses."""
         found = copy(self)
         found.dynamics = self.reading.bound(self.fixed.parameters)
-        found.problem = replace(self.problem, dynamics=found.dynamics)
-        found.plan = found.problem.plan
+        found.run = self.run.with_dynamics(found.dynamics, self.fixed.parameters)
+        found.plan = found.run.plan
         return found
 
     @contextmanager
@@ -271,12 +276,9 @@ class LoopRunner:
             constants = constants._replace(parameters=tuple(leaves), coefficients=coefficients)
         self.reading.put(constants.parameters, self.dynamics)
         tensors = constants.parameters
-        record = bound_record(self.problem.record, self.reading, self.dynamics, tensors)
+        record = bound_record(self.run.record, self.reading, self.dynamics, tensors)
         self.recorder = Recorder(record, self.clock)
-        with (
-            torch.no_grad(),
-            capture,
-        ):
+        with torch.no_grad(), capture:
             yield constants
 
     def _look_up(self, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
@@ -372,18 +374,17 @@ class LoopRunner:
             what=self._what,
             capacity=self.capacity,
         )
-        self.problem.stats["compile_seconds"] += time.perf_counter() - started
+        self.report.compile_seconds += time.perf_counter() - started
         return loop
 
     def _cache_key(self) -> CacheKey:
-        record = self.problem.record
-        return cache_key(
-            self.dynamics, record.function if isinstance(record, TimeAverage) else None
-        )
+        record = self.run.record
+        function = record.function if isinstance(record, TimeAverage) else None
+        return cache_key(self.dynamics, function)
 
     def _solver_key(self) -> Any:
         try:
-            return object_key(self.problem.solver, "the solver")
+            return object_key(self.run.solver, "the solver")
         except UninspectableError as error:
             raise CompileError(f"compile=True: {error}") from error
 

@@ -29,8 +29,9 @@ from torch.linalg import vector_norm as norm
 from adjsim.adjoints.base import Result
 from adjsim.adjoints.durable.run_end import run_end
 from adjsim.adjoints.durable.saves import backward_saves, forward_saves
-from adjsim.adjoints.loops.driver import CompiledDriver
+from adjsim.adjoints.loops.backward import BackwardLoops
 from adjsim.adjoints.loops.forward import ForwardLoops
+from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.eager import EagerDriver
 from adjsim.adjoints.sweep.history import History
@@ -38,30 +39,34 @@ from adjsim.adjoints.sweep.recorder import Recorder, Recording, RecordSweep
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, prepare
 from adjsim.core.autocast import autocast_state, restored_autocast
 from adjsim.core.box import refuse_trained_box
+from adjsim.core.run_report import RunReport
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import State
 from adjsim.core.trajectory import RunEnd
 from adjsim.dynamics.cotangents import Cotangents
-from adjsim.solvers.base import Problem
+from adjsim.solvers.run import Run
 
 
-def run_swept(problem: Problem[State], make_history: Callable[[Stepper], History]) -> Result[State]:
-    """Run a problem with a constant-memory gradient.
+def run_swept(
+    run: Run[State], report: RunReport, make_history: Callable[[Stepper], History]
+) -> Result[State]:
+    """Run a simulation with a constant-memory gradient.
 
     Args:
-        problem: the problem to run.
+        run: the simulation.
+        report: receives what it costs, forward and backward.
         make_history: makes the history of the run from its steps.
     """
-    refuse_trained_box(problem.dynamics)
-    stepper, inputs = prepare(problem, problem.connected())
-    run = _SweptRun(problem, stepper, make_history(stepper), inputs)
-    problem.stats["cotangent_growth"] = None
-    outputs = _SweptFunction.apply(run, *run.flat(inputs))
-    width = len(problem.state)
-    final = type(problem.state)._make(outputs[-width:])
-    if problem.record is None:
-        return type(problem.state)._make(outputs[:width]), None, final, run.end
-    return None, outputs[0], final, run.end
+    refuse_trained_box(run.dynamics)
+    stepper, inputs = prepare(run, report, run.connected())
+    swept = _SweptRun(run, report, stepper, make_history(stepper), inputs)
+    report.cotangent_growth = None
+    outputs = _SweptFunction.apply(swept, *swept.flat(inputs))
+    width = len(run.state)
+    final = type(run.state)._make(outputs[-width:])
+    if run.record is None:
+        return type(run.state)._make(outputs[:width]), None, final, swept.end
+    return None, outputs[0], final, swept.end
 
 
 class _SweptRun:
@@ -76,17 +81,22 @@ class _SweptRun:
     end: RunEnd | None = None
 
     def __init__(
-        self, problem: Problem[State], stepper: Stepper, history: History, inputs: Inputs
+        self,
+        run: Run[State],
+        report: RunReport,
+        stepper: Stepper,
+        history: History,
+        inputs: Inputs,
     ) -> None:
-        self.problem, self.stepper, self.history = problem, stepper, history
-        self.recorder = Recorder(problem.bound_record, stepper.clock)
-        self.width, self.kind = len(problem.state), type(problem.state)
+        self.run, self.report, self.stepper, self.history = run, report, stepper, history
+        self.recorder = Recorder(run.bound_record, stepper.clock)
+        self.width, self.kind = len(run.state), type(run.state)
         self.keys = [
             (letter, name) for letter, group in inputs.coefficients.items() for name in group
         ]
         self.autocast = autocast_state()
-        self.compiled = (
-            CompiledDriver(stepper, inputs, problem, history.kept) if problem.compile else None
+        self.runner = (
+            LoopRunner(stepper, inputs, run, report, history.kept) if run.compile else None
         )
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -98,7 +108,7 @@ class _SweptRun:
         return (
             *inputs.state,
             *coefficients,
-            *self.problem.reading.trainable(inputs.parameters).values(),
+            *self.run.reading.trainable(inputs.parameters).values(),
         )
 
     def inputs(self, flat: tuple[Tensor, ...]) -> Inputs:
@@ -108,25 +118,27 @@ class _SweptRun:
         }
         for (letter, name), value in zip(self.keys, flat[self.width :], strict=False):
             coefficients[letter][name] = value
-        return Inputs(self.kind._make(flat[: self.width]), coefficients, self.problem.tensors)
+        return Inputs(self.kind._make(flat[: self.width]), coefficients, self.run.tensors)
 
     def forward(self, flat: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        problem, stepper = self.problem, self.stepper
+        run, stepper = self.run, self.stepper
         inputs, recording = self.inputs(flat), Recording(self.recorder, stepper)
-        if self.compiled is None:
-            forces = stepper.plan.forces(problem.dynamics.potential, stats=problem.stats)
-            driver: EagerDriver | ForwardLoops = EagerDriver(
-                stepper, inputs, forces, self.history.growth
-            )
+        growth, states = self.history.growth, self.history.states
+        if self.runner is None:
+            forces = stepper.plan.forces(run.dynamics.potential, report=self.report)
+            driver: EagerDriver | ForwardLoops = EagerDriver(stepper, inputs, forces)
         else:
-            driver = self.compiled.forward(recording, self.history.growth, self.history.states)
+            driver = ForwardLoops(self.runner, recording, growth, states)
         start = stepper.to_lattice(inputs.state)
-        saved = {"record": recording, "history": self.history}
-        with forward_saves(problem, stepper.clock.last, saved, driver) as saves:
-            last = stepper.run(start, inputs, driver, list(saved.values()), problem, saves)
+        # The history reads the growth of the same step.
+        growing = {} if growth is None else {"growth": growth}
+        observers = {"record": recording, **growing, "history": self.history}
+        with forward_saves(run, self.report, stepper.clock.last, observers, driver) as saves:
+            visited = list(observers.values())
+            last = stepper.run(start, inputs, driver, visited, run, self.report, saves)
             states, record = recording.result()
-        problem.refuse_written()
-        self.end = run_end(problem, stepper, last, driver.force)
+        run.refuse_written()
+        self.end = run_end(run, stepper, last, driver.force)
         final = stepper.from_lattice(last)
         first: tuple[Any, ...] = tuple(states) if states is not None else (record,)
         return (*first, *(x.clone() if any(x is y for y in flat) else x for x in final))
@@ -137,8 +149,8 @@ class _SweptRun:
         outputs: tuple[Tensor, ...],
         cotangents: tuple[Tensor | None, ...],
     ) -> tuple[Tensor | None, ...]:
-        problem, stepper = self.problem, self.stepper
-        trainable, inputs = problem.reading.trainable(problem.tensors), self.inputs(flat)
+        run, stepper = self.run, self.stepper
+        trainable, inputs = run.reading.trainable(run.tensors), self.inputs(flat)
         # Detached: an output with its graph and this run would keep each other alive.
         outputs = tuple(x.detach() for x in outputs)
         final, copies = self.kind._make(outputs[-self.width :]), stepper.plan.copies
@@ -152,15 +164,15 @@ class _SweptRun:
                 name: torch.zeros_like(x) for name, x in zip(copies.names, final, strict=True)
             }
         sums = Cotangents(received, trainable)
-        whole = problem.record is None
+        whole = run.record is None
         forces = stepper.plan.forces(
-            problem.dynamics.potential, parameters=trainable, stats=problem.stats
+            run.dynamics.potential, parameters=trainable, report=self.report
         )
         rewind = self.history.rewind(
             inputs, forces, self.kind._make(outputs[: self.width]) if whole else None, final
         )
         if rewind.error is not None:
-            problem.stats["reconstruction_error"] = rewind.error
+            self.report.reconstruction_error = rewind.error
         growth = CotangentGrowth({name: norm(x) for name, x in received.items()})
         saved = RecordSweep(
             self.recorder,
@@ -171,24 +183,25 @@ class _SweptRun:
         )
         driver = (
             EagerDriver(stepper, inputs, forces)
-            if self.compiled is None
-            else self.compiled.backward(forces)
+            if self.runner is None
+            else BackwardLoops(self.runner, forces)
         )
+        objects = {"cotangents": sums, "record": saved, "rewind": rewind, "growth": growth}
         with (
             restored_autocast(self.autocast),
-            backward_saves(problem, stepper.clock.last, cotangents) as saves,
+            backward_saves(run, self.report, stepper.clock.last, objects, cotangents) as saves,
         ):
-            driver.sweep(rewind.final(), sums, saved, rewind, problem.progress, saves)
+            driver.sweep(rewind.final(), sums, saved, rewind, run.progress, saves)
             saved.accumulate(
                 0, stepper.from_lattice(stepper.to_lattice(inputs.state)), sums, forces
             )
             saved.finish()
             sums.complete()
-        problem.refuse_written()
-        problem.stats["cotangent_growth"] = growth.factor()
+        run.refuse_written()
+        self.report.cotangent_growth = growth.factor()
         if rewind.error is not None:
             # After a resume, earlier processes have restored a part of the states.
-            problem.stats["reconstruction_error"] = rewind.error
+            self.report.reconstruction_error = rewind.error
         start = [sums[name] for name in final._fields]
         if copies is not None:
             # A run starts with equal copies.
@@ -202,17 +215,17 @@ class _SweptRun:
 
 class _SweptFunction(torch.autograd.Function):
     @staticmethod
-    def forward(run: _SweptRun, *flat: Tensor) -> tuple[Tensor, ...]:
-        return run.forward(flat)
+    def forward(swept: _SweptRun, *flat: Tensor) -> tuple[Tensor, ...]:
+        return swept.forward(flat)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        run, *flat = inputs
-        ctx.run = run
+        swept, *flat = inputs
+        ctx.swept = swept
         ctx.set_materialize_grads(False)
         # Whole frames are outputs anyway, so keeping them costs nothing more. Parameters are not
         # saved: the run has copies, and may outlive the next optimiser step.
-        ctx.saved = len(run.keys) + run.width
+        ctx.saved = len(swept.keys) + swept.width
         ctx.save_for_backward(*flat[: ctx.saved], *output)
 
     @staticmethod
@@ -222,7 +235,7 @@ class _SweptFunction(torch.autograd.Function):
             "Use DirectAdjoint() without compile=True.",
         )
         saved = ctx.saved_tensors
-        found = ctx.run.backward(saved[: ctx.saved], saved[ctx.saved :], cotangents)
+        found = ctx.swept.backward(saved[: ctx.saved], saved[ctx.saved :], cotangents)
         return (
             None,
             *(

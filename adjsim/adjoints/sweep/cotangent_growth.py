@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.linalg import vector_norm as norm
 
-from adjsim.core.durable.store import Nested
 from adjsim.dynamics.cotangents import Cotangents
 
 LARGEST_GROWTH = 1e8
@@ -60,10 +59,8 @@ class CotangentGrowth:
             )
         return growth
 
-    def rest(self) -> Nested:
-        """Return what a sweep that was interrupted goes on from."""
+    def state(self) -> dict[str, Any]:
         return {"injected": dict(self.injected), "largest": dict(self.largest)}
 
-    def resume(self, rest: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from the growth in a sweep that was interrupted."""
-        self.injected, self.largest = dict(rest["injected"]), dict(rest["largest"])
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.injected, self.largest = dict(state["injected"]), dict(state["largest"])

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from torch import Tensor
-
-from adjsim.adjoints.durable.saves import BackwardSaves, Resumable
-from adjsim.adjoints.sweep.error_growth import ErrorGrowth
+from adjsim.adjoints.durable.saves import BackwardSaves
 from adjsim.adjoints.sweep.history import Rewind
 from adjsim.adjoints.sweep.recorder import RecordSweep
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, naming
-from adjsim.core.durable.store import Nested
 from adjsim.core.progress import with_progress
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents
@@ -22,44 +19,35 @@ from adjsim.dynamics.forces import ForceEvaluator
 SETTLE_EVERY = 256
 
 
-class EagerDriver(Resumable):
+class EagerDriver:
     """Runs steps one by one, in Python.
 
     Args:
         stepper: the steps.
         inputs: the inputs of the run.
         forces: evaluates the forces.
-        growth: receives the growth of errors in each step.
     """
 
-    def __init__(
-        self,
-        stepper: Stepper,
-        inputs: Inputs,
-        forces: ForceEvaluator,
-        growth: ErrorGrowth | None = None,
-    ) -> None:
-        self.stepper, self.inputs, self.forces, self.growth = stepper, inputs, forces, growth
+    divisible = True
+    # The first force of a run is evaluated again.
+    force = None
+
+    def __init__(self, stepper: Stepper, inputs: Inputs, forces: ForceEvaluator) -> None:
+        self.stepper, self.inputs, self.forces = stepper, inputs, forces
 
     def stops(self, wanted: set[int]) -> Sequence[int]:
         return range(1, self.stepper.clock.last + 1)
 
-    @property
-    def divisible(self) -> bool:
-        return True
-
-    def carried(self) -> Nested:
-        return None
-
-    def resume(self, carried: Nested, like: Tensor) -> None:
-        return
-
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
         for step in range(start, stop):
             state = self.stepper.step(step, state, self.inputs, self.forces)
-            if self.growth is not None:
-                self.growth.add_step(self.stepper.clock.time(step + 1), state)
         return state, stop
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        return
 
     def sweep(
         self,
@@ -74,7 +62,7 @@ class EagerDriver(Resumable):
         stepper, inputs = self.stepper, self.inputs
         last = stepper.clock.last
         if saves is not None:
-            state, last = resumed(saves, state, cotangents, saved, rewind, stepper)
+            state, last = saved.resumed(saves, state, stepper)
         for step in with_progress(range(last, 0, -1), "backward", last, progress):
             saved.accumulate(step, stepper.from_lattice(state), cotangents, self.forces)
             t, coefficients, noise, before = (
@@ -93,23 +81,5 @@ class EagerDriver(Resumable):
                 saved.growth.observe(cotangents)
                 self.forces.forget()
                 if saves is not None:
-                    rest = [saved.total, rewind.error, saved.growth.rest()]
-                    saves.after(step - 1, state, cotangents, rest)
+                    saves.after(step - 1, state)
         return state
-
-
-def resumed(
-    saves: BackwardSaves,
-    state: State,
-    cotangents: Cotangents,
-    saved: RecordSweep,
-    rewind: Rewind,
-    stepper: Stepper,
-) -> tuple[State, int]:
-    """Return the state and the step from which a sweep goes on, and take over its sums."""
-    state, step, rest = saves.begin(state, cotangents)
-    if rest is not None:
-        saved.resume(rest[0], stepper.from_lattice(state))
-        rewind.resume(rest[1])
-        saved.growth.resume(rest[2])
-    return state, step

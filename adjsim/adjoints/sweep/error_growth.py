@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjsim.core.durable.store import Nested
+from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.state import AnyState, detached
 from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.buffer import Spill
+from adjsim.solvers.clock import Clock
 
 
 class ErrorGrowth:
-    """The growth of rounding errors over the steps since the last stored state.
+    """An observer of the growth of rounding errors over the steps since the last stored state.
 
     Undoing step k multiplies the rounding errors of vertex i by ``exp(dt r_ik)`` at most, so from a
     stored state a to b they grow by the exponential of the sum of ``dt r_ik``. The next state is
     stored before this sum passes a budget for one of the vertices. The rates are those of the
-    dynamics, :meth:`~adjsim.dynamics.Dynamics.error_growth`, at the end of each step. The
-    growth is written during the forward run only.
+    dynamics, :meth:`~adjsim.dynamics.Dynamics.error_growth`, at the end of each step. Compiled
+    loops add the growth of their steps themselves.
 
     Args:
         dynamics: the dynamics.
-        dt: the step.
+        clock: the times of the steps.
         constant: the growth in each step that does not vary along the run.
         budget: the growth allowed between stored states.
 
@@ -31,9 +34,13 @@ class ErrorGrowth:
         ahead: the growth that is expected until the driver stops next.
     """
 
-    def __init__(self, dynamics: Dynamics[Any], dt: float, constant: float, budget: float) -> None:
-        self.dynamics, self.dt, self.constant, self.budget = dynamics, dt, constant, budget
+    def __init__(
+        self, dynamics: Dynamics[Any], clock: Clock, constant: float, budget: float
+    ) -> None:
+        self.dynamics, self.clock, self.constant, self.budget = dynamics, clock, constant, budget
+        # The sum since the last stored state, and the last step in it.
         self._since: Tensor | None = None
+        self._step = 0
         self.ahead = 0.0
 
     @property
@@ -46,34 +53,36 @@ class ErrorGrowth:
         """Whether a state has to be stored now."""
         return self.ahead > self.left
 
-    @torch.no_grad()
-    def add_step(self, t: float, state: AnyState) -> None:
-        """Add the growth of a step; the next one is expected to have the same."""
-        found = growth_in_step(self.dynamics, self.dt, t, detached(state))
-        self.add(found, 1, self.largest(found, 1))
+    def stops(self, stepper: Stepper) -> Iterable[int]:
+        return ()
 
-    def add(self, varying: Tensor, steps: int, ahead: float) -> None:
-        """Add the growth of steps, of which a part varies, and set what is expected ahead."""
-        found = varying + steps * self.constant
+    @torch.no_grad()
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+        """Add the growth of a step, if no loop has; the next step is expected to have the same."""
+        if step > self._step:
+            t = self.clock.time(step)
+            found = growth_in_step(self.dynamics, self.clock.dt, t, detached(state))
+            self.add(found, step, self.largest(found, 1))
+
+    def add(self, varying: Tensor, step: int, ahead: float) -> None:
+        """Add the growth up to a step, of which a part varies, and set what is expected ahead."""
+        found = varying + (step - self._step) * self.constant
         self._since = found if self._since is None else self._since + found
-        self.ahead = ahead
+        self._step, self.ahead = step, ahead
 
     def largest(self, varying: Tensor, steps: int) -> float:
         """Return the growth of steps at the vertex where it is largest."""
         return float(varying.max()) + steps * self.constant
 
-    def carried(self) -> Nested:
-        """Return what later steps need, for a save."""
-        return {"since": self._since, "ahead": self.ahead}
-
-    def resume(self, carried: Nested, like: Tensor) -> None:
-        """Go on from a save."""
-        since = carried["since"]
-        self._since, self.ahead = None if since is None else since.to(like.device), carried["ahead"]
-
     def restart(self) -> None:
         """Begin again at a stored state."""
         self._since = None
+
+    def state(self) -> dict[str, Any]:
+        return {"since": self._since, "step": self._step, "ahead": self.ahead}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._since, self._step, self.ahead = state["since"], state["step"], state["ahead"]
 
 
 def growth_in_step(dynamics: Dynamics[Any], dt: float, t: Any, state: AnyState) -> Tensor:

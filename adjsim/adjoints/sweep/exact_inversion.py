@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ import torch
 from adjsim.adjoints.base import ReconstructionError
 from adjsim.adjoints.sweep.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
-from adjsim.core.durable.store import Nested
+from adjsim.core.durable.stateful import Entries
 from adjsim.core.state import AnyState, State, detached
 from adjsim.dynamics.buffer import Spill, fingerprint
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.solvers.base import Problem
+from adjsim.solvers.run import Run
 
 
 class Fingerprints(History):
@@ -28,19 +28,20 @@ class Fingerprints(History):
     Args:
         stepper: the steps of the run.
         every: the number of steps between additional fingerprints; None: no additional ones.
-        problem: the problem that is run.
+        run: what is computed.
     """
 
-    def __init__(self, stepper: Stepper, every: int | None, problem: Problem[State]) -> None:
-        self.stepper, self.every, self.problem = stepper, every, problem
+    def __init__(self, stepper: Stepper, every: int | None, run: Run[State]) -> None:
+        self.stepper, self.every, self.run = stepper, every, run
         self.spills: dict[int, Sequence[Spill]] = {}
         self.fingerprints: dict[int, bytes] = {}
+        self.last: AnyState | None = None
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
         regular = () if self.every is None else range(0, stepper.clock.last + 1, self.every)
         return {*stepper.clock.saves, *regular}
 
-    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         if spills:
             self.spills[step] = spills
         if step in self.stepper.clock.saves or (self.every is not None and step % self.every == 0):
@@ -48,36 +49,26 @@ class Fingerprints(History):
         if step == self.stepper.clock.last:
             self.last = detached(state)
 
-    @property
-    def count(self) -> int:
-        return len({*self.spills, *self.fingerprints})
-
-    def entries(self, first: int) -> Nested:
-        return [
-            [
-                step,
-                [[s.field, s.systems, s.numbered, s.words] for s in self.spills.get(step, ())],
-                self.fingerprints.get(step),
-            ]
-            for step in sorted({*self.spills, *self.fingerprints})[first:]
+    def state(self) -> dict[str, Any]:
+        spills = [
+            [step, [list(vars(x).values()) for x in found]] for step, found in self.spills.items()
         ]
+        return {
+            "spills": Entries(spills),
+            "fingerprints": Entries(list(self.fingerprints.items())),
+            "last": self.last,
+        }
 
-    def rest(self) -> Nested:
-        return None
-
-    def resume(self, parts: Sequence[Nested], rest: Nested, step: int, state: AnyState) -> None:
-        for number, spills, mark in (entry for part in parts for entry in part):
-            if spills:
-                self.spills[number] = [Spill(*found) for found in spills]
-            if mark is not None:
-                self.fingerprints[number] = mark
-        if step == self.stepper.clock.last:
-            self.last = detached(state)
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.spills = {step: [Spill(*x) for x in found] for step, found in state["spills"]}
+        self.fingerprints = dict(state["fingerprints"])
+        self.last = None if state["last"] is None else self.stepper.state_of(state["last"])
 
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
-        return ExactInversion(self)
+        assert self.last is not None
+        return ExactInversion(self, self.last)
 
 
 class ExactInversion(Rewind):
@@ -85,12 +76,12 @@ class ExactInversion(Rewind):
 
     error = 0.0
 
-    def __init__(self, history: Fingerprints) -> None:
-        self.history, self.lattice = history, history.stepper.plan.lattice
-        self.tolerance = rounding_tolerance(history.last[0].dtype)
+    def __init__(self, history: Fingerprints, last: AnyState) -> None:
+        self.history, self.last, self.lattice = history, last, history.stepper.plan.lattice
+        self.tolerance = rounding_tolerance(last[0].dtype)
 
     def final(self) -> AnyState:
-        return self._before_spill(self.history.stepper.clock.last, self.history.last)
+        return self._before_spill(self.history.stepper.clock.last, self.last)
 
     def restore(self, step: int, state: AnyState) -> AnyState:
         if (
@@ -110,17 +101,17 @@ class ExactInversion(Rewind):
     def _cause(self, step: int, state: AnyState) -> str:
         """Say what had other bits in the backward pass, after computing the drift here twice."""
         history = self.history
-        problem, t = history.problem, history.stepper.clock.time(step)
+        run, t = history.run, history.stepper.clock.time(step)
         here: Any = history.stepper.from_lattice(state)
         with torch.no_grad():
-            drifts = [fingerprint(problem.dynamics.drift(t, here)) for _ in range(2)]
+            drifts = [fingerprint(run.dynamics.drift(t, here)) for _ in range(2)]
         if drifts[0] != drifts[1]:
             return (
                 "The force is random or comes from nondeterministic kernels: computed twice at one "
                 "position it has different bits. Make it reproducible (see "
                 "torch.use_deterministic_algorithms), or use CheckpointAdjoint() with exact=False."
             )
-        if "compiled_backward" in problem.stats:
+        if run.compile:
             return (
                 "The force is reproducible without compile=True. So the compiled loops of both "
                 "passes differ in the last bits of a result, or a value that the force reads has "

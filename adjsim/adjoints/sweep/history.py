@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.durable.saves import Saved
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.error_growth import ErrorGrowth
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
-from adjsim.core.durable.store import Nested
+from adjsim.core.durable.stateful import Entries, Stateful
 from adjsim.core.state import AnyState
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
@@ -49,9 +49,11 @@ class Rewind(ABC):
     def restore(self, step: int, state: AnyState) -> AnyState:
         """Return the state from which the sweep continues at ``step``."""
 
-    def resume(self, error: float | None) -> None:
-        """Go on with a sweep that was interrupted, in which this was the largest error."""
-        self.error = error
+    def state(self) -> dict[str, Any]:
+        return {"error": self.error}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.error = state["error"]
 
 
 class StatesRewind(Rewind):
@@ -62,14 +64,14 @@ class StatesRewind(Rewind):
         """Return the states before the steps of the loop that begins at step ``first``."""
 
 
-class History(Saved):
+class History(Stateful, ABC):
     """The stored data of one run, collected by observing its states.
 
     It makes a :class:`Rewind` for each backward sweep.
 
     Attributes:
-        growth: the growth of errors, to which drivers add that of their steps; None where the
-            stored steps do not depend on it.
+        growth: observes the growth of errors, on which the stored steps depend; None where they do
+            not.
         kept: the number of steps before which compiled loops store states at a time, for a sweep to
             read; 0: a compiled sweep inverts steps.
         states: receives the states before all steps of a compiled run; None: none are stored.
@@ -79,18 +81,12 @@ class History(Saved):
     kept: int = 0
     states: StoredStates | None = None
 
+    @abstractmethod
     def stops(self, stepper: Stepper) -> Iterable[int]:
-        """Return the steps after which it stores or restores a state.
-
-        These are all steps by default.
-        """
-        return range(stepper.clock.last + 1)
-
-    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
-        self.save(step, state, spills)
+        """Return the steps after which it stores or restores a state."""
 
     @abstractmethod
-    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         """Store the required data of the state after ``step`` steps, and of its buffers' spills."""
 
     @abstractmethod
@@ -112,15 +108,11 @@ def rounding_tolerance(dtype: torch.dtype) -> float:
     return 100 * torch.finfo(dtype).eps ** 0.5
 
 
-def states_tree(states: Mapping[int, AnyState], first: int) -> Nested:
-    """Return stored states from number ``first`` on, with their steps, for a save."""
-    return [[step, list(state)] for step, state in list(states.items())[first:]]
+def state_entries(states: Mapping[int, AnyState]) -> Entries:
+    """Return stored states with their steps, for a save."""
+    return Entries([[step, *state] for step, state in states.items()])
 
 
-def states_from_tree(parts: Sequence[Nested], like: AnyState) -> dict[int, AnyState]:
-    """Return the states of :func:`states_tree`, from the parts of all saves."""
-    return {
-        step: type(like)._make(x.to(like[0].device) for x in fields)
-        for part in parts
-        for step, fields in part
-    }
+def states_of(entries: Iterable[Sequence[Any]], stepper: Stepper) -> dict[int, AnyState]:
+    """Return the states of :func:`state_entries`."""
+    return {step: stepper.state_of(fields) for step, *fields in entries}

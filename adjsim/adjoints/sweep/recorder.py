@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjsim.adjoints.base import ReconstructionError
-from adjsim.adjoints.durable.saves import Saved
+from adjsim.adjoints.durable.saves import BackwardSaves
 from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.stepper import Stepper
-from adjsim.core.durable.store import Nested
-from adjsim.core.state import AnyState, select, stack
+from adjsim.core.durable.stateful import Entries
+from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import Record, TimeAverage, check_shape, floating, sum_dtype
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.cotangents import Cotangents
@@ -76,13 +76,13 @@ class Recorder:
         return value if self.weights is None else value * float(self.weights[step])
 
 
-class Recording(Saved):
+class Recording:
     """An observer of the states of one run, which saves frames or values."""
 
     def __init__(self, recorder: Recorder, stepper: Stepper) -> None:
         self.recorder, self.stepper = recorder, stepper
-        self.states: list[AnyState] = []
-        self.values: list[Tensor] = []
+        # The fields of the saved states, or the values of the record.
+        self.frames: list[Sequence[Tensor]] = []
         # For a time average: the sum so far in double precision, the dtype of its terms, and the
         # last step in the sum.
         self.total: Tensor | None = None
@@ -100,12 +100,12 @@ class Recording(Saved):
         elif step in recorder.frames:
             state = self.stepper.from_lattice(state)
             if recorder.record is None:
-                self.states.append(state)
+                self.frames.append(tuple(state))
             else:
                 value = recorder.value(state)
-                if self.values:
-                    check_shape(value, self.values[0].shape, f"after step {step}")
-                self.values.append(value)
+                if self.frames:
+                    check_shape(value, self.frames[0][0].shape, f"after step {step}")
+                self.frames.append((value,))
 
     def add(self, value: Tensor, step: int) -> None:
         """Add the value after a step to the time average."""
@@ -114,43 +114,27 @@ class Recording(Saved):
         self.dtype, value = value.dtype, self.recorder.summand(value, step)
         self.total, self.last_step = value if self.total is None else self.total + value, step
 
-    @property
-    def count(self) -> int:
-        return len(self.states) + len(self.values)
-
-    def entries(self, first: int) -> Nested:
-        states, values = self.states[first:], self.values[first:]
+    def state(self) -> dict[str, Any]:
         return {
-            "states": list(stack(states)) if states else [],
-            "values": torch.stack(values) if values else None,
-        }
-
-    def rest(self) -> Nested:
-        return {
+            "frames": Entries(self.frames, stacked=True),
             "total": self.total,
             "dtype": self.dtype,
             "last_step": self.last_step,
         }
 
-    def resume(self, parts: Sequence[Nested], rest: Nested, step: int, state: AnyState) -> None:
-        like, device = self.stepper.from_lattice(state), state[0].device
-        for part in parts:
-            if part["states"]:
-                frames = type(like)._make(x.to(device) for x in part["states"])
-                self.states += [select(frames, i) for i in range(len(frames[0]))]
-            if part["values"] is not None:
-                self.values += part["values"].to(device).unbind()
-        self.total = None if rest["total"] is None else rest["total"].to(device)
-        self.dtype, self.last_step = rest["dtype"], rest["last_step"]
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.frames, self.total = state["frames"], state["total"]
+        self.dtype, self.last_step = state["dtype"], state["last_step"]
 
     def result(self) -> tuple[AnyState | None, Tensor | None]:
         """Return the stacked states, or the record."""
         if self.recorder.average is not None:
             assert self.total is not None
             return None, (self.total * self.recorder.weight).to(self.dtype)
+        stacks = (torch.stack(list(x)) for x in zip(*self.frames, strict=True))
         if self.recorder.record is None:
-            return stack(self.states), None
-        return None, torch.stack(self.values)
+            return self.stepper.kind._make(stacks), None
+        return None, next(stacks)
 
 
 class RecordSweep:
@@ -183,11 +167,20 @@ class RecordSweep:
             tolerance,
         )
         self.total: Tensor | None = None
-        self.state: AnyState | None = None
+        # The last state in the sum of a time average.
+        self.summed: AnyState | None = None
 
-    def resume(self, total: Tensor | None, state: AnyState) -> None:
-        """Go on from the sum of a sweep that was interrupted at a state."""
-        self.total, self.state = total, None if total is None else state
+    def state(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.total = state["total"]
+
+    def resumed(self, saves: BackwardSaves, state: State, stepper: Stepper) -> tuple[State, int]:
+        """Return the state and the step from which a sweep goes on."""
+        state, step, _ = saves.begin(state, stepper.clock.last)
+        self.summed = stepper.from_lattice(state)
+        return state, step
 
     @property
     def average_cotangent(self) -> Tensor | None:
@@ -211,7 +204,7 @@ class RecordSweep:
                 value = self.add_function(state, cotangent, cotangents, forces)
                 value = recorder.summand(value, step)
                 self.total = value if self.total is None else self.total + value
-                self.state = state
+                self.summed = state
         elif frame is not None and recorder.record is None:
             for name, cotangent in zip(state._fields, self.cotangents, strict=True):
                 if cotangent is not None:
@@ -240,7 +233,7 @@ class RecordSweep:
         """Compare a time average with the saved one."""
         if self.total is not None and self.saved is not None:
             found = (self.total * self.recorder.weight).to(self.saved.dtype)
-            self._compare(found, self.saved, "the time average", self.state)
+            self._compare(found, self.saved, "the time average", self.summed)
 
     def _compare(self, found: Tensor, saved: Tensor, what: str, state: AnyState | None) -> None:
         known = torch.isfinite(saved)

@@ -13,15 +13,17 @@ from torch import Tensor
 from adjsim.adjoints.durable.saves import ForwardSaves
 from adjsim.core.noise import Noise
 from adjsim.core.progress import with_progress
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, detached, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import BufferGrowth, Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Coefficients
-from adjsim.solvers.base import Problem, SteppingSolver, StepPlan, VaryingSteps
+from adjsim.solvers.base import SteppingSolver, StepPlan, VaryingSteps
 from adjsim.solvers.clock import Clock, VaryingClock
 from adjsim.solvers.implicit.newton import UnsolvedStepError
+from adjsim.solvers.run import Run
 
 # Steps between finiteness checks.
 FINITE_EVERY = 64
@@ -127,6 +129,7 @@ class Stepper:
     Attributes:
         plan: the moves of a step.
         clock: the times of steps and saves.
+        kind: the class of the states of the dynamics.
         noise: the noise of the steps; None without noise.
         buffer_growth: how the buffers of an exact run fill; None for any other run.
         varying: what depends on the size of a step; None if all steps have one size.
@@ -135,10 +138,15 @@ class Stepper:
 
     plan: StepPlan
     clock: Clock | VaryingClock
+    kind: type[Any]
     noise: StepNoise | None = None
     buffer_growth: BufferGrowth | None = None
     varying: VaryingSteps | None = None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def state_of(self, fields: Iterable[Tensor]) -> AnyState:
+        """Make a state of the steps from its fields."""
+        return self.plan.kind(self.kind)._make(fields)
 
     def to_lattice(self, state: AnyState) -> AnyState:
         """Convert the start to that of the steps: with its copy, and on the lattice with buffers.
@@ -195,7 +203,8 @@ class Stepper:
         inputs: Inputs,
         driver: Driver,
         observers: Sequence[Observer],
-        problem: Problem[State],
+        run: Run[State],
+        report: RunReport,
         saves: ForwardSaves | None = None,
     ) -> AnyState:
         """Run all steps, call the observers, and return the final state.
@@ -213,32 +222,32 @@ class Stepper:
         last, lattice = self.clock.last, self.plan.lattice
         observed = {k for observer in observers for k in observer.stops(self) if 0 < k <= last}
         stops = driver.stops({last, *observed})
-        state, k, spilled = (start, 0, 0) if saves is None else saves.begin(start)
+        state, k, spilled = (start, 0, 0) if saves is None else saves.begin(start, 0)
         good, good_step = detached(state), k
-        heat = problem.dynamics.heat_limit(self.from_lattice(start)) if not in_transform() else None
+        heat = run.dynamics.heat_limit(self.from_lattice(start)) if not in_transform() else None
         if k == 0:
             for observer in observers:
                 observer.visit(0, start, ())
         stops = [stop for stop in stops if stop > k]
-        for stop in with_progress(stops, "forward", len(stops), problem.progress):
+        for stop in with_progress(stops, "forward", len(stops), run.progress):
             while k < stop:
                 until = stop if saves is None else saves.next_stop(k, stop)
                 state, k = driver.advance(state, k, until)
                 state, entries = self.spill(k, state)
                 spilled += sum(entry.bits for entry in entries)
-                if problem.dynamics.checks_states and not in_transform():
-                    self._check_states(good, good_step, state, k, inputs, problem.dynamics)
+                if run.dynamics.checks_states and not in_transform():
+                    self._check_states(good, good_step, state, k, inputs, run.dynamics)
                 if k - good_step >= FINITE_EVERY or k == last:
                     if not self._is_sound(state, heat):
-                        self._raise_at_step(good, good_step, k, inputs, problem.dynamics, heat)
+                        self._raise_at_step(good, good_step, k, inputs, run.dynamics, heat)
                     good, good_step = detached(state), k
-                    self._check_noise(good, k, problem.dynamics)
+                    self._check_noise(good, k, run.dynamics)
                 for observer in observers:
                     observer.visit(k, state, entries)
                 if saves is not None:
                     saves.after(k, state, spilled)
         if lattice is not None:
-            problem.stats["buffer_bits"] = (
+            report.buffer_bits = (
                 (spilled + lattice.buffered_bits(state) - lattice.buffered_bits(start))
                 / (last * state[0].numel())
                 if last
@@ -332,50 +341,45 @@ def naming(step: int) -> Generator[None, None, None]:
 
 
 def prepare(
-    problem: Problem[State], connected: Problem[State] | None = None
+    run: Run[State], report: RunReport, connected: Run[State] | None = None
 ) -> tuple[Stepper, Inputs]:
-    """Prepare the steps of a problem and its inputs, with their graph.
+    """Prepare the steps of a run and its inputs, with their graph.
 
     Args:
-        problem: the problem to run.
-        connected: the same problem on the values of which the inputs are made; None: the problem
-            itself.
+        run: the run.
+        report: receives what is known before the first step.
+        connected: the same run on the values of which the inputs are made; None: the run itself.
     """
-    connected = problem if connected is None else connected
-    solver, dynamics, state = problem.solver, problem.dynamics, problem.state
+    connected = run if connected is None else connected
+    solver, dynamics, state = run.solver, run.dynamics, run.state
     assert isinstance(solver, SteppingSolver)
-    end, varying = problem.continues, solver.varying(state)
-    clock = (
-        solver.clock(problem.times) if end is None else solver.continued_clock(problem.times, end)
-    )
-    plan = problem.plan
+    end, varying = run.continues, solver.varying(state)
+    clock = solver.clock(run.times) if end is None else solver.continued_clock(run.times, end)
+    plan = run.plan
     coefficients = solver.coefficients(connected.dynamics, state)
     lattice, buffer_growth = plan.lattice, None
-    stats: dict[str, Any] = {"steps": clock.last, "order": plan.order, **solver.stats}
+    report.steps, report.order = clock.last, plan.order
+    solver.report_choices(report)
     if varying is not None:
         assert isinstance(clock, VaryingClock)
         buffer_growth = varying.growth(plan, clock)
-        stats["step_times"] = clock.ends
+        report.step_times = clock.ends
     elif lattice is not None:
         coefficients = lattice.rationals(coefficients)
         buffer_growth = lattice.growth(
             coefficients, [(stage.letter, move) for stage, move in plan.moves]
         )
     if buffer_growth is not None:
-        stats.update(buffer_bits=None, buffer_bound=buffer_growth.mean(state))
-    if plan.copies is not None:
-        stats.update(plan.copies.stats)
-    problem.stats.update(stats)
-    problem.stats["energy_evaluations"] += solver.evaluations
+        report.buffer_bits, report.buffer_bound = None, buffer_growth.mean(state)
     noise = None
     if plan.draws:
-        assert problem.noise is not None
+        assert run.noise is not None
         noise = StepNoise(
-            problem.noise,
+            run.noise,
             plan.draws,
             plan.noise_steps,
             dynamics.batch_shape(state),
-            dynamics.draw_shape(float(problem.times[0]), state),
+            dynamics.draw_shape(float(run.times[0]), state),
             state[0].detach(),
             clock.last + plan.noise_steps - 1,
         )
@@ -387,5 +391,6 @@ def prepare(
             "buffers of an exact run belong to those that it had. Start a new run at "
             "trajectory.final."
         )
-    stepper = Stepper(plan, clock, noise, buffer_growth, varying, {} if end is None else end.fields)
+    buffers = {} if end is None else end.fields
+    stepper = Stepper(plan, clock, type(state), noise, buffer_growth, varying, buffers)
     return stepper, Inputs(state, coefficients, connected.tensors)

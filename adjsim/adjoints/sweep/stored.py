@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from adjsim.adjoints.sweep.history import (
     rounding_tolerance,
 )
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
-from adjsim.core.durable.store import Nested
+from adjsim.core.durable.stateful import Entries
 from adjsim.core.state import AnyState, detached
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
@@ -37,26 +38,17 @@ class AllStates(History):
     def stops(self, stepper: Stepper) -> Iterable[int]:
         return (stepper.clock.last,)
 
-    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         if step == self.stepper.clock.last:
             self.last = detached(state)
 
-    @property
-    def count(self) -> int:
-        return len(self._rows)
+    def state(self) -> dict[str, Any]:
+        rows = [[first, *rows] for first, rows in self._rows.items()]
+        return {"rows": Entries(rows), "last": self.last}
 
-    def entries(self, first: int) -> Nested:
-        return [[step, list(rows)] for step, rows in list(self._rows.items())[first:]]
-
-    def rest(self) -> Nested:
-        return None
-
-    def resume(self, parts: Sequence[Nested], rest: Nested, step: int, state: AnyState) -> None:
-        device = state[0].device
-        for first, rows in (entry for part in parts for entry in part):
-            self._rows[first] = tuple(x.to(device) for x in rows)
-        if step == self.stepper.clock.last:
-            self.last = detached(state)
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._rows.update({first: tuple(rows) for first, *rows in state["rows"]})
+        self.last = None if state["last"] is None else self.stepper.state_of(state["last"])
 
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState

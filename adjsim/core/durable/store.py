@@ -1,8 +1,9 @@
 """Folders of results that outlive the process that computes them.
 
 A store is a folder with a manifest, which says what is computed there, and with parts, one file
-each. A part is a tree of tensors and plain values. It is a safetensors file, so reading one runs no
-code of the file. Each file is written whole or not at all, and has a checksum.
+each. A part is a tree of tensors and plain values, written by ``torch.save`` and read with
+``weights_only``, so reading one runs no code of the file. Each file is written whole or not at all,
+and has a checksum.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ import os
 import socket
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from adjsim.core.durable.files import check_writable, replacing
@@ -29,77 +28,27 @@ from adjsim.core.durable.files import check_writable, replacing
 # of trees. Tuples become lists.
 Nested = Any
 
-FORMAT = "adjsim 2"
-MANIFEST, LOCK, SUFFIX, CLAIM = "manifest.json", "lock", ".safetensors", ".claim"
-# Names of the tensors that hold the structure of a tree, and all its bytes.
-STRUCTURE, BYTES = "structure", "bytes"
+FORMAT = "adjsim 3"
+# The empty bytes of a tree are read by a call of their class.
+torch.serialization.add_safe_globals([bytes])
+MANIFEST, LOCK, SUFFIX, CLAIM = "manifest.json", "lock", ".pt", ".claim"
 
 
 class StoreError(ValueError):
     """Raised for a store that cannot be used."""
 
 
-class _Writer:
-    """Collects the tensors and bytes of a tree."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.bytes = bytearray()
-
-    def encode(self, tree: Nested) -> Any:
-        """Return the tree as JSON values, with references to tensors and bytes."""
-        if tree is None or isinstance(tree, bool | int | float | str):
-            return tree
-        if isinstance(tree, Tensor):
-            name = f"tensor {len(self.tensors)}"
-            x = tree.detach().cpu()
-            # The order of axes in memory is kept, since sums depend on it in their last bits.
-            axes = sorted(range(x.ndim), key=lambda axis: -x.stride(axis))
-            x = x.permute(axes)
-            self.tensors[name] = (torch.view_as_real(x) if x.is_complex() else x).clone(
-                memory_format=torch.contiguous_format
-            )
-            return {"tensor": name, "axes": axes, "complex": x.is_complex()}
-        if isinstance(tree, bytes):
-            self.bytes += tree
-            return {"bytes": [len(self.bytes) - len(tree), len(self.bytes)]}
-        if isinstance(tree, torch.dtype):
-            return {"dtype": str(tree).removeprefix("torch.")}
-        if isinstance(tree, Mapping):
-            return {"dict": [[str(key), self.encode(value)] for key, value in tree.items()]}
-        if isinstance(tree, list | tuple):
-            return [self.encode(value) for value in tree]
-        raise TypeError(f"a store has no form for {type(tree).__name__}.")
-
-
-def _decode(found: Any, tensors: Mapping[str, Tensor], data: bytes) -> Nested:
-    if isinstance(found, list):
-        return [_decode(value, tensors, data) for value in found]
-    if not isinstance(found, dict):
-        return found
-    if "dict" in found:
-        return {key: _decode(value, tensors, data) for key, value in found["dict"]}
-    if "dtype" in found:
-        return getattr(torch, found["dtype"])
-    if "bytes" in found:
-        return data[slice(*found["bytes"])]
-    x = tensors[found["tensor"]]
-    x = torch.view_as_complex(x) if found["complex"] else x
-    axes: list[int] = found["axes"]
-    return x.permute([axes.index(axis) for axis in range(len(axes))])
-
-
 def to_bytes(tree: Nested, label: str = "") -> bytes:
-    """Write a tree as the bytes of a safetensors file with a checksum.
+    """Write a tree as bytes, with a checksum.
 
     Args:
         tree: the tree.
         label: says what it is; needed to read it.
     """
-    writer = _Writer()
-    structure = json.dumps(writer.encode(tree)).encode()
-    tensors = {**writer.tensors, STRUCTURE: _as_tensor(structure), BYTES: _as_tensor(writer.bytes)}
-    return save(tensors, {"format": FORMAT, "label": label, "checksum": _checksum(tensors, label)})
+    file = BytesIO()
+    torch.save([label, _plain(tree)], file)
+    body = file.getvalue()
+    return b"".join((FORMAT.encode(), len(body).to_bytes(8, "little"), _checksum(body), body))
 
 
 def from_bytes(data: bytes, label: str = "") -> Nested:
@@ -108,20 +57,37 @@ def from_bytes(data: bytes, label: str = "") -> Nested:
     Raises:
         StoreError: the bytes are cut short, changed, or something else, or the label differs.
     """
-    try:
-        tensors = load(data)
-        about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        known, there, checksum = about["format"], about.get("label", ""), about["checksum"]
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"is cut short, or was not written by adjsim ({error})") from error
-    if known != FORMAT:
-        raise StoreError(f"has the format {known!r}, and this version reads {FORMAT!r}")
-    if checksum != _checksum(tensors, there):
+    start = len(FORMAT)
+    known, size = data[:start], data[start : start + 8]
+    checksum, body = data[start + 8 : start + 24], data[start + 24 :]
+    if known != FORMAT.encode() and known.startswith(b"adjsim "):
+        found = known.decode(errors="replace")
+        raise StoreError(f"has the format {found!r}, and this version reads {FORMAT!r}")
+    if known != FORMAT.encode() or int.from_bytes(size, "little") != len(body):
+        raise StoreError("is cut short, or was not written by adjsim")
+    if checksum != _checksum(body):
         raise StoreError("is damaged: its checksum does not fit")
+    there, tree = torch.load(BytesIO(body), weights_only=True)
     if there != label:
         raise StoreError("is of another computation, or another part of it")
-    structure, kept = (tensors[name].numpy().tobytes() for name in (STRUCTURE, BYTES))
-    return _decode(json.loads(structure), tensors, kept)
+    return tree
+
+
+def _plain(tree: Nested) -> Nested:
+    """Copy a tree, with tensors that have their own memory, and without subclasses."""
+    if tree is None or isinstance(tree, torch.dtype | bytes):
+        return tree
+    if isinstance(tree, Tensor):
+        # The order of axes in memory is kept, since sums depend on it in their last bits.
+        return tree.detach().cpu().clone()
+    if isinstance(tree, Mapping):
+        return {str(key): _plain(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_plain(value) for value in tree]
+    for kind in (bool, int, float, str):
+        if isinstance(tree, kind):
+            return kind(tree)
+    raise TypeError(f"a store has no form for {type(tree).__name__}.")
 
 
 def moved(tree: Nested, device: torch.device) -> Nested:
@@ -135,16 +101,8 @@ def moved(tree: Nested, device: torch.device) -> Nested:
     return tree
 
 
-def _as_tensor(data: bytes | bytearray) -> Tensor:
-    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
-
-
-def _checksum(tensors: Mapping[str, Tensor], label: str) -> str:
-    digest = hashlib.blake2b(label.encode(), digest_size=16)
-    for name, x in sorted(tensors.items()):
-        digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-        digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _checksum(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _private(path: str, flags: int) -> int:
@@ -249,7 +207,7 @@ class Store:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
-            self._check(manifest)
+            self._check({"the format of the store": FORMAT, **manifest})
             self._digest = None
             yield
 

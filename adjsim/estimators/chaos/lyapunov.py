@@ -201,16 +201,16 @@ def lyapunov_spectrum(
     as_flag("vectors", vectors)
     times, start = check_times(ts), as_state(state)
     noise = Noise(seed_from(as_generator(generator))) if dynamics.stochastic else None
-    problem = assemble(dynamics, start, times, solver, None, noise, progress)
-    check_start(problem)
-    problem = problem.connected()
-    dynamics = problem.dynamics
+    run, report = assemble(dynamics, start, times, solver, None, noise, progress)
+    check_start(run)
+    run = run.connected()
+    dynamics = run.dynamics
     axes = len(dynamics.batch_shape(start))
     size = sum(x.shape[axes:].numel() for x in start)
     number = _check_count(count, size, start)
     first, last = _kept(times, as_number("burn_in", burn_in), vectors)
-    steps = step_numbers(times, problem.solver.dt)[first:]
-    stepper, inputs = prepare(problem)
+    steps = step_numbers(times, run.solver.dt)[first:]
+    stepper, inputs = prepare(run, report)
     if stepper.plan.copies is not None:
         raise TypeError(
             f"{solver!r} steps a second copy of the state, whose exponents are those of the "
@@ -220,7 +220,7 @@ def lyapunov_spectrum(
     driver = TangentDriver(stepper, inputs, dynamics.potential, basis)
     driver.check_copies(start, number)
     recorder = TangentRecorder(driver, steps, vectors)
-    stepper.run(start, inputs, driver, [recorder], problem)
+    stepper.run(start, inputs, driver, [recorder], run, report)
     kept = times[first:]
     growth = torch.stack(recorder.growth)
     lengths = kept.diff().to(growth).reshape(-1, *[1] * (growth.ndim - 1))

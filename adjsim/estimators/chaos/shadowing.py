@@ -26,7 +26,7 @@ from adjsim.estimators.chaos.shadowing_sweep import (
 )
 from adjsim.estimators.score_function import common_burn_in
 from adjsim.simulation.start_checks import check_rates
-from adjsim.solvers.base import bound_record
+from adjsim.solvers.run import bound_record
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
 
 # The factor by which the particular cotangent may grow along the run, from its largest size in the

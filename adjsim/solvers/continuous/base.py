@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.parameters import refuse_captured
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import State, stack
 from adjsim.core.trajectory import (
     TimeAverage,
@@ -22,7 +23,7 @@ from adjsim.core.trajectory import (
     sum_dtype,
 )
 from adjsim.dynamics.forces import counted_backward
-from adjsim.solvers.base import Problem
+from adjsim.solvers.run import Run
 
 
 class ContinuousSolver(ABC):
@@ -39,8 +40,8 @@ class ContinuousSolver(ABC):
     averages_ends: ClassVar[bool] = False
 
     @abstractmethod
-    def check(self, problem: Problem[State], backsolve: dict[str, Any] | None) -> None:
-        """Refuse, before any work, a problem that this solver or adjoint cannot take."""
+    def check(self, run: Run[State], backsolve: dict[str, Any] | None) -> None:
+        """Refuse, before any work, a run that this solver or adjoint cannot take."""
 
     @abstractmethod
     def integrate(
@@ -56,28 +57,28 @@ class ContinuousSolver(ABC):
         """
 
     def solve(
-        self, problem: Problem[State], backsolve: dict[str, Any] | None
+        self, run: Run[State], report: RunReport, backsolve: dict[str, Any] | None
     ) -> tuple[State | None, Tensor | None, State]:
         """Return frames, record and final state."""
-        record = problem.bound_record
+        record = run.bound_record
         average = record if isinstance(record, TimeAverage) else None
-        times, saves = self.times(problem)
+        times, saves = self.times(run)
         integrated = None if self.averages_ends else average
-        field = VectorField(problem, integrated, self.dt, backsolve is not None)
-        start = tuple(problem.state)
+        field = VectorField(run, report, integrated, self.dt, backsolve is not None)
+        start = tuple(run.state)
         if integrated is not None:
-            value = floating(integrated.function(problem.state), problem.state)
+            value = floating(integrated.function(run.state), run.state)
             start = (*start, torch.zeros_like(value))
         frames = self.integrate(field, start, times, backsolve)
-        _check_finite(frames, problem, saves)
-        kind, count = type(problem.state), len(problem.state)
+        _check_finite(frames, run, saves)
+        kind, count = type(run.state), len(run.state)
         frame = [kind._make(x[i] for x in frames[:count]) for i in range(len(times))]
         states = [frame[i] for i in saves]
-        problem.stats["steps"] = None if self.dt is None else round(float(times[-1]))
+        report.steps = None if self.dt is None else round(float(times[-1]))
         if integrated is not None:
             quadrature = frames[-1]
             first = int((times - times[0] - self._in_units(integrated.burn_in)).abs().argmin())
-            span = float(problem.times[-1] - problem.times[0]) - integrated.burn_in
+            span = float(run.times[-1] - run.times[0]) - integrated.burn_in
             return None, (quadrature[-1] - quadrature[first]) / span, states[-1]
         if average is not None:
             assert self.dt is not None
@@ -86,17 +87,17 @@ class ContinuousSolver(ABC):
             return None, _mean(average, ends), states[-1]
         if record is not None and not isinstance(record, TimeAverage):
             values = [record(state) for state in states]
-            for t, value in zip(problem.times.tolist(), values, strict=True):
+            for t, value in zip(run.times.tolist(), values, strict=True):
                 check_shape(value, values[0].shape, f"at t = {t:g}")
             return None, torch.stack(values), states[-1]
         return stack(states), None, states[-1]
 
-    def times(self, problem: Problem[State]) -> tuple[Tensor, list[int]]:
+    def times(self, run: Run[State]) -> tuple[Tensor, list[int]]:
         """Return the times to solve for, and which of them are save times.
 
         Where the step is fixed, times are in steps from the start.
         """
-        times, record = problem.times, problem.record
+        times, record = run.times, run.record
         if self.dt is not None:
             times = torch.tensor(step_numbers(times, self.dt), dtype=torch.float64)
         if not isinstance(record, TimeAverage):
@@ -137,7 +138,8 @@ class VectorField(torch.nn.Module, Generic[State]):
     user's parameters, and their hooks run once.
 
     Args:
-        problem: the problem with the drift.
+        run: the run with the drift.
+        report: receives the evaluations.
         average: a time average, which is integrated with the drift.
         unit: the step, if time is counted in steps.
         checked: whether the drift is refused if it depends on tensors that are not registered.
@@ -145,38 +147,39 @@ class VectorField(torch.nn.Module, Generic[State]):
 
     def __init__(
         self,
-        problem: Problem[State],
+        run: Run[State],
+        report: RunReport,
         average: TimeAverage | None,
         unit: float | None,
         checked: bool,
     ) -> None:
         super().__init__()
         # In a list, so that the module does not register the dynamics.
-        self._problem, self.average, self.unit = [problem], average, unit
+        self._run, self.report, self.average, self.unit = [run], report, average, unit
         self.checked = checked
 
     @property
-    def problem(self) -> Problem[State]:
-        return self._problem[0]
+    def run(self) -> Run[State]:
+        return self._run[0]
 
     @property
     def parameters_of_adjoint(self) -> tuple[Tensor, ...]:
         """The values of the parameters that require grad."""
-        return tuple(self.problem.reading.trainable(self.problem.tensors).values())
+        return tuple(self.run.reading.trainable(self.run.tensors).values())
 
     def state(self, fields: tuple[Tensor, ...]) -> State:
-        return type(self.problem.state)._make(fields[: len(self.problem.state)])
+        return type(self.run.state)._make(fields[: len(self.run.state)])
 
     def time(self, t: Tensor) -> Any:
-        return t if self.unit is None else self.problem.times[0] + t * self.unit
+        return t if self.unit is None else self.run.times[0] + t * self.unit
 
     def diffusion(self, t: Tensor, state: State) -> State:
         """Compute the amplitudes of the noise."""
-        return self.problem.dynamics.diffusion(self.time(t), state)
+        return self.run.dynamics.diffusion(self.time(t), state)
 
     def forward(self, t: Tensor, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        state, stats = self.state(fields), self.problem.stats
-        rates: tuple[Tensor, ...] = tuple(self.problem.dynamics.drift(self.time(t), state))
+        state = self.state(fields)
+        rates: tuple[Tensor, ...] = tuple(self.run.dynamics.drift(self.time(t), state))
         if self.average is not None:
             value = self.average.function(state)
             check_shape(value, fields[-1].shape, f"at t = {float(t.detach()):g}")
@@ -185,13 +188,13 @@ class VectorField(torch.nn.Module, Generic[State]):
             known = [*fields, t, *self.parameters_of_adjoint]
             for rate in rates:
                 refuse_captured(
-                    rate, self.problem.dynamics, known, "the drift, or the averaged function,"
+                    rate, self.run.dynamics, known, "the drift, or the averaged function,"
                 )
-        stats["energy_evaluations"] += 1
+        self.report.energy_evaluations += 1
         tracked = next((rate for rate in rates if rate.requires_grad), None)
         if tracked is not None:
             # The vector-Jacobian product, taken when the cotangent arrives, is one more pass.
-            tracked.register_hook(counted_backward(stats))
+            tracked.register_hook(counted_backward(self.report))
         return rates if self.unit is None else tuple(rate * self.unit for rate in rates)
 
 
@@ -209,27 +212,20 @@ def _mean(average: TimeAverage, ends: dict[int, Any]) -> Tensor:
     return (total / len(ends)).to(value.dtype)
 
 
-def refuse_without_equation(solver: ContinuousSolver, problem: Problem[State]) -> None:
+def refuse_without_equation(solver: ContinuousSolver, run: Run[State]) -> None:
     """Refuse dynamics with a term that is a flow over a step and not a differential equation."""
-    for letter, term in problem.dynamics.terms.items():
+    for letter, term in run.dynamics.terms.items():
         if term.no_equation is not None:
             raise TypeError(
                 f"{type(solver).__name__} cannot take term {letter!r} of "
-                f"{type(problem.dynamics).__name__}: {term.no_equation.reason}. Use a splitting."
+                f"{type(run.dynamics).__name__}: {term.no_equation.reason}. Use a splitting."
             )
 
 
-def asks_gradient(problem: Problem[State]) -> bool:
-    """Return whether a gradient of this run may be needed."""
-    return torch.is_grad_enabled() and (
-        bool(problem.reading.wanted) or any(x.requires_grad for x in problem.state)
-    )
-
-
-def _check_finite(frames: tuple[Tensor, ...], problem: Problem[State], saves: list[int]) -> None:
+def _check_finite(frames: tuple[Tensor, ...], run: Run[State], saves: list[int]) -> None:
     for i, save in enumerate(saves):
         if not all(bool(torch.isfinite(x[save].detach()).all()) for x in frames):
             raise FloatingPointError(
-                f"the solution is not finite at t = {float(problem.times[i]):g}; shorten dt or "
+                f"the solution is not finite at t = {float(run.times[i]):g}; shorten dt or "
                 "tighten the tolerances."
             )

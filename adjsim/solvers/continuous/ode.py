@@ -11,14 +11,13 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_number
 from adjsim.core.state import State
-from adjsim.solvers.base import Problem
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.continuous.base import (
     ContinuousSolver,
     VectorField,
-    asks_gradient,
     refuse_without_equation,
 )
+from adjsim.solvers.run import Run
 
 ADAPTIVE = ("dopri8", "dopri5", "bosh3", "fehlberg2", "adaptive_heun")
 ONE_STEP = ("euler", "midpoint", "heun2", "heun3", "rk4")
@@ -69,14 +68,14 @@ class ODESolver(ContinuousSolver):
         self.method = method
         self.dt = None if dt is None else check_dt(dt)
 
-    def check(self, problem: Problem[State], backsolve: dict[str, Any] | None) -> None:
-        refuse_without_equation(self, problem)
-        if problem.dynamics.stochastic:
+    def check(self, run: Run[State], backsolve: dict[str, Any] | None) -> None:
+        refuse_without_equation(self, run)
+        if run.dynamics.stochastic:
             raise TypeError(
-                f"ODESolver has no noise, and {type(problem.dynamics).__name__} has: use "
+                f"ODESolver has no noise, and {type(run.dynamics).__name__} has: use "
                 "SDESolver(dt=...) or a splitting."
             )
-        if backsolve is None and self.method in SCIPY and asks_gradient(problem):
+        if backsolve is None and self.method in SCIPY and run.needs_gradient:
             raise TypeError(
                 "scipy_solver cannot be backpropagated through: use BacksolveAdjoint(), or "
                 "another method."
@@ -91,13 +90,13 @@ class ODESolver(ContinuousSolver):
     ) -> tuple[Tensor, ...]:
         from torchdiffeq import odeint, odeint_adjoint
 
-        problem = field.problem
+        run = field.run
         options: dict[str, Any] = {"step_size": 1.0} if self.fixed_step else {}
         if self.method == "explicit_adams":
             # The default is order 12, whose region of stability is too small to be useful.
             options["max_order"] = 4
         if self.method not in SCIPY:
-            options["norm"] = _state_norm(len(problem.state))
+            options["norm"] = _state_norm(len(run.state))
         common: dict[str, Any] = {"rtol": self.rtol, "atol": self.atol, "method": self.method}
         times = times.to(start[0].device)
         try:

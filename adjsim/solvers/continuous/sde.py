@@ -16,9 +16,9 @@ from torch import Tensor
 from adjsim.core.noise import Noise
 from adjsim.core.state import AnyState, State, in_transform
 from adjsim.dynamics.fields.sde import SDE, describe_cross_terms
-from adjsim.solvers.base import Problem
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.continuous.base import ContinuousSolver, VectorField, refuse_without_equation
+from adjsim.solvers.run import Run
 
 STRATONOVICH = ("midpoint", "heun", "euler_heun", "reversible_heun")
 ITO = ("euler", "milstein", "srk")
@@ -61,10 +61,10 @@ class SDESolver(ContinuousSolver):
             )
         self.method, self.dt = method, check_dt(dt)
 
-    def check(self, problem: Problem[State], backsolve: dict[str, Any] | None) -> None:
-        refuse_without_equation(self, problem)
-        name = type(problem.dynamics).__name__
-        if not problem.dynamics.stochastic:
+    def check(self, run: Run[State], backsolve: dict[str, Any] | None) -> None:
+        refuse_without_equation(self, run)
+        name = type(run.dynamics).__name__
+        if not run.dynamics.stochastic:
             raise TypeError(
                 f"SDESolver is for dynamics with noise, and {name} has none: use ODESolver() or a "
                 "splitting."
@@ -74,14 +74,14 @@ class SDESolver(ContinuousSolver):
                 "BacksolveAdjoint takes no tolerances with SDESolver, whose steps are fixed: make "
                 "its dt smaller."
             )
-        if isinstance(problem.dynamics, SDE):
-            self._check_noise(problem.dynamics, float(problem.times[0]), problem.state)
+        if isinstance(run.dynamics, SDE):
+            self._check_noise(run.dynamics, float(run.times[0]), run.state)
         if self.method != "reversible_heun" and backsolve is None:
             return
-        rate = problem.dynamics.damping(problem.state)
-        times = problem.times
+        rate = run.dynamics.damping(run.state)
+        times = run.times
         total, gap = float(times[-1] - times[0]), float((times[1:] - times[:-1]).max())
-        what = problem.dynamics.damping_name
+        what = run.dynamics.damping_name
         instead = (
             "the steps of a splitting such as BAOAB(dt) (LeimkuhlerMatthews(dt) for overdamped "
             "dynamics)"
@@ -127,10 +127,10 @@ class SDESolver(ContinuousSolver):
     ) -> tuple[Tensor, ...]:
         from torchsde import sdeint, sdeint_adjoint
 
-        problem = field.problem
-        assert problem.noise is not None
+        run = field.run
+        assert run.noise is not None
         equation = _Equation(field, start, "ito" if self.method in ITO else "stratonovich")
-        noise = _StepNoise(problem.noise, equation, draws=2 if self.method == "srk" else 1)
+        noise = _StepNoise(run.noise, equation, draws=2 if self.method == "srk" else 1)
         options: dict[str, Any] = {"bm": noise, "method": self.method, "dt": 1.0}
         if backsolve is None:
             frames = sdeint(equation, equation.flat(start), times, **options)
@@ -156,9 +156,9 @@ class _Equation(torch.nn.Module):
     def __init__(self, field: VectorField[State], start: tuple[Tensor, ...], sde_type: str) -> None:
         super().__init__()
         self._field, self.sde_type = field, sde_type
-        dynamics = field.problem.dynamics
+        dynamics = field.run.dynamics
         self.noise_type = dynamics.noise if isinstance(dynamics, SDE) else "diagonal"
-        batch = dynamics.batch_shape(field.problem.state)
+        batch = dynamics.batch_shape(field.run.state)
         self.rows = 1 if self.noise_type == "diagonal" else batch.numel()
         self.shapes = [x.shape for x in start]
         self.sizes = [x.numel() // self.rows for x in start]
@@ -191,8 +191,8 @@ class _Equation(torch.nn.Module):
 
     def noisy(self) -> list[bool]:
         """Return which fields have noise."""
-        problem = self._field.problem
-        return problem.dynamics.noisy_fields(problem.times[0], problem.state)
+        run = self._field.run
+        return run.dynamics.noisy_fields(run.times[0], run.state)
 
 
 class _StepNoise:
@@ -203,11 +203,11 @@ class _StepNoise:
     """
 
     def __init__(self, noise: Noise, equation: _Equation, draws: int) -> None:
-        problem = equation._field.problem
-        dynamics, state = problem.dynamics, problem.state
+        run = equation._field.run
+        dynamics, state = run.dynamics, run.state
         self._noise, self._draws, self._like = noise, draws, state[0]
         self._replicas = dynamics.batch_shape(state).numel()
-        draw = dynamics.draw_shape(float(problem.times[0]), state).numel()
+        draw = dynamics.draw_shape(float(run.times[0]), state).numel()
         self._width = draw * sum(term.draws for term in dynamics.terms.values())
         # Diagonal noise has an entry for each entry of the state. Other noise has its own columns.
         self._layout = (

@@ -177,11 +177,11 @@ class _Step(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         found = move.advance(q, p, c, context)
         # The evaluator keeps a force, which may have a graph that ends in this step.
-        ctx.move, ctx.t, ctx.letter, ctx.stats = (
+        ctx.move, ctx.t, ctx.letter, ctx.report = (
             move,
             context.t,
             context.letter,
-            context.forces.stats,
+            context.forces.report,
         )
         ctx.save_for_backward(q, p, c, *found, *trainable)
         return found
@@ -195,7 +195,7 @@ class _Step(torch.autograd.Function):
         reading: Reading[nn.Module] = ctx.move.reading
         leaves = reading.leaves()
         trainable, potential = reading.trainable(leaves), reading.bound(leaves)
-        forces = ForceEvaluator(potential, parameters=trainable, stats=ctx.stats)
+        forces = ForceEvaluator(potential, parameters=trainable, report=ctx.report)
         coefficients = {"1/m": c.detach().requires_grad_(c.requires_grad)}
         context = MoveContext(ctx.t, ctx.letter, coefficients, None, forces)
         sums = Cotangents(dict(zip(PhaseState._fields, cotangents, strict=True)), trainable)
@@ -239,7 +239,7 @@ class ImplicitSolver(SteppingSolver):
             return Refusal("undoing a step takes an iteration, until it converges")
         return None
 
-    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
+    def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if in_transform():
             raise RuntimeError(
                 f"{type(self).__name__} does not go through torch.func transforms (grad, vmap, "

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_flag, as_number
 from adjsim.core.refusal import Refusal
+from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, detached, in_transform
 from adjsim.core.tableaus import Tableau
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import LARGEST_DENOMINATOR
 from adjsim.dynamics.copies import Copies, copy_name
-from adjsim.dynamics.lattice import Lattice, typical_sizes
+from adjsim.dynamics.lattice import typical_sizes
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Coefficients
 from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
@@ -137,14 +138,12 @@ class Coupled(SteppingSolver):
     def order(self) -> int:
         return self.tableau.order
 
-    @property
-    def evaluations(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Evaluations of the drift that chose the steps."""
-        return self.steps.evaluations if isinstance(self.steps, RecordedTimes) else 0
-
-    @property
-    def stats(self) -> dict[str, Any]:
-        return {"rejected": self.steps.rejected} if isinstance(self.steps, RecordedTimes) else {}
+    def report_choices(self, report: RunReport) -> None:
+        if isinstance(self.steps, RecordedTimes):
+            report.rejected = self.steps.rejected
+            report.energy_evaluations += self.steps.evaluations
+        if self.rate is not None:
+            report.rate = self.rate
 
     def supports_compiling(
         self, dynamics: Dynamics[Any], state: AnyState | None = None, *, undone: bool = False
@@ -171,13 +170,12 @@ class Coupled(SteppingSolver):
             return solver._record(dynamics, state, times.tolist(), _mean(sizes))
         return solver
 
-    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
+    def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if isinstance(self.steps, Adaptive):
             raise TypeError(f"{self!r} has no steps before a run: see resolved().")
         if self.rate is None:
-            return self.resolved(dynamics, state, torch.tensor([t], dtype=torch.float64)).plan(
-                dynamics, state, t
-            )
+            solver = self.resolved(dynamics, state, torch.tensor([t], dtype=torch.float64))
+            return solver.plain_plan(dynamics, state, t)
         return self._plan(dynamics, state, t, self._typical(t))
 
     def _plan(
@@ -204,13 +202,9 @@ class Coupled(SteppingSolver):
         )
         sizes = {} if in_transform() else typical_sizes(dynamics, t, state, typical)
         remedy = partial(self._remedy, dynamics, end)
-        copies = Copies(state, sizes, remedy, {"rate": self.rate})
+        copies = Copies(state, sizes, remedy)
         stages = (Stage(LETTER, tuple(forward), 0.0), Stage(LETTER, backward, 1.0))
-        lattice = None
-        if self.exact:
-            moves = {LETTER: (*forward, *backward)}
-            lattice = Lattice(dynamics, t, state, moves, typical, copies)
-        return StepPlan(stages, typical, self.order, lattice=lattice, copies=copies)
+        return StepPlan(stages, typical, self.order, copies=copies)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         if not isinstance(self.steps, float):
@@ -282,6 +276,8 @@ class Coupled(SteppingSolver):
         """
         start, evaluations = detached(state), 0
         plan = self._plan(dynamics, start, ends[0], typical, ends[-1])
+        if self.exact:
+            plan = self.on_lattice(plan, dynamics, start, ends[0])
         for _ in range(PASSES):
             times = self._pass(dynamics, start, ends, plan)
             evaluations += times.evaluations
@@ -327,7 +323,7 @@ class Coupled(SteppingSolver):
         times = steps.run(
             first if lattice is None else lattice.to_lattice(first), ends, take, plain
         )
-        evaluations = steps.evaluations + forces.stats["energy_evaluations"]
+        evaluations = steps.evaluations + forces.report.energy_evaluations
         found = torch.tensor(times, dtype=torch.float64)
         return RecordedTimes(found, steps.rejected, evaluations)
 

@@ -16,7 +16,7 @@ from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.copies import LARGEST_DISTANCE, Copies, copy_name
 from adjsim.dynamics.fields.base import FieldDynamics
 from adjsim.dynamics.fields.sde import SDE
-from adjsim.dynamics.lattice import Lattice, typical_sizes
+from adjsim.dynamics.lattice import typical_sizes
 from adjsim.dynamics.moves import Move, Reflection, Shear
 from adjsim.dynamics.sources import Coefficients, MoveContext, Time
 from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
@@ -86,7 +86,7 @@ class ReversibleHeun(SteppingSolver):
     def __init__(self, dt: float, *, exact: bool = False) -> None:
         self.dt, self.exact = check_dt(dt), as_flag("exact", exact)
 
-    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
+    def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if not isinstance(dynamics, FieldDynamics):
             raise TypeError(
                 f"ReversibleHeun is for SDE and ODE; for {type(dynamics).__name__} use a "
@@ -101,18 +101,15 @@ class ReversibleHeun(SteppingSolver):
         mirrored = [Reflection(copy, name) for name, copy in zip(names, copied, strict=True)]
         sizes = {} if in_transform() else typical_sizes(dynamics, t, state, self.dt)
         limit = LARGEST_NOISY_DISTANCE if dynamics.stochastic else LARGEST_DISTANCE
-        copies = Copies(state, sizes, partial(self._remedy, dynamics), {}, limit)
+        copies = Copies(state, sizes, partial(self._remedy, dynamics), limit)
         first: list[Move] = [*shears, *mirrored]
         draws = int(dynamics.stochastic)
         stages = (
             Stage(LETTER, tuple(first), 0.0, 0, draws),
             Stage(LETTER, tuple(shears), 1.0, 0, draws),
         )
-        lattice = None
-        if self.exact:
-            lattice = Lattice(dynamics, t, state, {LETTER: (*first, *shears)}, self.dt, copies)
         order = 1 if dynamics.stochastic else 2
-        return StepPlan(stages, self.dt, order, draws, lattice=lattice, copies=copies)
+        return StepPlan(stages, self.dt, order, draws, copies=copies)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         return {LETTER: {}}

@@ -98,7 +98,7 @@ class RungeKutta(SteppingSolver):
     def order(self) -> int:
         return self.tableau.order
 
-    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
+    def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         refuse_no_drift(self, dynamics)
         kind, tableau, dt = type(state), self.tableau, self.dt
 

@@ -49,7 +49,7 @@ class EulerMaruyama(SteppingSolver):
     def __init__(self, dt: float) -> None:
         self.dt = check_dt(dt)
 
-    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
+    def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if isinstance(dynamics, SDE) and type(self) is EulerMaruyama:
             return self._plan_of_sde(dynamics, state)
         if not isinstance(dynamics, OverdampedLangevin):

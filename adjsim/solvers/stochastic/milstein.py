@@ -45,7 +45,7 @@ class Milstein(SteppingSolver):
     def __init__(self, dt: float) -> None:
         self.dt = check_dt(dt)
 
-    def check(self, dynamics: Dynamics[State], state: State, t: float) -> None:
+    def check(self, plan: StepPlan, dynamics: Dynamics[State], state: State, t: float) -> None:
         if not isinstance(dynamics, SDE) or dynamics.noise != "diagonal" or in_transform():
             return
         # A derivative may vanish at the start itself, so a state beside it is tested too.
@@ -61,7 +61,7 @@ class Milstein(SteppingSolver):
                 f"the diffusion of {name} depends on other entries too: use EulerMaruyama(dt)."
             )
 
-    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
+    def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if not isinstance(dynamics, SDE):
             raise TypeError(
                 f"Milstein is for SDE; for {type(dynamics).__name__} use a splitting or "

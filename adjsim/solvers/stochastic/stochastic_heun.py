@@ -43,7 +43,7 @@ class StochasticHeun(SteppingSolver):
     def __init__(self, dt: float) -> None:
         self.dt = check_dt(dt)
 
-    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
+    def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if not isinstance(dynamics, SDE):
             raise TypeError(
                 f"StochasticHeun is for SDE; for {type(dynamics).__name__} use "
