@@ -14,6 +14,7 @@ from torch import nn
 import adjsim
 from adjsim.core import box as _box
 from adjsim.core import derived as _derived
+from adjsim.core import neighbour_list
 from adjsim.core.refusal import Refusal
 from adjsim.potentials import (
     WCA,
@@ -32,7 +33,6 @@ from adjsim.potentials import (
     tail_corrections,
 )
 from adjsim.potentials.pairs import dense
-from adjsim.potentials.pairs import listed as listed_pairs
 from adjsim.potentials.pairs import operator as pair_operator
 from adjsim.potentials.pairs.kernels import kernel as kernels
 from tests.contracts.test_pair_operator import DENSE, LISTED, cell, gas
@@ -327,7 +327,7 @@ def test_results_depend_on_position_and_exclusions_alone(listed, by_torch):
     box = BOXES["orthogonal"]
     found = []
     for skin in (0.0, 0.2, 0.5):
-        listed_pairs._lists.clear()
+        neighbour_list._builds.clear()
         for other in (None, pairs[:-1], [*pairs[:-1], (30, 31)], pairs):
             pair = KINDS["Lennard-Jones"](cutoff=2.4, box=box, skin=skin, exclusions=other)
             pair.force(q + 0.01)
