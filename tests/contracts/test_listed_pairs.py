@@ -10,8 +10,7 @@ from adjsim.core import derived as _derived
 from adjsim.core import neighbour_list
 from adjsim.core.refusal import Refusal
 from adjsim.potentials import PairPotential
-from adjsim.potentials.pairs import dense
-from adjsim.potentials.pairs import operator as pair_operator
+from adjsim.potentials.pairs import dense, evaluators
 from tests.contracts.test_pair_operator import KINDS, box_of, cell, gas
 from tests.problems import parameter
 
@@ -25,7 +24,7 @@ def without_operator(monkeypatch):
     monkeypatch.setattr(_box, "LISTED", 0.0)
     _derived._known.clear()
     monkeypatch.setattr(_box, "LISTED_WITHOUT_BOX", 0)
-    monkeypatch.setattr(pair_operator, "unsupported", lambda pair, position: Refusal("a test"))
+    monkeypatch.setattr(evaluators, "unsupported", lambda pair, position: Refusal("a test"))
     neighbour_list._builds.clear()
 
 

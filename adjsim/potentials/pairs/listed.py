@@ -16,18 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from adjsim.core.box import nearest_image
-from adjsim.core.derived import own_tensors
-from adjsim.core.layout import is_tracing
 from adjsim.core.neighbour_list import NearestImages
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.rounding import UNROUNDED, Rounding
-from adjsim.core.state import in_transform
 from adjsim.core.typing import Energies, Positions
-from adjsim.potentials.pairs.conditions import misshapen, skin_of
-from adjsim.potentials.pairs.formula import PairFormula
+from adjsim.potentials.pairs.conditions import kind_of, misshapen, recording, skin_of
+from adjsim.potentials.pairs.formula import Operand, PairFormula
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
 from adjsim.potentials.products import Pullback
@@ -38,22 +34,18 @@ _SAMPLE = (0.62, 0.35, 0.88, 0.47, 0.71, 0.3, 0.9, 0.55)
 _SUBSET = (4, 0, 3)
 
 
-def applies(pair: PairFormula, position: Tensor, *formulas: str) -> bool:
-    """Return whether a system is large enough for a list, and these formulas can use one.
+def applies(pair: PairFormula, position: Tensor, formula: str) -> bool:
+    """Return whether a system is large enough for a list, and this formula can use one.
 
     A list depends on the values of positions, so there is none while torch records or transforms.
     """
-    if is_tracing() or in_transform() or forward_ad._current_level >= 0:
-        return False
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if any(recording()):
         return False
     if type(position) not in (Tensor, nn.Parameter) or position.is_meta or position.numel() == 0:
         return False
     if pair.box is not None and (pair.box.requires_grad or len(pair.box) != position.shape[-1]):
         return False
-    if skin_of(pair, position) is None:
-        return False
-    return all(_is_elementwise(pair, position, formula) for formula in formulas)
+    return skin_of(pair, position) is not None and _is_elementwise(pair, position, formula)
 
 
 def energy(pair: PairFormula, position: Positions) -> Energies:
@@ -200,25 +192,23 @@ def _with_operands(pair: PairFormula, i: Tensor, j: Tensor, atoms: int) -> PairF
     Raises:
         ValueError: a parameter that is not a number, of atoms or of pairs.
     """
-    values: dict[str, Tensor] = {}
+    values: dict[str, Operand] = {}
     i, j = i % atoms, j % atoms
     a, b = (i, j) if pair.species is None else (pair.species[i], pair.species[j])
     given: dict[str, tuple[str, Tensor]] = {}
-    for name, registered in own_tensors(pair).items():
-        if name in ("box", "species") or not registered.is_floating_point():
-            continue
+    for name in pair.operand_names():
         value = pair.pair_table(name)
-        given[name] = (NUMBER if value.numel() == 1 else ATOM if value.ndim == 1 else TABLE), value
+        given[name] = kind_of(value), value
     reason = misshapen(pair.species, atoms, {k: x for k, x in given.items() if x[0] != NUMBER})
     if reason is not None:
         raise ValueError(reason.reason)
     for name, (kind, value) in given.items():
         if kind == ATOM:
-            values[f"{name} of the other"] = value.index_select(0, j)
-            value = value.index_select(0, i)
-        values[name] = (
-            value[a, b] if kind == TABLE else value.reshape(a.shape if kind == ATOM else ())
-        )
+            # Autograd sums the two cotangents in the order in which they are selected here.
+            second = value.index_select(0, j)
+            values[name] = value.index_select(0, i), second
+        else:
+            values[name] = value[a, b] if kind == TABLE else value.reshape(())
     return pair.with_operands(values)
 
 
