@@ -40,11 +40,11 @@ class Declaring:
     """The base class of modules with declared parameters.
 
     Attributes:
-        declared: the parameters by their names.
+        __declared__: the parameters by their names. Keys of compiled code leave such names out.
         shapes_of_declared: the sentence that says which shapes the first parameter may have.
     """
 
-    declared: ClassVar[Mapping[str, Declared]] = {}
+    __declared__: ClassVar[Mapping[str, Declared]] = {}
     shapes_of_declared: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -53,7 +53,7 @@ class Declaring:
         for name in own:
             delattr(cls, name)
         if own:
-            cls.declared = {**cls.declared, **own}
+            cls.__declared__ = {**cls.__declared__, **own}
             cls.__doc__ = _documented(cls, own)
         if own or "__init__" in vars(cls):
             cls.__signature__ = _signature_of(cls)
@@ -76,7 +76,7 @@ class Declaring:
 def _parameters(cls: type[Declaring]) -> list[Parameter]:
     return [
         Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=x.default, annotation="Number")
-        for name, x in cls.declared.items()
+        for name, x in cls.__declared__.items()
     ]
 
 

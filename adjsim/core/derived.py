@@ -33,13 +33,13 @@ class Made:
     Attributes:
         values: the derived values that are no tensors; the others are buffers of the copy.
         tensors: its tensors, by name. A value is out of date if one of its sources is another.
-        forms: what a kernel of a pair potential has in common for all values of its tensors, with
-            the attributes that it was made with.
+        evaluators: how the pairs of a pair potential are evaluated, with the attributes for which
+            this was chosen.
     """
 
     values: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    forms: dict[Any, tuple[list[Any], Any]] = field(default_factory=dict)
+    evaluators: dict[Any, tuple[list[Any], Any]] = field(default_factory=dict)
 
     def holds(self, module: nn.Module, sources: tuple[str, ...]) -> bool:
         """Return whether a copy still holds the tensors of these names that it was made with."""

@@ -51,7 +51,7 @@ def test_the_constructor_takes_declared_parameters_in_their_order():
 
 
 def test_a_subclass_adds_parameters_or_writes_its_constructor():
-    assert list(Deeper.declared) == ["depth", "width", "power"]
+    assert list(Deeper.__declared__) == ["depth", "width", "power"]
     assert float(Deeper(1.0, 2.0, 3.0).power) == 3.0
     assert list(inspect.signature(Own).parameters) == ["cutoff"]
     assert float(Own(2.5).depth) == 2.0
@@ -63,7 +63,7 @@ def test_the_docstring_has_their_meaning():
     for name in ("Yukawa", "Morse", "Buckingham", "GaussianCore", "HarmonicBond", "MorseBond"):
         kind = getattr(adjsim, name)
         assert "{parameters}" not in kind.__doc__
-        assert all(f"    {parameter}: " in kind.__doc__ for parameter in kind.declared)
+        assert all(f"    {parameter}: " in kind.__doc__ for parameter in kind.__declared__)
 
 
 @pytest.mark.parametrize(

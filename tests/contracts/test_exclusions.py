@@ -14,6 +14,7 @@ from torch import nn
 import adjsim
 from adjsim.core import box as _box
 from adjsim.core import derived as _derived
+from adjsim.core import neighbour_list
 from adjsim.core.refusal import Refusal
 from adjsim.potentials import (
     WCA,
@@ -31,9 +32,7 @@ from adjsim.potentials import (
     Yukawa,
     tail_corrections,
 )
-from adjsim.potentials.pairs import dense
-from adjsim.potentials.pairs import listed as listed_pairs
-from adjsim.potentials.pairs import operator as pair_operator
+from adjsim.potentials.pairs import dense, evaluators
 from adjsim.potentials.pairs.kernels import kernel as kernels
 from tests.contracts.test_pair_operator import DENSE, LISTED, cell, gas
 from tests.problems import parameter
@@ -63,7 +62,7 @@ def listed(monkeypatch):
 
 @pytest.fixture
 def by_torch(monkeypatch):
-    monkeypatch.setattr(pair_operator, "unsupported", lambda pair, position: Refusal("a test"))
+    monkeypatch.setattr(evaluators, "unsupported", lambda pair, position: Refusal("a test"))
 
 
 def vector(low: float, high: float, size: int = ATOMS) -> nn.Parameter:
@@ -134,8 +133,7 @@ def brute(pair, q, box):
         if not hasattr(pair, name):
             continue
         x = pair.pair_table(name)
-        values |= {name: x[a, b] if x.ndim == 2 else x[i] if x.ndim == 1 else x}
-        values |= {f"{name} of the other": x[j]} if x.ndim == 1 else {}
+        values |= {name: x[a, b] if x.ndim == 2 else (x[i], x[j]) if x.ndim == 1 else x}
     u = pair.with_operands({**dict(pair.named_parameters()), **values}).truncated_energy(s).sum()
     if isinstance(pair, ReactionField):
         u = u - 0.5 * pair.constant * pair.shift * pair.charge.square().sum()
@@ -327,7 +325,7 @@ def test_results_depend_on_position_and_exclusions_alone(listed, by_torch):
     box = BOXES["orthogonal"]
     found = []
     for skin in (0.0, 0.2, 0.5):
-        listed_pairs._lists.clear()
+        neighbour_list._builds.clear()
         for other in (None, pairs[:-1], [*pairs[:-1], (30, 31)], pairs):
             pair = KINDS["Lennard-Jones"](cutoff=2.4, box=box, skin=skin, exclusions=other)
             pair.force(q + 0.01)
@@ -511,7 +509,7 @@ def test_atoms_that_position_does_not_have_are_named(listed, monkeypatch):
             for function in (pair, pair.force, pair.virial):
                 with pytest.raises(ValueError, match=says):
                     function(q)
-        monkeypatch.setattr(pair_operator, "unsupported", lambda pair, q, why=path: Refusal(why))
+        monkeypatch.setattr(evaluators, "unsupported", lambda pair, q, why=path: Refusal(why))
     monkeypatch.undo()
     dynamics = adjsim.Hamiltonian(pair)
     with pytest.raises(ValueError, match=says):

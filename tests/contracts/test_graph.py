@@ -8,6 +8,7 @@ from torch import nn
 
 import adjsim
 from adjsim.adjoints.loops.compilation import CompileError
+from adjsim.core import neighbour_list
 from adjsim.core.box import checked_box
 from adjsim.potentials.base import force, force_vjp
 from adjsim.potentials.learnt import (
@@ -16,7 +17,6 @@ from adjsim.potentials.learnt import (
     MessagePassing,
     PairNetwork,
     RadialBasis,
-    edges,
 )
 from adjsim.potentials.learnt.edges import find_edges
 from adjsim.potentials.learnt.graph import GraphForce, GraphPotential
@@ -40,7 +40,7 @@ ADJOINTS = {
 
 @pytest.fixture(autouse=True)
 def no_lists():
-    edges._lists.clear()
+    neighbour_list._builds.clear()
 
 
 def positions(atoms=12, *batch, seed=0, spread=5.0):
@@ -128,11 +128,11 @@ def test_results_are_a_function_of_the_position(skin):
         for k in range(20):
             q = start + 0.02 * k * step
             along = [*potential.edges(q), potential(q), potential.force(q)]
-            builds.add(edges._lists[0].position[0, 0].item())
-            kept = list(edges._lists)
-            edges._lists.clear()
+            builds.add(neighbour_list._builds[0].position[0, 0].item())
+            kept = list(neighbour_list._builds)
+            neighbour_list._builds.clear()
             fresh = [*potential.edges(q), potential(q), potential.force(q)]
-            edges._lists[:] = kept
+            neighbour_list._builds[:] = kept
             counts.add(along[0].shape[1])
             for x, y in zip(along, fresh, strict=True):
                 assert torch.equal(x, y)

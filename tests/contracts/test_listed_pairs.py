@@ -7,11 +7,10 @@ from torch import nn
 import adjsim
 from adjsim.core import box as _box
 from adjsim.core import derived as _derived
+from adjsim.core import neighbour_list
 from adjsim.core.refusal import Refusal
 from adjsim.potentials import PairPotential
-from adjsim.potentials.pairs import dense
-from adjsim.potentials.pairs import listed as listed_pairs
-from adjsim.potentials.pairs import operator as pair_operator
+from adjsim.potentials.pairs import dense, evaluators
 from tests.contracts.test_pair_operator import KINDS, box_of, cell, gas
 from tests.problems import parameter
 
@@ -25,8 +24,8 @@ def without_operator(monkeypatch):
     monkeypatch.setattr(_box, "LISTED", 0.0)
     _derived._known.clear()
     monkeypatch.setattr(_box, "LISTED_WITHOUT_BOX", 0)
-    monkeypatch.setattr(pair_operator, "unsupported", lambda pair, position: Refusal("a test"))
-    listed_pairs._lists.clear()
+    monkeypatch.setattr(evaluators, "unsupported", lambda pair, position: Refusal("a test"))
+    neighbour_list._builds.clear()
 
 
 class Network(PairPotential):
@@ -204,7 +203,7 @@ def test_lists_of_a_run_replace_each_other():
     step = torch.ones_like(start)
     for k in range(100):
         pair.force(start + 0.05 * k * step)
-    assert len(listed_pairs._lists) == 1
+    assert len(neighbour_list._builds) == 1
 
 
 def test_results_are_a_function_of_the_position():
@@ -216,14 +215,14 @@ def test_results_are_a_function_of_the_position():
         for k in range(60):
             q = start + 0.005 * k * step
             along = pair(q), pair.force(q), pair.force_vjp(q, [])[1](step)[0]
-            builds.add(listed_pairs._lists[0].position[0, 0].item())
-            kept = list(listed_pairs._lists)
-            listed_pairs._lists.clear()
+            builds.add(neighbour_list._builds[0].position[0, 0].item())
+            kept = list(neighbour_list._builds)
+            neighbour_list._builds.clear()
             fresh = pair(q), pair.force(q), pair.force_vjp(q, [])[1](step)[0]
             for x, y in zip(along, fresh, strict=True):
                 assert torch.equal(x, y)
-            listed_pairs._lists.clear()
-            listed_pairs._lists.extend(kept)
+            neighbour_list._builds.clear()
+            neighbour_list._builds.extend(kept)
     assert 5 < len(builds) < 50
 
 

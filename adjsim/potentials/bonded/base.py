@@ -92,7 +92,7 @@ class BondedPotential(Declaring, Periodic, Potential):
             self.used = sorted({p for step in self.steps for p in step if p >= 0})
             self.atoms = Selection(found[:, self.used].T.flatten(), self._most + 1)
         for name, value in numbers.items():
-            self.register_term_parameter(name, value, **self.declared[name].rule)
+            self.register_term_parameter(name, value, **self.__declared__[name].rule)
 
     def element(self, x: Tensor) -> Tensor:
         """Compute u(x), elementwise."""

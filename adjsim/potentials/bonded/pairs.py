@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_flag, as_number, describe_type, outside_inference_mode
 from adjsim.core.box import refuse_other_boxes
 from adjsim.core.coordinates import Distance, SquaredDistance
-from adjsim.core.derived import own_tensors
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.selection import Selection
 from adjsim.potentials.pairs.base import PairPotential
+from adjsim.potentials.pairs.formula import Operand
 
 
 class ScaledPairs(BondedPotential):
@@ -94,7 +94,7 @@ class ScaledPairs(BondedPotential):
                 f"index names atom {self._most} and the potential has species of "
                 f"{len(pair.species)} atoms."
             )
-        for name in self._operand_names():
+        for name in pair.operand_names():
             value = pair.pair_table(name)
             if value.numel() == 1:
                 continue
@@ -125,7 +125,7 @@ class ScaledPairs(BondedPotential):
             refuse_other_boxes([pair, self])
         entries: dict[int, Tensor] = {}
         operands = self.operands._modules
-        for name in self._operand_names():
+        for name in pair.operand_names():
             found_of = (operands.get(f"{name} {key}") for key in ("i", "j", "ij"))
             known: list[Any] = [selection for selection in found_of if selection is not None]
             value: Tensor = getattr(pair, name)
@@ -145,23 +145,16 @@ class ScaledPairs(BondedPotential):
                         "it: make it again."
                     )
 
-    def _operand_names(self) -> list[str]:
-        return [
-            name
-            for name, x in own_tensors(self.potential).items()
-            if x.is_floating_point() and name not in ("box", "species")
-        ]
-
     def _of_pairs(self) -> PairPotential:
         """Return the potential with the operands of the listed pairs."""
-        values: dict[str, Tensor] = {}
-        for name in self._operand_names():
+        values: dict[str, Operand] = {}
+        for name in self.potential.operand_names():
             value = self.potential.pair_table(name)
             if value.numel() == 1:
                 values[name] = value.reshape(())
             elif value.ndim == 1:
-                values[name] = self.operands[f"{name} i"](value)
-                values[f"{name} of the other"] = self.operands[f"{name} j"](value)
+                first, second = (self.operands[f"{name} {end}"] for end in "ij")
+                values[name] = first(value), second(value)
             else:
                 values[name] = self.operands[f"{name} ij"](value.flatten())
         return self.potential.with_operands(values)

@@ -1,8 +1,9 @@
 """Pair potentials, written as a function of the squared distance.
 
-On the CPU the pair operator evaluates them (:mod:`adjsim.potentials.pairs.operator`). Torch
-operations evaluate what the operator does not, over the pairs of a neighbour list
-(:mod:`adjsim.potentials.pairs.listed`) or over all pairs (:mod:`adjsim.potentials.pairs.dense`).
+On the CPU kernels evaluate them (:mod:`adjsim.potentials.pairs.operator`). Where there are none,
+torch operations do, over the pairs of a neighbour list (:mod:`adjsim.potentials.pairs.listed`) or
+over all pairs (:mod:`adjsim.potentials.pairs.dense`).
+:mod:`adjsim.potentials.pairs.evaluators` chooses among the three.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from adjsim.core.refusal import Refusal
+from adjsim.core.reading import read
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import terms_of
-from adjsim.potentials.pairs import dense, kernel_sums, listed
+from adjsim.potentials.pairs.evaluators import evaluator_of
 from adjsim.potentials.pairs.formula import PairFormula
-from adjsim.potentials.pairs.operator import PairOperator
 from adjsim.potentials.products import Pullback
 
 
@@ -55,30 +55,15 @@ class PairPotential(PairFormula, Potential):
     """
 
     def forward(self, position: Positions) -> Energies:
-        operator = PairOperator.of(self, position)
-        if isinstance(operator, PairOperator):
-            return kernel_sums.energy(operator, position)
-        if listed.applies(self, position, "truncated_energy"):
-            return listed.energy(self, position)
-        return dense.energy(self, position)
+        return evaluator_of(self, position).energy(self, position)
 
     def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
-        operator = PairOperator.of(self, position)
-        if isinstance(operator, PairOperator):
-            return kernel_sums.force(operator, position, rounding)
-        if listed.applies(self, position, "truncated_slope"):
-            return listed.force(self, position, rounding)
-        return dense.force(self, position, rounding)
+        return evaluator_of(self, position).force(self, position, rounding)
 
     def force_vjp(
         self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
-        operator = PairOperator.of(self, position)
-        if isinstance(operator, PairOperator):
-            return kernel_sums.force_vjp(operator, position, parameters, rounding)
-        if listed.applies(self, position, "truncated_slope", "truncated_curvature"):
-            return listed.force_vjp(self, position, parameters, rounding)
-        return dense.force_vjp(self, position, rounding)
+        return evaluator_of(self, position).force_vjp(self, position, parameters, rounding)
 
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``.
@@ -86,17 +71,12 @@ class PairPotential(PairFormula, Potential):
         F_ij is the force on i from j. In a periodic box this is minus the derivative of the energy
         with respect to the strain of the box.
         """
-        if listed.applies(self, position, "truncated_slope"):
-            return listed.virial(self, position)
-        return dense.virial(self, position)
+        return evaluator_of(self, position).virial(self, position)
 
     def path(self, position: Positions) -> str:
         """Say how pairs are evaluated for such positions, and why not by the operator."""
-        operator = PairOperator.of(self, position)
-        if isinstance(operator, Refusal):
-            near = listed.applies(self, position, "truncated_slope")
-            return f"{'neighbour list' if near else 'all pairs'}, by torch: {operator.reason}"
-        return "all pairs" if operator.form.spec.skin is None else "neighbour list"
+        pair = read(self)
+        return evaluator_of(pair, position).path(pair, position)
 
 
 def pair_paths(potential: nn.Module, position: Positions) -> dict[str, str]:

@@ -11,7 +11,18 @@ from adjsim.core.layout import is_tracing
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import in_transform
 from adjsim.potentials.pairs.formula import PairFormula
-from adjsim.potentials.pairs.kernels.kernel import ATOM, TABLE
+from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
+
+
+def recording() -> tuple[bool, ...]:
+    """Return which of torch's ways to record or to transform operations are active."""
+    return (
+        is_tracing(),
+        in_transform(),
+        torch.compiler.is_compiling(),
+        torch.jit.is_tracing(),
+        forward_ad._current_level >= 0,
+    )
 
 
 def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
@@ -44,6 +55,11 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
     if pair.box is not None and pair.box.ndim == 2 and pair.cutoff is None:
         return Refusal("a tilted box without a cutoff needs a search for the nearest image")
     return None
+
+
+def kind_of(operand: Tensor) -> str:
+    """Return the kind of an operand: a number, one for each atom, or a table by species."""
+    return NUMBER if operand.numel() == 1 else ATOM if operand.ndim == 1 else TABLE
 
 
 def misshapen(

@@ -1,31 +1,23 @@
-"""What the operator of a pair potential has in common for all values of its tensors.
-
-The form is found once for each copy that a reading makes, and so once a run.
-"""
+"""What the operator of a pair potential has in common for all values of its tensors."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
-from operator import is_not
-from threading import Lock
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjsim.core.cache_key import UninspectableError, cache_key
-from adjsim.core.derived import MADE, Made, own_tensors
+from adjsim.core.derived import own_tensors
 from adjsim.core.refusal import Refusal
-from adjsim.potentials.pairs.conditions import misshapen, skin_of
+from adjsim.potentials.pairs.conditions import kind_of, misshapen, skin_of
 from adjsim.potentials.pairs.formula import PairFormula
 from adjsim.potentials.pairs.kernels.kernel import (
-    ATOM,
     FORCE,
     NO_BOX,
-    NUMBER,
     ORTHOGONAL,
-    TABLE,
     TILTED,
     Kernel,
     KernelSpec,
@@ -33,10 +25,6 @@ from adjsim.potentials.pairs.kernels.kernel import (
 
 # Kernels of a potential by mode, rounding and gradients, or the reason why there is none.
 Kernels = dict[tuple[str, bool, tuple[int, ...]], Kernel | Refusal]
-# Those of formulas and the layout of a force, shared by potentials of one class.
-_cache: OrderedDict[Any, Kernels] = OrderedDict()
-_lock = Lock()
-CAPACITY = 256
 
 
 @dataclass(frozen=True)
@@ -57,35 +45,16 @@ class PairForm:
 
 
 def form_of(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
-    """Return the form for positions of a shape and type, or the reason why there is none.
-
-    A copy that a reading has made keeps its forms, as long as its own code sets no attribute, which
-    a formula may read.
-    """
-    made: Made | None = vars(pair).get(MADE)
-    if made is None:
-        return _form(pair, position)
-    place = (position.shape[-2:], position.dtype, torch.get_default_dtype())
-    attributes = list(vars(pair).values())
-    known = made.forms.get(place)
-    if known is None or len(known[0]) != len(attributes) or any(map(is_not, known[0], attributes)):
-        known = made.forms[place] = attributes, _form(pair, position)
-    return known[1]
-
-
-def _form(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
+    """Return the form for positions of a shape and type, or the reason why there is none."""
     try:
         key = formula_key(pair)
     except UninspectableError as error:
         return Refusal(str(error))
     atoms, dim = position.shape[-2:]
     operands: dict[str, tuple[str, Tensor]] = {}
-    for name, value in own_tensors(pair).items():
-        if name in ("box", "species") or not value.is_floating_point():
-            continue
+    for name in pair.operand_names():
         value = operand_of(pair, name, position)
-        kind = NUMBER if value.numel() == 1 else ATOM if value.ndim == 1 else TABLE
-        operands[name] = (kind, value)
+        operands[name] = (kind_of(value), value)
     reason = misshapen(pair.species, atoms, operands)
     if reason is not None:
         return reason
@@ -108,13 +77,13 @@ def _form(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
     shapes = tuple(
         (name, x.shape, x.dtype) for name, x in own_tensors(pair).items() if name != "exclusions"
     )
-    place = (key, shapes, spec)
-    with _lock:
-        kernels = _cache.setdefault(place, Kernels())
-        _cache.move_to_end(place)
-        if len(_cache) > CAPACITY:
-            _cache.popitem(last=False)
-    return PairForm(tuple(operands), spec, key, kernels)
+    return PairForm(tuple(operands), spec, key, _kernels_of(key, shapes, spec))
+
+
+@lru_cache(maxsize=256)
+def _kernels_of(key: Any, shapes: Any, spec: KernelSpec) -> Kernels:
+    """Return the kernels of formulas and the layout of a force, which a class shares."""
+    return {}
 
 
 def operand_of(pair: PairFormula, name: str, position: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ from adjsim.potentials.products import derivative
 SHIFTED = Shifted()
 
 F = TypeVar("F", bound="PairFormula")
+# A number of each pair, or one of its first atom and one of its second atom.
+Operand = Tensor | tuple[Tensor, Tensor]
 
 
 class PairFormula(Declaring, Periodic):
@@ -34,7 +36,7 @@ class PairFormula(Declaring, Periodic):
     box: Tensor | None
     species: Tensor | None
     exclusions: Tensor | None
-    _operands: Mapping[str, Tensor] | None = None
+    _operands: Mapping[str, Operand] | None = None
     _tables: tuple[str, ...] = ()
 
     shapes_of_declared = "a number or ``(atoms, atoms)``, symmetric"
@@ -66,7 +68,7 @@ class PairFormula(Declaring, Periodic):
             pairs = None if exclusions is None else checked_exclusions(exclusions)
             self.register_buffer("exclusions", pairs)
         for name, value in numbers.items():
-            self.register_pair_parameter(name, value, **self.declared[name].rule)
+            self.register_pair_parameter(name, value, **self.__declared__[name].rule)
 
     def validate(self) -> None:
         """Refuse a box, a cutoff, a truncation or a skin that the constructor would refuse."""
@@ -122,7 +124,8 @@ class PairFormula(Declaring, Periodic):
         """Store a parameter of pairs: a number, or ``(atoms, atoms)`` and symmetric."""
         register(self, name, value, positive=positive, depth=depth)
         check_symmetric(name, getattr(self, name))
-        self._tables = (*self._tables, name)
+        if name not in self._tables:
+            self._tables = (*self._tables, name)
 
     def pair_table(self, name: str) -> Tensor:
         """Return a parameter of pairs: a number, or a table with a row and a column a species.
@@ -142,7 +145,8 @@ class PairFormula(Declaring, Periodic):
         The squared distance may also be a scalar, the same for all pairs.
         """
         if self._operands is not None:
-            return self._operands[name].to(s)
+            operand = self._operands[name]
+            return (operand if isinstance(operand, Tensor) else operand[0]).to(s)
         value = self.pair_table(name)
         if value.ndim == 2 and self.species is not None:
             if s.ndim and len(self.species) != s.shape[-1]:
@@ -162,22 +166,31 @@ class PairFormula(Declaring, Periodic):
         The parameter is ``(atoms,)``; the results broadcast against the squared distances.
         """
         if self._operands is not None:
-            return self._operands[name].to(s), self._operands[f"{name} of the other"].to(s)
+            first, second = self._operands[name]
+            return first.to(s), second.to(s)
         value: Tensor = getattr(self, name).to(s)
         if s.ndim and len(value) != s.shape[-1]:
             raise ValueError(f"{name} is for {len(value)} atoms and position has {s.shape[-1]}.")
         return value.unsqueeze(-1), value
 
-    def with_operands(self: F, values: Mapping[str, Tensor]) -> F:
+    def operand_names(self) -> list[str]:
+        """Return the names of the tensors that formulas read by pair: all but box and species."""
+        return [
+            name
+            for name, x in own_tensors(self).items()
+            if x.is_floating_point() and name not in ("box", "species")
+        ]
+
+    def with_operands(self: F, values: Mapping[str, Operand]) -> F:
         """Return a copy whose formulas read these values in place of its parameters.
 
         A formula may read a parameter that is one number by its attribute. Tables and numbers of
         atoms are read by :meth:`pair_parameter` and :meth:`atom_parameter` alone.
         """
         numbers = {
-            name: values[name]
+            name: value
             for name, x in own_tensors(self).items()
-            if x.numel() == 1 and name in values
+            if x.numel() == 1 and isinstance(value := values.get(name), Tensor)
         }
         twin = replaced(self, numbers)
         twin._operands = values

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from adjsim.core.parameters import register
-from adjsim.core.typing import Array, Number
+from adjsim.core.declared import declared
 from adjsim.potentials.pairs.base import PairPotential
-from adjsim.potentials.pairs.formula import SHIFTED, check_symmetric
-from adjsim.potentials.pairs.truncation import Truncation
 
 
 class LennardJones(PairPotential):
     """The Lennard-Jones potential, ``U = sum over i<j of 4 epsilon ((sigma/r)^12 - (sigma/r)^6)``.
 
     Args:
-        epsilon: depth of the well, energy; a scalar or ``(atoms, atoms)``, symmetric.
-        sigma: distance where the energy is zero, length; likewise. The minimum is at 2^(1/6) sigma.
+        {parameters}
         cutoff: pairs beyond this distance are left out. None: all pairs.
         truncation: how the energy ends at the cutoff, see
             :class:`~adjsim.potentials.PairPotential`. By default it is shifted to zero, and the
@@ -31,33 +27,15 @@ class LennardJones(PairPotential):
             number per atom or species, with a mixing rule, see :class:`LennardJonesMixture`.
     """
 
-    epsilon: Tensor
-    sigma: Tensor
+    epsilon: Tensor = declared("depth of the well, energy", 1.0, depth=True)
+    sigma: Tensor = declared(
+        "distance where the energy is zero, length, 2^(-1/6) of the distance of the minimum",
+        1.0,
+        positive=True,
+    )
 
+    # Of the class, since a reading takes longer with attributes of a module that may hold others.
     _tables = ("epsilon", "sigma")
-
-    def __init__(
-        self,
-        epsilon: Number = 1.0,
-        sigma: Number = 1.0,
-        *,
-        cutoff: float | None = None,
-        box: Array | None = None,
-        truncation: Truncation = SHIFTED,
-        skin: float | None = None,
-        exclusions: Array | None = None,
-    ) -> None:
-        super().__init__(
-            cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
-        )
-        register(self, "epsilon", epsilon, depth=True)
-        register(self, "sigma", sigma, positive=True)
-        self._check_parameters()
-
-    def _check_parameters(self) -> None:
-        """Refuse parameters that are not one number for each pair."""
-        check_symmetric("epsilon", self.epsilon)
-        check_symmetric("sigma", self.sigma)
 
     def pair_parameters(self, s: Tensor) -> tuple[Tensor, Tensor]:
         """Return epsilon and sigma of every pair, to broadcast against the squared distances."""

@@ -3,34 +3,27 @@
 They evaluate large systems where the pair operator cannot: on a GPU, without a compiler, and for
 formulas that are not written in C++. The sums are those of :mod:`adjsim.potentials.pairs.dense`.
 
-The list is a cache. It holds the pairs within the cutoff and a skin, without exclusions, and is
-built again once the two largest displacements since it was built sum to the skin. Of the list, the
-pairs within the cutoff alone are evaluated and summed, in ascending order. These pairs are a
-function of the position, so results are too, to the last bit, and nobody has to keep the list.
+Of the list (:mod:`adjsim.core.neighbour_list`), the pairs within the cutoff alone are evaluated and
+summed, in ascending order. These pairs are a function of the position, so results are too, to the
+last bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from adjsim.core.arguments import outside_inference_mode
 from adjsim.core.box import nearest_image
-from adjsim.core.derived import own_tensors
-from adjsim.core.layout import is_tracing
-from adjsim.core.neighbour_search import pairs_within
+from adjsim.core.neighbour_list import NearestImages
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.rounding import UNROUNDED, Rounding
-from adjsim.core.state import in_transform
 from adjsim.core.typing import Energies, Positions
-from adjsim.potentials.pairs.conditions import misshapen, skin_of
-from adjsim.potentials.pairs.formula import PairFormula
+from adjsim.potentials.pairs.conditions import kind_of, misshapen, recording, skin_of
+from adjsim.potentials.pairs.formula import Operand, PairFormula
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
 from adjsim.potentials.products import Pullback
@@ -41,48 +34,18 @@ _SAMPLE = (0.62, 0.35, 0.88, 0.47, 0.71, 0.3, 0.9, 0.55)
 _SUBSET = (4, 0, 3)
 
 
-@dataclass(frozen=True)
-class PairIndex:
-    """Pairs of different atoms of one system or several, in both orders.
-
-    Atoms are numbered one system after another. Pairs are sorted by the first atom and then by the
-    second one.
-    """
-
-    i: Tensor
-    j: Tensor
-
-
-@dataclass(frozen=True)
-class _Listed:
-    key: Any
-    exclusions: Tensor | None
-    position: Tensor
-    pairs: PairIndex
-
-
-# Lists, the newest first, up to this number and to this number of pairs, unless one has more.
-KEPT, PAIRS = 16, 2**23
-_lists: list[_Listed] = []
-_lock = Lock()
-
-
-def applies(pair: PairFormula, position: Tensor, *formulas: str) -> bool:
-    """Return whether a system is large enough for a list, and these formulas can use one.
+def applies(pair: PairFormula, position: Tensor, formula: str) -> bool:
+    """Return whether a system is large enough for a list, and this formula can use one.
 
     A list depends on the values of positions, so there is none while torch records or transforms.
     """
-    if is_tracing() or in_transform() or forward_ad._current_level >= 0:
-        return False
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if any(recording()):
         return False
     if type(position) not in (Tensor, nn.Parameter) or position.is_meta or position.numel() == 0:
         return False
     if pair.box is not None and (pair.box.requires_grad or len(pair.box) != position.shape[-1]):
         return False
-    if skin_of(pair, position) is None:
-        return False
-    return all(_is_elementwise(pair, position, formula) for formula in formulas)
+    return skin_of(pair, position) is not None and _is_elementwise(pair, position, formula)
 
 
 def energy(pair: PairFormula, position: Positions) -> Energies:
@@ -121,7 +84,7 @@ def force_vjp(
             curvature = -4 * near.pair.truncated_curvature(near.s) * dw
             along = near.checked(near.sum_rows(curvature * near.d + weight * w))
         with torch.enable_grad():
-            slope = _with_operands(pair, near.pairs, position.shape[-2]).truncated_slope(near.s)
+            slope = _with_operands(pair, near.i, near.j, position.shape[-2]).truncated_slope(near.s)
             total = (-dw * slope).sum()
         what = f"the force of {type(pair).__name__}"
         refuse_unknown(total, pair, parameters, what)
@@ -145,14 +108,15 @@ def virial(pair: PairFormula, position: Positions) -> Tensor:
 
 @dataclass(frozen=True)
 class _Geometry:
-    """The pairs within the cutoff, their differences ``(dim, pairs)`` and squared distances.
+    """The pairs i, j within the cutoff, their differences ``(dim, pairs)`` and squared ones.
 
     ``pair`` is the potential with the operands of these pairs, and ``finite`` says which systems
     have finite positions. The others have no pairs.
     """
 
     pair: PairFormula
-    pairs: PairIndex
+    i: Tensor
+    j: Tensor
     d: Tensor
     s: Tensor
     position: Tensor
@@ -161,27 +125,29 @@ class _Geometry:
     @classmethod
     def of(cls, pair: PairFormula, position: Tensor) -> _Geometry:
         assert pair.cutoff is not None
-        finite = torch.isfinite(position).flatten(-2).all(-1)
-        listed = _find(pair, position.detach(), finite)
-        d = _differences(position, listed)
+        skin, excluded = skin_of(pair, position), pair.exclusions
+        assert skin is not None
+        if excluded is not None:
+            check_exclusions(excluded, position.shape[-2])
+        i, j, _, finite = NearestImages(pair.cutoff, skin, pair.image_box, excluded).pairs(position)
+        d = _differences(position, i, j)
         if pair.image_box is not None:
             (moved,) = nearest_image([d.unsqueeze(-1)], pair.image_box.to(d), exact=False)
             d = moved.squeeze(-1)
         s = (d * d).sum(0)
         near = (s.detach() < pair.cutoff**2).nonzero().squeeze(-1)
-        pairs = PairIndex(listed.i[near], listed.j[near])
-        d, s = d.index_select(1, near), s.index_select(0, near)
-        operands = _with_operands(pair, pairs, position.shape[-2])
-        return cls(operands, pairs, d, s, position, finite)
+        i, j, d, s = i[near], j[near], d.index_select(1, near), s.index_select(0, near)
+        operands = _with_operands(pair, i, j, position.shape[-2])
+        return cls(operands, i, j, d, s, position, finite)
 
     def differences(self, x: Tensor) -> Tensor:
-        return _differences(x, self.pairs)
+        return _differences(x, self.i, self.j)
 
     def sum_rows(self, parts: Tensor) -> Tensor:
         """Sum ``(n, pairs)`` over the neighbours of each atom: ``(*batch, atoms, n)``."""
         atoms = self.position.shape[:-1]
-        counts = torch.bincount(self.pairs.i, minlength=atoms.numel())
-        rows: Tensor = _RowSum.apply(parts.T.contiguous(), self.pairs.i, counts)
+        counts = torch.bincount(self.i, minlength=atoms.numel())
+        rows: Tensor = _RowSum.apply(parts.T.contiguous(), self.i, counts)
         return rows.reshape(*atoms, parts.shape[0])
 
     def round(self, parts: Tensor, rounding: Rounding) -> Tensor:
@@ -190,7 +156,7 @@ class _Geometry:
             return parts
         spacing = rounding.spacing.reshape(-1)
         if len(spacing) > 1:
-            spacing = spacing[self.pairs.i // self.position.shape[-2]]
+            spacing = spacing[self.i // self.position.shape[-2]]
         return Rounding(spacing).round(parts)
 
     def checked(self, x: Tensor) -> Tensor:
@@ -200,10 +166,10 @@ class _Geometry:
         return x + zero.reshape(zero.shape + (1,) * (x.ndim - zero.ndim))
 
 
-def _differences(x: Tensor, pairs: PairIndex) -> Tensor:
+def _differences(x: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """Compute x_i - x_j, ``(dim, pairs)``."""
     flat = x.reshape(-1, x.shape[-1])
-    return (flat.index_select(0, pairs.i) - flat.index_select(0, pairs.j)).T
+    return (flat.index_select(0, i) - flat.index_select(0, j)).T
 
 
 class _RowSum(torch.autograd.Function):
@@ -220,93 +186,29 @@ class _RowSum(torch.autograd.Function):
         return cotangents[0].index_select(0, row), None, None
 
 
-def _find(pair: PairFormula, position: Tensor, finite: Tensor) -> PairIndex:
-    """Return pairs that contain all pairs within the cutoff."""
-    skin, box = skin_of(pair, position), pair.image_box
-    assert pair.cutoff is not None
-    assert skin is not None
-    # Systems that are not finite have no pairs, and stay where they are.
-    position = torch.where(finite[..., None, None], position, 0.0)
-    cell = None if box is None else tuple(box.flatten().tolist())
-    reach, whole = pair.cutoff + skin, tuple(finite.flatten().tolist())
-    key = (position.shape, position.dtype, position.device, reach, cell, whole)
-    excluded = pair.exclusions
-    if excluded is not None:
-        check_exclusions(excluded, position.shape[-2])
-    with _lock:
-        known = [entry for entry in _lists if entry.key == key and _excludes(entry, excluded)]
-    old: _Listed | None = None
-    for entry in known:
-        moved = (position - entry.position).norm(dim=-1)
-        largest = float(moved.topk(min(2, moved.shape[-1])).values.sum(-1).max())
-        if largest <= skin:
-            return entry.pairs
-        if largest <= 4 * skin:
-            old = entry  # The list of the same run, which it does not need again.
-    with outside_inference_mode():
-        kept = None if excluded is None else excluded.clone()
-        pairs = _search(position, finite, box, reach, excluded)
-        found = _Listed(key, kept, position.clone(), pairs)
-    with _lock:
-        _lists[:] = [found, *(entry for entry in _lists if entry is not old)][:KEPT]
-        while len(_lists) > 1 and sum(len(entry.pairs.i) for entry in _lists) > PAIRS:
-            _lists.pop()
-    return found.pairs
-
-
-def _excludes(entry: _Listed, exclusions: Tensor | None) -> bool:
-    """Return whether a list leaves out these exclusions and no others."""
-    if exclusions is None or entry.exclusions is None:
-        return exclusions is entry.exclusions
-    return torch.equal(exclusions, entry.exclusions)
-
-
-def _search(
-    position: Tensor, finite: Tensor, box: Tensor | None, reach: float, excluded: Tensor | None
-) -> PairIndex:
-    # Differences of positions far from the box are rounded.
-    rounded = 16 * torch.finfo(position.dtype).eps * float(position.nan_to_num(0, 0, 0).abs().max())
-    atoms, found = position.shape[-2], list[Tensor]()
-    systems = position.reshape(-1, *position.shape[-2:])
-    for k, (q, whole) in enumerate(zip(systems, finite.flatten().tolist(), strict=True)):
-        if whole:
-            i, j = pairs_within(q, box, reach + rounded)
-            if excluded is not None:
-                # Values that are written later need not be in order.
-                low, high = excluded.sort(-1).values.unbind(-1)
-                allowed = ~torch.isin(i * atoms + j, low * atoms + high)
-                i, j = i[allowed], j[allowed]
-            found.append(torch.stack([torch.cat([i, j]), torch.cat([j, i])]) + k * atoms)
-    i, j = torch.cat(found, 1) if found else torch.empty(2, 0, dtype=torch.int64).to(finite.device)
-    order = torch.argsort(i * systems.shape[:2].numel() + j)
-    return PairIndex(i[order], j[order])
-
-
-def _with_operands(pair: PairFormula, pairs: PairIndex, atoms: int) -> PairFormula:
+def _with_operands(pair: PairFormula, i: Tensor, j: Tensor, atoms: int) -> PairFormula:
     """Return the potential with the operands of pairs, for formulas on one axis of pairs.
 
     Raises:
         ValueError: a parameter that is not a number, of atoms or of pairs.
     """
-    values: dict[str, Tensor] = {}
-    i, j = pairs.i % atoms, pairs.j % atoms
+    values: dict[str, Operand] = {}
+    i, j = i % atoms, j % atoms
     a, b = (i, j) if pair.species is None else (pair.species[i], pair.species[j])
     given: dict[str, tuple[str, Tensor]] = {}
-    for name, registered in own_tensors(pair).items():
-        if name in ("box", "species") or not registered.is_floating_point():
-            continue
+    for name in pair.operand_names():
         value = pair.pair_table(name)
-        given[name] = (NUMBER if value.numel() == 1 else ATOM if value.ndim == 1 else TABLE), value
+        given[name] = kind_of(value), value
     reason = misshapen(pair.species, atoms, {k: x for k, x in given.items() if x[0] != NUMBER})
     if reason is not None:
         raise ValueError(reason.reason)
     for name, (kind, value) in given.items():
         if kind == ATOM:
-            values[f"{name} of the other"] = value.index_select(0, j)
-            value = value.index_select(0, i)
-        values[name] = (
-            value[a, b] if kind == TABLE else value.reshape(a.shape if kind == ATOM else ())
-        )
+            # Autograd sums the two cotangents in the order in which they are selected here.
+            second = value.index_select(0, j)
+            values[name] = value.index_select(0, i), second
+        else:
+            values[name] = value[a, b] if kind == TABLE else value.reshape(())
     return pair.with_operands(values)
 
 
@@ -322,8 +224,8 @@ def _is_elementwise(pair: PairFormula, position: Tensor, formula: str) -> bool:
     some = torch.tensor(_SUBSET, device=position.device)
 
     def evaluated(chosen: Tensor) -> Tensor:
-        few = PairIndex(torch.zeros_like(chosen), j[chosen])
-        return getattr(_with_operands(pair, few, atoms), formula)(s[chosen])
+        few = _with_operands(pair, torch.zeros_like(chosen), j[chosen], atoms)
+        return getattr(few, formula)(s[chosen])
 
     with torch.no_grad():
         try:

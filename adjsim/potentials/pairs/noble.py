@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_indices, outside_inference_mode
 from adjsim.core.derived import derived
-from adjsim.core.parameters import describe
+from adjsim.core.parameters import describe, register
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.pairs.formula import SHIFTED, check_symmetric
 from adjsim.potentials.pairs.lennard_jones import LennardJones
@@ -79,6 +79,7 @@ class LennardJonesMixture(LennardJones):
             skin=skin,
             exclusions=exclusions,
         )
+        self._check_parameters()
         self.mixing = mixing
         with outside_inference_mode():
             self.register_buffer("species", _checked_species(species, len(self.epsilon)))
@@ -104,6 +105,12 @@ class LennardJonesMixture(LennardJones):
                 )
             check_symmetric(name, value)
         return True
+
+    def register_pair_parameter(
+        self, name: str, value: Number, *, positive: bool = False, depth: bool = False
+    ) -> None:
+        """Store a number for each species, which becomes a table of pairs by the rule."""
+        register(self, name, value, positive=positive, depth=depth)
 
     def _check_parameters(self) -> None:
         if self.epsilon.ndim != 1 or self.epsilon.shape != self.sigma.shape:

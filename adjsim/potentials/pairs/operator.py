@@ -8,7 +8,7 @@ whatever its skin.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,13 +18,11 @@ from torch import Tensor
 from adjsim.compiler.values import UnprintableError
 from adjsim.core.derived import own_tensors, replaced
 from adjsim.core.layout import is_tracing
-from adjsim.core.reading import read
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, Rounding
-from adjsim.potentials.pairs.conditions import unsupported
-from adjsim.potentials.pairs.form import PairForm, form_of, formula_key, operand_of
-from adjsim.potentials.pairs.formula import PairFormula
-from adjsim.potentials.pairs.kernels.formulas import OTHER, check_elementwise, printed, trace
+from adjsim.potentials.pairs.form import PairForm, formula_key, operand_of
+from adjsim.potentials.pairs.formula import Operand, PairFormula
+from adjsim.potentials.pairs.kernels.formulas import OTHER, Slot, check_elementwise, printed, trace
 from adjsim.potentials.pairs.kernels.kernel import (
     ATOM,
     ENERGY,
@@ -53,19 +51,15 @@ class PairOperator:
     form: PairForm
 
     @classmethod
-    def of(cls, potential: PairFormula, position: Tensor) -> PairOperator | Refusal:
-        """Return the operator, or the reason why there is none."""
-        refusal = unsupported(potential, position)
-        if refusal is not None:
-            return refusal
-        pair = read(potential)
-        form = form_of(pair, position)
-        if isinstance(form, Refusal):
-            return form
-        operands = tuple(operand_of(pair, name, position) for name in form.names)
-        operator = cls(pair, operands, form)
-        found = operator._kernel(FORCE)
-        return found if isinstance(found, Refusal) else operator
+    def of(cls, pair: PairFormula, form: PairForm, position: Tensor) -> PairOperator:
+        """Return the operator, with the present values of operands."""
+        return cls(pair, tuple(operand_of(pair, name, position) for name in form.names), form)
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """The reason why there is no kernel of the force; None: there is one."""
+        found = self._kernel(FORCE)
+        return found if isinstance(found, Refusal) else None
 
     @property
     def printed(self) -> bool:
@@ -145,13 +139,8 @@ class PairOperator:
 
     def _compiled(self, spec: KernelSpec) -> Kernel:
         if not self.form.kernels:
-            kinds: dict[str, str] = {}
-            for name, kind in zip(self.form.names, spec.kinds, strict=True):
-                kinds[name] = kind
-                if kind == ATOM:
-                    kinds[f"{name} of the other"] = OTHER
             methods = ("truncated_slope", "truncated_energy", "truncated_curvature")
-            check_elementwise([self._formula(x) for x in methods], kinds, spec.dtype)
+            check_elementwise([self._formula(x) for x in methods], self._slots, spec.dtype)
         slope = self._functions(replace(spec, mode=FORCE, gradients=()))
         functions = slope if spec.mode == FORCE else self._functions(spec)
         return Kernel(spec, functions, slope)
@@ -164,36 +153,45 @@ class PairOperator:
             self.pair,
             {name: None if x is None else x.detach().to("meta") for name, x in tensors.items()},
         )
-        return lambda s, values: getattr(bare.with_operands(values), method)(s)
+
+        def formula(s: Tensor, values: Mapping[Slot, Tensor]) -> Tensor:
+            operands: dict[str, Operand] = {
+                name: (x, values[name, 1]) if (name, 1) in values else x
+                for (name, end), x in values.items()
+                if end == 0
+            }
+            return getattr(bare.with_operands(operands), method)(s)
+
+        return formula
+
+    @property
+    def _slots(self) -> dict[Slot, str]:
+        """The operands of a pair, with their kinds: two for a number of each atom."""
+        kinds: dict[Slot, str] = {}
+        for name, kind in zip(self.form.names, self.form.spec.kinds, strict=True):
+            kinds[name, 0] = kind
+            if kind == ATOM:
+                kinds[name, 1] = OTHER
+        return kinds
 
     def _functions(self, spec: KernelSpec) -> str:
         """Print the formulas that a kernel needs."""
-        names, swap = list[str](), dict[str, str]()
-        for name, kind in zip(self.form.names, spec.kinds, strict=True):
-            names.append(name)
-            if kind == ATOM:
-                names.append(f"{name} of the other")
-                swap |= {name: names[-1], names[-1]: name}
-
         slope, energy = self._formula("truncated_slope"), self._formula("truncated_energy")
         curvature = self._formula("truncated_curvature")
         formulas = {
             FORCE: [slope], PRODUCT: [slope, curvature], ENERGY: [energy], SLOPES: [],
         }[spec.mode]  # fmt: skip
         differentiated = {PRODUCT: slope, SLOPES: energy}.get(spec.mode)
-        wanted = [self.form.names[k] for k in spec.gradients]
-        graph = trace(formulas, differentiated, names, wanted, swap, spec.dtype)
+        wanted = [(self.form.names[k], 0) for k in spec.gradients]
+        graph = trace(formulas, differentiated, list(self._slots), wanted, spec.dtype)
         return printed(graph, spec.dtype)
 
     def by_torch(self, operands: Sequence[Tensor]) -> PairFormula:
         """Return the potential with these operands, for torch operations over all pairs."""
-        values: dict[str, Tensor] = {}
+        values: dict[str, Operand] = {}
         species = self.pair.species
         for name, kind, value in zip(self.form.names, self.form.spec.kinds, operands, strict=True):
             if kind == TABLE and species is not None:
                 value = value[species.unsqueeze(-1), species]
-            if kind == ATOM:
-                values[f"{name} of the other"] = value
-                value = value.unsqueeze(-1)
-            values[name] = value
+            values[name] = (value.unsqueeze(-1), value) if kind == ATOM else value
         return self.pair.with_operands(values)

@@ -21,7 +21,9 @@ from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
 
 # The number of the second atom of a pair, where that of the first is of the kind ATOM.
 OTHER = "OTHER"
-Formula = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+# An operand of a pair: its name, and 1 for the number of the second atom, 0 for any other.
+Slot = tuple[str, int]
+Formula = Callable[[Tensor, Mapping[Slot, Tensor]], Tensor]
 # Operations that return their operand.
 _COPIES = {"detach", "alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy"}
 # Operations that create a tensor of one number; None where the number is an argument.
@@ -37,7 +39,7 @@ _SIZES = (6, 11)
 
 
 def check_elementwise(
-    formulas: Sequence[Formula], kinds: Mapping[str, str], dtype: torch.dtype
+    formulas: Sequence[Formula], kinds: Mapping[Slot, str], dtype: torch.dtype
 ) -> None:
     """Refuse formulas that depend on the shape of the squared distances or of operands.
 
@@ -53,7 +55,7 @@ def check_elementwise(
         return [(size, size), *(shape[kind] for kind in kinds.values())]
 
     found = {
-        printed(_traced(formulas, None, list(kinds), (), {}, made, dtype), dtype)
+        printed(_traced(formulas, None, list(kinds), (), made, dtype), dtype)
         for made in ([(8,)] * (1 + len(kinds)), *map(shapes, _SIZES))
     }
     if len(found) > 1:
@@ -63,9 +65,8 @@ def check_elementwise(
 def trace(
     formulas: Sequence[Formula],
     differentiated: Formula | None,
-    names: Sequence[str],
-    wanted: Sequence[str],
-    swap: Mapping[str, str],
+    slots: Sequence[Slot],
+    wanted: Sequence[Slot],
     dtype: torch.dtype,
 ) -> GraphModule:
     """Trace formulas, and the derivatives of one of them.
@@ -73,50 +74,50 @@ def trace(
     Args:
         formulas: functions of the squared distance and the operands by name.
         differentiated: the formula to differentiate; None: no derivatives.
-        names: the names of the operands.
-        wanted: the operands with respect to which it is differentiated.
-        swap: for each operand of one atom of a pair, that of the other. The derivative with respect
-            to a wanted one is the sum over both atoms: that of the other one has the two exchanged.
+        slots: the operands of a pair.
+        wanted: the operands with respect to which it is differentiated. The derivative with respect
+            to a number of each atom is the sum over both: that of the second has the two exchanged.
         dtype: the type of all numbers.
 
     Raises:
         UnprintableError: a formula that is not elementwise, or depends on values.
     """
-    shapes = [(8,)] * (1 + len(names))
-    return _traced(formulas, differentiated, names, wanted, swap, shapes, dtype)
+    shapes = [(8,)] * (1 + len(slots))
+    return _traced(formulas, differentiated, slots, wanted, shapes, dtype)
 
 
 def _traced(
     formulas: Sequence[Formula],
     differentiated: Formula | None,
-    names: Sequence[str],
-    wanted: Sequence[str],
-    swap: Mapping[str, str],
+    slots: Sequence[Slot],
+    wanted: Sequence[Slot],
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype,
 ) -> GraphModule:
     # Importing the tracer takes a second, and a run by operations of torch does not need it.
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    def derivative(s: Tensor, values: dict[str, Tensor], name: str) -> Tensor:
+    def derivative(s: Tensor, values: dict[Slot, Tensor], slot: Slot) -> Tensor:
         assert differentiated is not None
         leaves = {key: x.detach().requires_grad_() for key, x in values.items()}
         with torch.enable_grad():
             total = differentiated(s, leaves).sum()
         if not total.requires_grad:
             return torch.zeros_like(s)
-        (found,) = torch.autograd.grad(total, leaves[name], allow_unused=True)
+        (found,) = torch.autograd.grad(total, leaves[slot], allow_unused=True)
         return torch.zeros_like(s) if found is None else found.expand(s.shape)
 
     def outputs(s: Tensor, *operands: Tensor) -> list[Tensor]:
-        values = dict(zip(names, operands, strict=True))
+        values = dict(zip(slots, operands, strict=True))
         with torch.no_grad():
             found = [formula(s, values) for formula in formulas]
-            for name in wanted:
-                grad = derivative(s, values, name)
-                if name in swap:
-                    other = {key: values[swap.get(key, key)] for key in values}
-                    grad = grad + derivative(s, other, swap[name])
+            for slot in wanted:
+                grad, second = derivative(s, values, slot), (slot[0], 1)
+                if second in values:
+                    exchanged = {
+                        key: values.get((key[0], 1 - key[1]), x) for key, x in values.items()
+                    }
+                    grad = grad + derivative(s, exchanged, second)
                 found.append(grad)
         for x in found:
             if x.ndim > s.ndim or torch.broadcast_shapes(x.shape, s.shape) != s.shape:
