@@ -16,8 +16,8 @@ from adjsim.adjoints.sweep.backward import run_swept
 from adjsim.adjoints.sweep.history import (
     History,
     Rewind,
+    StateRows,
     StatesRewind,
-    StoredStates,
     rounding_tolerance,
     state_entries,
     states_of,
@@ -77,21 +77,21 @@ class Checkpoints(History):
     """
 
     def __init__(self, stepper: Stepper, length: int) -> None:
-        self.stepper, self.length, self.kept = stepper, length, length
-        self.stored: dict[int, AnyState] = {}
+        self.stepper, self.length, self.block_length = stepper, length, length
+        self.checkpoints: dict[int, AnyState] = {}
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
         return {*range(0, stepper.clock.last, self.length), stepper.clock.last}
 
     def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         if step % self.length == 0 or step == self.stepper.clock.last:
-            self.stored[step] = detached(state)
+            self.checkpoints[step] = detached(state)
 
     def state(self) -> dict[str, Any]:
-        return {"stored": state_entries(self.stored)}
+        return {"checkpoints": state_entries(self.checkpoints)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.stored = states_of(state["stored"], self.stepper)
+        self.checkpoints = states_of(state["checkpoints"], self.stepper)
 
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
@@ -119,10 +119,10 @@ class Recompute(StatesRewind):
         # For the current segment: the states before each move of each of its steps.
         self.segment: list[Sequence[AnyState]] = []
         # The same of compiled loops.
-        self.states: StoredStates = {}
+        self.states: StateRows = {}
 
     def final(self) -> AnyState:
-        return self.history.stored[self.stepper.clock.last]
+        return self.history.checkpoints[self.stepper.clock.last]
 
     def before(self, step: int) -> Sequence[AnyState]:
         if not self.segment:
@@ -145,16 +145,16 @@ class Recompute(StatesRewind):
     @torch.no_grad()
     def _run_loops_again(self, start: int, runner: LoopRunner) -> None:
         end = min(start + self.history.length, self.stepper.clock.last)
-        loops = ForwardLoops(runner, None, stored=self.states)
-        state, k = self.history.stored[start], start
+        loops = ForwardLoops(runner, None, state_rows=self.states)
+        state, k = self.history.checkpoints[start], start
         for stop in (step for step in runner.stops if start < step <= end):
             state, k = loops.advance(state, k, stop)
             state, _ = self.stepper.spill(k, state)
-        self._compare(state, self.history.stored[end], start, end)
+        self._compare(state, self.history.checkpoints[end], start, end)
 
     @torch.no_grad()
     def _run_again(self, start: int, stop: int) -> None:
-        stepper, state = self.stepper, self.history.stored[start]
+        stepper, state = self.stepper, self.history.checkpoints[start]
         for k in range(start, stop):
             t, noise = stepper.clock.time_in_step(k), stepper.noise_of(k)
             *before, state = stepper.plan.intermediate_states(
@@ -162,7 +162,7 @@ class Recompute(StatesRewind):
             )
             self.segment.append(before)
             state, _ = stepper.spill(k + 1, state)
-        self._compare(state, self.history.stored[stop], start, stop)
+        self._compare(state, self.history.checkpoints[stop], start, stop)
 
     @staticmethod
     def _compare(found: AnyState, stored: AnyState, start: int, stop: int) -> None:

@@ -9,11 +9,11 @@ from adjsim.adjoints.durable.run_end import run_end
 from adjsim.adjoints.durable.saves import forward_saves
 from adjsim.adjoints.loops.forward import ForwardLoops
 from adjsim.adjoints.loops.runner import LoopRunner
+from adjsim.adjoints.sweep.all_states import AllStates
 from adjsim.adjoints.sweep.backward import run_swept
 from adjsim.adjoints.sweep.eager import EagerDriver
 from adjsim.adjoints.sweep.recorder import Recorder, Recording
 from adjsim.adjoints.sweep.stepper import prepare
-from adjsim.adjoints.sweep.stored import AllStates
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import State
 from adjsim.solvers.continuous.base import ContinuousSolver

@@ -10,7 +10,7 @@ import torch
 
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.sweep.backward import run_swept
-from adjsim.adjoints.sweep.error_growth import ErrorGrowth
+from adjsim.adjoints.sweep.error_budget import ErrorBudget
 from adjsim.adjoints.sweep.exact_inversion import Fingerprints
 from adjsim.adjoints.sweep.history import (
     History,
@@ -84,14 +84,14 @@ class ReversibleAdjoint(Adjoint):
 
     def run(self, run: Run[State], report: RunReport) -> Result[State]:
         def history(stepper: Stepper) -> History:
-            every, exact, growth = self.checkpoint_every, run.solver.exact, None
+            every, exact, budget = self.checkpoint_every, run.solver.exact, None
             if every is None and not exact:
-                growth = _growth(run, stepper.clock, self.tol)
-                every = None if growth is not None else _spacing(run, self.tol)
+                budget = _error_budget(run, stepper.clock, self.tol)
+                every = None if budget is not None else _spacing(run, self.tol)
             report.checkpoint_every, report.checkpoints = every, 0
             if exact:
                 return Fingerprints(stepper, every, run)
-            return Resets(stepper, every, self.tol, report, growth)
+            return Resets(stepper, every, self.tol, report, budget)
 
         return run_swept(run, report, history)
 
@@ -108,15 +108,15 @@ def _spacing(run: Run[State], tol: float) -> int | None:
     return None if by_friction is None else max(1, int(min(by_friction, by_rounding)))
 
 
-def _growth(run: Run[State], clock: Clock | VaryingClock, tol: float) -> ErrorGrowth | None:
-    """Make the observer of the growth of errors, where it varies along the run; else None."""
+def _error_budget(run: Run[State], clock: Clock | VaryingClock, tol: float) -> ErrorBudget | None:
+    """Make the budget of errors, where their growth varies along the run; else None."""
     with torch.no_grad():
         if run.dynamics.error_growth(float(run.times[0]), run.state) is None:
             return None
     budget, by_rounding = _budget(run, tol)
     assert isinstance(clock, Clock)
     constant = run.solver.damping(run.dynamics, run.state) * clock.dt
-    return ErrorGrowth(run.dynamics, clock, constant + budget / by_rounding, budget)
+    return ErrorBudget(run.dynamics, clock, constant + budget / by_rounding, budget)
 
 
 def _budget(run: Run[State], tol: float) -> tuple[float, float]:
@@ -134,7 +134,7 @@ class Resets(History):
         every: steps between checkpoints; None: no checkpoints.
         tol: relative error above which the sweep raises.
         report: receives the error, and what is stored.
-        growth: the growth of errors that determines the checkpoints instead of ``every``.
+        error_budget: it determines the checkpoints instead of ``every``.
     """
 
     def __init__(
@@ -143,11 +143,11 @@ class Resets(History):
         every: int | None,
         tol: float,
         report: RunReport,
-        growth: ErrorGrowth | None = None,
+        error_budget: ErrorBudget | None = None,
     ) -> None:
         self.stepper, self.every, self.tol, self.report = stepper, every, tol, report
-        self.growth = growth
-        self.stored: dict[int, AnyState] = {}
+        self.error_budget = error_budget
+        self.checkpoints: dict[int, AnyState] = {}
         # The largest entry of each field at checkpoints and save times; errors are relative to it.
         self.scale: list[torch.Tensor] = []
 
@@ -160,8 +160,8 @@ class Resets(History):
         checkpoint = step == 0 or (step < last and self._is_due(step))
         # The last state of the dynamics lacks the second copy of the state.
         if checkpoint or (step == last and self.stepper.plan.copies is not None):
-            self.stored[step] = detached(state)
-            self.report.checkpoints = len(self.stored)
+            self.checkpoints[step] = detached(state)
+            self.report.checkpoints = len(self.checkpoints)
         if checkpoint or step in self.stepper.clock.saves:
             sizes = magnitudes(state)
             self.scale = (
@@ -171,32 +171,35 @@ class Resets(History):
             )
 
     def _is_due(self, step: int) -> bool:
-        if self.growth is None:
+        if self.error_budget is None:
             return self.every is not None and step % self.every == 0
-        if not self.growth.due:
+        if not self.error_budget.due:
             return False
-        self.growth.restart()
-        known, apart = self.report.checkpoint_every, step - max(self.stored)
+        self.error_budget.restart()
+        known, apart = self.report.checkpoint_every, step - max(self.checkpoints)
         self.report.checkpoint_every = apart if known is None else min(known, apart)
         return True
 
     def state(self) -> dict[str, Any]:
         every = self.report.checkpoint_every
-        return {"stored": state_entries(self.stored), "scale": self.scale, "every": every}
+        return {"checkpoints": state_entries(self.checkpoints), "scale": self.scale, "every": every}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.stored, self.scale = states_of(state["stored"], self.stepper), state["scale"]
-        self.report.checkpoints, self.report.checkpoint_every = len(self.stored), state["every"]
+        self.checkpoints, self.scale = states_of(state["checkpoints"], self.stepper), state["scale"]
+        self.report.checkpoints, self.report.checkpoint_every = (
+            len(self.checkpoints),
+            state["every"],
+        )
 
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
         clock, copies = self.stepper.clock, self.stepper.plan.copies
         if copies is not None:
-            return FloatInversion(self, self.stored, self.stored[clock.last])
+            return FloatInversion(self, self.checkpoints, self.checkpoints[clock.last])
         saves = clock.saves
         known = {} if frames is None else {step: select(frames, i) for i, step in enumerate(saves)}
-        return FloatInversion(self, {**known, **self.stored}, final)
+        return FloatInversion(self, {**known, **self.checkpoints}, final)
 
 
 class FloatInversion(Rewind):

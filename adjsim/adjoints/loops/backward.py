@@ -174,14 +174,14 @@ class BackwardLoops:
                 coefficients = self.constants.coefficients
                 start = runner.state_before(self.constants, k, kind)
                 before = self.plan.states_before(t, start, coefficients, noise, self.forces)
-                stored = runner.saved_by(self.constants, k, kind)
+                tensors = runner.saved_by(self.constants, k, kind)
                 counted = self.report.energy_evaluations
-                saved = SavedTensors(stored)
-                with saved.hooks() if stored else nullcontext():
+                saved = SavedTensors(tensors)
+                with saved.hooks() if tensors else nullcontext():
                     self.state = self.plan.backward(
                         t, self.state, coefficients, noise, self.forces, self.sums, before
                     )
-                if stored:
+                if tensors:
                     saved.finish()
                     # The step is not run again, and that half of its evaluations does not count.
                     self.report.energy_evaluations -= (

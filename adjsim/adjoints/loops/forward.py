@@ -15,8 +15,8 @@ from adjsim.adjoints.loops.iterated import iterated_move, run_iterated
 from adjsim.adjoints.loops.loop import Loop, LoopConstants, MakeSpec
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import saving_step
-from adjsim.adjoints.sweep.error_growth import ErrorGrowth, growth_in_step
-from adjsim.adjoints.sweep.history import StoredStates
+from adjsim.adjoints.sweep.error_budget import ErrorBudget, growth_in_step
+from adjsim.adjoints.sweep.history import StateRows
 from adjsim.adjoints.sweep.recorder import Recording
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, position_of
@@ -35,14 +35,14 @@ class ForwardCarry(NamedTuple):
     Attributes:
         total: the sum of a time average; empty without one.
         force: the force that the next step begins with; empty if steps do not share forces.
-        growth: the growth of rounding errors; empty where it does not vary.
+        error_growth: the growth of rounding errors; empty where it does not vary.
         margin: the smallest distances to states that the dynamics refuses; empty without such.
         state: the fields of the state.
     """
 
     total: tuple[Tensor, ...]
     force: tuple[Tensor, ...]
-    growth: tuple[Tensor, ...]
+    error_growth: tuple[Tensor, ...]
     margin: tuple[Tensor, ...]
     state: tuple[Tensor, ...]
 
@@ -57,18 +57,19 @@ class ForwardLoops:
     Args:
         runner: runs the loops.
         recording: they add to its time average; None: it is not needed.
-        growth: they add to the growth of errors; None: it is not needed.
-        stored: receives the states before their steps; None: no states are stored.
+        error_budget: loops add the growth of errors to it; None: it is not needed.
+        state_rows: receives the states before their steps; None: no states are stored.
     """
 
     def __init__(
         self,
         runner: LoopRunner,
         recording: Recording | None,
-        growth: ErrorGrowth | None = None,
-        stored: StoredStates | None = None,
+        error_budget: ErrorBudget | None = None,
+        state_rows: StateRows | None = None,
     ) -> None:
-        self.runner, self.recording, self.growth, self.stored = runner, recording, growth, stored
+        self.runner, self.recording, self.error_budget = runner, recording, error_budget
+        self.state_rows = state_rows
         # The growth in a step, as far as it is known.
         self.pace = 0.0
         self.forces = runner.plan.forces(runner.dynamics.potential, report=runner.report)
@@ -80,7 +81,7 @@ class ForwardLoops:
 
     @property
     def divisible(self) -> bool:
-        return self.growth is None and self.stored is None
+        return self.error_budget is None and self.state_rows is None
 
     def state(self) -> dict[str, Any]:
         return {"force": self.force, "pace": self.pace, "stops": self.runner.stops}
@@ -97,39 +98,39 @@ class ForwardLoops:
             self.force = self.forces.cached(position_of(state))
         while start < stop:
             count = min(runner.length, stop - start)
-            if self.growth is not None:
-                return self._advance_within(self.growth, state, start, count)
+            if self.error_budget is not None:
+                return self._advance_within(self.error_budget, state, start, count)
             carry, rows = self._run(state, start, count)
             if _is_refused(carry) and count > 1:
                 # Half of the loop is run again, down to the step that ends in a refused state.
                 stop = start + count // 2
                 continue
-            if self.stored is not None:
-                self.stored[start] = rows
+            if self.state_rows is not None:
+                self.state_rows[start] = rows
             state, start = self._accept(carry, state, start, count)
         return state, start
 
     def _advance_within(
-        self, growth: ErrorGrowth, state: State, start: int, count: int
+        self, budget: ErrorBudget, state: State, start: int, count: int
     ) -> tuple[State, int]:
         """Run as many steps, up to ``count``, as errors may grow in; one at least.
 
         A loop in which they have grown by more is run again with fewer steps.
         """
         if self.pace > 0:
-            count = max(1, min(count, int(growth.left / self.pace)))
+            count = max(1, min(count, int(budget.left / self.pace)))
         while True:
             carry, _ = self._run(state, start, count)
-            found = growth.largest(carry.growth[0], count)
+            found = budget.largest(carry.error_growth[0], count)
             self.pace = found / count
-            if count == 1 or (found <= growth.left and not _is_refused(carry)):
+            if count == 1 or (found <= budget.left and not _is_refused(carry)):
                 break
             shorter = count // 2
-            if found > growth.left:
-                shorter = min(shorter, int(growth.left / self.pace))
+            if found > budget.left:
+                shorter = min(shorter, int(budget.left / self.pace))
             count = max(1, shorter)
         # Half of the budget is left for the next loop.
-        growth.add(carry.growth[0], start + count, growth.budget / 2)
+        budget.add(carry.error_growth[0], start + count, budget.allowed / 2)
         if start + count not in self.runner.stops:
             insort(self.runner.stops, start + count)
         return self._accept(carry, state, start, count)
@@ -142,7 +143,7 @@ class ForwardLoops:
         averaged = self.recording if runner.averages(start + 1) else None
         total = () if averaged is None else (clone(self._total(averaged, state)),)
         if iterated_move(runner) is not None:
-            stores = self.stored is not None
+            stores = self.state_rows is not None
             total, state, rows = run_iterated(runner, total, state, start, count, stores)
             return ForwardCarry(total, (), (), (), tuple(map(runner.pack, state))), rows
         carry = ForwardCarry(
@@ -153,7 +154,7 @@ class ForwardLoops:
             tuple(map(runner.pack, state)),
         )
         stores = SAVING if runner.saves_tensors else STORING
-        spec = FORWARD if self.stored is None else stores
+        spec = FORWARD if self.state_rows is None else stores
         return runner.run_loop(spec, averaged is not None, type(state), start, count, carry)
 
     def _accept(
@@ -169,7 +170,7 @@ class ForwardLoops:
 
     @torch.no_grad()
     def _no_growth(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
-        if self.growth is None:
+        if self.error_budget is None:
             return ()
         clock = self.runner.clock
         like = growth_in_step(self.runner.dynamics, clock.dt, clock.time(start), state)
@@ -236,7 +237,7 @@ class ForwardLoops:
             loop.evaluations_per_step = report.energy_evaluations
             growth = tuple(
                 clone(x + growth_in_step(runner.dynamics, runner.clock.dt, t(1.0), state))
-                for x in carry.growth
+                for x in carry.error_growth
             )
             margin = carry.margin
             if margin and (found := _margin(runner, t(1.0), state)) is not None:

@@ -48,14 +48,15 @@ class SavedTensors:
     """The saved tensors of one step, while it is traced.
 
     Args:
-        stored: in a backward loop, what the forward loop has stored; None: a forward loop.
+        saved_tensors: in a backward loop, those that the forward loop has saved; None: a forward
+            loop.
 
     Attributes:
         rows: in a forward loop, what it is to store.
     """
 
-    def __init__(self, stored: Sequence[Tensor] | None = None) -> None:
-        self.stored, self.rows = stored, list[Tensor]()
+    def __init__(self, saved_tensors: Sequence[Tensor] | None = None) -> None:
+        self.saved_tensors, self.rows = saved_tensors, list[Tensor]()
         self._numbers: dict[Node, int] = {}
         # Of each row, the tensor that it holds, the number of its changes, and its order of axes.
         self._tensors: list[Tensor] = []
@@ -68,16 +69,16 @@ class SavedTensors:
         return saved_tensors_hooks(self._save, self._restore)
 
     def finish(self) -> None:
-        """Let what is computed again in a backward step begin with the stored tensors.
+        """Replace recomputed nodes of a backward step by reads of saved tensors.
 
         Raises:
-            RuntimeError: the step has not read all that the forward step has stored.
+            RuntimeError: the step has not read all that the forward step has saved.
         """
-        stored = self.stored or ()
-        if len(self._orders) != len(stored):
+        tensors = self.saved_tensors or ()
+        if len(self._orders) != len(tensors):
             raise RuntimeError("a step saves other tensors backward than forward.")
         for node, number in self._numbers.items():
-            row, order = _node(stored[number]), self._orders[number]
+            row, order = _node(tensors[number]), self._orders[number]
             # A tensor that was changed afterwards was stored as it was then.
             if self._tensors[number]._version != self._versions[number]:
                 continue
@@ -109,9 +110,9 @@ class SavedTensors:
         order = sorted(range(x.ndim), key=lambda axis: -x.stride(axis))
         row = x.detach().permute(order)
         number = len(self._orders)
-        if self.stored is None:
+        if self.saved_tensors is None:
             self.rows.append(row)
-        elif number >= len(self.stored) or self.stored[number].shape != row.shape:
+        elif number >= len(self.saved_tensors) or self.saved_tensors[number].shape != row.shape:
             raise RuntimeError("a step saves other tensors backward than forward.")
         self._numbers[node], self._entries = number, size
         self._tensors.append(x)
@@ -128,7 +129,10 @@ class SavedTensors:
             )
         if saved.number is None:
             return saved.tensor
-        rows, order = self.rows if self.stored is None else self.stored, self._orders[saved.number]
+        rows, order = (
+            self.rows if self.saved_tensors is None else self.saved_tensors,
+            self._orders[saved.number],
+        )
         return rows[saved.number].permute([order.index(axis) for axis in range(len(order))])
 
     def _multiplications(self, node: Node) -> int:

@@ -96,7 +96,7 @@ class _SweptRun:
         ]
         self.autocast = autocast_state()
         self.runner = (
-            LoopRunner(stepper, inputs, run, report, history.kept) if run.compile else None
+            LoopRunner(stepper, inputs, run, report, history.block_length) if run.compile else None
         )
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -123,15 +123,15 @@ class _SweptRun:
     def forward(self, flat: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         run, stepper = self.run, self.stepper
         inputs, recording = self.inputs(flat), Recording(self.recorder, stepper)
-        growth, states = self.history.growth, self.history.states
+        budget = self.history.error_budget
         if self.runner is None:
             forces = stepper.plan.forces(run.dynamics.potential, report=self.report)
             driver: EagerDriver | ForwardLoops = EagerDriver(stepper, inputs, forces)
         else:
-            driver = ForwardLoops(self.runner, recording, growth, states)
+            driver = ForwardLoops(self.runner, recording, budget, self.history.state_rows)
         start = stepper.to_lattice(inputs.state)
         # The history reads the growth of the same step.
-        growing = {} if growth is None else {"growth": growth}
+        growing = {} if budget is None else {"error_budget": budget}
         observers = {"record": recording, **growing, "history": self.history}
         with forward_saves(run, self.report, stepper.clock.last, observers, driver) as saves:
             visited = list(observers.values())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.loops.runner import LoopRunner
-from adjsim.adjoints.sweep.error_growth import ErrorGrowth
+from adjsim.adjoints.sweep.error_budget import ErrorBudget
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.durable.stateful import Entries, Stateful
 from adjsim.core.state import AnyState
@@ -19,7 +19,7 @@ from adjsim.dynamics.forces import ForceEvaluator
 
 # The states before the steps of compiled loops, packed, by the first step of each loop. A loop has
 # one tensor for each field, whose first axis numbers its steps.
-StoredStates = dict[int, tuple[Tensor, ...]]
+StateRows = dict[int, tuple[Tensor, ...]]
 
 
 class Rewind(ABC):
@@ -70,16 +70,16 @@ class History(Stateful, ABC):
     It makes a :class:`Rewind` for each backward sweep.
 
     Attributes:
-        growth: observes the growth of errors, on which the stored steps depend; None where they do
-            not.
-        kept: the number of steps before which compiled loops store states at a time, for a sweep to
-            read; 0: a compiled sweep inverts steps.
-        states: receives the states before all steps of a compiled run; None: none are stored.
+        error_budget: observes the growth of errors, on which the stored steps depend; None where
+            they do not.
+        block_length: the number of steps before which compiled loops store states at a time,
+            for a sweep to read; 0: a compiled sweep inverts steps.
+        state_rows: receives the states before all steps of a compiled run; None: none are stored.
     """
 
-    growth: ErrorGrowth | None = None
-    kept: int = 0
-    states: StoredStates | None = None
+    error_budget: ErrorBudget | None = None
+    block_length: int = 0
+    state_rows: StateRows | None = None
 
     @abstractmethod
     def stops(self, stepper: Stepper) -> Iterable[int]:

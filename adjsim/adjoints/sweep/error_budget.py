@@ -1,4 +1,4 @@
-"""The growth of rounding errors in reversed steps, where it varies along a run."""
+"""The budget of rounding errors between the stored states of a reversed run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from adjsim.dynamics.buffer import Spill
 from adjsim.solvers.clock import Clock
 
 
-class ErrorGrowth:
-    """An observer of the growth of rounding errors over the steps since the last stored state.
+class ErrorBudget:
+    """An observer of how much rounding errors have grown since the last stored state.
 
     Undoing step k multiplies the rounding errors of vertex i by ``exp(dt r_ik)`` at most, so from a
     stored state a to b they grow by the exponential of the sum of ``dt r_ik``. The next state is
@@ -28,16 +28,16 @@ class ErrorGrowth:
         dynamics: the dynamics.
         clock: the times of the steps.
         constant: the growth in each step that does not vary along the run.
-        budget: the growth allowed between stored states.
+        allowed: the growth allowed between stored states.
 
     Attributes:
         ahead: the growth that is expected until the driver stops next.
     """
 
     def __init__(
-        self, dynamics: Dynamics[Any], clock: Clock, constant: float, budget: float
+        self, dynamics: Dynamics[Any], clock: Clock, constant: float, allowed: float
     ) -> None:
-        self.dynamics, self.clock, self.constant, self.budget = dynamics, clock, constant, budget
+        self.dynamics, self.clock, self.constant, self.allowed = dynamics, clock, constant, allowed
         # The sum since the last stored state, and the last step in it.
         self._since: Tensor | None = None
         self._step = 0
@@ -46,7 +46,7 @@ class ErrorGrowth:
     @property
     def left(self) -> float:
         """The growth that the budget still allows."""
-        return self.budget - (0.0 if self._since is None else float(self._since.max()))
+        return self.allowed - (0.0 if self._since is None else float(self._since.max()))
 
     @property
     def due(self) -> bool:

@@ -11,8 +11,8 @@ from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.history import (
     History,
     Rewind,
+    StateRows,
     StatesRewind,
-    StoredStates,
     rounding_tolerance,
 )
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
@@ -30,9 +30,9 @@ class AllStates(History):
     """
 
     def __init__(self, stepper: Stepper) -> None:
-        self.stepper, self.kept = stepper, stepper.clock.last
-        self._rows: StoredStates = {}
-        self.states = self._rows
+        self.stepper, self.block_length = stepper, stepper.clock.last
+        self._rows: StateRows = {}
+        self.state_rows = self._rows
         self.last: AnyState | None = None
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
@@ -65,7 +65,7 @@ class StoredRewind(StatesRewind):
         last: the last state.
     """
 
-    def __init__(self, states: StoredStates, last: AnyState) -> None:
+    def __init__(self, states: StateRows, last: AnyState) -> None:
         self.states, self.last = states, last
         self.tolerance = rounding_tolerance(last[0].dtype)
 
