@@ -257,7 +257,7 @@ class _Search:
         small = hessian.shape[0] <= min(DENSE, LOCAL)
         matrix = None if small else local_hessian(hessian)
         energy, shift = self._energy(start), 0.0
-        rounding = 1e3 * float(torch.finfo(start.dtype).eps)
+        epsilon = float(torch.finfo(start.dtype).eps)
         for _ in range(self.max_iterations):
             if matrix is None:
                 return None
@@ -266,7 +266,9 @@ class _Search:
             if factor is not None:
                 step = factor.solve(force)
                 expected = float(force @ step)
-                if expected <= rounding * abs(energy):
+                # Rounded coordinates change an energy whose minimum is zero by this.
+                coarse = scale * float((epsilon * hessian.q).square().sum())
+                if expected <= max(1e3 * epsilon * abs(energy), coarse):
                     break
                 q = hessian.q + hessian.embed(step)
                 lower = self._energy(q)
