@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from adjsim.compiler.calls import Call, Called
 from adjsim.compiler.costs import work_size
 from adjsim.compiler.graph import Lowering
-from adjsim.compiler.nest_groups import NestGroup, fuse, join, nests
+from adjsim.compiler.nest_groups import NestGroup, fuse, group_of, join
 from adjsim.compiler.nests import Task
 from adjsim.compiler.values import (
     Buffer,
@@ -118,10 +118,12 @@ class FunctionPrinter:
             # Scalars first, so that a loop that needs one can join the loop before it.
             scalars = [value for value in small if value.numel == work_size(value) == 1]
             chosen = scalars or small or self._sharing_loop(ready, tasks)
-            groups.append(nests((task for value in chosen for task in tasks[value]), self.threads))
+            groups.append(
+                group_of((task for value in chosen for task in tasks[value]), self.threads)
+            )
             done.update(chosen)
             remaining = [value for value in remaining if value not in done]
-        groups.append(nests(output_tasks, self.threads))
+        groups.append(group_of(output_tasks, self.threads))
         others = [need for value in tasks if isinstance(value, Called) for need in needs[value]]
         others += _stored_operands(result)
         join(groups, lambda x: [y.buffer for y in _stored_operands(x) if y.buffer], self.threads)

@@ -78,7 +78,9 @@ def compiled(source: str, threads: bool) -> ctypes.CDLL:
         _build(source, [*compiler, *flags], path)
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise CompilerError(f"{shlex.join(compiler)} could not be used: {error}") from error
+        raise CompilerError(
+            f"{shlex.join(compiler)} could not be run, or its library could not be loaded: {error}"
+        ) from error
 
 
 def path_of(source: str, threads: bool) -> Path:

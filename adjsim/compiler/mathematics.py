@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-# Functions that IEEE 754 does not define to the last bit.
+# Functions that IEEE 754 does not define to the last bit. Each has the same name in C and in
+# ``torch.ops.aten``, and a vectorised version in the GNU C library (VECTORISED below). A name
+# without such a version is an undefined symbol of the library of a loop, which Inductor then
+# compiles.
 FUNCTIONS = [
     "exp", "log", "sin", "cos", "tan", "tanh", "sinh", "cosh", "expm1", "log1p", "erf", "erfc",
     "atan", "asin", "acos", "asinh", "acosh", "atanh", "exp2", "log2", "log10",
 ]  # fmt: skip
 # The same, of two numbers.
-PAIRED = ["atan2", "hypot", "pow"]
+FUNCTIONS_OF_TWO = ["atan2", "hypot", "pow"]
 
 # Functions that IEEE 754 defines to the last bit, and helpers.
 HEADER = r"""#include <stdint.h>
@@ -157,7 +160,7 @@ _DECLARED = f"""
 #define TWO(x) VECTOR double x(double, double) noexcept; VECTOR float x##f(float, float) noexcept;
 extern "C" {{
 {" ".join(f"ONE({name})" for name in FUNCTIONS)}
-{" ".join(f"TWO({name})" for name in PAIRED)}
+{" ".join(f"TWO({name})" for name in FUNCTIONS_OF_TWO)}
 }}
 #undef ONE
 #undef TWO
@@ -173,7 +176,7 @@ extern "C" {{
 def _defined(without: Sequence[str]) -> str:
     """Define the functions of floats and doubles by those of C."""
     ones = (f"ONE({name})" for name in FUNCTIONS if name not in without)
-    twos = (f"TWO({name})" for name in PAIRED if name not in without)
+    twos = (f"TWO({name})" for name in FUNCTIONS_OF_TWO if name not in without)
     # A literal exponent is a double.
     mixed = "inline double pow(float a, double b) { return ::pow(a, b); }"
     return "\n".join([" ".join(ones), " ".join(twos), mixed])

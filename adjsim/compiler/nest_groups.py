@@ -40,8 +40,8 @@ class NestGroup:
             yield from nest.lines()
 
 
-def nests(tasks: Iterable[Task], threads: int) -> NestGroup:
-    """Make the group of tasks that do not depend on each other."""
+def group_of(tasks: Iterable[Task], threads: int) -> NestGroup:
+    """Make the group of tasks that do not depend on each other, one nest for each space."""
     groups: dict[Space, list[Task]] = {}
     for task in tasks:
         groups.setdefault(task.space, []).append(task)
@@ -86,7 +86,7 @@ def _computes_operands(nest: Nest, task: Task) -> bool:
 
     The task must read these values element by element, and the innermost loop must stay the same.
     """
-    if nest.inner or not nest.outer or task.buffer.variable:
+    if nest.summed_loops or not nest.kept_loops or task.buffer.variable:
         return False
     alone = Nest(*task.space, [task], nest.threads)
     own = {x.buffer.name: x for x in nest.tasks}
@@ -95,7 +95,7 @@ def _computes_operands(nest: Nest, task: Task) -> bool:
         isinstance(x.value, StoredExpression)
         and x.buffer is buffer
         and buffer.dtype.is_floating_point
-        and at == x.target(x.index(nest.outer, nest.inner))
+        and at == x.target(x.index(nest.kept_loops, nest.summed_loops))
         for x, buffer, at in reads
     )
 
@@ -142,9 +142,9 @@ def _fused(task: Task) -> bool:
 
 def _reads_once(nest: Nest, task: Task) -> bool:
     """Whether a nest without sums reads each element of a value of floating point once."""
-    if not isinstance(task.value, StoredExpression) or task.buffer.variable or nest.inner:
+    if not isinstance(task.value, StoredExpression) or task.buffer.variable or nest.summed_loops:
         return False
-    place = task.target(task.index(nest.outer, nest.inner))
+    place = task.target(task.index(nest.kept_loops, nest.summed_loops))
     return task.buffer.dtype.is_floating_point and all(
         buffer is task.buffer and at == place
         for buffer, at in nest.body.reads

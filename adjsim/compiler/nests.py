@@ -42,7 +42,7 @@ class Task:
         value: the value whose elements are written to the buffer, or summed into it.
         axes: the axes of the value that are summed.
         begin: the index in the buffer at which a part of a concatenated buffer begins.
-        lanes: the number of partial sums, 1 or LANES; None: as the loop likes.
+        lanes: the number of partial sums, 1 or LANES; None: the nest chooses it.
     """
 
     buffer: Buffer
@@ -111,20 +111,29 @@ class Nest:
         kept, summed: the lengths of the axes.
         tasks: the tasks.
         threads: the number of threads that share a large nest.
+
+    Attributes:
+        kept_loops, summed_loops: the variables of the loops over the kept and the summed axes. Any
+            of them may be the innermost.
+        length: the lengths of these loops.
+        body: the statements that compute the elements.
+        results: for each task, the expression of an element and its offset in the buffer.
     """
 
     def __init__(
         self, kept: tuple[int, ...], summed: tuple[int, ...], tasks: list[Task], threads: int
     ) -> None:
         self.tasks, self.threads = tasks, threads
-        self.outer = [f"i{n}" for n in range(len(kept))]
-        self.inner = [f"j{n}" for n in range(len(summed))]
-        self.length = dict(zip([*self.outer, *self.inner], [*kept, *summed], strict=True))
+        self.kept_loops = [f"i{n}" for n in range(len(kept))]
+        self.summed_loops = [f"j{n}" for n in range(len(summed))]
+        self.length = dict(
+            zip([*self.kept_loops, *self.summed_loops], [*kept, *summed], strict=True)
+        )
         own = {task.value.value for task in tasks if isinstance(task.value, StoredExpression)}
         self.body = Body("v", own)
         self.results = []
         for task in tasks:
-            index = task.index(self.outer, self.inner)
+            index = task.index(self.kept_loops, self.summed_loops)
             self.results.append((task, task.value.load(self.body, index), task.target(index)))
 
     def lines(self) -> list[str]:
@@ -132,9 +141,9 @@ class Nest:
         if not self.length:
             return self._single()
         name, limit = self.innermost
-        if name in self.inner:
+        if name in self.summed_loops:
             lines = self._rows(name, limit)
-        elif self.inner:
+        elif self.summed_loops:
             lines = self._blocks(name, limit)
         else:
             lines = self._elements(name, limit)
@@ -214,7 +223,7 @@ class Nest:
         return []
 
     def _elements(self, innermost: str, limit: int) -> list[str]:
-        others = [name for name in self.outer if name != innermost]
+        others = [name for name in self.kept_loops if name != innermost]
         lines = self._parallel_pragma(others) + [self._head(name) for name in others]
         lines += [
             "#pragma omp simd",
@@ -226,7 +235,9 @@ class Nest:
 
     def _rows(self, innermost: str, limit: int) -> list[str]:
         """Print sums along rows, a vector of terms at a time."""
-        lines = self._parallel_pragma(self.outer) + [self._head(name) for name in self.outer]
+        lines = self._parallel_pragma(self.kept_loops) + [
+            self._head(name) for name in self.kept_loops
+        ]
         length, whole = self.length[innermost], limit % LANES == 0
         sums = self._sums(LANES if length > LANES else 1)
         for total, kind, lanes in sums:
@@ -264,12 +275,12 @@ class Nest:
         for (total, _, lanes), (task, _, at) in zip(sums, self.results, strict=True):
             name = task.buffer.name if task.buffer.variable else f"{task.buffer.name}[{at}]"
             lines.append(f"{name} = {_total(total, lanes)};")
-        return lines + ["}"] * len(self.outer)
+        return lines + ["}"] * len(self.kept_loops)
 
     def _blocks(self, innermost: str, limit: int) -> list[str]:
         """Print sums for neighbouring elements, a block of elements at a time."""
-        others = [name for name in self.outer if name != innermost]
-        (summed,) = self.inner
+        others = [name for name in self.kept_loops if name != innermost]
+        (summed,) = self.summed_loops
         block = min(BLOCK, limit)
         whole = limit % block == 0
         end = str(block) if whole else f"{limit} - b < {block} ? {limit} - b : {block}"

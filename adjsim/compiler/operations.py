@@ -1,4 +1,9 @@
-"""The C++ expressions of the operations of a traced graph.
+"""The C++ expressions of the elementwise operations of a traced graph.
+
+The tables at the end have a line for each operation whose arguments are all operands. Operations
+with options (``alpha``, ``rounding_mode``, a bound that may be absent) are in
+:mod:`adjsim.compiler.pointwise`, and those that a trace replaces by others in
+:mod:`adjsim.compiler.decompositions`.
 
 Arithmetic follows IEEE 754 in the order of the traced operations, so results agree bit for bit.
 The exceptions are the order of sums, the last bits of functions such as exp and of higher powers,
@@ -13,7 +18,7 @@ from typing import Any
 
 import torch
 
-from adjsim.compiler.mathematics import FUNCTIONS, PAIRED
+from adjsim.compiler.mathematics import FUNCTIONS, FUNCTIONS_OF_TWO
 from adjsim.compiler.values import TYPES, UnprintableError
 
 Printer = Callable[..., str]
@@ -70,7 +75,11 @@ def _product(x: str, exponent: int) -> str:
     return square if exponent % 2 == 0 else f"{square} * {x}"
 
 
-# From printed operands to a printed result of the common type.
+# Each printer takes the expressions of the operands, names of variables or literals, which need no
+# parentheses. Its result is converted to the dtype of the operation.
+#
+# Operations that IEEE 754 defines to the last bit, or that choose between their operands. They are
+# computed in the dtype of their result.
 EXACT: dict[str, Printer] = {
     "mul": lambda x, y: f"{x} * {y}",
     "neg": lambda x: f"-{x}",
@@ -91,6 +100,7 @@ EXACT: dict[str, Printer] = {
     "relu": lambda x: f"{x} < 0 ? 0 : {x}",
     "sigmoid_backward": lambda g, y: f"{g} * (1 - {y}) * {y}",
 }
+# Operations that are computed in the common dtype of their operands, and whose result is bool.
 LOGICAL: dict[str, Printer] = {
     "eq": lambda x, y: f"{x} == {y}",
     "ne": lambda x, y: f"{x} != {y}",
@@ -102,14 +112,19 @@ LOGICAL: dict[str, Printer] = {
     "logical_or": lambda x, y: f"{x} || {y}",
     "logical_not": lambda x: f"!{x}",
 }
+# Operations of integers and of bool.
 BITWISE: dict[str, Printer] = {
     "bitwise_and": lambda x, y: f"{x} & {y}",
     "bitwise_or": lambda x, y: f"{x} | {y}",
     "bitwise_xor": lambda x, y: f"{x} ^ {y}",
     "bitwise_not": lambda x: f"inverted({x})",
 }
+# Operations that call functions whose last bits may differ from those of torch.
 TRANSCENDENTAL: dict[str, Printer] = {
     **{name: (lambda x, function=name: f"math::{function}({x})") for name in FUNCTIONS},
     "sigmoid": lambda x: f"1 / (1 + math::exp(-{x}))",
-    **{name: (lambda x, y, function=name: f"math::{function}({x}, {y})") for name in PAIRED},
+    **{
+        name: (lambda x, y, function=name: f"math::{function}({x}, {y})")
+        for name in FUNCTIONS_OF_TWO
+    },
 }

@@ -19,8 +19,7 @@ from adjsim.adjoints.loops import compilation as loops
 from adjsim.adjoints.loops.compilation import LoopSpec, compile_loop
 from adjsim.compiler import library
 from adjsim.compiler.invariants import transposed
-from adjsim.compiler.mathematics import TANH
-from adjsim.compiler.operations import FUNCTIONS
+from adjsim.compiler.mathematics import FUNCTIONS, TANH
 from adjsim.compiler.rows import RowMemory
 from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
 from adjsim.compiler.values import UnprintableError
@@ -82,6 +81,9 @@ ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "extremes": lambda x, y: torch.maximum(x, y) - torch.minimum(x, 0.1 * y),
     "limits": lambda x, y: x.clamp(-0.5, 0.5) + y.clamp(min=0) + y.clamp(max=1),
+    "limits of tensors": lambda x, y: (
+        x.clamp(-y.abs(), y[..., :1].abs()) + x.clamp(min=y) + y.clamp(max=x[..., :1])
+    ),
     "signs": lambda x, y: x.sign() * y.abs() + torch.relu(x),
     "counting": lambda x, y: (
         x + torch.arange(x.shape[-1], dtype=x.dtype) + torch.arange(1, 2 * x.shape[-1], 2).to(x)

@@ -133,7 +133,7 @@ class BackwardLoops:
 
     @staticmethod
     def spec(
-        runner: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
+        runner: LoopRunner, averaging: bool, state_class: type[AnyState], loop: Loop
     ) -> LoopSpec[LoopConstants, BackwardCarry]:
         """Specify an iteration: step k up to its last position move, and the rest of step k - 1.
 
@@ -152,7 +152,7 @@ class BackwardLoops:
 
             def __init__(self, constants: LoopConstants, carry: BackwardCarry) -> None:
                 self.constants, self.report = constants, RunReport()
-                self.state = kind._make(map(runner.unpack, carry.state))
+                self.state = state_class._make(map(runner.unpack, carry.state))
                 trainable = runner.reading.trainable(constants.parameters)
                 fields = {name: runner.unpack(x) for name, x in carry.cotangents.items()}
                 self.sums = Cotangents(fields, trainable, carry.coefficients, carry.parameters)
@@ -172,9 +172,9 @@ class BackwardLoops:
                 """Run the backward pass over step number k, from the stored state before it."""
                 t, noise = runner.time(self.constants, k), runner.noise_of(self.constants, k)
                 coefficients = self.constants.coefficients
-                start = runner.state_before(self.constants, k, kind)
+                start = runner.state_before(self.constants, k, state_class)
                 before = self.plan.states_before(t, start, coefficients, noise, self.forces)
-                tensors = runner.saved_by(self.constants, k, kind)
+                tensors = runner.saved_by(self.constants, k, state_class)
                 counted = self.report.energy_evaluations
                 saved = SavedTensors(tensors)
                 with saved.hooks() if tensors else nullcontext():
@@ -202,7 +202,7 @@ class BackwardLoops:
                     before = self._before(
                         i, lambda share: time(share).maximum(first).minimum(last), noise, sums
                     )
-                    self.state = kind._make(
+                    self.state = state_class._make(
                         new if new is old else torch.where(absent, old, new)
                         for old, new in zip(self.state, before, strict=True)
                     )

@@ -88,7 +88,9 @@ class LoopCheck:
                 f"compile=True: {what} differs by {max(found):.1e} from the same step without "
                 "compilation. The potential, the dynamics or the record computes something else "
                 "while it is traced, such as a branch on torch.compiler.is_compiling() or on the "
-                "class of a tensor. Make it a function of its arguments, or leave compile=True out."
+                "class of a tensor. Make it a function of its arguments, or leave compile=True "
+                "out. If it is a function of its arguments, adjsim compiles one of its operations "
+                "wrongly; please report it."
             )
         self.loop.rounding = [MARGIN * x for x in found]
 

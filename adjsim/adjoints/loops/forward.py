@@ -195,7 +195,7 @@ class ForwardLoops:
         take_step: TakeStep,
         runner: LoopRunner,
         averaging: bool,
-        kind: type[AnyState],
+        state_class: type[AnyState],
         loop: Loop,
     ) -> LoopSpec[LoopConstants, ForwardCarry]:
         """Specify an iteration: one step.
@@ -208,7 +208,7 @@ class ForwardLoops:
             k = torch.zeros_like(constants.steps)
             if runner.exact and carry.force:
                 report = RunReport()
-                position = position_of(kind._make(map(runner.unpack, carry.state)))
+                position = position_of(state_class._make(map(runner.unpack, carry.state)))
                 plan = runner.plan.with_spacings(constants.spacings)
                 forces = plan.forces(runner.dynamics.potential, report=report)
                 force = forces.force(position, runner.time(constants, k)(0.0))
@@ -223,7 +223,7 @@ class ForwardLoops:
             constants: LoopConstants, k: Tensor, carry: ForwardCarry
         ) -> tuple[Tensor, ForwardCarry, Sequence[Tensor]]:
             report, t = RunReport(), runner.time(constants, k)
-            state = kind._make(map(runner.unpack, carry.state))
+            state = state_class._make(map(runner.unpack, carry.state))
             known = (position_of(state), runner.unpack(carry.force[0])) if carry.force else None
             plan = runner.plan.with_spacings(constants.spacings)
             forces = plan.forces(runner.dynamics.potential, known=known, report=report)

@@ -110,7 +110,7 @@ def _step(runner: LoopRunner, state: AnyState, number: int) -> AnyState:
 
 
 def _spec(
-    stores: bool, runner: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
+    stores: bool, runner: LoopRunner, averaging: bool, state_class: type[AnyState], loop: Loop
 ) -> LoopSpec[LoopConstants, IteratedCarry]:
     """Specify an iteration: one of Newton's method."""
     move = iterated_move(runner)
@@ -126,7 +126,7 @@ def _spec(
     def body(
         constants: LoopConstants, k: Tensor, carry: IteratedCarry
     ) -> tuple[Tensor, IteratedCarry, tuple[Tensor, ...]]:
-        state = kind._make(map(runner.unpack, carry.state))
+        state = state_class._make(map(runner.unpack, carry.state))
         now, later = runner.time(constants, k), runner.time(constants, k + 1)
         found = iterate(steps, now, later, state, carry.newton)
         loop.evaluations_per_step = 1 + carry.newton.x.shape[-1]

@@ -101,9 +101,9 @@ class LoopKind(NamedTuple):
     Attributes:
         spec: makes the specification of the loop.
         averaging: whether its steps count for a time average.
-        states: the class of the states.
+        state_class: the class of the states.
     """
 
     spec: MakeSpec
     averaging: bool
-    states: type[AnyState]
+    state_class: type[AnyState]

@@ -146,7 +146,7 @@ class LoopRunner:
         self,
         spec: MakeSpec,
         averaging: bool,
-        kind: type[AnyState],
+        state_class: type[AnyState],
         first: int,
         count: int,
         carry: Any,
@@ -158,7 +158,7 @@ class LoopRunner:
         Args:
             spec: makes the specification of the loop.
             averaging: whether its steps count for a time average.
-            kind: the class of the states.
+            state_class: the class of the states.
             first, count: the number of its first step, and the number of steps.
             carry: the initial carry.
             average: in the backward pass, the cotangent of the averaged function at each step.
@@ -170,7 +170,7 @@ class LoopRunner:
         constants = self.fixed._replace(
             steps=numbers[0], first=numbers[1], noise=noise, average=average, states=states
         )
-        which = LoopKind(spec, averaging, kind)
+        which = LoopKind(spec, averaging, state_class)
         loop = self._look_up(which, constants, carry)
         if loop not in self.used and (self.cache_key.opaque or is_due(loop)):
             loop = self._check(loop, which, constants, carry)
@@ -231,14 +231,16 @@ class LoopRunner:
         ]
         return [self.unpack(draw) for step in steps for draw in step.unbind(0)]
 
-    def state_before(self, constants: LoopConstants, k: Tensor, kind: type[State]) -> State:
+    def state_before(self, constants: LoopConstants, k: Tensor, state_class: type[State]) -> State:
         """Return the stored state before step number ``k`` of the loop."""
-        rows = constants.states[: _width(kind)]
-        return kind._make(self.unpack(_row(x, k)) for x in rows)
+        rows = constants.states[: _width(state_class)]
+        return state_class._make(self.unpack(_row(x, k)) for x in rows)
 
-    def saved_by(self, constants: LoopConstants, k: Tensor, kind: type[AnyState]) -> list[Tensor]:
+    def saved_by(
+        self, constants: LoopConstants, k: Tensor, state_class: type[AnyState]
+    ) -> list[Tensor]:
         """Return what step number ``k`` of the loop has saved besides the state before it."""
-        return [_row(x, k) for x in constants.states[_width(kind) :]]
+        return [_row(x, k) for x in constants.states[_width(state_class) :]]
 
     def _traced(self) -> LoopRunner:
         """Return a runner for one trace, with a copy of the dynamics that only the trace uses."""
@@ -323,10 +325,10 @@ class LoopRunner:
         """
         one = constants._replace(steps=torch.ones_like(constants.steps))
         # Of the stored rows, an uncompiled step reads the state alone.
-        plain = one._replace(states=one.states[: _width(kind.states)])
-        spec = kind.spec
-        traced = self._traced()
-        specification = (spec.uncompiled or spec.make)(traced, kind.averaging, kind.states, Loop())
+        plain = one._replace(states=one.states[: _width(kind.state_class)])
+        spec, traced = kind.spec, self._traced()
+        make = spec.uncompiled or spec.make
+        specification = make(traced, kind.averaging, kind.state_class, Loop())
 
         def uncompiled(carry: Any) -> list[Tensor]:
             within = traced._within(spec.differentiates, nullcontext(), plain)
@@ -358,10 +360,8 @@ class LoopRunner:
 
     def _compile(self, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
         started, loop = time.perf_counter(), Loop()
-        # For rows shorter than a vector, scalar code is faster and compiles in half the time.
-        short = self.row < VECTOR
         traced = self._traced()
-        specification = kind.spec.make(traced, kind.averaging, kind.states, loop)
+        specification = kind.spec.make(traced, kind.averaging, kind.state_class, loop)
         capture = NoCapture([*self.reading.tensors, *self.fixed.parameters], loop.constants)
         within = partial(traced._within, kind.spec.differentiates, capture)
         loop.function, loop.path = compile_loop(
@@ -370,7 +370,8 @@ class LoopRunner:
             constants,
             carry,
             exact=self.exact,
-            short=short,
+            # For these rows scalar code is faster, and compiles in half the time.
+            short=self.row < VECTOR,
             what=self._what,
             capacity=self.capacity,
         )
@@ -393,6 +394,6 @@ def _row(rows: Tensor, k: Tensor) -> Tensor:
     return rows.index_select(0, k.reshape(1)).squeeze(0)
 
 
-def _width(kind: Any) -> int:
+def _width(state_class: Any) -> int:
     """Return the number of fields of a class of states."""
-    return len(kind._fields)
+    return len(state_class._fields)

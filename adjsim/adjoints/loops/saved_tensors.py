@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 
-from adjsim.compiler.operations import FUNCTIONS
+from adjsim.compiler.mathematics import FUNCTIONS
 from adjsim.compiler.products import FEW
 from adjsim.core.state import State, detached
 from adjsim.dynamics.forces import ForceEvaluator
