@@ -237,11 +237,16 @@ class FloatInversion(Rewind):
                 if state[0].dtype == torch.float32
                 else ""
             )
+            distance = (
+                "not finite"
+                if error != error
+                else f"{error:.1e} off the state of the run (tol = {self.history.tol:g})"
+            )
             raise ReconstructionError(
                 f"reversing the steps lost the trajectory: at step {step} the recovered state is "
-                f"{error:.1e} off the state of the run (tol = {self.history.tol:g}), so the "
-                f"gradient would be wrong. {self._ways_out()}{single}. If the force is random, or "
-                "reads a value that has changed since the run, make it reproducible."
+                f"{distance}, so the gradient would be wrong. {self._ways_out()}{single}. If the "
+                "force is random, or reads a value that has changed since the run, make it "
+                "reproducible."
             )
         return true
 
@@ -250,7 +255,9 @@ class FloatInversion(Rewind):
         history = self.history
         moves = [move for _, move in history.stepper.plan.moves]
         exact = all(isinstance(move, Shear | Scale | Reflection) for move in moves)
-        fewer = "" if history.every is None else f" below {history.every}"
+        # Checkpoints may be planned further apart than the run is long.
+        every = None if history.every is None else min(history.every, history.stepper.clock.last)
+        fewer = "" if every is None else f" below {every}"
         return (
             f"{'Give the solver exact=True, pass' if exact else 'Pass'} checkpoint_every="
             f"{fewer} to ReversibleAdjoint, or use CheckpointAdjoint()"

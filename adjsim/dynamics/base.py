@@ -138,8 +138,8 @@ class Dynamics(nn.Module, Generic[State]):
     def error_growth(self, t: Any, state: State) -> Tensor | None:
         """Compute rates, beyond :meth:`damping`, at which rounding errors grow in reversed steps.
 
-        The result has one rate for each vertex, or of any other shape. None: the rates are the same
-        in all states. In a compiled loop the time is a tensor.
+        The result has one rate for each atom, or any other shape. None: the rates are the same in
+        all states. In a compiled loop the time is a tensor.
         """
         return None
 

@@ -33,7 +33,8 @@ class Term(Generic[State]):
     def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
         """Compute the amplitude of its white noise, by field.
 
-        It must not depend on the state. Without noise it is empty.
+        Without noise it is empty. SDE solvers take an amplitude that does not depend on the state;
+        a term whose amplitude depends on it sets ``no_equation``.
         """
         return {}
 

@@ -91,6 +91,14 @@ def test_growth_that_goes_unchecked_is_seen():
         gradients(make(), "BAOAB", 0.0025, 5.0, ReversibleAdjoint(checkpoint_every=10_000))
 
 
+def test_a_state_that_is_not_finite_is_named_with_checkpoints_within_the_run():
+    dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)), friction=500.0)
+    with pytest.raises(
+        ReconstructionError, match=r"is not finite, .* checkpoint_every= below 200 to"
+    ):
+        gradients(dynamics, "BAOAB", 0.01, 2.0, ReversibleAdjoint(checkpoint_every=1000))
+
+
 def test_the_error_grows_as_the_exponential_of_friction_times_time():
     """Over friction T = 4, 8, 12 on the double well: e^4 between them, to a factor of five for the
     potential's part.

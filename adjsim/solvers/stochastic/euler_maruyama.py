@@ -56,11 +56,12 @@ class EulerMaruyama(SteppingSolver):
             fits = (
                 "OverdampedLangevin and SDE"
                 if type(self) is EulerMaruyama
-                else ("OverdampedLangevin")
+                else "OverdampedLangevin"
             )
+            continuous = all(term.no_equation is None for term in dynamics.terms.values())
             raise TypeError(
-                f"{type(self).__name__} is for {fits}; "
-                f"for {type(dynamics).__name__} use a splitting or SDESolver(dt=...)."
+                f"{type(self).__name__} is for {fits}; for {type(dynamics).__name__} use a "
+                f"splitting{' or SDESolver(dt=...)' if continuous else ''}."
             )
         drift = GeneralFlow(
             ("position",), lambda c, force, q: (q + c["mobility"] * force,), None, (Force(),)
