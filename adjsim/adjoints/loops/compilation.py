@@ -138,7 +138,9 @@ def compile_loop(
                         f"compile=True: {what} has an operation that is not printed as C++ "
                         f"({reason}), so torch's Inductor compiles all {operations} of them, which "
                         "can take minutes. Write it by other operations, or leave compile=True "
-                        "out.",
+                        "out. An index x[..., atoms, :] or a slice with a step has a scatter as "
+                        "its derivative: take single entries, a reshape, or a product with a "
+                        "constant matrix instead.",
                         stacklevel=2,
                     )
                 compiled, path = (
@@ -153,7 +155,9 @@ def compile_loop(
             "on values (no float(x), x.item() or `if` on a tensor). Write them in this form, or "
             "leave compile=True out."
         )
-        raise CompileError(f"compile=True could not compile {what}: {error}\n{advice}") from error
+        raise CompileError(
+            f"compile=True could not compile {what}. {advice}\nThe error was: {error}"
+        ) from error
     if untested is not None:
         warnings.warn(untested, stacklevel=2)
 
