@@ -152,8 +152,9 @@ def compile_loop(
     except Exception as error:
         advice = untested or (
             "Potentials and records have to be torch operations whose control flow does not depend "
-            "on values (no float(x), x.item() or `if` on a tensor). Write them in this form, or "
-            "leave compile=True out."
+            "on values (no float(x), x.item() or `if` on a tensor). Constants that a function of "
+            "the library checks, such as the distances r of a distribution, have to be made before "
+            "the run, outside of the record. Write them in this form, or leave compile=True out."
         )
         raise CompileError(
             f"compile=True could not compile {what}. {advice}\nThe error was: {error}"
