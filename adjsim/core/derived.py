@@ -98,7 +98,7 @@ class derived(Generic[V]):
             return self.function(module)
         if has_values():
             return self._kept(module, sources)
-        if is_tracing() and not any(isinstance(x, FakeTensor) for x in tensors):
+        if is_tracing() and all(map(_has_numbers, tensors)):
             # A record names the user's module itself, whose tensors have values. The value is that
             # of the run's reading, for which the record receives the input of the loop.
             with outside_tracing(), torch._C.DisableTorchFunction():
@@ -141,6 +141,12 @@ def _first_sources(kind: type, name: str) -> tuple[str, ...]:
     if name not in rules:
         return (name,)
     return tuple({first for x in rules[name].sources for first in _first_sources(kind, x)})
+
+
+def _has_numbers(x: Tensor) -> bool:
+    """Return whether a tensor is neither an input of a trace nor one of a function transform."""
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return not (functorch.is_functorch_wrapped_tensor(x) or isinstance(x, FakeTensor))
 
 
 def _equal(x: Any, y: Any) -> bool:
