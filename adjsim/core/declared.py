@@ -68,7 +68,10 @@ class Declaring:
         try:
             bound = Signature(_parameters(cls)).bind(*values, **named)
         except TypeError as error:
-            raise TypeError(f"{cls.__name__}: {error}.") from None
+            names = ", ".join(cls.__declared__)
+            raise TypeError(
+                f"{cls.__name__}: {error}. Its declared parameters are {names or 'none'}."
+            ) from None
         bound.apply_defaults()
         return bound.arguments
 

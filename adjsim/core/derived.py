@@ -15,9 +15,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from adjsim.core.arguments import outside_inference_mode
-from adjsim.core.layout import is_tracing
+from adjsim.core.layout import is_tracing, outside_tracing
 from adjsim.core.state import in_transform
 
 M = TypeVar("M", bound=nn.Module)
@@ -93,8 +94,19 @@ class derived(Generic[V]):
         """Return the value that follows from the present sources."""
         sources = [getattr(module, name) for name in self.sources]
         tensors = [x for x in sources if isinstance(x, Tensor)]
-        if any(x.requires_grad for x in tensors) or not has_values():
+        if any(x.requires_grad for x in tensors):
             return self.function(module)
+        if has_values():
+            return self._kept(module, sources)
+        if is_tracing() and all(map(_has_numbers, tensors)):
+            # A record names the user's module itself, whose tensors have values. The value is that
+            # of the run's reading, for which the record receives the input of the loop.
+            with outside_tracing(), torch._C.DisableTorchFunction():
+                return self._kept(module, sources)
+        return self.function(module)
+
+    def _kept(self, module: nn.Module, sources: list[Any]) -> V:
+        """Return the value that was made from these values of the sources, or make it."""
         known = _known.setdefault(source_of(module), {})
         if self.name in known and all(map(_equal, sources, known[self.name][0])):
             return known[self.name][1]
@@ -129,6 +141,12 @@ def _first_sources(kind: type, name: str) -> tuple[str, ...]:
     if name not in rules:
         return (name,)
     return tuple({first for x in rules[name].sources for first in _first_sources(kind, x)})
+
+
+def _has_numbers(x: Tensor) -> bool:
+    """Return whether a tensor is neither an input of a trace nor one of a function transform."""
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return not (functorch.is_functorch_wrapped_tensor(x) or isinstance(x, FakeTensor))
 
 
 def _equal(x: Any, y: Any) -> bool:

@@ -131,8 +131,7 @@ class Trajectory(Generic[State]):
             backward and for adjoints that do not reconstruct, 0 where the reversal of an exact run
             was verified). With checkpoint and reversible adjoints there is ``cotangent_growth``,
             None before backward: how much the cotangents of the state grew in the sweep. Some runs
-            have
-            ``order`` (of a splitting), ``rate`` (of the coupling of reversible Runge-Kutta
+            have ``order`` (of a splitting), ``rate`` (of the coupling of reversible Runge-Kutta
             steps), ``step_times`` (of steps of varying size: the time of the start and of the end
             of each step, ``(steps + 1,)``), ``rejected`` (of adaptive steps: the number of attempts
             that were repeated with a smaller size), ``checkpoint_every`` and ``checkpoints`` (of a
@@ -227,7 +226,11 @@ def check_times(ts: Any) -> Tensor:
         )
     values = _numbers(times)
     if not all(map(math.isfinite, values)) or any(b <= a for a, b in pairwise(values)):
-        raise ValueError("ts must be finite and increase.")
+        k = next(
+            k for k, b in enumerate(values) if not math.isfinite(b) or (k and b <= values[k - 1])
+        )
+        after = f" after ts[{k - 1}] = {values[k - 1]:g}" if k else ""
+        raise ValueError(f"ts must be finite and increase; got ts[{k}] = {values[k]:g}{after}.")
     return times
 
 

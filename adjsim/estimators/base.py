@@ -294,8 +294,9 @@ def checked(values: Tensor, start: AnyState) -> Tensor:
     count = start[0].shape[0]
     if values.shape[:1] != (count,):
         raise ValueError(
-            f"the observable has shape {tuple(values.shape)}; its leading axis must be the "
-            f"{count} replicas."
+            f"the observable has shape {tuple(values.shape)}, for a chunk of {count} replicas; its "
+            f"leading axis must be the replicas: ({count}, ...). Reduce over atoms and coordinates "
+            "by their axes, such as mean((-1, -2)), and never over replicas."
         )
     return values
 

@@ -90,7 +90,8 @@ class GradientEstimate:
         if self.value.numel() != 1:
             raise ValueError(
                 "accumulate needs a scalar observable; its mean has shape "
-                f"{tuple(self.value.shape)}."
+                f"{tuple(self.value.shape)}. For a loss of it, write loss(estimate.surrogate("
+                "dynamics)).backward()."
             )
         parameters = self._parameters(module)
         for name, grad in self.grad.items():

@@ -71,6 +71,73 @@ def test_the_score_function_in_a_compiled_loop():
     same_numbers(ScoreFunction)
 
 
+def boxed_pairs(box):
+    """A potential of eight atoms in a periodic box, its dynamics, and their positions."""
+    potential = adjsim.LennardJones(sigma=parameter(1.0), cutoff=1.4, box=box)
+    dynamics = adjsim.Langevin(potential, kT=0.5, friction=1.0)
+    corners = torch.cartesian_prod(*(torch.tensor([0.0, 1.3], dtype=torch.float64),) * 3)
+    return potential, dynamics, corners
+
+
+BOXES = {
+    "rectangular": [2.9, 2.9, 2.9],
+    "tilted": [[2.9, 0.0, 0.0], [0.2, 2.9, 0.0], [0.0, 0.1, 2.9]],
+}
+
+
+@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
+def test_the_score_function_of_pairs_in_a_box(box):
+    """The checks of a box read its numbers, which a step that is traced does not have."""
+    potential, dynamics, corners = boxed_pairs(box)
+    simulation = Simulation(
+        dynamics,
+        lambda n, g: dynamics.init(corners.expand(n, 8, 3), generator=g),
+        [0.0, 0.02],
+        adjsim.BAOAB(0.002),
+    )
+    observable = TimeAverage(lambda s: potential(s.position))
+    plain, compiled = (
+        ScoreFunction()(
+            dataclasses.replace(simulation, compile=choice),
+            observable,
+            replicas=4,
+            chunks=2,
+            generator=0,
+        )
+        for choice in (False, True)
+    )
+    torch.testing.assert_close(compiled.value, plain.value, rtol=1e-10, atol=0)
+    torch.testing.assert_close(compiled.grad, plain.grad, rtol=1e-10, atol=0)
+
+
+# What a test names as a global variable.
+named: adjsim.LennardJones
+
+
+@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
+def test_a_record_that_names_a_potential_in_a_box_as_a_global_variable(box, monkeypatch):
+    potential, dynamics, corners = boxed_pairs(box)
+    monkeypatch.setitem(globals(), "named", potential)
+    start = dynamics.init(corners, generator=0)
+
+    def found(choice):
+        run = adjsim.simulate(
+            dynamics,
+            start,
+            [0.0, 0.02],
+            solver=adjsim.BAOAB(0.002),
+            adjoint=ReversibleAdjoint(),
+            record=TimeAverage(lambda s: named(s.position)),
+            generator=1,
+            compile=choice,
+        )
+        return run.record.detach(), torch.autograd.grad(run.record, potential.sigma)[0]
+
+    torch.testing.assert_close(found(True), found(False), rtol=1e-10, atol=0)
+    potential.box.mul_(1.1)
+    torch.testing.assert_close(found(True), found(False), rtol=1e-10, atol=0)
+
+
 @pytest.mark.marathon
 @pytest.mark.parametrize(
     "make",

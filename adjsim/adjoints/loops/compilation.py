@@ -138,7 +138,9 @@ def compile_loop(
                         f"compile=True: {what} has an operation that is not printed as C++ "
                         f"({reason}), so torch's Inductor compiles all {operations} of them, which "
                         "can take minutes. Write it by other operations, or leave compile=True "
-                        "out.",
+                        "out. An index x[..., atoms, :] or a slice with a step has a scatter as "
+                        "its derivative: take single entries, a reshape, or a product with a "
+                        "constant matrix instead.",
                         stacklevel=2,
                     )
                 compiled, path = (
@@ -150,10 +152,13 @@ def compile_loop(
     except Exception as error:
         advice = untested or (
             "Potentials and records have to be torch operations whose control flow does not depend "
-            "on values (no float(x), x.item() or `if` on a tensor). Write them in this form, or "
-            "leave compile=True out."
+            "on values (no float(x), x.item() or `if` on a tensor). Constants that a function of "
+            "the library checks, such as the distances r of a distribution, have to be made before "
+            "the run, outside of the record. Write them in this form, or leave compile=True out."
         )
-        raise CompileError(f"compile=True could not compile {what}: {error}\n{advice}") from error
+        raise CompileError(
+            f"compile=True could not compile {what}. {advice}\nThe error was: {error}"
+        ) from error
     if untested is not None:
         warnings.warn(untested, stacklevel=2)
 
