@@ -19,7 +19,7 @@ from weakref import ReferenceType
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_is_leaf, tree_map
 
 from adjsim.core.libraries import is_library
 
@@ -196,10 +196,11 @@ class Rebound(Generic[V]):
             x = table.get(name)
             if x is not None:
                 found.setdefault(id(x), self.tensors[number])
-        with StandIns(found):
+        stand_ins = StandIns(found)
+        with stand_ins:
             value: Any = self.function(*args)
-        # The function may return a tensor itself, which no torch function has replaced.
-        return cast(V, found.get(id(value), value))
+        # The function may return tensors themselves, which no torch function has replaced.
+        return cast(V, stand_ins.within(value))
 
 
 class StandIns(TorchFunctionMode):
@@ -210,11 +211,17 @@ class StandIns(TorchFunctionMode):
         self._tensors = tensors
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(
-            *map(self._of, args), **{name: self._of(x) for name, x in (kwargs or {}).items()}
-        )
+        named = {name: self.within(x) for name, x in (kwargs or {}).items()}
+        return func(*map(self.within, args), **named)
 
-    def _of(self, x: Any) -> Any:
+    def within(self, x: Any) -> Any:
+        """Return a value with the other tensors in place of those that it contains."""
         if isinstance(x, Tensor):
             return self._tensors.get(id(x), x)
-        return tree_map(self._of, x) if isinstance(x, list | tuple | dict) else x
+        if not isinstance(x, list | tuple | dict):
+            return x
+        if not tree_is_leaf(x):
+            return tree_map(self.within, x)
+        # A subclass of list or tuple, of which a torch function takes a list as well.
+        found = x if isinstance(x, dict) else [self.within(y) for y in x]
+        return found if any(a is not b for a, b in zip(found, x, strict=True)) else x

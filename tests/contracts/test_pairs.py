@@ -477,3 +477,19 @@ def test_a_sum_under_every_adjoint(exact, compile):
         for name, grad in expected.items():
             # Rounding of 40 steps, of forces with strong repulsions.
             torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("formula", ["kernel", "torch"])
+def test_a_position_that_is_not_finite_has_no_energy(formula, bad):
+    pair = adjsim.LennardJones(1.0, 1.0, cutoff=2.0)
+    if formula == "torch":
+        pair.inner = nn.Linear(1, 1)  # a module with tensors, for which there is no kernel
+    good, _ = square()
+    position = good.clone()
+    position[1, 1] = bad
+    assert ("by torch" in pair.path(position)) == (formula == "torch")
+    assert bool(pair(position).isnan())
+    batch = torch.stack([position, good])
+    assert pair(batch).isnan().tolist() == [True, False]
+    assert torch.equal(pair(batch)[1], pair(good))

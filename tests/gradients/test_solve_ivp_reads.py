@@ -336,3 +336,25 @@ def test_inference_mode():
     for found in inside:
         assert torch.equal(found.y, outside.y)
         assert not found.y.requires_grad
+
+
+class Rows(list):
+    """A list of the user's own class."""
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda rates: lambda t, y: [rates[0], rates[1] * y[0]],
+        lambda rates: lambda t, y: torch.stack(Rows([rates[0], rates[1] * y[0]])),
+        lambda rates: lambda t, y: torch.stack(Rows(rates)) * torch.stack([y[0] / y[0], y[0]]),
+    ],
+    ids=["returned", "computed", "declared"],
+)
+def test_declared_tensors_in_lists_have_their_gradients(fun):
+    """y0' = a, y1' = b y0 from 1 and 0: at t = 1, y1 = b (1 + a / 2)."""
+    a, b = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.7, -0.3))
+    start = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    run = adjsim.solve_ivp(fun((a, b)), (0.0, 1.0), start, params=[a, b], **TIGHT)
+    run.y[1, -1].backward()
+    torch.testing.assert_close(torch.stack([a.grad, b.grad]).tolist(), [-0.15, 1.35])

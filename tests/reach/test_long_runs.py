@@ -135,6 +135,21 @@ def test_two_losses_of_one_run_do_not_mix(tmp_path):
         torch.testing.assert_close(b, 2 * c, rtol=1e-12, atol=0.0)
 
 
+def test_a_sweep_that_is_read_keeps_the_count_of_other_sweeps(tmp_path):
+    run, dynamics = run_of(100, "exact", tmp_path)
+    parameters = list(dynamics.parameters())
+
+    def gradient(loss):
+        return torch.autograd.grad(loss, parameters, retain_graph=True)
+
+    first = gradient(run.record.sum())
+    gradient((2 * run.record).sum())
+    evaluations = run.stats["energy_evaluations"]
+    again = gradient(run.record.sum())
+    assert all(map(torch.equal, first, again))
+    assert run.stats["energy_evaluations"] == evaluations
+
+
 def test_another_run_is_named(tmp_path):
     dynamics, start, times, options = problem(20, "exact")
 

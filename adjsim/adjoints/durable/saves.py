@@ -69,7 +69,9 @@ class _Saves(ABC):
         found = self._states.load(state[0].device)
         if found is None:
             return state, step, 0
-        self.report.energy_evaluations = found["energy_evaluations"]
+        # The save may be older than other sweeps of this run.
+        known = self.report.energy_evaluations
+        self.report.energy_evaluations = max(known, found["energy_evaluations"])
         self.report.resumed_at = found["step"]
         return type(state)._make(found["state"]), found["step"], found["spilled"]
 

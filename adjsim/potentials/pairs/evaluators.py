@@ -43,9 +43,13 @@ class PairEvaluator:
 
     def energy(self, pair: PairFormula, position: Positions) -> Energies:
         if isinstance(self._form, PairForm):
-            return kernel_sums.energy(PairOperator.of(pair, self._form, position), position)
-        near = self._uses_list(pair, position, "truncated_energy")
-        return (listed if near else dense).energy(pair, position)
+            found = kernel_sums.energy(PairOperator.of(pair, self._form, position), position)
+        elif self._uses_list(pair, position, "truncated_energy"):
+            return listed.energy(pair, position)
+        else:
+            found = dense.energy(pair, position)
+        # A distance that is not a number is not below the cutoff, so its pair has no energy.
+        return found if pair.cutoff is None else found + (0.0 * position).sum((-1, -2))
 
     def force(self, pair: PairFormula, position: Positions, rounding: Rounding) -> Positions:
         if isinstance(self._form, PairForm):
