@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ Coefficients = Mapping[str, Tensor]
 Accumulate = Callable[[Tensor], None] | None
 
 
-@dataclass(frozen=True, slots=True)
-class MoveContext:
+class MoveContext(NamedTuple):
     """The context of a move: time, letter of its term, coefficients, noise, forces.
 
     The noise is a tensor of the shape of position for each draw, or None where the term draws none.
