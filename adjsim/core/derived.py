@@ -90,13 +90,19 @@ class derived(Generic[V]):
                 return cast(V, made.values[self.name])
         return self.make(module)
 
-    def make(self, module: nn.Module) -> V:
-        """Return the value that follows from the present sources."""
+    def make(self, module: nn.Module, readable: bool | None = None) -> V:
+        """Return the value that follows from the present sources.
+
+        Args:
+            module: the module.
+            readable: the result of :func:`has_values`, where it is known; it takes as long as the
+                rest.
+        """
         sources = [getattr(module, name) for name in self.sources]
         tensors = [x for x in sources if isinstance(x, Tensor)]
         if any(x.requires_grad for x in tensors):
             return self.function(module)
-        if has_values():
+        if has_values() if readable is None else readable:
             return self._kept(module, sources)
         if is_tracing() and all(map(_has_numbers, tensors)):
             # A record names the user's module itself, whose tensors have values. The value is that

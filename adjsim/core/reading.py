@@ -79,7 +79,8 @@ class Reading(Generic[M]):
     def __init__(self, module: M, box: Tensor | None = None) -> None:
         self.module, self.source = module, source_of(module)
         self._parts = list(_parts(module))
-        if has_values():
+        readable = has_values()
+        if readable:
             for _, part in self._parts:
                 check_numbers(part)
         found = [
@@ -93,7 +94,9 @@ class Reading(Generic[M]):
             found = _with_box(module, found, box)
         found += [
             (path, part, "_buffers", rule.name, x)
-            for path, part, rule, x in self._derived_values(found if box is not None else ())
+            for path, part, rule, x in self._derived_values(
+                found if box is not None else (), readable
+            )
         ]
         number_of: dict[int, int] = {}
         names: list[str] = []
@@ -133,7 +136,7 @@ class Reading(Generic[M]):
         for (_, part), given in zip(self._parts, self._states, strict=True):
             twin, state = twins[id(part)], given.copy()
             for name, value in state.items():
-                if type(value) not in PLAIN and name not in _KEPT:
+                if name not in _KEPT and type(value) not in PLAIN:
                     state[name] = rebound(value, twins)
             for name in _HOOKS:
                 if state.get(name):
@@ -292,12 +295,13 @@ class Reading(Generic[M]):
         return Rebound(function, stand_ins, tuple(places), tuple(tensors)) if places else function
 
     def _derived_values(
-        self, changed: Sequence[Any]
+        self, changed: Sequence[Any], readable: bool
     ) -> Iterator[tuple[str, nn.Module, derived[Any], Tensor]]:
         """Make the derived values, and return those that are tensors.
 
         Args:
             changed: the tensors that differ from those of the modules, as places.
+            readable: whether the values of tensors can be read.
         """
         self._values: list[tuple[nn.Module, dict[str, Any]]] = []
         for path, part in self._parts:
@@ -309,7 +313,7 @@ class Reading(Generic[M]):
             values: dict[str, Any] = {}
             self._values.append((part, values))
             for rule in rules:
-                value = rule.make(holder)
+                value = rule.make(holder, readable)
                 if isinstance(value, Tensor):
                     if not value.requires_grad:
                         yield path, part, rule, value
