@@ -160,7 +160,8 @@ def _equal(x: Any, y: Any) -> bool:
         return (
             isinstance(x, Tensor)
             and isinstance(y, Tensor)
-            and (x.dtype, x.device) == (y.dtype, y.device)
+            and x.dtype == y.dtype
+            and x.device == y.device
             and torch.equal(x, y)
         )
     return type(x) is type(y) and bool(x == y)

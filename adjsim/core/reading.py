@@ -369,8 +369,9 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         path, part = queue.pop()
         yield path, part
         for name, child in reversed(part._modules.items()):
-            script = isinstance(child, torch.jit.ScriptModule)
-            if child is not None and not script and id(child) not in seen:
+            if child is None or id(child) in seen:
+                continue
+            if not isinstance(child, torch.jit.ScriptModule):
                 seen.add(id(child))
                 queue.append((f"{path}.{name}" if path else name, child))
 

@@ -30,10 +30,8 @@ class Selection(nn.Module):
         self.count = count
         # They follow from the arguments of the potential, and are not part of its saved state.
         self.register_buffer("index", index, persistent=False)
-        self.tables: list[str] = []
-        for table in _tables(index, count):
-            self.tables.append(f"table{len(self.tables)}")
-            self.register_buffer(self.tables[-1], table, persistent=False)
+        for k, table in enumerate(_tables(index, count)):
+            self.register_buffer(f"table{k}", table, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Select ``(*batch, entries)`` from ``(*batch, count)``."""
@@ -48,7 +46,8 @@ class Selection(nn.Module):
         return _Sum.apply(x, *self._tensors())
 
     def _tensors(self) -> tuple[Tensor, ...]:
-        return self.index, *(getattr(self, name) for name in self.tables)
+        """Return the index and the tables, which are all buffers of the module."""
+        return tuple(x for x in self._buffers.values() if x is not None)
 
 
 def _sum(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:

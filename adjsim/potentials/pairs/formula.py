@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,9 +37,15 @@ class PairFormula(Declaring, Periodic):
     species: Tensor | None
     exclusions: Tensor | None
     _operands: Mapping[str, Operand] | None = None
+    # The parameters of pairs: those that are declared, and those that a constructor registers.
     _tables: tuple[str, ...] = ()
 
     shapes_of_declared = "a number or ``(atoms, atoms)``, symmetric"
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "_tables" not in vars(cls):
+            cls._tables = tuple(cls.__declared__)
 
     def __init__(
         self,

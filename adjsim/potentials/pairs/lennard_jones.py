@@ -34,9 +34,6 @@ class LennardJones(PairPotential):
         positive=True,
     )
 
-    # Of the class, since a reading takes longer with attributes of a module that may hold others.
-    _tables = ("epsilon", "sigma")
-
     def pair_parameters(self, s: Tensor) -> tuple[Tensor, Tensor]:
         """Return epsilon and sigma of every pair, to broadcast against the squared distances."""
         return self.pair_parameter("epsilon", s), self.pair_parameter("sigma", s)
