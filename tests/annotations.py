@@ -68,15 +68,16 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _results(*call: Any) -> set[Any]:
-    """The forms of results that have passed, of a function and the forms of its arguments.
+    """Return the forms of results that have passed, for a function and forms of its arguments.
 
-    A cache of functools is nothing that the library's search for changed numbers looks into.
+    They are in a cache of functools, since the library's search for changed numbers follows any
+    other container that a function reads.
     """
     return set()
 
 
 def _form(x: Any) -> Any:
-    """What of an argument a check reads."""
+    """Return the properties of an argument that a check reads."""
     if isinstance(x, Tensor) and not isinstance(x, UninitializedTensorMixin):
         return type(x), x.shape, x.dtype
     if isinstance(x, (tuple, list)):
@@ -87,7 +88,7 @@ def _form(x: Any) -> Any:
 
 
 def _returning(function: Callable[..., Any], result: Any) -> Callable[..., Any]:
-    """A function of the same annotations that returns what is known, checked."""
+    """Return a checked function with the same annotations that returns a given result."""
 
     @functools.wraps(function)
     def returning(*_: Any, **__: Any) -> Any:

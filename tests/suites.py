@@ -170,9 +170,7 @@ class DriftContract:
 
 
 class DiffusionContract:
-    """What a term promises whose fields have independent noise, or none; parametrised like the
-    others.
-    """
+    """The contract of terms whose fields have independent noise, or none."""
 
     def test_noise_of_the_flow_is_the_diffusion(self, dynamics: Dynamics, letter, state):
         """Over a short time each field gets variance diffusion^2 h, to first order in h."""

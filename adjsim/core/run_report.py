@@ -1,4 +1,4 @@
-"""What a run cost, and how far its gradient can be trusted."""
+"""The report of a run: its cost, and the errors of its gradient."""
 
 from __future__ import annotations
 

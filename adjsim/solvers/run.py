@@ -22,7 +22,7 @@ from adjsim.solvers.base import SteppingSolver, StepPlan
 
 @dataclass(frozen=True, eq=False)
 class Run(Generic[State]):
-    """What one run computes: its validated inputs, for the adjoint.
+    """The validated inputs of one run, for the adjoint.
 
     Attributes:
         reading: what is computed of the user's dynamics.

@@ -330,8 +330,9 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match="EulerMaruyama is for OverdampedLangevin"):
         adjsim.simulate(dynamics, start, [0.0, 0.1], solver=adjsim.EulerMaruyama(0.01))
     bussi = adjsim.Bussi(adjsim.Harmonic())  # SDESolver cannot take it either
-    with pytest.raises(TypeError, match=r"for Bussi use a splitting\.$"):
-        adjsim.simulate(bussi, start, [0.0, 0.1], solver=adjsim.EulerMaruyama(0.01))
+    for solver in (adjsim.EulerMaruyama, adjsim.Milstein, adjsim.StochasticHeun):
+        with pytest.raises(TypeError, match=r"for Bussi use (RungeKutta\(.*\), )?a splitting\.$"):
+            adjsim.simulate(bussi, start, [0.0, 0.1], solver=solver(0.01))
     with pytest.raises(ValueError, match="not an integer number of steps"):
         adjsim.simulate(dynamics, start, [0.0, 0.105], solver=SDESolver(dt=0.01))
     overdamped = adjsim.OverdampedLangevin(adjsim.Harmonic())

@@ -1,4 +1,4 @@
-"""What a store saves of a computation, and how the computation goes on from it."""
+"""States of objects that a store saves, and from which a computation goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the pairs of a potential are evaluated, chosen once for each copy that a reading makes.
+"""The choice of kernels, a list or all pairs, made once for each copy that a reading makes.
 
 A run computes with such a copy, so it asks once, at its first force.
 """
@@ -48,7 +48,7 @@ class PairEvaluator:
             return listed.energy(pair, position)
         else:
             found = dense.energy(pair, position)
-        # A distance that is not a number is not below the cutoff, so its pair has no energy.
+        # The sums leave out a pair whose distance is NaN, which compares as beyond the cutoff.
         return found if pair.cutoff is None else found + (0.0 * position).sum((-1, -2))
 
     def force(self, pair: PairFormula, position: Positions, rounding: Rounding) -> Positions:
@@ -94,8 +94,8 @@ class PairEvaluator:
 def evaluator_of(pair: PairFormula, position: Tensor) -> PairEvaluator:
     """Return the evaluator for positions of a shape and type.
 
-    A copy that a reading has made keeps its evaluators, as long as its own code sets no attribute,
-    which a formula may read.
+    A copy that a reading has made keeps its evaluators until its own code sets an attribute, which
+    a formula may read.
     """
     made: Made | None = vars(pair).get(MADE)
     if made is None or torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""What the operator of a pair potential has in common for all values of its tensors."""
+"""The form of a pair operator, which all values of its tensors share: operands and kernels."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ class _Search:
             if factor is not None:
                 step = factor.solve(force)
                 expected = float(force @ step)
-                # Rounded coordinates change an energy whose minimum is zero by this.
+                # The rounding of coordinates changes the energy by this, also where it is zero.
                 coarse = scale * float((epsilon * hessian.q).square().sum())
                 if expected <= max(1e3 * epsilon * abs(energy), coarse):
                     break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -58,10 +58,9 @@ class EulerMaruyama(SteppingSolver):
                 if type(self) is EulerMaruyama
                 else "OverdampedLangevin"
             )
-            continuous = all(term.no_equation is None for term in dynamics.terms.values())
             raise TypeError(
-                f"{type(self).__name__} is for {fits}; for {type(dynamics).__name__} use a "
-                f"splitting{' or SDESolver(dt=...)' if continuous else ''}."
+                f"{type(self).__name__} is for {fits}; for {type(dynamics).__name__} use "
+                f"{fitting_solvers(dynamics)}."
             )
         drift = GeneralFlow(
             ("position",), lambda c, force, q: (q + c["mobility"] * force,), None, (Force(),)
@@ -125,3 +124,9 @@ class LeimkuhlerMatthews(EulerMaruyama):
 
     order: ClassVar[int] = 2
     weights: ClassVar[tuple[float, ...]] = (0.5, 0.5)
+
+
+def fitting_solvers(dynamics: Dynamics[Any]) -> str:
+    """Name solvers for a dynamics that takes no stochastic method of a vector field."""
+    continuous = all(term.no_equation is None for term in dynamics.terms.values())
+    return f"a splitting{' or SDESolver(dt=...)' if continuous else ''}"

@@ -16,6 +16,7 @@ from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.runge_kutta.runge_kutta import LETTER
 from adjsim.solvers.stochastic.drift_move import DriftMove
+from adjsim.solvers.stochastic.euler_maruyama import fitting_solvers
 
 
 class Milstein(SteppingSolver):
@@ -64,8 +65,8 @@ class Milstein(SteppingSolver):
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if not isinstance(dynamics, SDE):
             raise TypeError(
-                f"Milstein is for SDE; for {type(dynamics).__name__} use a splitting or "
-                "SDESolver(dt=...)."
+                f"Milstein is for SDE; for {type(dynamics).__name__} use "
+                f"{fitting_solvers(dynamics)}."
             )
         if dynamics.matrix:
             raise ValueError(

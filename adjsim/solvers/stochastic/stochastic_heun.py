@@ -16,6 +16,7 @@ from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.runge_kutta.runge_kutta import LETTER
 from adjsim.solvers.stochastic.drift_move import DriftMove
+from adjsim.solvers.stochastic.euler_maruyama import fitting_solvers
 
 
 class StochasticHeun(SteppingSolver):
@@ -47,7 +48,7 @@ class StochasticHeun(SteppingSolver):
         if not isinstance(dynamics, SDE):
             raise TypeError(
                 f"StochasticHeun is for SDE; for {type(dynamics).__name__} use "
-                "RungeKutta('heun', dt), a splitting or SDESolver(dt=...)."
+                f"RungeKutta('heun', dt), {fitting_solvers(dynamics)}."
             )
         sde, kind, dt = dynamics, type(state), self.dt
 
