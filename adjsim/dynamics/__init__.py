@@ -1,30 +1,34 @@
 """Equations of motion, as sums of terms."""
 
-from adjsim.core.refusal import Refusal
+from adjsim.core.refusal import Refusal as Refusal
 from adjsim.core.state import PhaseState
-from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.density import Canonical, CanonicalPositions, StationaryDensity
-from adjsim.dynamics.esh import ESH, ESHState, canonical_weights
+from adjsim.dynamics.base import Dynamics as Dynamics
+from adjsim.dynamics.density import (
+    Canonical as Canonical,
+    CanonicalPositions as CanonicalPositions,
+    StationaryDensity as StationaryDensity,
+)
+from adjsim.dynamics.esh import ESH, ESHState, canonical_weights as canonical_weights
 from adjsim.dynamics.fields.base import FieldState
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.dynamics.fields.sde import SDE
 from adjsim.dynamics.hamiltonian import Hamiltonian
-from adjsim.dynamics.heat import HeatLimit
-from adjsim.dynamics.massive import MassiveDynamics
+from adjsim.dynamics.heat import HeatLimit as HeatLimit
+from adjsim.dynamics.massive import MassiveDynamics as MassiveDynamics
 from adjsim.dynamics.mechanics.mechanics import Mechanics
-from adjsim.dynamics.moves import GeneralFlow, Scale, Shear
+from adjsim.dynamics.moves import GeneralFlow as GeneralFlow, Scale as Scale, Shear as Shear
 from adjsim.dynamics.sources import (
-    Coefficient,
-    Combination,
-    Field,
-    Force,
-    Function,
-    FunctionOfTime,
-    Random,
-    Time,
+    Coefficient as Coefficient,
+    Combination as Combination,
+    Field as Field,
+    Force as Force,
+    Function as Function,
+    FunctionOfTime as FunctionOfTime,
+    Random as Random,
+    Time as Time,
 )
-from adjsim.dynamics.stable_step import largest_stable_step
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.stable_step import largest_stable_step as largest_stable_step
+from adjsim.dynamics.term import Term as Term
 from adjsim.dynamics.thermostats.andersen import Andersen
 from adjsim.dynamics.thermostats.berendsen import Berendsen
 from adjsim.dynamics.thermostats.bussi import Bussi
@@ -41,38 +45,17 @@ __all__ = [
     "Andersen",
     "Berendsen",
     "Bussi",
-    "Canonical",
-    "CanonicalPositions",
     "ChainState",
-    "Coefficient",
-    "Combination",
-    "Dynamics",
     "ESHState",
-    "Field",
     "FieldState",
-    "Force",
-    "Function",
-    "FunctionOfTime",
-    "GeneralFlow",
     "GeneralizedLangevin",
     "Hamiltonian",
-    "HeatLimit",
     "Langevin",
-    "MassiveDynamics",
     "Mechanics",
     "MemoryState",
     "NoseHooverChain",
     "OverdampedLangevin",
     "PhaseState",
     "PositionState",
-    "Random",
-    "Refusal",
-    "Scale",
-    "Shear",
-    "StationaryDensity",
-    "Term",
-    "Time",
     "VelocityRescale",
-    "canonical_weights",
-    "largest_stable_step",
 ]

@@ -1,6 +1,6 @@
 """Gradients of expectations."""
 
-from adjsim.estimators.base import Estimator, Simulation
+from adjsim.estimators.base import Estimator as Estimator, Simulation
 from adjsim.estimators.chaos.lyapunov import LyapunovSpectrum, lyapunov_spectrum
 from adjsim.estimators.chaos.shadowing import Shadowing
 from adjsim.estimators.estimate import GradientEstimate
@@ -13,7 +13,6 @@ from adjsim.estimators.score_function import REINFORCE, ScoreFunction
 
 __all__ = [
     "REINFORCE",
-    "Estimator",
     "FiniteDifference",
     "ForwardSensitivity",
     "Girsanov",

@@ -1,7 +1,11 @@
 """SciPy's initial value problem solver, with gradients."""
 
 from adjsim.ivp.grazing import GrazingError
-from adjsim.ivp.result import DenseSolution, OdeResult
+from adjsim.ivp.result import DenseSolution as DenseSolution, OdeResult
 from adjsim.ivp.solve import solve_ivp
 
-__all__ = ["DenseSolution", "GrazingError", "OdeResult", "solve_ivp"]
+__all__ = [
+    "GrazingError",
+    "OdeResult",
+    "solve_ivp",
+]

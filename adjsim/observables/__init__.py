@@ -1,6 +1,10 @@
 """Observables: quantities measured on trajectories."""
 
-from adjsim.observables.averages import Mean, autocorrelation_time, mean_with_error
+from adjsim.observables.averages import (
+    Mean as Mean,
+    autocorrelation_time as autocorrelation_time,
+    mean_with_error,
+)
 from adjsim.observables.conformation import (
     dihedral_distribution,
     dihedral_histogram,
@@ -26,7 +30,7 @@ from adjsim.observables.moments import (
     principal_moments,
     straightness,
 )
-from adjsim.observables.neighbours import neighbour_pairs
+from adjsim.observables.neighbours import neighbour_pairs as neighbour_pairs
 from adjsim.observables.proximity import contacts, hydrogen_bonds, native_contacts
 from adjsim.observables.residues import closest_distances, residue_distances
 from adjsim.observables.shape import (
@@ -48,10 +52,8 @@ from adjsim.observables.thermodynamics import kinetic_temperature, pressure, str
 from adjsim.observables.transport import diffusion_coefficient, viscosity
 
 __all__ = [
-    "Mean",
     "aligned",
     "angular_distribution",
-    "autocorrelation_time",
     "bond_order",
     "closest_distances",
     "compressibility",
@@ -77,7 +79,6 @@ __all__ = [
     "mean_with_error",
     "native_contacts",
     "nearest_neighbour_distance",
-    "neighbour_pairs",
     "pair_distances",
     "pressure",
     "principal_moments",

@@ -1,11 +1,17 @@
 """Potentials: energy functions and their forces."""
 
-from adjsim.core.declared import declared
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.declared import declared as declared
+from adjsim.core.rounding import UNROUNDED as UNROUNDED, Rounding as Rounding
 from adjsim.potentials.analytic import AsymmetricDoubleWell, DoubleWell, Harmonic, MullerBrown
-from adjsim.potentials.base import ForceField, Potential, SumForce, SumPotential, force
+from adjsim.potentials.base import (
+    ForceField,
+    Potential as Potential,
+    SumForce as SumForce,
+    SumPotential as SumPotential,
+    force,
+)
 from adjsim.potentials.bonded import (
-    BondedPotential,
+    BondedPotential as BondedPotential,
     CosineAngle,
     ExplicitPairs,
     FlatBottomRestraint,
@@ -23,53 +29,67 @@ from adjsim.potentials.charges.coulomb import Coulomb, ReactionField, Wolf
 from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
 from adjsim.potentials.contact import (
     Barrier,
-    Box,
+    Box as Box,
     Contact,
-    Cylinder,
-    Inside,
-    Moving,
+    Cylinder as Cylinder,
+    Inside as Inside,
+    Moving as Moving,
     MovingContact,
     ParticleContact,
-    Penalty,
-    Plane,
+    Penalty as Penalty,
+    Plane as Plane,
     PlaneContact,
     Quadratic,
     Softplus,
-    Sphere,
-    Surface,
-    SurfaceContact,
+    Sphere as Sphere,
+    Surface as Surface,
+    SurfaceContact as SurfaceContact,
 )
-from adjsim.potentials.force_field import ForceFieldPotential
+from adjsim.potentials.force_field import ForceFieldPotential as ForceFieldPotential
 from adjsim.potentials.gravity import Gravity
-from adjsim.potentials.learnt.graph import GraphForce, GraphPotential
-from adjsim.potentials.learnt.mace import MACEPotential
+from adjsim.potentials.learnt.graph import GraphForce as GraphForce, GraphPotential
+from adjsim.potentials.learnt.mace import MACEPotential as MACEPotential
 from adjsim.potentials.learnt.networks import (
-    ForceModel,
-    InPrecision,
-    MessagePassing,
-    PairNetwork,
-    RadialBasis,
+    ForceModel as ForceModel,
+    InPrecision as InPrecision,
+    MessagePassing as MessagePassing,
+    PairNetwork as PairNetwork,
+    RadialBasis as RadialBasis,
 )
-from adjsim.potentials.pairs.base import PairPotential
+from adjsim.potentials.pairs.base import PairPotential as PairPotential
 from adjsim.potentials.pairs.buckingham import Buckingham
 from adjsim.potentials.pairs.gaussian_core import GaussianCore
 from adjsim.potentials.pairs.lennard_jones import LennardJones
 from adjsim.potentials.pairs.mie import Mie, SoftSphere
-from adjsim.potentials.pairs.mixing import kong, lorentz_berthelot
+from adjsim.potentials.pairs.mixing import kong as kong, lorentz_berthelot as lorentz_berthelot
 from adjsim.potentials.pairs.morse import Morse
-from adjsim.potentials.pairs.noble import NOBLE_GASES, LennardJonesMixture, NobleGas
-from adjsim.potentials.pairs.radial import RadialPotential
-from adjsim.potentials.pairs.tail import tail_corrections
-from adjsim.potentials.pairs.truncation import ForceShifted, Shifted, Switched, Truncation
+from adjsim.potentials.pairs.noble import (
+    NOBLE_GASES as NOBLE_GASES,
+    LennardJonesMixture,
+    NobleGas as NobleGas,
+)
+from adjsim.potentials.pairs.radial import RadialPotential as RadialPotential
+from adjsim.potentials.pairs.tail import tail_corrections as tail_corrections
+from adjsim.potentials.pairs.truncation import (
+    ForceShifted as ForceShifted,
+    Shifted as Shifted,
+    Switched as Switched,
+    Truncation as Truncation,
+)
 from adjsim.potentials.pairs.wca import WCA
 from adjsim.potentials.pairs.yukawa import Yukawa
-from adjsim.potentials.separable import SeparablePotential
+from adjsim.potentials.separable import SeparablePotential as SeparablePotential
 from adjsim.potentials.signals.actuated import Actuated
 from adjsim.potentials.signals.controls import Controller, NeuralController, OpenLoop
-from adjsim.potentials.signals.signals import CubicSpline, Harmonics, PiecewiseLinear, Signal
+from adjsim.potentials.signals.signals import (
+    CubicSpline,
+    Harmonics,
+    PiecewiseLinear,
+    Signal as Signal,
+)
 from adjsim.potentials.solids import (
     CorotatedLinear,
-    ElasticPotential,
+    ElasticPotential as ElasticPotential,
     NeoHookean,
     StVenantKirchhoff,
 )
@@ -77,14 +97,10 @@ from adjsim.potentials.solids.bending import HingeBending
 from adjsim.potentials.solvent import GeneralizedBorn
 
 __all__ = [
-    "NOBLE_GASES",
-    "UNROUNDED",
     "WCA",
     "Actuated",
     "AsymmetricDoubleWell",
     "Barrier",
-    "BondedPotential",
-    "Box",
     "Buckingham",
     "Contact",
     "Controller",
@@ -92,19 +108,13 @@ __all__ = [
     "CosineAngle",
     "Coulomb",
     "CubicSpline",
-    "Cylinder",
     "DoubleWell",
-    "ElasticPotential",
     "Ewald",
     "ExplicitPairs",
     "FlatBottomRestraint",
     "ForceField",
-    "ForceFieldPotential",
-    "ForceModel",
-    "ForceShifted",
     "GaussianCore",
     "GeneralizedBorn",
-    "GraphForce",
     "GraphPotential",
     "Gravity",
     "Harmonic",
@@ -113,59 +123,31 @@ __all__ = [
     "HarmonicImproper",
     "Harmonics",
     "HingeBending",
-    "InPrecision",
-    "Inside",
     "LennardJones",
     "LennardJonesMixture",
-    "MACEPotential",
-    "MessagePassing",
     "Mie",
     "Morse",
     "MorseBond",
-    "Moving",
     "MovingContact",
     "MullerBrown",
     "NeoHookean",
     "NeuralController",
-    "NobleGas",
     "OpenLoop",
-    "PairNetwork",
-    "PairPotential",
     "ParticleContact",
     "ParticleMeshEwald",
-    "Penalty",
     "PeriodicTorsion",
     "PiecewiseLinear",
-    "Plane",
     "PlaneContact",
     "PositionRestraint",
-    "Potential",
     "Quadratic",
-    "RadialBasis",
-    "RadialPotential",
     "ReactionField",
-    "Rounding",
     "RyckaertBellemans",
     "ScaledPairs",
-    "SeparablePotential",
-    "Shifted",
-    "Signal",
     "SoftSphere",
     "Softplus",
-    "Sphere",
     "StVenantKirchhoff",
-    "SumForce",
-    "SumPotential",
-    "Surface",
-    "SurfaceContact",
-    "Switched",
-    "Truncation",
     "UreyBradley",
     "Wolf",
     "Yukawa",
-    "declared",
     "force",
-    "kong",
-    "lorentz_berthelot",
-    "tail_corrections",
 ]

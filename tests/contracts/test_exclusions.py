@@ -7,14 +7,11 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 import adjsim
-from adjsim.core import box as _box
-from adjsim.core import derived as _derived
-from adjsim.core import neighbour_list
+from adjsim.core import box as _box, derived as _derived, neighbour_list
 from adjsim.core.refusal import Refusal
 from adjsim.potentials import (
     WCA,

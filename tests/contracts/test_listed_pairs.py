@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim.core import box as _box
-from adjsim.core import derived as _derived
-from adjsim.core import neighbour_list
+from adjsim.core import box as _box, derived as _derived, neighbour_list
 from adjsim.core.refusal import Refusal
 from adjsim.potentials import PairPotential
 from adjsim.potentials.pairs import dense, evaluators

@@ -12,8 +12,7 @@ import pytest
 import torch
 from scipy.spatial.transform import Rotation
 from scipy.special import i0
-from torch.autograd import gradcheck as every_entry
-from torch.autograd import gradgradcheck as every_second
+from torch.autograd import gradcheck as every_entry, gradgradcheck as every_second
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import adjsim

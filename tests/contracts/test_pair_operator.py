@@ -8,19 +8,16 @@ import types
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 from torch.autograd import forward_ad
 
 import adjsim
 from adjsim.adjoints.loops import compilation as loops
 from adjsim.compiler.library import CompilerError
-from adjsim.core import box as _box
-from adjsim.core import derived as _derived
+from adjsim.core import box as _box, derived as _derived
 from adjsim.potentials import ForceShifted, LennardJonesMixture, PairPotential, Switched
-from adjsim.potentials.pairs import dense
-from adjsim.potentials.pairs import form as pair_form
+from adjsim.potentials.pairs import dense, form as pair_form
 from adjsim.potentials.pairs.kernels import kernel as kernels
 from adjsim.potentials.pairs.kernels.merging import merge_pairs
 from tests.problems import parameter

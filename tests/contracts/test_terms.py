@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import adjsim
-from tests.problems import DYNAMICS, POTENTIALS, STOCHASTIC, THERMOSTATS, square
-from tests.problems import start as start_of
+from tests.problems import DYNAMICS, POTENTIALS, STOCHASTIC, THERMOSTATS, square, start as start_of
 from tests.suites import DriftContract, FlowContract, TermContract, disturbed
 
 ROWS, MULTIPLICATIVE, SUDDEN = [], [], []

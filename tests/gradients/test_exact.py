@@ -31,8 +31,17 @@ from tests.gradients.test_table import (
     in_a_marathon,
     moment,
 )
-from tests.problems import Case, chaotic, parameter, potentials, schemes, slow_but, square, vector
-from tests.problems import start as start_of
+from tests.problems import (
+    Case,
+    chaotic,
+    parameter,
+    potentials,
+    schemes,
+    slow_but,
+    square,
+    start as start_of,
+    vector,
+)
 from tests.retracing import forth_and_back
 
 CASES = [

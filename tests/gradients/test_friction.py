@@ -12,8 +12,16 @@ import torch
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReconstructionError, ReversibleAdjoint
-from tests.problems import POTENTIALS, STOCHASTIC, UNDERDAMPED, parameter, slow_but, square, vector
-from tests.problems import start as start_of
+from tests.problems import (
+    POTENTIALS,
+    STOCHASTIC,
+    UNDERDAMPED,
+    parameter,
+    slow_but,
+    square,
+    start as start_of,
+    vector,
+)
 
 
 def gradients(dynamics, scheme, dt, time, adjoint, dtype=torch.float64):

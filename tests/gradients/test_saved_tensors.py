@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, RungeKutta, TimeAverage
-from adjsim.adjoints.loops import runner as loop_runner
-from adjsim.adjoints.loops import saved_tensors
+from adjsim.adjoints.loops import runner as loop_runner, saved_tensors
 from tests.fields import Pair
 from tests.gradients.test_table import agree
 from tests.problems import slow_but

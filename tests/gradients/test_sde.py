@@ -16,8 +16,7 @@ from adjsim.core.noise import Noise
 from adjsim.simulation.simulate import run
 from adjsim.solvers.continuous.sde import ITO, STRATONOVICH
 from tests.gradients.test_table import agrees_with_differences
-from tests.problems import POTENTIALS, STOCHASTIC, parameter, slow_but, square
-from tests.problems import start as start_of
+from tests.problems import POTENTIALS, STOCHASTIC, parameter, slow_but, square, start as start_of
 
 KINDS = ["final", "saves", "record", "average"]
 NAMES = ["langevin", "langevin-atoms", "generalised-2", "overdamped"]

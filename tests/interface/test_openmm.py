@@ -11,8 +11,7 @@ import openmm
 import pytest
 import torch
 from ase import units
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from openmm import app, unit
 
 import adjsim

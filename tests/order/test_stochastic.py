@@ -15,8 +15,7 @@ from adjsim import DirectAdjoint, SDESolver, Splitting
 from adjsim.core.noise import Noise
 from adjsim.simulation.simulate import run
 from tests.gradients.test_sde import Coarse
-from tests.problems import STOCHASTIC, Cage, slow_but, square
-from tests.problems import start as start_of
+from tests.problems import STOCHASTIC, Cage, slow_but, square, start as start_of
 
 FINE = 1 / 2048
 EVERY = (64, 32, 16, 8)

@@ -13,8 +13,7 @@ import adjsim
 from adjsim import ReversibleAdjoint, Splitting
 from adjsim.io.systems import cluster
 from tests.statistics.test_moments import covariance, generalised, langevin
-from tests.statistics.test_sampling import chain_average
-from tests.statistics.test_sampling import within as replicas_within
+from tests.statistics.test_sampling import chain_average, within as replicas_within
 from tests.statistics.test_stochastic import boltzmann, series, within
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import adjsim
-from adjsim.core import box as _box
-from adjsim.core import derived as _derived
+from adjsim.core import box as _box, derived as _derived
 from adjsim.observables import pressure
 from adjsim.potentials import Switched, tail_corrections
 from tests.problems import parameter

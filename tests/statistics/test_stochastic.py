@@ -13,8 +13,7 @@ from scipy.integrate import quad
 import adjsim
 from adjsim import SDESolver, Splitting
 from adjsim.observables import mean_with_error
-from tests.problems import STOCHASTIC, STOCHASTIC_SCHEMES
-from tests.problems import start as start_of
+from tests.problems import STOCHASTIC, STOCHASTIC_SCHEMES, start as start_of
 
 REPLICAS = 256
 LANGEVIN = {"mass": 1.6, "kT": 0.7, "friction": 1.2}

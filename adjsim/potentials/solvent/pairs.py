@@ -35,8 +35,6 @@ from adjsim.core.box import differences
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.potentials.pairs.dense import (
     _join_coordinates as join_coordinates,
-)
-from adjsim.potentials.pairs.dense import (
     distinct,
     split_coordinates,
     sum_coordinates,
