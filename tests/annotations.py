@@ -78,13 +78,16 @@ def _results(*call: Any) -> set[Any]:
 
 def _form(x: Any) -> Any:
     """Return the properties of an argument that a check reads."""
+    kind = type(x)
+    if kind is Tensor:  # Most arguments of most calls.
+        return kind, x.shape, x.dtype
     if isinstance(x, Tensor) and not isinstance(x, UninitializedTensorMixin):
-        return type(x), x.shape, x.dtype
+        return kind, x.shape, x.dtype
     if isinstance(x, (tuple, list)):
-        return type(x), *map(_form, x)
+        return kind, *map(_form, x)
     if isinstance(x, dict):
-        return type(x), *((key, _form(value)) for key, value in x.items())
-    return x if isinstance(x, str) else type(x)
+        return kind, *((key, _form(value)) for key, value in x.items())
+    return x if kind is str else kind
 
 
 def _returning(function: Callable[..., Any], result: Any) -> Callable[..., Any]:

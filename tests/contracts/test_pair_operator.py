@@ -346,6 +346,14 @@ def test_threads_and_lists_do_not_change_bits(listed, name):
             assert torch.equal(x, y)
 
 
+RUNS = [
+    (adjsim.DirectAdjoint(), False),
+    (adjsim.CheckpointAdjoint(), False),
+    (adjsim.ReversibleAdjoint(), False),
+    (adjsim.ReversibleAdjoint(), True),
+]
+
+
 @pytest.mark.parametrize(
     "exact", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "exact"]
 )
@@ -363,12 +371,7 @@ def test_every_adjoint_with_a_list(listed, exact):
         dynamics = adjsim.Langevin(pair, kT=1.5, friction=0.2)
         start = dynamics.init(position, generator=torch.Generator().manual_seed(0))
         before = kernels.builds()
-        for adjoint, compile in (
-            (adjsim.DirectAdjoint(), False),
-            (adjsim.CheckpointAdjoint(), False),
-            (adjsim.ReversibleAdjoint(), False),
-            (adjsim.ReversibleAdjoint(), True),
-        ):
+        for adjoint, compile in RUNS if limit == LISTED else RUNS[:1]:
             run = adjsim.simulate(
                 dynamics, start, [0.0, 0.3], solver=adjsim.Splitting("BAOAB", 0.002, exact=exact),
                 adjoint=adjoint, compile=compile, generator=3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import namedtuple
 from contextlib import nullcontext
@@ -25,7 +26,7 @@ from adjsim.dynamics.fields.ode import ODE
 from tests.fields import Net, equation, start
 from tests.gradients.test_implicit_fields import Mean, loss_of, robertson
 from tests.gradients.test_table import agree
-from tests.problems import parameter
+from tests.problems import parameter, slow_but
 
 SOLVERS = [BackwardEuler(0.1), ImplicitMidpoint(0.1)]
 # Solutions differ by the tolerance of Newton's method, 1e-14 a step, and by rounding.
@@ -39,7 +40,9 @@ def gradients(solver, named, batch, adjoint, compile):
     return dict(zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True)), made
 
 
-@pytest.mark.parametrize(("batch", "named"), [((), False), ((2, 3), True)])
+@pytest.mark.parametrize(
+    ("batch", "named"), slow_but(lambda batch, named: named, [((), False), ((2, 3), True)])
+)
 @pytest.mark.parametrize("solver", SOLVERS, ids=repr)
 def test_gradients(solver, batch, named):
     expected, _ = gradients(solver, named, batch, DirectAdjoint(), False)
@@ -104,8 +107,13 @@ STIFF = {
 }
 
 
-@pytest.mark.parametrize("solver", [BackwardEuler, ImplicitMidpoint])
-@pytest.mark.parametrize("name", STIFF)
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    slow_but(
+        lambda name, solver: solver is BackwardEuler or name == "van der Pol",
+        itertools.product(STIFF, [BackwardEuler, ImplicitMidpoint]),
+    ),
+)
 def test_stiff_fields(name, solver):
     """With halved Newton steps, and matrices whose eigenvalues are needed."""
     make, y, dt = STIFF[name]
@@ -344,7 +352,7 @@ def test_rates_that_become_nan(solver):
 
 
 @pytest.mark.parametrize("solver", [BackwardEuler, ImplicitMidpoint])
-@pytest.mark.parametrize("exponent", [8, 12])
+@pytest.mark.parametrize("exponent", slow_but(lambda exponent: exponent == 12, [8, 12]))
 def test_stiff_systems_in_other_bases(solver, exponent):
     """Eigenvalues from 1 to 1e8 and 1e12, whose field has the rounding of the largest."""
     generator = torch.Generator().manual_seed(0)

@@ -142,14 +142,20 @@ def gradients(output: str, method: str, adjoint: str) -> dict[str, torch.Tensor]
     return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in values.items()}
 
 
-DEFAULT = [("RK45", "checkpoint"), ("RK45", "backsolve"), ("Radau", "interpolate")]
 OUTPUTS = ["saved", "last", "dense", "t_events", "y_events", "terminal", "reset"]
+# How an output enters the adjoint does not depend on the method: one method has all outputs, and
+# the other adjoints have events, which enter last.
+DEFAULT = {
+    ("Radau", "interpolate"): OUTPUTS,
+    ("RK45", "checkpoint"): ["dense", "y_events"],
+    ("RK45", "backsolve"): ["t_events", "reset"],
+}
 
 
 @pytest.mark.parametrize(
     ("method", "adjoint", "output"),
     slow_but(
-        lambda method, adjoint, output: (method, adjoint) in DEFAULT,
+        lambda method, adjoint, output: output in DEFAULT.get((method, adjoint), []),
         [
             (*row, output)
             for row in (
@@ -158,7 +164,6 @@ OUTPUTS = ["saved", "last", "dense", "t_events", "y_events", "terminal", "reset"
             )
             for output in OUTPUTS
         ],
-        # How an output enters the adjoint does not depend on the method.
         marathon=lambda method, adjoint, output: (
             adjoint != "interpolate" and output not in ("dense", "reset")
         ),
@@ -358,7 +363,10 @@ BALLS = {
 
 @pytest.mark.parametrize(
     ("ball", "method"),
-    slow_but(lambda ball, method: ball == "quadratic", itertools.product(BALLS, METHODS)),
+    slow_but(
+        lambda ball, method: ball == "quadratic" and method != "RK23",
+        itertools.product(BALLS, METHODS),
+    ),
 )
 def test_balls_with_drag(ball, method):
     """To 1e-7, or to half of the last digit that is known of the answer."""

@@ -179,6 +179,7 @@ def direct_of_a_longer_run():
     [pytest.param(CheckpointAdjoint(), marks=pytest.mark.marathon), ReversibleAdjoint()],
     ids=repr,
 )
+@pytest.mark.slow
 def test_longer_runs_agree_to_their_reach(adjoint):
     """400 steps of four atoms bound in a chain's bath."""
     for mine, theirs in zip(of_a_longer_run(adjoint), direct_of_a_longer_run(), strict=True):

@@ -460,28 +460,32 @@ def test_version_of_the_readme_data():
 
 @pytest.mark.parametrize(
     ("options", "parameters", "refused"),
-    [
-        (
-            ["--dynamics", "langevin", "--friction", "0.5"],
-            {"kT", "friction", "potential.epsilon", "potential.sigma"},
-            None,
-        ),
-        (
-            ["--dynamics", "langevin", "--friction", "30"],
-            {"kT", "friction", "potential.epsilon", "potential.sigma"},
-            "backsolve",
-        ),
-        (
-            ["--dynamics", "generalised", "--rates", "1,4", "--strengths", "0.5,2"],
-            {"kT", "rates", "strengths", "potential.epsilon", "potential.sigma"},
-            None,
-        ),
-        (
-            ["--dynamics", "overdamped", "--dt", "0.0005"],
-            {"kT", "friction", "potential.epsilon", "potential.sigma"},
-            "backsolve",
-        ),
-    ],
+    slow_but(
+        # A stiff friction and a memory: what backsolve refuses and what it takes.
+        lambda options, *_: "30" in options or "generalised" in options,
+        [
+            (
+                ["--dynamics", "langevin", "--friction", "0.5"],
+                {"kT", "friction", "potential.epsilon", "potential.sigma"},
+                None,
+            ),
+            (
+                ["--dynamics", "langevin", "--friction", "30"],
+                {"kT", "friction", "potential.epsilon", "potential.sigma"},
+                "backsolve",
+            ),
+            (
+                ["--dynamics", "generalised", "--rates", "1,4", "--strengths", "0.5,2"],
+                {"kT", "rates", "strengths", "potential.epsilon", "potential.sigma"},
+                None,
+            ),
+            (
+                ["--dynamics", "overdamped", "--dt", "0.0005"],
+                {"kT", "friction", "potential.epsilon", "potential.sigma"},
+                "backsolve",
+            ),
+        ],
+    ),
 )
 def test_command_line_on_stochastic_dynamics(command, tmp_path, options, parameters, refused):
     done = command(*options, "--horizon", "0.2", "--output", "out")

@@ -193,7 +193,8 @@ def fitted(store, name):
     return [x.numpy().tobytes() for x in (*found.values.values(), found.covariance)]
 
 
-@pytest.mark.parametrize("name", ["reweighting", pytest.param("pathwise", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["reweighting", "pathwise"])
 def test_a_fit_to_a_curve_has_the_same_bits(name, tmp_path):
     expected = fitted(None, name)
     assert on_ranks(2, fitted, str(tmp_path), name) == [expected] * 2

@@ -645,7 +645,6 @@ PATH_QUESTIONS = {
 
 @pytest.mark.parametrize("case", PATH_QUESTIONS)
 def test_stationary_estimators_are_refused_with_the_reason(case):
-    """Nothing is run, and a comparison has a reason where it would have a number."""
     simulation, observable = PATH_QUESTIONS[case]()
     reason = (
         "has no known stationary density"
@@ -656,6 +655,12 @@ def test_stationary_estimators_are_refused_with_the_reason(case):
     for estimator in stationary.values():
         with pytest.raises(TypeError, match=reason):
             estimator(simulation, observable, replicas=8)
+
+
+@pytest.mark.parametrize("case", ["passage", "control, average"])
+def test_a_comparison_says_why_a_stationary_estimator_does_not_apply(case):
+    simulation, observable = PATH_QUESTIONS[case]()
+    stationary = {"score": ScoreFunction(), "reweighting": Reweighting(every=simulation.solver.dt)}
     table = adjsim.compare(
         simulation, observable, {"path": Pathwise(), **stationary}, replicas=4, generator=seeded()
     )

@@ -63,6 +63,7 @@ def agrees(estimate, figures):
         assert abs(float(estimate.grad[name]) - value) < 4 * total, name
 
 
+@pytest.mark.slow
 def test_lorenz():
     found = lorenz(Shadowing(2, 1.0, burn_in=5.0), 17.0, 16)
     agrees(found, FIGURES)
