@@ -103,7 +103,6 @@ class PiecewiseSolve:
     t_eval: Tensor | None
     dense_output: bool
     events: list[Event]
-    options: dict[str, Any]
     wants_gradient: bool
     times: list[Tensor] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
@@ -112,7 +111,7 @@ class PiecewiseSolve:
 
     def __post_init__(self) -> None:
         self.rhs, self.method = self.settings.rhs, self.settings.method
-        self.final_time = float(self.end.detach())
+        self.options, self.final_time = self.settings.options, float(self.end.detach())
 
     def run(self, start: Tensor) -> March:
         """Solve from the start to the end, and return the last piece."""
@@ -199,7 +198,7 @@ class PiecewiseSolve:
             return StoredInterpolants(self.method)
         if self.kind == "checkpoint":
             return Checkpointed(self.method)
-        options = self.settings.solver_options(self.settings.state_atol)
+        options = self.settings.solver_options(self.options["atol"])
         return Backsolved(begin, to_numpy(start), self.method, self.rhs.rate, options)
 
     def _eval_times(self, begin: float) -> Tensor | None:

@@ -173,7 +173,7 @@ def solve_ivp(
     begin, end = (as_times(t, start).reshape(()) for t in t_span)
     first, last = float(begin.detach()), float(end.detach())
     times = None if t_eval is None else as_times(t_eval, start)
-    options, settings = _adjoint_settings(rhs, solver, options)
+    settings = _adjoint_settings(rhs, solver, options)
     found = () if events is None else (events,) if callable(events) else tuple(events)
     sign = 1.0 if last >= first else -1.0
     user_events = [Event(event, rhs, i, sign) for i, event in enumerate(found)]
@@ -195,9 +195,8 @@ def solve_ivp(
     if wants_gradient:
         rhs.check_differentiable(first, to_numpy(start))
     piecewise = PiecewiseSolve(
-        settings, adjoint, begin, end, sign, times, dense_output, user_events, options,
-        wants_gradient,
-    )  # fmt: skip
+        settings, adjoint, begin, end, sign, times, dense_output, user_events, wants_gradient
+    )
     final = piecewise.run(start)
     return OdeResult(
         t=torch.cat(piecewise.times).to(start.real.dtype),
@@ -233,8 +232,8 @@ def _solver(method: Any) -> type[OdeSolver]:
 
 def _adjoint_settings(
     rhs: RightHandSide, method: type[OdeSolver], options: dict[str, Any]
-) -> tuple[dict[str, Any], AdjointSettings]:
-    """Separate SciPy's options from those of the adjoint, and make the adjoint's settings."""
+) -> AdjointSettings:
+    """Separate SciPy's options from those of the adjoint."""
     options = {"rtol": 1e-3, "atol": 1e-6, **options}
     for name in ("rtol", "atol"):
         options[name] = _array(options[name])
@@ -252,8 +251,7 @@ def _adjoint_settings(
         options["jac"] = to_numpy(jac)
     elif callable(jac):
         options["jac"] = lambda t, y: _array(jac(rhs.time(t), rhs.tensor(y), *rhs.args))
-    max_step, tolerances = options.get("max_step", np.inf), (options["rtol"], options["atol"])
-    return options, AdjointSettings(rhs, method, backward, absolute, max_step, *tolerances)
+    return AdjointSettings(rhs, method, backward, absolute, options)
 
 
 def _array(x: Any) -> Any:

@@ -61,17 +61,19 @@ SHRUNK = 2.0**-10
 class AdjointSettings:
     """The settings with which the adjoint of a problem is integrated.
 
-    ``atol`` is relative to the adjoint's largest entry. ``method``, ``max_step`` and the tolerances
-    of the state are those of the forward solution.
+    ``atol`` is relative to the adjoint's largest entry. ``method`` and ``options`` are those of the
+    forward solution.
     """
 
     rhs: RightHandSide
     method: type[OdeSolver]
     rtol: float
     atol: float
-    max_step: float
-    state_rtol: Array
-    state_atol: Array
+    options: dict[str, Any]
+
+    @property
+    def max_step(self) -> float:
+        return self.options.get("max_step", np.inf)
 
     def solver_options(self, atol: Any) -> dict[str, Any]:
         """Return the options of a solver of a backward pass."""
@@ -123,8 +125,8 @@ class Sweep(ABC):
         jump of fun, is left out.
         """
         states, sizes = path(times), _without_cancellation(weights)
-        atol, rtol = self.settings.state_atol, self.settings.state_rtol
-        scale = np.reshape(atol, (-1, 1)) + rtol * np.abs(states)
+        known = self.settings.options
+        scale = np.reshape(known["atol"], (-1, 1)) + known["rtol"] * np.abs(states)
         shift = np.cos(np.arange(len(states)) ** 2)[:, None] * scale
         here, there, nearby = (
             self.rhs.parameter_vjp(times, states + part * shift, sizes)[0]
