@@ -11,7 +11,6 @@ import torch
 from matplotlib.animation import AbstractMovieWriter, FFMpegWriter, PillowWriter
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_tensor, as_whole
 from adjsim.core.box import checked_box
@@ -57,11 +56,12 @@ def animate(
         raise ValueError(f"fps must be positive; got {rate}.")
     times = trajectory.times if isinstance(trajectory, Trajectory) else None
     q, chosen = _positions(trajectory, most)
-    rows = None if box is None else _rows(box, q.shape[-1])
-    writer = _writer(path, rate)
-    if rows is not None:
+    rows = None
+    if box is not None:
+        rows = _rows(box, q.shape[-1])
         fractions = q @ np.linalg.inv(rows)
         q = (fractions - np.floor(fractions)) @ rows
+    writer = _writer(path, rate)
     figure = Figure(figsize=(5, 5))
     FigureCanvasAgg(figure)
     axes, atoms = _draw(figure, q, rows)
@@ -78,7 +78,7 @@ def animate(
 def _positions(trajectory: Trajectory[Any] | Array, most: int) -> tuple[np.ndarray, list[int]]:
     """Return the positions of the frames that are drawn, and the numbers of these frames."""
     given = trajectory.position if isinstance(trajectory, Trajectory) else trajectory
-    q: Tensor = as_tensor("position", given).detach()
+    q = as_tensor("position", given).detach()
     if q.ndim != 3 or q.shape[-1] not in (2, 3) or q.numel() == 0:
         raise ValueError(
             "animate draws one system (time, atoms, dim) of two or three dimensions; got shape "
@@ -128,10 +128,8 @@ def _draw(figure: Figure, q: np.ndarray, rows: np.ndarray | None) -> tuple[Any, 
                 axes.plot(*zip(corners[a], corners[b], strict=True), color="0.6", lw=0.8)
     low, high = corners.min(0), corners.max(0)
     margin = 0.03 * float((high - low).max()) or 1.0
-    for set_limits, a, b in zip(
-        [getattr(axes, f"set_{x}lim") for x in "xyz"[:dim]], low, high, strict=True
-    ):
-        set_limits(a - margin, b + margin)
+    for name, a, b in zip("xyz", low, high, strict=False):
+        getattr(axes, f"set_{name}lim")(a - margin, b + margin)
     axes.set_aspect("equal")
     # Atoms of a liquid nearly touch, and a few atoms are not larger than points of a plot.
     size = min(12.0, 220 / q.shape[1] ** (1 / dim))

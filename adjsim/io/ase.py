@@ -1,8 +1,4 @@
-"""Structures from ASE, trajectories to ASE, and calculators both ways.
-
-Numbers are in ASE's units: eV, angstrom, amu, and angstrom sqrt(amu/eV) for time (``ase.units.fs``
-is a femtosecond in this unit).
-"""
+"""Structures from ASE, trajectories to ASE, and calculators both ways."""
 
 from __future__ import annotations
 
@@ -55,19 +51,20 @@ def from_ase(atoms: ase.Atoms) -> Structure:
     if len(atoms) == 0:
         raise ValueError("the ase.Atoms has no atoms.")
     _refuse_unread_velocities(atoms)
-    for name, values in (("position", atoms.get_positions()), ("momentum", atoms.get_momenta())):
-        bad = np.flatnonzero(~np.isfinite(values).all(1))
-        if len(bad):
-            raise ValueError(
-                f"the {name} of atom {bad[0]} is {values[bad[0]].tolist()}, which is not finite."
-            )
-    return Structure(
-        torch.from_numpy(atoms.get_positions()),
-        torch.from_numpy(atoms.get_momenta()),
-        torch.from_numpy(atoms.get_masses()),
-        box_of(atoms),
-        tuple(atoms.get_chemical_symbols()),
-    )
+    position, momentum = atoms.get_positions(), atoms.get_momenta()
+    refuse_not_finite("position", position)
+    refuse_not_finite("momentum", momentum)
+    q, p, mass = map(torch.from_numpy, (position, momentum, atoms.get_masses()))
+    return Structure(q, p, mass, box_of(atoms), tuple(atoms.get_chemical_symbols()))
+
+
+def refuse_not_finite(name: str, values: np.ndarray) -> None:
+    """Refuse numbers ``(atoms, 3)`` that are not finite."""
+    bad = np.flatnonzero(~np.isfinite(values).all(1))
+    if len(bad):
+        raise ValueError(
+            f"the {name} of atom {bad[0]} is {values[bad[0]].tolist()}, which is not finite."
+        )
 
 
 def _refuse_unread_velocities(atoms: ase.Atoms) -> None:
@@ -96,14 +93,19 @@ def box_of(atoms: ase.Atoms) -> Tensor | None:
         raise ValueError(
             "the cell is periodic along some axes only; make it periodic along all three, or none."
         )
-    cell = torch.from_numpy(np.array(atoms.cell))
-    if not float(torch.linalg.det(cell).abs()) > 0:
+    cell = np.array(atoms.cell)
+    if not volume(torch.from_numpy(cell)) > 0:
         raise ValueError(
             f"the atoms are periodic and their cell {cell.tolist()} has no volume: set the cell, "
             "or pbc=False."
         )
-    off_diagonal = cell - torch.diag(torch.diagonal(cell))
-    return torch.diagonal(cell).clone() if float(off_diagonal.abs().max()) < 1e-12 else cell
+    return torch.from_numpy(shortest_box(cell))
+
+
+def shortest_box(rows: np.ndarray) -> np.ndarray:
+    """Return the edge lengths of a cell if it is orthogonal, and its rows otherwise."""
+    lengths = np.diag(rows)
+    return rows if np.abs(rows - np.diag(lengths)).max() > 1e-12 else lengths.copy()
 
 
 def to_ase(trajectory: Trajectory[Any], structure: Structure) -> list[ase.Atoms]:
@@ -127,18 +129,18 @@ def to_ase(trajectory: Trajectory[Any], structure: Structure) -> list[ase.Atoms]
     momentum = getattr(trajectory, "momentum", None)
     frames = []
     for k, time in enumerate(trajectory.times.tolist()):
-        atoms = ase.Atoms(
-            symbols=list(structure.symbols),
-            positions=position[k].numpy(),
-            masses=structure.mass.detach().cpu().expand(expected[0]).numpy(),
-            cell=None if structure.box is None else _rows(structure.box).numpy(),
-            pbc=structure.box is not None,
-            info={"time": time},
-        )
+        atoms = _atoms(structure, positions=position[k].numpy(), info={"time": time})
         if momentum is not None:
             atoms.set_momenta(momentum[k].detach().cpu().double().numpy())
         frames.append(atoms)
     return frames
+
+
+def _atoms(structure: Structure, **more: Any) -> ase.Atoms:
+    symbols, box = list(structure.symbols), structure.box
+    masses = structure.mass.detach().cpu().expand(len(symbols)).numpy()
+    cell = None if box is None else _rows(box).numpy()
+    return ase.Atoms(symbols=symbols, masses=masses, cell=cell, pbc=box is not None, **more)
 
 
 def write(path: str | Path, frames: Sequence[ase.Atoms], **options: Any) -> None:
@@ -198,12 +200,12 @@ class ASECalculator(Calculator):
 class ASEPotential(Potential):
     """The energy and the forces of an ASE calculator, as reference values without a gradient.
 
-    Use it to make data, or to run dynamics without a gradient. The calculator has no derivative
-    with respect to parameters, and its forces have no derivative at all, so a backward pass through
-    a run is an error. It runs on the CPU, one system at a time.
+    Use it to make data, or to run dynamics without a gradient. It runs on the CPU, one system at a
+    time.
 
     Args:
-        calculator: an ASE calculator.
+        calculator: an ASE calculator. It has no derivative with respect to parameters, and its
+            forces have no derivative at all.
         structure: the symbols, masses and box of the atoms.
 
     Raises:
@@ -215,31 +217,27 @@ class ASEPotential(Potential):
         self.calculator, self.structure = calculator, structure
 
     def forward(self, position: Positions) -> Energies:
-        return _WithoutDerivative.apply(position, self._evaluated(position)[0], self._name)
+        return _WithoutDerivative.apply(position, self._evaluated(position)[0], self._refusal)
 
     def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
-        return _WithoutDerivative.apply(position, self._evaluated(position)[1], self._name)
+        return _WithoutDerivative.apply(position, self._evaluated(position)[1], self._refusal)
 
     def force_vjp(
         self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
-        raise _no_derivative(self._name)
+        raise self._refusal
 
     @property
-    def _name(self) -> str:
-        return type(self.calculator).__name__
+    def _refusal(self) -> TypeError:
+        return TypeError(
+            f"the numbers of {type(self.calculator).__name__}, an ASE calculator, have no "
+            "derivative. Run it under torch.no_grad(), and use its numbers as data."
+        )
 
     def _evaluated(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        box = self.structure.box
-        atoms = ase.Atoms(
-            symbols=list(self.structure.symbols),
-            masses=self.structure.mass.detach().cpu().numpy(),
-            cell=None if box is None else _rows(box).numpy(),
-            pbc=box is not None,
-        )
+        atoms = _atoms(self.structure)
         atoms.calc = self.calculator
-        energies: list[float] = []
-        forces: list[Tensor] = []
+        energies, forces = list[float](), list[Tensor]()
         for system in position.detach().cpu().double().reshape(-1, *position.shape[-2:]):
             atoms.set_positions(system.numpy())
             energies.append(float(atoms.get_potential_energy()))
@@ -252,20 +250,13 @@ class _WithoutDerivative(torch.autograd.Function):
     """A value that depends on the position, and raises an error when it is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, position: Tensor, value: Tensor, name: str) -> Tensor:
-        ctx.name = name
+    def forward(ctx: Any, position: Tensor, value: Tensor, refusal: TypeError) -> Tensor:
+        ctx.refusal = refusal
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise _no_derivative(ctx.name)
-
-
-def _no_derivative(name: str) -> TypeError:
-    return TypeError(
-        f"the numbers of {name}, an ASE calculator, have no derivative. Run it under "
-        "torch.no_grad(), and use its numbers as data."
-    )
+        raise ctx.refusal
 
 
 def _rows(box: Tensor) -> Tensor:
@@ -288,10 +279,8 @@ def _check_box(potential: torch.nn.Module, box: Tensor | None) -> None:
             raise ValueError("the potential has a periodic box and the atoms are not periodic.")
         integers = _rows(box) @ torch.linalg.inv(_rows(own))
         whole = integers.round()
-        if (
-            float((integers - whole).abs().max()) > 1e-9
-            or abs(abs(float(torch.linalg.det(whole))) - 1) > 1e-9
-        ):
+        off = float((integers - whole).abs().max())
+        if max(off, abs(float(volume(whole)) - 1)) > 1e-9:
             raise ValueError(
                 f"the cell of the atoms is {_rows(box).tolist()}, and the potential's box is "
                 f"{_rows(own).tolist()}. Make the potential with box=from_ase(atoms).box."

@@ -9,7 +9,6 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
 
 from adjsim.io._openmm.bonded import read_bonded, write_bonded
 from adjsim.io._openmm.library import box_of_system, check_system, lengths, plain
@@ -49,21 +48,20 @@ def from_openmm(
 
     The name of a parameter begins with its part, such as ``bonds.k``.
 
-    Types. With a topology, terms of a part that have identical numbers and join the same elements
-    (in either direction) share a type: a parameter has one number for each type, so that its
-    gradient is one number. ``potential.labels["bonds"]`` says for each type which term has it
-    first, such as "ALA N-CA". Without a topology each term has numbers of its own. Lennard-Jones
-    numbers are always by type, since they are mixed by the rules of Lorentz and Berthelot; without
-    a topology a type is a set of identical numbers. Charges, radii and scales are by atom.
+    With a topology, terms of a part that have identical numbers and join the same elements (in
+    either direction) are of one type, and a parameter has one number for each type.
+    ``potential.labels["bonds"]`` names the first term of each type, such as "ALA N-CA". Without a
+    topology each term has numbers of its own, but Lennard-Jones numbers, which are mixed by the
+    rules of Lorentz and Berthelot, are by sets of identical numbers. Charges, radii and scales are
+    by atom.
 
     Exceptions with zero charge product and zero epsilon are exclusions. If the numbers of all
     others are the combined numbers of their atoms times one factor for charges and one for epsilon,
-    as in Amber, they are scaled pairs: the two factors are parameters, and charges, epsilon and
-    sigma are those of the atoms. Otherwise they are pairs with numbers of their own.
-
-    The atoms of an exception are nearest images of each other in the reciprocal part of Ewald sums.
-    OpenMM takes their positions as they are; this is the same for whole molecules that are smaller
-    than half the box. Bonded terms take nearest images only if their force is periodic.
+    as in Amber, they are scaled pairs, with the two factors as parameters. Otherwise they are pairs
+    with numbers of their own. In the reciprocal part of Ewald sums their atoms are nearest images
+    of each other, while OpenMM takes positions as they are; this is the same for whole molecules
+    that are smaller than half the box. Bonded terms take nearest images only if their force is
+    periodic.
 
     The solvent shares the charges of ``coulomb`` if they are equal. A CMMotionRemover is ignored.
 
@@ -93,15 +91,13 @@ def from_openmm(
     names = Names.of(masses, topology)
     bonded = read_bonded(system, names)
     nonbonded, labels = read_nonbonded(system, names)
-    coulomb = nonbonded.get("coulomb")
-    solvent = read_solvent(system, None if coulomb is None else coulomb.charge)
-    parts: dict[str, nn.Module] = {name: part for name, (part, _) in bonded.items()}
-    parts.update(nonbonded)
+    parts: dict[str, Any] = {name: part for name, (part, _) in bonded.items()} | nonbonded
+    solvent = read_solvent(system, parts["coulomb"].charge if "coulomb" in parts else None)
     if solvent is not None:
         parts["solvent"] = solvent
     if not parts:
         raise ValueError("the system has no forces.")
-    labels.update({name: types.labels for name, (_, types) in bonded.items()})
+    labels |= {name: types.labels for name, (_, types) in bonded.items()}
     potential = ForceFieldPotential(labels, **parts)
     with torch.no_grad():
         refuse_high_energy(potential, position, potential(position))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -23,7 +23,14 @@ from adjsim.potentials.pairs.lennard_jones import LennardJones
 from adjsim.potentials.pairs.noble import NOBLE_GASES, LennardJonesMixture, trainable_numbers
 from adjsim.potentials.pairs.truncation import ForceShifted, Shifted, Switched, Truncation
 
-TRUNCATIONS = ("shifted", "force-shifted", "switched")
+# Made from the distance at which a switch starts.
+TRUNCATIONS: dict[str, Callable[[float], Truncation]] = {
+    "shifted": lambda start: Shifted(),
+    "force-shifted": lambda start: ForceShifted(),
+    "switched": Switched,
+}
+# Errors that ASE's readers raise for a file whose content does not match its name.
+MALFORMED = (OSError, ValueError, LookupError, AssertionError, RuntimeError, ParseError)
 # Where a switch starts by default, in units of the cutoff.
 SWITCH_START = 0.9
 
@@ -55,22 +62,15 @@ class Cutoff:
             raise ValueError(
                 f"--switch-start is for --truncation switched, not for {self.truncation}."
             )
-        if distance is None:
-            for option, given in (
-                (f"--truncation {self.truncation}", self.truncation != "shifted"),
-                ("--skin", self.skin is not None),
-            ):
-                if given:
-                    raise ValueError(f"{option} needs a cutoff; give --cutoff.")
-            return {}
-        return {"cutoff": distance, "truncation": self._truncation(distance), "skin": self.skin}
-
-    def _truncation(self, distance: float) -> Truncation:
-        if self.truncation == "shifted":
-            return Shifted()
-        if self.truncation == "force-shifted":
-            return ForceShifted()
-        return Switched(SWITCH_START * distance if self.switch_start is None else self.switch_start)
+        if distance is not None:
+            start = SWITCH_START * distance if self.switch_start is None else self.switch_start
+            truncation = TRUNCATIONS[self.truncation](start)
+            return {"cutoff": distance, "truncation": truncation, "skin": self.skin}
+        if self.truncation != "shifted":
+            raise ValueError(f"--truncation {self.truncation} needs a cutoff; give --cutoff.")
+        if self.skin is not None:
+            raise ValueError("--skin needs a cutoff; give --cutoff.")
+        return {}
 
 
 NO_CUTOFF = Cutoff()
@@ -100,26 +100,14 @@ def cluster(
     epsilon: float | None = None, sigma: float | None = None, cutoff: Cutoff = NO_CUTOFF
 ) -> System:
     """Make the 13-atom Lennard-Jones cluster at its icosahedral minimum, in reduced units."""
-    _check_pair(epsilon, sigma)
     atoms = ase.io.read(str(files("adjsim.io") / "data" / "lj13.xyz"))
     assert isinstance(atoms, ase.Atoms)
-    scale = 1.0 if sigma is None else sigma
-    potential = LennardJones(
-        trainable_numbers([1.0 if epsilon is None else epsilon]),
-        trainable_numbers([scale]),
-        **cutoff.arguments(None),
-    )
-    position = torch.from_numpy(atoms.get_positions() * scale)
-    return System(
-        "13-atom Lennard-Jones cluster",
-        position,
-        torch.ones(()),
-        potential,
-        1.0,
-        1.0,
-        "time units",
-        "epsilon/kB",
-    )
+    depth, scale = (1.0 if x is None else x for x in (epsilon, sigma))
+    numbers = trainable_numbers([depth]), trainable_numbers([scale])
+    potential = LennardJones(*numbers, **cutoff.arguments(None))
+    position, mass = torch.from_numpy(atoms.get_positions() * scale), torch.ones(())
+    name = "13-atom Lennard-Jones cluster"
+    return System(name, position, mass, potential, 1.0, 1.0, "time units", "epsilon/kB")
 
 
 def structure(
@@ -134,25 +122,12 @@ def structure(
     has one, is the periodic box. In a box the default cutoff is 3 sigma, or half the smallest
     perpendicular width of the box if that is less.
     """
-    _check_pair(epsilon, sigma)
     atoms = _read(path)
-    potential = _potential(path, atoms, epsilon, sigma, cutoff)
-    position = torch.from_numpy(atoms.get_positions())
-    mass = torch.from_numpy(atoms.get_masses())
+    species = tuple(sorted(set(atoms.get_chemical_symbols())))
+    potential = _potential(path, atoms, species, epsilon, sigma, cutoff)
+    position, mass = torch.from_numpy(atoms.get_positions()), torch.from_numpy(atoms.get_masses())
     name = f"{atoms.get_chemical_formula()} from {path.name}"
-    species = tuple(_species(atoms))
     return System(name, position, mass, potential, units.fs, units.kB, "fs", "K", species)
-
-
-def _species(atoms: ase.Atoms) -> list[str]:
-    """List the symbols of the atoms in the order of the parameters of a mixture."""
-    return sorted(set(atoms.get_chemical_symbols()))
-
-
-def _check_pair(epsilon: float | None, sigma: float | None) -> None:
-    for name, value in (("epsilon", epsilon), ("sigma", sigma)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"--{name} must be positive; got {value:g}.")
 
 
 def _read(path: Path) -> ase.Atoms:
@@ -163,15 +138,6 @@ def _read(path: Path) -> ase.Atoms:
             f"structure file '{path}' does not exist; give a file that ASE reads (xyz, extxyz, "
             "pdb, cif)."
         )
-    # Errors that ASE's readers raise for a file whose content does not match its name.
-    malformed = (
-        OSError,
-        ValueError,
-        LookupError,
-        AssertionError,
-        RuntimeError,
-        ParseError,
-    )
     try:
         atoms = ase.io.read(str(path))
     except UnknownFileTypeError:
@@ -179,20 +145,15 @@ def _read(path: Path) -> ase.Atoms:
             f"ASE knows no format of the name '{path.name}'; give a structure as xyz, extxyz, pdb "
             "or cif, with that suffix."
         ) from None
-    except KeyError as error:
-        raise ValueError(
-            f"ASE cannot read a structure from '{path}': it does not know {error}, where a symbol "
-            "or a name is expected; is it xyz, extxyz, pdb or cif?"
-        ) from error
-    except StopIteration:
-        raise ValueError(
-            f"ASE cannot read a structure from '{path}': the file ends before a structure does; is "
-            "it xyz, extxyz, pdb or cif?"
-        ) from None
-    except malformed as error:
+    except (StopIteration, *MALFORMED) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
+        why = f" ({reason});"
+        if isinstance(error, KeyError):
+            why = f": it does not know {error}, where a symbol or a name is expected;"
+        elif isinstance(error, StopIteration):
+            why = ": the file ends before a structure does;"
         raise ValueError(
-            f"ASE cannot read a structure from '{path}' ({reason}); is it xyz, extxyz, pdb or cif?"
+            f"ASE cannot read a structure from '{path}'{why} is it xyz, extxyz, pdb or cif?"
         ) from error
     if not isinstance(atoms, ase.Atoms) or len(atoms) == 0:
         raise ValueError(f"'{path}' holds no atoms; give a structure with at least two.")
@@ -209,10 +170,14 @@ def _read(path: Path) -> ase.Atoms:
 
 
 def _potential(
-    path: Path, atoms: ase.Atoms, epsilon: float | None, sigma: float | None, cutoff: Cutoff
+    path: Path,
+    atoms: ase.Atoms,
+    species: Sequence[str],
+    epsilon: float | None,
+    sigma: float | None,
+    cutoff: Cutoff,
 ) -> LennardJones:
     symbols = atoms.get_chemical_symbols()
-    species = _species(atoms)
     if (epsilon is None) != (sigma is None):
         given, absent = ("--epsilon", "--sigma") if sigma is None else ("--sigma", "--epsilon")
         raise ValueError(f"{given} was given without {absent}; give both.")
@@ -225,25 +190,20 @@ def _potential(
                 f"{', '.join(NOBLE_GASES)}); give --epsilon in eV and --sigma in angstrom. The "
                 f"first such atom is number {first}."
             )
-        epsilons: Sequence[float] = [NOBLE_GASES[symbol].kelvin * units.kB for symbol in species]
-        sigmas: Sequence[float] = [NOBLE_GASES[symbol].angstrom for symbol in species]
+        gases = [NOBLE_GASES[symbol] for symbol in species]
+        epsilons, sigmas = [gas.kelvin * units.kB for gas in gases], [x.angstrom for x in gases]
     else:
         species, symbols, epsilons, sigmas = ["all"], ["all"] * len(symbols), [epsilon], [sigma]
-    box = _box(path, atoms)
+    try:
+        box = box_of(atoms)
+    except ValueError as error:
+        raise ValueError(f"'{path}': {error}") from None
     default = None
     if box is not None:
         default = min(3.0 * max(sigmas), 0.5 * float(perpendicular_widths(box).min()))
+    numbers = trainable_numbers(epsilons), trainable_numbers(sigmas)
     options: dict[str, Any] = {"box": box, **cutoff.arguments(default)}
     if len(species) == 1:
-        return LennardJones(trainable_numbers(epsilons), trainable_numbers(sigmas), **options)
+        return LennardJones(*numbers, **options)
     index = torch.tensor([species.index(symbol) for symbol in symbols])
-    return LennardJonesMixture(
-        index, trainable_numbers(epsilons), trainable_numbers(sigmas), **options
-    )
-
-
-def _box(path: Path, atoms: ase.Atoms) -> Tensor | None:
-    try:
-        return box_of(atoms)
-    except ValueError as error:
-        raise ValueError(f"'{path}': {error}") from None
+    return LennardJonesMixture(index, *numbers, **options)

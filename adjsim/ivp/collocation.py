@@ -54,10 +54,9 @@ from adjsim.ivp.rhs import Array
 
 
 def _radau(stages: int) -> tuple[Array, Array]:
-    """Compute the Radau points in (0, 1] and the integration matrix ``a``.
+    """Compute the Radau points in (0, 1], of which the last is 1, and the integration matrix ``a``.
 
-    The last point is 1. Row i integrates from 0 to point i the polynomial through values at all
-    points.
+    Row i integrates from 0 to point i the polynomial through values at all points.
     """
     points = np.append((roots_jacobi(stages - 1, 1, 0)[0] + 1) / 2, 1.0)
     powers = np.vander(points, stages, increasing=True)
@@ -78,12 +77,9 @@ LOOKAHEAD = 3
 
 @dataclass
 class Step:
-    """A collocation step.
+    """A collocation step of size h, negative backward in time, from ``start`` ``(n,)``.
 
-    Args:
-        h: the step size, negative backward in time.
-        start: the initial value ``(n,)``.
-        matrices: the matrices A at :data:`TIMES`, ``(s + 1, n, n)``.
+    ``matrices`` are the matrices A at :data:`TIMES`, ``(s + 1, n, n)``.
     """
 
     h: float
@@ -102,9 +98,7 @@ class Step:
     def error(self, rtol: float, atol: float, remaining: float) -> tuple[float, Array]:
         """Return the propagated error relative to the tolerance, and the sum over :math:`E_{kj}`.
 
-        Args:
-            rtol, atol: the tolerances.
-            remaining: the length of the time span after this step.
+        ``remaining`` is the length of the time span after this step.
         """
         scale = atol + rtol * np.maximum(np.abs(self.start), np.abs(self.values[-1]))
         error = self.values[-1] - self.low_values[-1]
@@ -136,10 +130,7 @@ class Step:
 
 
 def _solve(weights: Array, matrices: Array, start: Array) -> Array:
-    """Solve for the values at the points of a step.
-
-    The start is one value ``(n,)`` or several ``(n, k)``. The weights include the step size.
-    """
+    """Solve for the values at the points of a step, from a start ``(n,)`` or ``(n, k)``."""
     stages, size = len(weights), len(weights) * len(start)
     system = np.eye(size) - np.einsum("ij,jkl->ikjl", weights, matrices).reshape(size, size)
     return np.linalg.solve(system, np.concatenate([start] * stages)).reshape(stages, *start.shape)

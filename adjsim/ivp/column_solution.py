@@ -2,28 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjsim.ivp.column_history import CheckpointedSteps, Point, StoredSteps
-from adjsim.ivp.column_reads import ColumnReads, InterpolatedStep
-from adjsim.ivp.column_steps import ColumnStepper, Step
+from adjsim.ivp.column_steps import (
+    ColumnReads,
+    ColumnState,
+    ColumnStepper,
+    InterpolatedStep,
+    Step,
+)
+from adjsim.ivp.forward_states import SEGMENT_STEPS, Thinned, changed_message
 from adjsim.ivp.jumps import ColumnJumpCheck
-from adjsim.ivp.rate_check import changed_message
-from adjsim.ivp.rhs import AdjointStates, RightHandSide, TimeDerivative, as_times, to_numpy
+from adjsim.ivp.rhs import RightHandSide, as_times, pulled, to_numpy
 
 # Steps of the backward pass between two searches for tensors that were not declared.
 CHECK_EVERY = 16
+# The times (batch,) and the states (n, batch) before a step.
+Point = tuple[Tensor, Tensor]
 
 
-@dataclass
-class ColumnValues:
-    """The solution in columns as interpolants, which need no equation and have no gradient.
+class StoredSteps:
+    """The times and states before and after every attempt in which a column advanced."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+
+    def __call__(self, state: ColumnState) -> None:
+        if not self.points or bool((state.t != self.points[-1][0]).any()):
+            self.points.append((state.t, state.y))
+
+    def forward(self) -> list[tuple[Point, Point]]:
+        """Return the points before and after each step."""
+        return list(pairwise(self.points))
+
+    def backward(self) -> Iterable[tuple[Point, Point]]:
+        """Return the points before and after each step, last step first."""
+        return reversed(self.forward())
+
+
+class CheckpointedSteps(Thinned[ColumnState]):
+    """States from which segments of the forward solution are solved again, bit for bit.
+
+    At most twice :data:`~adjsim.ivp.forward_states.SEGMENT_STEPS` states are stored.
+    """
+
+    last: ColumnState
+
+    def __init__(self, stepper: ColumnStepper) -> None:
+        super().__init__(2 * SEGMENT_STEPS, SEGMENT_STEPS, lambda state: state)
+        self.stepper = stepper
+
+    def __call__(self, state: ColumnState) -> None:
+        super().__call__(state)
+        self.last = state
+
+    def backward(self) -> Iterator[tuple[Point, Point]]:
+        """Yield the points before and after each step, last step first.
+
+        A segment that ends at another time than in the forward solution is an error.
+        """
+        after = self.last
+        for number in reversed(range(len(self.kept))):
+            state = self.kept[number]
+            attempts = min(self.every, self.count - 1 - number * self.every)
+            short = attempts <= SEGMENT_STEPS
+            storage = StoredSteps() if short else CheckpointedSteps(self.stepper)
+            storage(state)
+            with torch.no_grad():
+                for _ in range(attempts):
+                    state = self.stepper.advance(state)[0]
+                    storage(state)
+            if not torch.equal(state.t, after.t):
+                raise RuntimeError(changed_message(float(after.t[state.t != after.t][0])))
+            after = self.kept[number]
+            yield from storage.backward()
+
+
+@dataclass(eq=False)
+class DenseColumns:
+    """The solution in columns as a function of time, by interpolants that have no gradient.
+
+    Called with a time, it returns the states ``(n, batch)``; with times ``(k,)`` for all columns,
+    or ``(k, batch)`` for each, the states ``(n, k, batch)``. There is no extrapolation.
 
     Args:
         begin, end: the time spans ``(batch,)``.
@@ -37,15 +104,21 @@ class ColumnValues:
     end: Tensor
     direction: Tensor
     start: Tensor
-    polynomials: list[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]]
+    polynomials: Sequence[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]] = ()
 
-    def read(self, times: Tensor) -> Tensor:
-        """Return the states ``(n, times, batch)`` at sorted times ``(times, batch)``."""
-        found = self.start.detach().double()[:, None].expand(-1, len(times), -1).clone()
-        reads = ColumnReads(times, self.direction)
-        for step in self._steps():
-            reads.write(found, step)
-        return found
+    def __call__(self, t: Any) -> Tensor:
+        times = as_times(t, self.start)
+        rows = per_column(times.reshape(1) if times.ndim == 0 else times, self.begin, 2, "t")
+        refuse_outside(rows.detach(), self.begin, self.end, "t")
+        order = (self.direction * rows.detach()).argsort(0)
+        ordered = rows.take_along_dim(order, 0)
+        found = self.start.detach().double()[:, None].expand(-1, len(rows), -1).clone()
+        reads = ColumnReads(ordered.detach(), self.direction)
+        with torch.no_grad():
+            for step in self._steps():
+                reads.write(found, step)
+        found = self.connected(ordered, found).take_along_dim(order.argsort(0)[None], 1)
+        return found[:, 0] if times.ndim == 0 else found
 
     def connected(self, times: Tensor, states: Tensor) -> Tensor:
         """Connect states ``(n, times, batch)`` to the start, the parameters and the times."""
@@ -56,15 +129,8 @@ class ColumnValues:
             yield begin, y, end, partial(list, coefficients)
 
 
-class ColumnSolution(ColumnValues):
-    """The solution in columns, with its gradient.
-
-    Args:
-        rhs: the right-hand side.
-        stepper: the steps.
-        begin: the times at which the columns start ``(batch,)``.
-        start: the initial states ``(n, batch)``.
-        history: the source of the states in the backward pass.
+class ColumnSolution(DenseColumns):
+    """The solution in columns, with its gradient. A solution from a file has no gradient.
 
     Attributes:
         steps, rejections: the numbers of accepted and of rejected steps ``(batch,)``.
@@ -79,7 +145,7 @@ class ColumnSolution(ColumnValues):
         start: Tensor,
         history: StoredSteps | CheckpointedSteps,
     ) -> None:
-        super().__init__(begin, stepper.end, stepper.direction, start, [])
+        super().__init__(begin, stepper.end, stepper.direction, start)
         self.rhs, self.stepper, self.history, self.attempts = rhs, stepper, history, 0
         self.steps = torch.zeros_like(begin, dtype=torch.int64)
         self.rejections = self.steps.clone()
@@ -89,11 +155,8 @@ class ColumnSolution(ColumnValues):
     ) -> Tensor:
         """Take all steps, and return the states ``(n, times, batch)`` at sorted times.
 
-        Args:
-            times: the times ``(times, batch)``.
-            first_step: the first step size; None: chosen from the rates.
-            store: whether the history is needed later.
-            refuse_jumps: whether a jump of the right-hand side is an error.
+        ``store`` says whether the history is needed later, ``refuse_jumps`` whether a jump of the
+        right-hand side is an error.
         """
         state = self.stepper.start(self.begin, self.start.detach().double(), first_step)
         reads = ColumnReads(times, self.direction)
@@ -114,12 +177,15 @@ class ColumnSolution(ColumnValues):
                 self.history(state)
         return found
 
+    def __copy__(self) -> ColumnSolution:
+        return self
+
     def __reduce__(self) -> Any:
         # The gradient needs fun, which may be a local function, and the graph of the start.
         with torch.no_grad():
             polynomials = [(*step[:3], step[3]()) for step in self._steps()]
         start = self.start.detach()
-        return ColumnValues, (self.begin, self.end, self.direction, start, polynomials)
+        return DenseColumns, (self.begin, self.end, self.direction, start, polynomials)
 
     def _steps(self) -> Iterator[InterpolatedStep]:
         assert isinstance(self.history, StoredSteps)
@@ -130,27 +196,11 @@ class ColumnSolution(ColumnValues):
         return self._step(before, after).polynomial()
 
     def connected(self, times: Tensor, states: Tensor) -> Tensor:
-        values, at = states.to(self.start.dtype), times.detach()
-        parameters = self.rhs.parameters
-        if not torch.is_grad_enabled():
-            return values
-        if any(x.requires_grad for x in (self.start, *parameters)):
-            values = AdjointStates.apply(
-                partial(self.backward, at), values, self.start, *parameters
-            )
-        if times.requires_grad:
-            with torch.no_grad():
-                rates = [self.stepper.rate(at[k], states[:, k]) for k in range(len(at))]
-            values = TimeDerivative.apply(values, times, torch.stack(rates, 1).to(values))
-        return values
+        values, pull = super().connected(times, states), partial(self._backward, times.detach())
+        return self.rhs.with_time_derivative(self.rhs.connected(values, self.start, pull), times)
 
-    def backward(self, times: Tensor, cotangents: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the cotangents of the start and of the parameters.
-
-        Args:
-            times: the sorted times at which the states are used, ``(times, batch)``.
-            cotangents: the cotangents of these states ``(n, times, batch)``.
-        """
+    def _backward(self, times: Tensor, cotangents: Tensor) -> list[Tensor]:
+        """Return the cotangents of the start and of the parameters."""
         reads, cotangents = ColumnReads(times, self.direction), cotangents.double()
         cotangent = torch.zeros_like(self.start, dtype=cotangents.dtype)
         sums = [torch.zeros_like(x) for x in self.rhs.parameter_leaves]
@@ -165,23 +215,15 @@ class ColumnSolution(ColumnValues):
                 step = self._step((t, start), after)
                 outputs = [step.end, *(step.polynomial() if rows else ())]
             _refuse_changed(step.end.detach(), before, after)
-            by_start, weights = reads.cotangents(
-                cotangents, rows, t, after[0] - t, len(outputs) - 1
-            )
-            pairs = zip(outputs, (cotangent, *weights), strict=True)
-            used = [(out, weight) for out, weight in pairs if out.requires_grad]
-            found = torch.autograd.grad(
-                [out for out, _ in used],
-                [start, *self.rhs.parameter_leaves],
-                [weight for _, weight in used],
-                materialize_grads=True,
-            )
+            h, degree = after[0] - t, len(outputs) - 1
+            by_start, *weights = reads.cotangents(cotangents, rows, t, h, degree)
+            inputs = [start, *self.rhs.parameter_leaves]
+            found = pulled(outputs, inputs, [cotangent, *weights], keep_graph=False)
             cotangent = found[0] + by_start
             for total, x in zip(sums, found[1:], strict=True):
                 total += x
-        rows = reads.up_to(self.begin)
-        at_start, _ = reads.cotangents(cotangents, rows, self.begin, self.begin, 0)
-        return cotangent + at_start, sums
+        at_start = reads.cotangents(cotangents, reads.up_to(self.begin), self.begin, self.begin, 0)
+        return [cotangent + at_start[0], *sums]
 
     def _step(self, before: Point, after: Point) -> Step:
         stepper = self.stepper
@@ -197,42 +239,8 @@ def _refuse_changed(end: Tensor, before: Point, after: Point) -> None:
         raise RuntimeError(changed_message(float(before[0][wrong][0])))
 
 
-class DenseColumns:
-    """The solution in columns as a differentiable function of time.
-
-    Called with a time, it returns the states ``(n, batch)``; with times ``(k,)`` for all columns,
-    or ``(k, batch)`` for each, the states ``(n, k, batch)``. There is no extrapolation. A copy, and
-    a solution from a file, have no gradient.
-
-    Args:
-        solution: the solution.
-    """
-
-    def __init__(self, solution: ColumnValues) -> None:
-        self._solution = solution
-
-    def __call__(self, t: Any) -> Tensor:
-        solution = self._solution
-        times = as_times(t, solution.start)
-        rows = per_column(times.reshape(1) if times.ndim == 0 else times, solution.begin, 2, "t")
-        refuse_outside(rows.detach(), solution.begin, solution.end, "t")
-        order = (solution.direction * rows.detach()).argsort(0)
-        ordered = rows.take_along_dim(order, 0)
-        with torch.no_grad():
-            found = solution.read(ordered.detach())
-        found = solution.connected(ordered, found).take_along_dim(order.argsort(0)[None], 1)
-        return found[:, 0] if times.ndim == 0 else found
-
-
 def per_column(times: Tensor, like: Tensor, axes: int, name: str) -> Tensor:
-    """Give times ``(...)`` or ``(..., batch)`` an axis of columns, which is axis ``axes - 1``.
-
-    Args:
-        times: the times, the same for all columns or one for each.
-        like: a tensor ``(batch,)``.
-        axes: the number of axes of the result.
-        name: what they are, for the message.
-    """
+    """Give times ``(...)`` or ``(..., batch)`` an axis of columns, which is axis ``axes - 1``."""
     if times.ndim == axes - 1:
         times = times[..., None].expand(*times.shape, len(like))
     if times.ndim != axes or times.shape[-1] != len(like):

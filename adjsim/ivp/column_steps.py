@@ -28,20 +28,19 @@ from adjsim.core.step_control import GROW, first_size, next_factor, relative
 
 # The rates (n, batch) at times (batch,) and states (n, batch), in double precision.
 Rate = Callable[[Tensor, Tensor], Tensor]
+# For each column the number of a time (batch,), and whether this time is read (batch,).
+Row = tuple[Tensor, Tensor]
+# The times and states before a step, the times after, and a function that returns the coefficients
+# of its interpolant.
+InterpolatedStep = tuple[Tensor, Tensor, Tensor, Callable[[], Sequence[Tensor]]]
 
 
 class Step(ABC):
-    """One step of every column by a one-step method, of which this class is the base.
+    """One step of size h ``(batch,)`` of every column by a one-step method; h may be zero.
 
     A step is a differentiable function of the states at its start and of the tensors that the rate
-    reads. Its size is a constant.
-
-    Args:
-        rate: the rates.
-        t, h: the times and the step sizes ``(batch,)``; a size may be zero.
-        y: the states ``(n, batch)``.
-        first: the rates at these states, as :meth:`next_rate` of the step before returned them;
-            None: they are evaluated where they are needed.
+    reads. Its size is a constant. ``first`` are the rates at the states y, as :meth:`next_rate` of
+    the step before returned them; None: they are evaluated where they are needed.
     """
 
     #: The name of the method.
@@ -59,9 +58,9 @@ class Step(ABC):
     def error(self) -> Tensor:
         """Return the estimate of the error ``(n, batch)``."""
 
-    @abstractmethod
     def next_rate(self) -> Tensor | None:
         """Return the rates at the end of the step, if the next step begins with them."""
+        return None
 
     @abstractmethod
     def polynomial(self) -> list[Tensor]:
@@ -72,8 +71,6 @@ class ColumnState(NamedTuple):
     """Everything that the next attempt depends on.
 
     Attributes:
-        t: the times ``(batch,)``.
-        y: the states ``(n, batch)``.
         rate: the rates at the states, if the method needs them.
         size: the step sizes that are tried next ``(batch,)``, positive.
         retry: the columns whose last attempt was rejected ``(batch,)``.
@@ -90,13 +87,8 @@ class ColumnState(NamedTuple):
 class ColumnStepper:
     """Attempts of steps, as functions of :class:`ColumnState`.
 
-    Args:
-        rate: the rates.
-        method: the one-step method.
-        end: the times at which the columns end ``(batch,)``.
-        direction: 1 where a column is integrated forward in time, -1 where backward, ``(batch,)``.
-        rtol, atol: the tolerances; atol is a number or ``(n, 1)``.
-        max_step: the largest step size.
+    Columns end at the times ``end``. Their ``direction`` is 1 forward in time, -1 backward; atol is
+    a number or ``(n, 1)``.
     """
 
     rate: Rate
@@ -110,7 +102,13 @@ class ColumnStepper:
     def start(self, t: Tensor, y: Tensor, first_step: float | None) -> ColumnState:
         """Make the state before the first attempt; ``first_step`` None: SciPy's choice."""
         rate = self.rate(t, y)
-        self._refuse_not_finite(rate, t)
+        wrong = (~rate.isfinite()).any(0)
+        if wrong.any():
+            column = _first(wrong)
+            raise ValueError(
+                f"fun is not finite in column {column} at its start, t = {float(t[column]):.9g}; "
+                f"{int(wrong.sum())} of {len(t)} columns start so."
+            )
         size = (
             self._first_size(t, y, rate)
             if first_step is None
@@ -156,15 +154,6 @@ class ColumnStepper:
         length, order = (self.end - t).abs(), self.method.error_order + 1
         return first_size(self._norm(y, y), self._norm(rate, y), length, order, change)
 
-    def _refuse_not_finite(self, rate: Tensor, t: Tensor) -> None:
-        wrong = (~rate.isfinite()).any(0)
-        if wrong.any():
-            column = _first(wrong)
-            raise ValueError(
-                f"fun is not finite in column {column} at its start, t = {float(t[column]):.9g}; "
-                f"{int(wrong.sum())} of {len(t)} columns start so."
-            )
-
     def _refuse_too_short(self, state: ColumnState, wrong: Tensor) -> None:
         if wrong.any():
             column = _first(wrong)
@@ -194,3 +183,59 @@ def interpolate(y: Tensor, coefficients: Sequence[Tensor], x: Tensor) -> Tensor:
 
 def _first(marked: Tensor) -> int:
     return int(marked.nonzero()[0, 0])
+
+
+class ColumnReads:
+    """The times ``(times, batch)`` at which a solution in columns is read.
+
+    They are sorted in the ``direction`` of each column, 1 forward in time or -1 backward.
+    """
+
+    def __init__(self, times: Tensor, direction: Tensor) -> None:
+        self.times, self.direction = times, direction
+        self._sorted = (direction * times).T.contiguous()
+        self._columns = torch.arange(times.shape[1], device=times.device)
+
+    def between(self, begin: Tensor, end: Tensor) -> list[Row]:
+        """Return the rows of times after ``begin`` and up to ``end``, both ``(batch,)``."""
+        first, last = self._passed(begin), self._passed(end)
+        numbers = (first + k for k in range(int((last - first).max())))
+        return [(number.clamp(max=len(self.times) - 1), number < last) for number in numbers]
+
+    def up_to(self, begin: Tensor) -> list[Row]:
+        """Return the rows of times that are not after ``begin``."""
+        return self.between(-torch.inf * self.direction, begin)
+
+    def _passed(self, t: Tensor) -> Tensor:
+        return torch.searchsorted(self._sorted, (self.direction * t)[:, None], right=True)[:, 0]
+
+    def write(self, states: Tensor, step: InterpolatedStep) -> None:
+        """Write the states of one step into the states at all times ``(n, times, batch)``."""
+        begin, y, end, polynomial = step
+        rows = self.between(begin, end)
+        coefficients = polynomial() if rows else ()
+        for number, due in rows:
+            x = self._fraction(number, due, begin, end - begin)
+            found = interpolate(y, coefficients, x)
+            states[:, number[due], self._columns[due]] = found[:, due]
+
+    def cotangents(
+        self, cotangents: Tensor, rows: Sequence[Row], t: Tensor, h: Tensor, degree: int
+    ) -> list[Tensor]:
+        """Return the cotangents of the start of a step, and of the coefficients of its interpolant.
+
+        ``cotangents`` are those of the states at all times ``(n, times, batch)``. ``rows`` lie in
+        the step of size h from t, whose interpolant has ``degree`` coefficients.
+        """
+        n, _, batch = cotangents.shape
+        found = [cotangents.new_zeros(n, batch) for _ in range(degree + 1)]
+        for number, due in rows:
+            x = self._fraction(number, due, t, h)
+            power = torch.where(due, cotangents[:, number, self._columns], 0.0)
+            for total in found:
+                total += power
+                power = power * x
+        return found
+
+    def _fraction(self, number: Tensor, due: Tensor, t: Tensor, h: Tensor) -> Tensor:
+        return torch.where(due, (self.times[number, self._columns] - t) / h, 0.0)

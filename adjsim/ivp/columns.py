@@ -15,7 +15,6 @@ grow with the number of steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adjsim.ivp.column_history import CheckpointedSteps, StoredSteps
-from adjsim.ivp.column_solution import ColumnSolution, DenseColumns, per_column, refuse_outside
+from adjsim.ivp.column_solution import (
+    CheckpointedSteps,
+    ColumnSolution,
+    StoredSteps,
+    per_column,
+    refuse_outside,
+)
 from adjsim.ivp.column_steps import ColumnStepper, Step
 from adjsim.ivp.dormand_prince import DormandPrince
 from adjsim.ivp.march import ENDED
@@ -55,14 +59,12 @@ def check_columns(y0: Tensor) -> None:
 
 
 def solve_columns(
-    fun: Callable[..., Any],
+    rhs: RightHandSide,
     t_span: Any,
     start: Tensor,
     method: Any,
     t_eval: Any,
     dense_output: bool,
-    args: tuple[Any, ...],
-    params: Any,
     adjoint: str,
     options: dict[str, Any],
 ) -> OdeResult:
@@ -82,7 +84,6 @@ def solve_columns(
         raise ValueError(
             f"y0 of shape (n, batch) takes the options {', '.join(OPTIONS)}; got {unknown[0]!r}."
         )
-    rhs = RightHandSide(fun, args, params, start, False)
     ends = [as_times(t, start) for t in t_span]
     columns = start.detach()[0]
     begin, end = (per_column(t, columns, 1, "each end of t_span") for t in ends)
@@ -90,35 +91,35 @@ def solve_columns(
     times = torch.stack(ends if shared else [begin, end])
     times = times if t_eval is None else as_times(t_eval, start)
     grid = per_column(times, columns, 2, "t_eval")
-    _check_times(begin.detach(), end.detach(), None if t_eval is None else grid.detach())
-    grad = torch.is_grad_enabled()
+    first, last = begin.detach(), end.detach()
+    direction = torch.where(last >= first, 1.0, -1.0).to(last)
+    _check_times(first, last, direction, None if t_eval is None else grid.detach())
     rate = _Rate(rhs)
-    _check_function(rhs, rate, begin.detach(), start.detach(), grad)
-    wants_gradient = grad and any(
+    _check_function(rhs, rate, first, start.detach())
+    wants_gradient = torch.is_grad_enabled() and any(
         x.requires_grad for x in (start, begin, end, grid, *rhs.parameters)
     )
     if wants_gradient:
-        rhs.check_differentiable(to_numpy(begin), to_numpy(start))
-        with torch.no_grad():
-            rates = rate(begin, start)
-        start = rhs.with_start_time(start, begin, rates)
-    stepper = _stepper(rate, method, begin.detach(), end.detach(), start, options)
+        at = to_numpy(begin), to_numpy(start)
+        rhs.check_differentiable(*at)
+        start = rhs.with_start_time(start, begin, rhs.rate(*at))
+    stepper = _stepper(rate, method, last, direction, start, options)
     keeps_all = dense_output or adjoint == "interpolate"
     history = StoredSteps() if keeps_all else CheckpointedSteps(stepper)
-    solution = ColumnSolution(rhs, stepper, begin.detach(), start, history)
+    solution = ColumnSolution(rhs, stepper, first, start, history)
     rate.calls = 0
     with torch.no_grad():
         states = solution.solve(
             grid.detach(), options.get("first_step"), wants_gradient or dense_output, wants_gradient
         )
-    calls, jacobians = rate.calls, solution.attempts if method == "Rodas4" else 0
+    jacobians = solution.attempts if method == "Rodas4" else 0
     return OdeResult(
         t=times.to(start.dtype),
         y=solution.connected(grid, states),
-        sol=DenseColumns(solution) if dense_output else None,
+        sol=solution if dense_output else None,
         t_events=None,
         y_events=None,
-        nfev=calls,
+        nfev=rate.calls,
         njev=jacobians,
         nlu=jacobians,
         steps=solution.steps,
@@ -143,7 +144,7 @@ class _Rate:
 
 
 def _stepper(
-    rate: _Rate, method: str, begin: Tensor, end: Tensor, start: Tensor, options: dict[str, Any]
+    rate: _Rate, method: str, end: Tensor, direction: Tensor, start: Tensor, options: dict[str, Any]
 ) -> ColumnStepper:
     """Make the stepper, with SciPy's default tolerances."""
     for name in ("max_step", "first_step"):
@@ -158,13 +159,12 @@ def _stepper(
     rtol = float(options.get("rtol", 1e-3))
     check_tolerance("rtol", rtol)
     check_tolerance("atol", to_numpy(atol))
-    direction = torch.where(end >= begin, 1.0, -1.0).to(end)
     tolerances = max(rtol, SMALLEST_RTOL), atol[:, None] if atol.ndim else atol
     max_step = float(options.get("max_step", np.inf))
     return ColumnStepper(rate, COLUMN_METHODS[method], end, direction, *tolerances, max_step)
 
 
-def _check_times(begin: Tensor, end: Tensor, times: Tensor | None) -> None:
+def _check_times(begin: Tensor, end: Tensor, direction: Tensor, times: Tensor | None) -> None:
     """Refuse infinite spans, and times outside of them or in another order."""
     wrong = (~(begin.isfinite() & end.isfinite())).nonzero()
     if len(wrong):
@@ -173,20 +173,16 @@ def _check_times(begin: Tensor, end: Tensor, times: Tensor | None) -> None:
             f"t_span must be two finite times; got {float(begin[column])} and "
             f"{float(end[column])} in column {column}."
         )
-    if times is None:
-        return
-    refuse_outside(times, begin, end, "t_eval")
-    direction = torch.where(end >= begin, 1.0, -1.0)
-    if bool((direction * times.diff(dim=0) < 0).any()):
-        raise ValueError("t_eval must be sorted from the start of t_span to its end.")
+    if times is not None:
+        refuse_outside(times, begin, end, "t_eval")
+        if bool((direction * times.diff(dim=0) < 0).any()):
+            raise ValueError("t_eval must be sorted from the start of t_span to its end.")
 
 
-def _check_function(
-    rhs: RightHandSide, rate: _Rate, begin: Tensor, start: Tensor, grad: bool
-) -> None:
+def _check_function(rhs: RightHandSide, rate: _Rate, begin: Tensor, start: Tensor) -> None:
     """Refuse a function of another shape, of NumPy, or that mixes columns."""
     given = start.clone()
-    rhs.check(to_numpy(begin), to_numpy(start.clone()), grad)
+    rhs.check(to_numpy(begin), to_numpy(given), torch.is_grad_enabled())
     if rhs.uses_numpy:
         raise TypeError(
             "fun computes with NumPy, but for y0 of shape (n, batch) it is called with tensors: "

@@ -1,7 +1,4 @@
-"""The method of Dormand and Prince, order 5(4), for many columns at once.
-
-Its interpolant of order four is that of SciPy's RK45.
-"""
+"""The method of Dormand and Prince, order 5(4), for many columns at once."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _POLYNOMIAL: list[list[float]] = RK45.P.T.tolist()
 
 
 class DormandPrince(Step):
-    r"""A step of every column by the explicit method of Dormand and Prince.
+    r"""A step of every column by the explicit method, with the interpolant of SciPy's RK45.
 
     With :math:`k_i = f(t + c_i h, y + h \sum_{j<i} a_{ij} k_j)` the result is :math:`y' = y + h
     \sum_i b_i k_i`. The last stage of a step is the first one of the next.

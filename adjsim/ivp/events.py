@@ -24,11 +24,72 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.optimize import brentq
 from torch import Tensor
 
-from adjsim.core.second_derivative import refuse_second_derivative
-from adjsim.ivp.numpy_functions import computes_with_numpy, naming_function, numpy_error
-from adjsim.ivp.rhs import OF_A_SOLUTION, Array, RightHandSide, to_numpy
+from adjsim.ivp.rhs import (
+    Array,
+    RightHandSide,
+    WithGradient,
+    computes_with_numpy,
+    naming_function,
+    numpy_error,
+    pulled,
+    to_numpy,
+)
+
+# SciPy's accuracy of the time of an event, absolute and relative. A step may be shorter than this,
+# so here the accuracy is also relative to the time from the start of the step to the event.
+ACCURACY = 4 * float(np.finfo(float).eps)
+# Accuracy of the time from the start of the step to the event.
+FINE = 1e-12
+# Bisection of a step to the smallest number takes fewer iterations.
+MOST_ITERATIONS = 3_000
+
+
+class Root(NamedTuple):
+    """The time and the state at which a function is zero, and the length of the step there."""
+
+    t: float
+    y: Array
+    step: float
+
+    @property
+    def unit(self) -> float:
+        """The unit of time in estimates of rounding."""
+        return time_unit(self.step)
+
+
+def find_root(
+    function: Callable[[float, Array], float],
+    path: Callable[[float], Array],
+    begin: float,
+    end: float,
+) -> Root:
+    """Find a root between the two ends of a step, at which the function has different signs."""
+    accuracy = ACCURACY
+    while True:
+        found: Any = brentq(
+            lambda t: function(t, path(t)),
+            begin,
+            end,
+            xtol=accuracy,
+            rtol=np.float64(ACCURACY),
+            maxiter=MOST_ITERATIONS,
+        )
+        t = float(found)
+        wanted = max(FINE * abs(t - begin), float(np.spacing(max(abs(t), abs(begin)))))
+        if accuracy <= wanted:
+            return Root(t, path(t), abs(end - begin))
+        accuracy = wanted
+
+
+def time_unit(step: float) -> float:
+    """Return the time that counts as one in estimates of rounding, for a root in a step.
+
+    It is one in all but short steps, where a root is found to a smaller absolute accuracy.
+    """
+    return min(1.0, abs(step) * FINE / ACCURACY)
 
 
 class _Side(NamedTuple):
@@ -48,12 +109,7 @@ class _Side(NamedTuple):
 class Event:
     """A user's event function, in the form that SciPy calls, with a differentiable event time.
 
-    Args:
-        function: ``event(t, y, *args)``, with SciPy's attributes ``terminal`` and ``direction`` and
-            our ``reset``.
-        rhs: the right-hand side.
-        number: the index of the event, for messages.
-        sign: 1 if the solution is integrated forward in time, -1 if backward.
+    Its ``number`` is for messages; ``sign`` is 1 forward in time, -1 backward.
     """
 
     def __init__(
@@ -85,21 +141,17 @@ class Event:
         if self._uses_numpy:
             return float(self.function(t, y, *self.rhs.args))
         with torch.no_grad():
-            return float(self.value(self.rhs.time(t), self.rhs.tensor(y)))
-
-    def value(self, t: Tensor, y: Tensor) -> Any:
-        return self.function(t, y, *self.rhs.args)
+            return float(self.function(self.rhs.time(t), self.rhs.tensor(y), *self.rhs.args))
 
     def reads_gradient(self, t: Tensor, y: Tensor) -> bool:
         """Test whether the function reads a tensor that requires grad, other than time and state.
 
-        It is called first, with the start of the solution, and also finds out whether the function
-        computes with NumPy.
+        It is called first, and also finds out whether the function computes with NumPy.
         """
         at, x = t.detach().to(y.real.dtype), y.detach()
         with torch.no_grad():
             self._uses_numpy = computes_with_numpy(self.function, at, x, self.rhs.args)
-        value = None if self._uses_numpy else self.value(at, x)
+        value = None if self._uses_numpy else self.function(at, x, *self.rhs.args)
         return isinstance(value, Tensor) and value.requires_grad
 
     def take_side(
@@ -109,14 +161,8 @@ class Event:
 
         This applies if the piece starts on the surface, where rounding would decide. If the event
         has just happened, the piece starts behind the surface. Otherwise it starts before it, so
-        that the event happens next.
-
-        Args:
-            t: the start time.
-            before, after: the state before and after the reset.
-            flow: the rate of the state after the reset.
-            stopped: whether this event ended the previous piece.
-            unit: the unit of time in estimates of rounding.
+        that the event happens next. ``flow`` is the rate after the reset, ``stopped`` says whether
+        this event ended the previous piece.
         """
         self._start = None
         (left, old, _), (value, new, weights) = self.slopes(t, before), self.slopes(t, after, flow)
@@ -137,10 +183,7 @@ class Event:
         self._start = t, float(np.copysign(np.finfo(float).tiny, side))
 
     def check_start(self, t: float, y: Array) -> None:
-        """Refuse a start at an event that has a reset and no direction.
-
-        The event could happen at once or not.
-        """
+        """Refuse a start at an event with a reset and no direction, which might happen at once."""
         if self.reset is not None and self.direction == 0 and self(t, y) == 0:
             raise ValueError(
                 f"the solution starts at event {self.number}, which has a reset: set its "
@@ -156,10 +199,9 @@ class Event:
         return torch.stack(self.states) if self.states else like.detach()[:0]
 
     def slopes(self, t: float, y: Array, flow: Array | None = None) -> tuple[float, float, Array]:
-        """Compute the value, its rate along the solution, and its absolute gradient.
+        """Compute the value, its rate along ``flow``, and its absolute gradient in the state.
 
-        The gradient is with respect to the state. ``flow`` is the rate of the state; None: the
-        rate that ``fun`` returns at this state.
+        ``flow`` None: the rate that ``fun`` returns at this state.
         """
         value, dg_dt, dg_dy = self._gradient(t, y)
         flow = self.rhs.rate(t, y) if flow is None else flow
@@ -171,34 +213,23 @@ class Event:
             raise numpy_error(f"event {self.number}, which has a reset or needs a gradient,")
         with torch.enable_grad(), naming_function(f"event {self.number}"):
             at, x = self.rhs.time(t).requires_grad_(), self.rhs.tensor(y).requires_grad_()
-            value = self._scalar(self.value(at, x))
-        if not value.requires_grad:
-            return float(value), 0.0, np.zeros_like(y)
-        dg_dt, dg_dy = torch.autograd.grad(value, (at, x), materialize_grads=True)
+            value = self._scalar(self.function(at, x, *self.rhs.args))
+        dg_dt, dg_dy = pulled([value], [at, x], [torch.ones_like(value)], keep_graph=False)
         return float(value.detach()), float(dg_dt), to_numpy(dg_dy)
 
-    def rate_before(self, t: float, y: Array, unit: float) -> Array:
-        """Compute the limit, from before the event, of the rate at a state.
-
-        The state is on the event's surface. ``unit`` is the unit of time in estimates of rounding.
-        The derivation is in :mod:`adjsim.ivp.jumps`.
-        """
-        found = [side.flow for side in self._sides(t, y, -self.sign, 0.0, unit) if side.outward > 0]
+    def rate_before(self, root: Root) -> Array:
+        """Compute the limit, from before the event, of the rate at a state on the surface."""
+        sides = self._sides(root.t, root.y, -self.sign, 0.0, root.unit)
+        found = [side.flow for side in sides if side.outward > 0]
         if len(found) == 2:
-            raise self._sliding(t)
-        return found[0] if found else self.rhs.rate(t, y)
+            raise self._sliding(root.t)
+        return found[0] if found else self.rhs.rate(root.t, root.y)
 
     def rate_after(self, t: float, before: Array, y: Array, unit: float) -> tuple[Array, Array]:
-        """Compute the limit, from after the event, of the rate at a state.
+        """Compute the limit, from after the event, of the rate at a state, and a shift.
 
-        Returns:
-            the rate, and a shift of the state. If ``fun`` jumps on the event's surface, the shift
-            moves the state off the surface, to the side into which the solution leaves. A state
-            off the surface has the rate of ``fun`` and no shift.
-
-        Raises:
-            RuntimeError: the rates on both sides point at the surface, so the solution slides
-                along it.
+        If ``fun`` jumps on the surface, the shift moves the state into the side into which the
+        solution leaves. A state off the surface has the rate of ``fun`` and no shift.
         """
         sides = self._sides(t, y, self.sign, self(t, before), unit)
         if len(sides) == 2 and all(side.outward < 0 for side in sides):
@@ -218,16 +249,10 @@ class Event:
         )
 
     def _sides(self, t: float, y: Array, sense: float, off: float, unit: float) -> list[_Side]:
-        """Evaluate both sides of the event's surface next to a state.
+        """Evaluate both sides of the surface next to a state; none if the state is not on it.
 
-        Args:
-            t, y: time and state.
-            sense: the direction of time in which ``outward`` is measured, 1 or -1.
-            off: a value of the event that also counts as zero, in addition to rounding.
-            unit: the unit of time in estimates of rounding.
-
-        Returns:
-            two sides; an empty list if the state is not on the surface.
+        ``outward`` is measured in the direction of time ``sense``, 1 or -1. A value of the event as
+        small as ``off`` counts as zero, in addition to rounding.
         """
         value, dg_dt, dg_dy = self._gradient(t, y)
         rate = dg_dt + _along(dg_dy, self.rhs.rate(t, y))
@@ -248,15 +273,15 @@ class Event:
         return self._rounding_unit * (float(np.sum(weights * np.abs(y))) + (unit + abs(t)) * rate)
 
     def event_time(self, time: float, state: Tensor, rate: Callable[[], float]) -> Tensor:
-        """Return the time of the event, with its derivative with respect to the state there.
-
-        ``rate`` returns the rate of the event's value as the solution arrives.
-        """
+        """Return the time of the event, with its derivative with respect to the state there."""
         found = torch.tensor(time, dtype=torch.float64, device=state.device)
-        value = None if self._uses_numpy else self.value(self.rhs.time(time), state)
+        if self._uses_numpy or not torch.is_grad_enabled():
+            return found
+        value = self.function(self.rhs.time(time), state, *self.rhs.args)
         if not isinstance(value, Tensor) or not value.requires_grad:
             return found
-        return _EventTime.apply(self._scalar(value).double(), found, rate())
+        speed = rate()
+        return WithGradient.apply(lambda x: [-x / speed], found, self._scalar(value).double())
 
     def _scalar(self, value: Any) -> Tensor:
         if not isinstance(value, Tensor):
@@ -270,20 +295,3 @@ class Event:
 def _along(gradient: Array, flow: Array) -> float:
     """Return the rate at which a value changes along a flow."""
     return float((gradient.conj() * flow).sum().real)
-
-
-class _EventTime(torch.autograd.Function):
-    """The time of an event, as a differentiable function of the event's value.
-
-    Its derivative is minus one over the rate.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, time: Tensor, rate: float) -> Tensor:
-        ctx.rate = rate
-        return time.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        refuse_second_derivative(OF_A_SOLUTION)
-        return -grad_outputs[0] / ctx.rate, None, None

@@ -1,9 +1,4 @@
-"""Sources of the forward states that an adjoint equation needs in its backward pass.
-
-They differ in the data stored during the forward solution: the interpolant of every step
-(:class:`StoredInterpolants`), solver checkpoints from which short segments are solved again
-(:class:`Checkpointed`), or nothing (:class:`Backsolved`).
-"""
+"""Sources of states and rates of a forward solution, for its backward pass."""
 
 from __future__ import annotations
 
@@ -11,59 +6,48 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from scipy.integrate import BDF, LSODA, OdeSolution, OdeSolver
 
-from adjsim.ivp.rate_check import agree_to_rounding, changed_message
-from adjsim.ivp.rhs import Array
-from adjsim.ivp.thinned import Thinned
+from adjsim.ivp.rhs import Array, RightHandSide
 
 # Times at which the solution is used, each with its state, in the order of the backward pass.
 Stops = Sequence[tuple[float, Array]]
-Observer = Callable[[OdeSolver], None]
 
 # Largest number of steps whose interpolants are in memory at once.
 SEGMENT_STEPS = 64
 # Error of the state that backsolve integrates to the start, in units of the tolerances, from which
 # the gradient is doubted.
 LOST = 1e4
+# Largest number of stored rates.
+KEPT = 128
+
+T = TypeVar("T")
 
 
-def observed(method: type[OdeSolver], observers: list[Observer]) -> type[OdeSolver]:
-    """Derive a SciPy solver that calls observers before the first step and after every step.
+class Thinned(Generic[T]):
+    """An observer that keeps ``record(state)`` of every so many steps, at most ``most`` records.
 
-    Clear the list of observers when the solver has finished, since observers may store solvers.
+    When there are too many, every second one is dropped, and the distance of later ones doubles.
     """
 
-    class Observed(method):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.observers = observers
-            self._notify()
+    def __init__(self, most: int, every: int, record: Callable[[Any], T]) -> None:
+        self.most, self.every, self.count, self.record = most, every, 0, record
+        self.kept: list[T] = []
 
-        def step(self) -> str | None:
-            message = super().step()
-            if self.status != "failed":
-                self._notify()
-            return message
-
-        def _notify(self) -> None:
-            for observer in self.observers:
-                observer(self)
-
-    Observed.__name__ = method.__name__
-    return Observed
+    def __call__(self, state: Any) -> None:
+        if self.count % self.every == 0:
+            self.kept.append(self.record(state))
+            if len(self.kept) > self.most:
+                self.kept, self.every = self.kept[::2], 2 * self.every
+        self.count += 1
 
 
 def snapshot(solver: Any) -> Any:
-    """Copy a SciPy solver, so that the copy continues with bit-identical steps.
-
-    Arrays into which a solver writes are copied, all others are shared.
-    """
+    """Copy a SciPy solver and the arrays that it overwrites, for bit-identical steps."""
     copied = copy(solver)
-    copied.observers = []
     # The increments of the finite-difference Jacobian are stored on the original solver, since the
     # closure that evaluates the Jacobian refers to the original.
     copied.first = getattr(solver, "first", solver)
@@ -76,21 +60,13 @@ def snapshot(solver: Any) -> Any:
         inside = ode._integrator = copy(ode._integrator)
         for name in ("rwork", "iwork", "state_doubles", "state_ints"):
             setattr(inside, name, getattr(inside, name).copy())
-        inside.call_args = [
-            *inside.call_args[:4],
-            inside.rwork,
-            inside.iwork,
-            *inside.call_args[6:],
-        ]
+        before, after = inside.call_args[:4], inside.call_args[6:]
+        inside.call_args = [*before, inside.rwork, inside.iwork, *after]
     return copied
 
 
 class StoredInterpolants:
-    """The interpolants of all steps, stored during the forward solution.
-
-    Args:
-        method: SciPy's solver class.
-    """
+    """The interpolants of all steps of a SciPy method, stored during the forward solution."""
 
     def __init__(self, method: type[OdeSolver]) -> None:
         self.method, self.times, self.interpolants = method, [], []
@@ -114,15 +90,7 @@ class StoredInterpolants:
 
 @dataclass
 class Backsolved:
-    """The states integrated backward, from each stop to the next and then to the start.
-
-    Args:
-        start: the first time of the forward solution.
-        state: the state there.
-        method: SciPy's solver class.
-        rate: the right-hand side.
-        options: the solver's tolerances and its largest step size.
-    """
+    """The states integrated backward, from each stop to the next and then to the start."""
 
     start: float
     state: Array
@@ -131,14 +99,10 @@ class Backsolved:
     options: dict[str, Any]
 
     def backward(self, stops: Stops) -> Iterator[tuple[float, OdeSolution]]:
-        """Yield segments as :class:`StoredInterpolants` does.
-
-        A segment has at most :data:`SEGMENT_STEPS` steps.
-        """
+        """Yield segments as :class:`StoredInterpolants` does, of :data:`SEGMENT_STEPS` steps."""
         step = None
-        for (begin, state), end in zip(
-            stops, [*(t for t, _ in stops[1:]), self.start], strict=True
-        ):
+        ends = [*(t for t, _ in stops[1:]), self.start]
+        for (begin, state), end in zip(stops, ends, strict=True):
             if begin == end:
                 continue
             first = {} if step is None else {"first_step": min(step, abs(end - begin))}
@@ -150,15 +114,12 @@ class Backsolved:
                 if solver.status == "failed":
                     raise adjoint_error(solver.t, message)
                 storage(solver)
-                step = (
-                    max(solver.step_size, step or 0.0)
-                    if solver.status == "finished"
-                    else solver.step_size
-                )
-                if len(storage.interpolants) == SEGMENT_STEPS or solver.status == "finished":
+                finished = solver.status == "finished"
+                step = max(solver.step_size, step or 0.0) if finished else solver.step_size
+                if len(storage.interpolants) == SEGMENT_STEPS or finished:
                     yield float(solver.t), storage.solution()
                     storage = StoredInterpolants(self.method)
-                    storage.times.append(solver.t)
+                    storage(solver)
             if end == self.start:
                 self._warn_lost(solver.y)
 
@@ -177,16 +138,13 @@ class Backsolved:
 
 
 class Checkpointed(Thinned[Any]):
-    """Solver checkpoints, from which segments of the forward solution are solved again.
+    """Checkpoints of a SciPy solver, from which segments of the solution are solved again.
 
     At most twice :data:`SEGMENT_STEPS` checkpoints are stored, whatever the number of steps. They
     are :data:`SEGMENT_STEPS` steps apart at first. A segment that is longer is solved again with
     checkpoints of its own. So memory does not grow with the number of steps, and the time per step
     grows with the logarithm of this number to the base :data:`SEGMENT_STEPS`. Each checkpoint of an
     implicit method holds a Jacobian and its factors.
-
-    Args:
-        method: SciPy's solver class.
     """
 
     def __init__(self, method: type[OdeSolver]) -> None:
@@ -196,29 +154,24 @@ class Checkpointed(Thinned[Any]):
     def backward(self, stops: Stops) -> Iterator[tuple[float, OdeSolution]]:
         """Yield segments as :class:`StoredInterpolants` does.
 
-        Raises:
-            RuntimeError: a segment that is solved again does not end in the state of the next
-                checkpoint.
+        A segment that does not end in the state of the next checkpoint is an error.
         """
         end, state = stops[0][0], None
-        for solver in reversed(self.kept):
-            if solver.direction * (end - solver.t) > 0:
-                yield from self._solve_again(snapshot(solver), end, state)
-                end, state = float(solver.t), solver.y
-
-    def _solve_again(
-        self, solver: Any, end: float, state: Array | None
-    ) -> Iterator[tuple[float, OdeSolution]]:
-        """Solve again from one checkpoint to the time ``end`` of the next, which has ``state``."""
-        short = self.every <= SEGMENT_STEPS
-        storage = StoredInterpolants(self.method) if short else Checkpointed(self.method)
-        storage(solver)
-        solver.observers, solver.first.jac_factor = [storage], solver.jac_factor
-        while solver.direction * (end - solver.t) > 0:
-            solver.step()
-        if state is not None and not agree_to_rounding(solver.dense_output()(end), state):
-            raise RuntimeError(changed_message(end))
-        yield from storage.backward([(end, solver.y)])
+        for kept in reversed(self.kept):
+            if not kept.direction * (end - kept.t) > 0:
+                continue
+            solver = snapshot(kept)
+            short = self.every <= SEGMENT_STEPS
+            storage = StoredInterpolants(self.method) if short else Checkpointed(self.method)
+            storage(solver)
+            solver.first.jac_factor = solver.jac_factor
+            while solver.direction * (end - solver.t) > 0:
+                solver.step()
+                storage(solver)
+            if state is not None and not agree_to_rounding(solver.dense_output()(end), state):
+                raise RuntimeError(changed_message(end))
+            yield from storage.backward([(end, solver.y)])
+            end, state = float(kept.t), kept.y
 
 
 def adjoint_error(t: float, message: str | None) -> RuntimeError:
@@ -229,3 +182,51 @@ def adjoint_error(t: float, message: str | None) -> RuntimeError:
 def solution(times: Any, interpolants: Any, method: type[OdeSolver]) -> OdeSolution:
     """Combine interpolants into one function of time, as SciPy does."""
     return OdeSolution(times, interpolants, alt_segment=issubclass(method, BDF | LSODA))
+
+
+class StepRates:
+    """The rate at a SciPy solver's current state, evaluated at most once per step."""
+
+    def __init__(self, rate: Callable[[float, Array], Array]) -> None:
+        self.of = rate
+        self._last: tuple[float, Array] | None = None
+
+    def __call__(self, solver: Any) -> Array:
+        known = getattr(solver, "f", None)
+        if known is not None:
+            return known
+        if self._last is None or self._last[0] != solver.t:
+            self._last = (solver.t, self.of(solver.t, solver.y))
+        return self._last[1]
+
+
+class RateCheck(Thinned[tuple[float, Array, Array]]):
+    """Rates at up to :data:`KEPT` states of the forward solution, compared before a backward pass.
+
+    The adjoint evaluates the right-hand side again. Its tensors are the input tensors of the run
+    (:mod:`adjsim.ivp.input_tensors`), but not its attributes, global variables and random numbers.
+    """
+
+    def __init__(self, rates: StepRates) -> None:
+        super().__init__(KEPT, 1, lambda x: (float(x.t), np.array(x.y), np.array(rates(x))))
+
+    def compare(self, rhs: RightHandSide) -> None:
+        """Raise an error if the right-hand side returns other rates than the stored ones."""
+        for t, y, rate in self.kept[1:]:
+            if not agree_to_rounding(rhs.evaluate_checked(t, y), rate, rhs.eps):
+                raise RuntimeError(changed_message(t))
+
+
+def agree_to_rounding(found: Array, known: Array, eps: float = float(np.finfo(float).eps)) -> bool:
+    """Test whether two results differ by no more than the rounding of sums in another order."""
+    return bool(np.all(np.abs(found - known) <= eps**0.5 * np.max(np.abs(known), initial=0.0)))
+
+
+def changed_message(t: float) -> str:
+    """Explain that the right-hand side has changed since the forward solution."""
+    return (
+        f"fun has changed since the forward solution: at t = {t:.9g} it returns another rate for "
+        "the same state. Either it draws random numbers (dropout: call eval()), or it reads an "
+        "attribute or a variable that has been modified. Call backward() before the change, or "
+        "pass the changing quantity as a tensor in args."
+    )

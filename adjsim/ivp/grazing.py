@@ -14,24 +14,16 @@ import numpy as np
 from scipy.integrate import OdeSolver
 from scipy.optimize import minimize_scalar
 
-from adjsim.ivp.events import Event
+from adjsim.ivp.events import Event, Root
 from adjsim.ivp.rhs import Array
 
 
 class GrazingError(ValueError):
-    """Raised if a solution touches an event without crossing it.
-
-    The time of such an event has no derivative.
-    """
+    """Raised if a solution touches an event without crossing it: its time has no derivative."""
 
 
 class GrazingCheck:
-    """An observer of a SciPy solver that finds events that are touched but not crossed.
-
-    Args:
-        events: the events.
-        rtol, atol: the tolerances of the solution.
-    """
+    """An observer of a SciPy solver that finds events that are touched but not crossed."""
 
     def __init__(self, events: Sequence[Event], rtol: Any, atol: Any) -> None:
         self.events, self.rtol, self.atol = events, rtol, atol
@@ -84,18 +76,16 @@ class GrazingCheck:
                     "smaller max_step or rtol to resolve both crossings."
                 )
 
-    def rate(self, event: Event, time: float, state: Array, flow: Callable[[], Array]) -> float:
-        """Return the rate of an event's value where it happens, which must not vanish.
-
-        ``flow`` returns the rate of the state as it arrives.
-        """
+    def rate(self, event: Event, root: Root, flow: Callable[[], Array]) -> float:
+        """Return the rate of an event's value where it happens, which must not vanish."""
+        time, state = root.t, root.y
         _, rate, gradient = event.slopes(time, state, flow())
-        inside = [
-            (a, r)
+        curvatures = [
+            abs((rate - r) / (time - a))
             for a, b, r in self.crossings[event]
             if min(a, b) <= time <= max(a, b) and time != a
         ]
-        curvature = max((abs((rate - r) / (time - a)) for a, r in inside), default=0.0)
+        curvature = max(curvatures, default=0.0)
         if not rate and not gradient.any():
             raise ValueError(
                 f"event {event.number} at t = {time:g} does not depend on t or y in a way that "

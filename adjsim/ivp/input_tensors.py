@@ -1,13 +1,11 @@
 """The input tensors of a right-hand side, fixed at the start of a run.
 
 A right-hand side reads tensors as arguments, as parameters and buffers of modules, and as captured
-variables. Whenever a run evaluates the right-hand side, forward or backward, it replaces each
-tensor that requires grad by a detached leaf, called its stand-in. So the adjoint differentiates
-with respect to the stand-ins, and autograd reaches the user's tensors once, at the end: their hooks
-run once, and tensors computed from each other are not counted twice. A module under
+variables. A run, forward and backward, replaces each tensor that requires grad by a detached leaf,
+called its stand-in. So autograd reaches the user's tensors once, at the end: their hooks run once,
+and tensors computed from each other are not counted twice. A module under
 ``torch.func.functional_call`` is evaluated with the tensors of that call, even after the call has
-returned. Assignments such as ``p.data = ...`` and ``module.p = ...`` do not affect a run that has
-started.
+returned. Later assignments such as ``p.data = ...`` and ``module.p = ...`` do not affect a run.
 
 Arguments are passed as stand-ins. Modules are read once, and their copies with stand-ins take their
 places in the function and in its closure (:mod:`adjsim.core.reading`). Where a plain function reads
@@ -33,10 +31,8 @@ from adjsim.core.rebinding import Rebound
 class InputTensors:
     """The inputs of a right-hand side other than time and state.
 
-    Args:
-        fun: the function. If it is a module or a method of one, the module's tensors are inputs.
-        args: its further arguments.
-        declared: tensors and modules that it reads in addition.
+    If the function is a module or a method of one, the module's tensors are inputs, and so are
+    those of ``declared``.
     """
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], declared: Any) -> None:
@@ -55,23 +51,18 @@ class InputTensors:
         # Copies, so that a later change of a tensor in place is one of the next run alone.
         self.leaves = [x.detach().clone().requires_grad_() for x in self.originals]
         leaf_of = dict(zip(wanted, self.leaves, strict=True))
-        copies = leaf_of | {
-            id(x): x.detach().clone()
-            for x in (*arguments, *reading.tensors)
-            if id(x) not in leaf_of
-        }
+        constants = [x for x in (*arguments, *reading.tensors) if id(x) not in leaf_of]
+        copies = leaf_of | {id(x): x.detach().clone() for x in constants}
         self.args: tuple[Any, ...] = tree_map(lambda x: copies.get(id(x), x), args)
         #: Stand-ins of arguments and of declared tensors, by identity, without those of modules.
         self.named = {id(leaf_of[id(x)]) for x in (*arguments, *unregistered) if x.requires_grad}
         copied = reading.bound([copies[id(x)] for x in reading.tensors])
         function = reading.rebound(copied, fun)
-        captured = [*unregistered]
-        if not any(isinstance(x, nn.Module) for x in own):
-            captured += registered
+        of_module = any(isinstance(x, nn.Module) for x in own)
+        captured = unregistered if of_module else [*unregistered, *registered]
         stand_ins = {id(x): leaf_of[id(x)] for x in captured if x.requires_grad}
-        self._given, self._function = fun, function
-        if stand_ins:
-            self._function = Rebound(function, stand_ins, (), ())
+        self._given = fun
+        self._function = Rebound(function, stand_ins, (), ()) if stand_ins else function
         self._leaves = {id(leaf) for leaf in self.leaves}
         self._declared = {id(x): x.grad_fn for x in (*registered, *unregistered) if x.requires_grad}
         self._computed = {node for node in self._declared.values() if node is not None}
@@ -102,11 +93,8 @@ class InputTensors:
 def _closed_over(fun: Any) -> list[nn.Module]:
     """Return the modules in the closure of a function."""
     cells = fun.__closure__ or () if isinstance(fun, FunctionType) else ()
-    return [
-        cell.cell_contents
-        for cell in cells
-        if cell != CellType() and isinstance(cell.cell_contents, nn.Module)
-    ]
+    contents = (cell.cell_contents for cell in cells if cell != CellType())
+    return [x for x in contents if isinstance(x, nn.Module)]
 
 
 def owner(fun: Any) -> Any:
@@ -120,25 +108,20 @@ def owner(fun: Any) -> Any:
 
 def _name_of(leaf: Tensor, fun: Callable[..., Any]) -> str:
     """Describe a tensor by its name in a function, or else by its shape."""
-    places = (
-        [(f"a plain attribute of {type(owner(fun)).__name__}", vars(owner(fun)))]
-        if owner(fun) is not None
-        else []
-    )
+    places: list[tuple[str, dict[Any, Any]]] = []
+    if owner(fun) is not None:
+        places.append((f"a plain attribute of {type(owner(fun)).__name__}", vars(owner(fun))))
     plain = fun.forward if isinstance(fun, nn.Module) else fun
     while isinstance(plain, partial | MethodType):
         if isinstance(plain, partial):
-            places.append(
-                ("an argument of a partial", {**plain.keywords, **dict(enumerate(plain.args))})
-            )
+            given = plain.keywords | dict(enumerate(plain.args))
+            places.append(("an argument of a partial", given))
         plain = plain.func if isinstance(plain, partial) else plain.__func__
     if isfunction(plain):
         seen = getclosurevars(plain)
         places.append(("", {**seen.globals, **seen.nonlocals}))
     for where, names in places:
         for name, value in names.items():
-            if value is leaf or (
-                isinstance(value, Tensor) and any(x is leaf for x in leaves(value))
-            ):
+            if isinstance(value, Tensor) and any(x is leaf for x in (value, *leaves(value))):
                 return f"'{name}'" + (f" ({where})" if where else "")
     return f"a tensor of shape {tuple(leaf.shape)}"

@@ -32,7 +32,6 @@ the states of a single problem are one column.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,9 +40,9 @@ from scipy.integrate import OdeSolver
 from torch import Tensor
 
 from adjsim.ivp.column_steps import ColumnState, ColumnStepper, Rate, Step, interpolate
-from adjsim.ivp.rate_check import StepRates
+from adjsim.ivp.events import time_unit
+from adjsim.ivp.forward_states import StepRates
 from adjsim.ivp.rhs import Array, RightHandSide, to_numpy
-from adjsim.ivp.roots import time_unit
 
 # A step is searched for a jump if the rate changes this many times faster than over the step
 # before.
@@ -60,43 +59,34 @@ SCATTER = 10.0
 
 # The states (n, batch) at times (batch,).
 Path = Callable[[Tensor], Tensor]
+# Times (batch,), states (n, batch), and a mask of the columns in which there is a jump there.
+Jump = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass
 class JumpSearch:
-    """A search for jumps of the rates.
+    """A search for jumps of the rates in columns. The states of a single problem are one column.
 
-    Args:
-        rhs: the right-hand side, whose declared tensors may determine the time of a jump.
-        rate: the rates.
-        rtol, atol: the tolerances of the solution, numbers or of shape ``(n, 1)``.
+    The tolerances are numbers or of shape ``(n, 1)``, the time spans ``(batch,)``.
     """
 
-    rhs: RightHandSide
-    rate: Rate
-    rtol: Any
-    atol: Any
+    def __init__(
+        self, rhs: RightHandSide, rate: Rate, rtol: Any, atol: Any, begin: Tensor, end: Tensor
+    ) -> None:
+        self.rhs, self.rate, self.rtol, self.atol = rhs, rate, rtol, atol
+        self.begin, self.end, self._finite = begin, end, bool(end.isfinite().all())
 
-    def size(self, change: Tensor, state: Tensor, span: Tensor) -> Tensor:
-        """Estimate the effect of a rate change on the final state, relative to the tolerance.
-
-        Args:
-            change, state: the change of the rates and the states, ``(n, batch)``.
-            span: the lengths of the time spans ``(batch,)``.
-        """
+    def _size(self, change: Tensor, state: Tensor, t: Tensor) -> Tensor:
+        """Estimate the effect of a rate change on the final state, relative to the tolerance."""
+        span = ((self.end if self._finite else t) - self.begin).abs()
         return (change.abs() * span / (self.atol + self.rtol * state.abs())).amax(0)
 
-    def along(
-        self, path: Path, begin: Tensor, end: Tensor, state: Tensor, span: Tensor, searched: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Search for jumps between two times along a path, in some of the columns.
-
-        Returns:
-            times, states, and a mask of the columns in which there is a jump there.
-        """
+    def _along(
+        self, path: Path, begin: Tensor, end: Tensor, state: Tensor, searched: Tensor
+    ) -> Jump:
+        """Search some of the columns for jumps between two times along a path."""
 
         def size(change: Tensor) -> Tensor:
-            return self.size(change, state, span)
+            return self._size(change, state, end)
 
         a, b = begin, torch.where(searched, end, begin)
         of_a, of_b = self.rate(a, path(a)), self.rate(b, path(b))
@@ -147,196 +137,138 @@ class JumpSearch:
             points.append((at, x) if self.rhs.like.ndim == 2 else (float(at[0]), x[:, 0]))
         return fixed & (not self.rhs.has_unused_parameter(*points))
 
+    def _refuse(self, times: Tensor, states: Tensor, wrong: Tensor) -> None:
+        """Refuse the first of some jumps that no event marks."""
+        if not wrong.any():
+            return
+        column = int(wrong.nonzero()[0, 0])
+        where, remedy = "", "Give solve_ivp()"
+        if self.rhs.like.ndim == 2:
+            where = f" in column {column}"
+            remedy = "Solve the columns one by one, with y0 of shape (n,) and"
+        state = to_numpy(states[:, column])
+        shown = np.array2string(state[:6], precision=6, separator=", ")
+        raise ValueError(
+            f"fun jumps at t = {float(times[column]):.9g}, y = {shown}"
+            f"{' ...' if state.size > 6 else ''}{where}, where no event restarts the solution, so "
+            f"its derivative across the jump would be wrong. {remedy} an event that is zero on the "
+            "switching surface, with the identity as its reset: event.reset = lambda t, y, *args: "
+            "y."
+        )
 
-def jump_error(t: float, state: Array, where: str, remedy: str) -> ValueError:
-    """Make the error for a jump that no event marks; ``remedy`` ends before "an event"."""
-    shown = np.array2string(state[:6], precision=6, separator=", ")
-    return ValueError(
-        f"fun jumps at t = {t:.9g}, y = {shown}{' ...' if state.size > 6 else ''}{where}, where no "
-        f"event restarts the solution, so its derivative across the jump would be wrong. {remedy} "
-        "an event that is zero on the switching surface, with the identity as its reset: "
-        "event.reset = lambda t, y, *args: y."
-    )
 
-
-class DiscontinuityCheck:
-    """An observer of a SciPy solver that finds jumps that no event marks.
-
-    Args:
-        rhs: the right-hand side, whose declared tensors may determine the time of a jump.
-        rates: the rates at a solver's states, as the solver evaluates them.
-        rtol, atol: the tolerances of the solution.
-        span: the length of the time span.
-    """
+class DiscontinuityCheck(JumpSearch):
+    """An observer of a SciPy solver that finds jumps that no event marks."""
 
     def __init__(
-        self, rhs: RightHandSide, rates: StepRates, rtol: Any, atol: Any, span: float
+        self, rhs: RightHandSide, rates: StepRates, rtol: Any, atol: Any, begin: float, end: float
     ) -> None:
-        self.rates, self.rtol, self.atol, self.span = rates, rtol, atol, span
-        self.search = JumpSearch(
+        super().__init__(
             rhs,
             lambda t, y: _column(rates.of(float(t), y[:, 0].numpy())),
             *(torch.as_tensor(np.reshape(x, (-1, 1))) for x in (rtol, atol)),
+            *torch.tensor([[begin], [end]], dtype=torch.float64),
         )
-        #: Time and state of the jump in the last step, and the uncertainty of its time.
-        self.found: tuple[float, Array, float] | None = None
+        self.rates, self._scale = rates, lambda y: atol + rtol * np.abs(y)
+        # The jump in the last step, and the uncertainty of its time.
+        self._jump: Jump | None = None
+        self._uncertainty = 0.0
         # A jump ahead of short steps, and a time before which an event would have marked it.
-        self._ahead: tuple[tuple[float, Array, float], float] | None = None
-        self._begin: float | None = None
+        self._ahead: tuple[Jump, float] | None = None
         self._before: tuple[float, Array, float] | None = None
         self._longest, self._short = 0.0, 0
 
     def __call__(self, solver: OdeSolver) -> None:
-        now, rate = float(solver.t), np.array(self.rates(solver))
-        if (
-            self.found is None
-            and self._ahead is not None
-            and solver.direction * (now - self._ahead[1]) > 0
-        ):
-            self.found = self._ahead[0]
-        if self.found is not None:
-            self._raise()
-        self._begin = now if self._begin is None else self._begin
-        steepness = 0.0
-        if self._before is not None and now != self._before[0]:
-            begin, before, earlier = self._before
-            change = self._size(rate - before, now, solver.y)
-            steepness = change / abs(now - begin)
+        now, y, rate = float(solver.t), solver.y, np.array(self.rates(solver))
+        if self._ahead is not None and solver.direction * (now - self._ahead[1]) > 0:
+            self._jump = self._jump or self._ahead[0]
+        if self._jump is not None:
+            self._refuse(*self._jump)
+        begin, before, earlier = self._before or (now, rate, 0.0)
+        step, steepness = now - begin, 0.0
+        if step:
+            span = abs((float(self.end) if self._finite else now) - float(self.begin))
+            change = float(np.max(np.abs(rate - before) * span / self._scale(y), initial=0.0))
+            steepness = change / abs(step)
             if change > 1 and steepness > STEEPER * earlier:
-                self.found = self._jump(solver.dense_output(), begin, now, solver.y)
-            self._look_ahead(now, now - begin, solver.y, rate)
-        self._before = (now, rate, steepness)
+                self._jump = self._search(solver.dense_output(), begin, now, y)
+                if self._jump is not None:
+                    self._uncertainty = self._uncertainty_of(self._jump, step)
+            self._longest = max(self._longest, abs(step))
+            self._short = self._short + 1 if abs(step) < SHORT * self._longest else 0
+            if self._short and self._short % AHEAD == 0 and self._ahead is None:
+                jump = self._search(lambda t: y + (t - now) * rate, now, now + AHEAD * step, y)
+                self._ahead = None if jump is None else (jump, now + 2 * AHEAD * step)
+        self._before = now, rate, steepness
 
-    def _look_ahead(self, now: float, step: float, state: Array, rate: Array) -> None:
-        """Search ahead of short steps.
+    def _search(
+        self, path: Callable[[float], Array], begin: float, end: float, state: Array
+    ) -> Jump | None:
+        a, b = torch.tensor([[begin], [end]], dtype=torch.float64)
+        found = self._along(
+            lambda t: _column(path(float(t))), a, b, _column(state), torch.tensor([True])
+        )
+        return found if found[2] else None
 
-        Where the solution slides, short steps accumulate in front of a jump, and none crosses it.
-        """
-        self._longest = max(self._longest, abs(step))
-        self._short = self._short + 1 if abs(step) < SHORT * self._longest else 0
-        if self._short and self._short % AHEAD == 0 and self._ahead is None:
-            jump = self._jump(lambda t: state + (t - now) * rate, now, now + AHEAD * step, state)
-            self._ahead = None if jump is None else (jump, now + 2 * AHEAD * step)
+    def _uncertainty_of(self, jump: Jump, step: float) -> float:
+        time, state, _ = jump
+        rate = float(self.rate(time, state).abs().max()) or 1.0
+        reached = time_unit(step) + abs(float(time)) + float(state.abs().max()) / rate
+        return 1e-6 * abs(step) + 64 * self.rhs.eps * reached
 
     def refuse(self, end: float, sign: float, marked: bool) -> None:
-        """Raise an error for a jump in the last step.
-
-        There is no error if the piece was ended by an event (``marked``) at or before the jump.
-        """
-        if self.found is not None and not (
-            marked and sign * (end - self.found[0]) <= self.found[2]
-        ):
-            self._raise()
-
-    def _size(self, change: Array, now: float, state: Array) -> float:
-        """Estimate the effect of a rate change on the final state, relative to the tolerance."""
-        scale = self.atol + self.rtol * np.abs(state)
-        return float(np.max(np.abs(change) * self._span_at(now) / scale, initial=0.0))
-
-    def _span_at(self, now: float) -> float:
-        return self.span if np.isfinite(self.span) else abs(now - (self._begin or 0.0))
-
-    def _jump(
-        self, path: Callable[[float], Array], begin: float, end: float, state: Array
-    ) -> tuple[float, Array, float] | None:
-        """Search for a jump of the rate between two times along a path.
-
-        Returns:
-            its time and state, and the uncertainty of the time; None without a jump.
-        """
-        a, b, span = torch.tensor([[begin], [end], [self._span_at(end)]], dtype=torch.float64)
-        time, _, found = self.search.along(
-            lambda t: _column(path(float(t))), a, b, _column(state), span, torch.tensor([True])
-        )
-        if not found:
-            return None
-        t = float(time)
-        rounding = 64 * self.search.rhs.eps
-        rate = float(np.max(np.abs(self.rates.of(t, path(t))))) or 1.0
-        reached = time_unit(end - begin) + abs(t) + float(np.max(np.abs(state))) / rate
-        return t, path(t), 1e-6 * abs(end - begin) + rounding * reached
-
-    def _raise(self) -> None:
-        assert self.found is not None
-        time, state, _ = self.found
-        raise jump_error(time, state, "", "Give solve_ivp()")
+        """Refuse a jump in the last step, unless an event at or before it ended the piece."""
+        if self._jump is not None:
+            until = float(self._jump[0]) + sign * self._uncertainty
+            if not (marked and sign * (end - until) <= 0):
+                self._refuse(*self._jump)
 
 
 def _column(x: Array) -> Tensor:
     return torch.as_tensor(x)[:, None]
 
 
-class ColumnJumpCheck:
-    """An observer of the steps of columns that refuses jumps of the right-hand side.
-
-    A column takes no events, so each jump of which the time depends on the state or on a declared
-    tensor is an error.
-
-    Args:
-        rhs: the right-hand side, whose declared tensors may determine the time of a jump.
-        stepper: the steps.
-        start: the state before the first step.
-    """
+class ColumnJumpCheck(JumpSearch):
+    """An observer of the steps of columns, which take no events, so each jump is an error."""
 
     def __init__(self, rhs: RightHandSide, stepper: ColumnStepper, start: ColumnState) -> None:
-        self.stepper = stepper
-        self.search = JumpSearch(rhs, stepper.rate, stepper.rtol, stepper.atol)
-        self.span = (stepper.end - start.t).abs()
-        self._rate = self._rate_of(start)
-        self._steepness = torch.zeros_like(start.t)
-        self._longest, self._short = torch.zeros_like(start.t), torch.zeros_like(start.t)
-        # The time beyond which a jump ahead of short steps is refused, and this jump.
-        self._until = stepper.direction * torch.inf
-        self._ahead: tuple[Tensor, Tensor] = start.t, start.y
+        super().__init__(rhs, stepper.rate, stepper.rtol, stepper.atol, start.t, stepper.end)
+        self.direction, self._before = stepper.direction, self._rate_of(start)
+        self._steepness = self._longest = self._short = torch.zeros_like(start.t)
+        # A jump ahead of short steps, and the time beyond which it is refused.
+        self._ahead, self._until = (start.t, start.y), stepper.direction * torch.inf
 
     def __call__(self, before: ColumnState, after: ColumnState, step: Step) -> None:
-        direction, moved = self.stepper.direction, after.t != before.t
-        self._refuse(*self._ahead, moved & (direction * (after.t - self._until) > 0))
-        h = torch.where(moved, after.t - before.t, 1.0)
-        rate = self._rate_of(after)
-        change = self.search.size(rate - self._rate, after.y, self.span)
+        moved, t, y = after.t != before.t, after.t, after.y
+        self._refuse(*self._ahead, moved & (self.direction * (t - self._until) > 0))
+        h, rate = torch.where(moved, t - before.t, 1.0), self._rate_of(after)
+        change = self._size(rate - self._before, y, t)
         steepness = change / h.abs()
         suspect = moved & (change > 1) & (steepness > STEEPER * self._steepness)
         if suspect.any():
             coefficients = step.polynomial()
 
-            def inside(t: Tensor) -> Tensor:
-                return interpolate(before.y, coefficients, (t - before.t) / h)
+            def inside(time: Tensor) -> Tensor:
+                return interpolate(before.y, coefficients, (time - before.t) / h)
 
-            self._refuse(*self.search.along(inside, before.t, after.t, after.y, self.span, suspect))
-        self._look_ahead(after, torch.where(moved, h, 0.0), rate)
-        self._rate = torch.where(moved, rate, self._rate)
+            self._refuse(*self._along(inside, before.t, t, y, suspect))
+        self._before = torch.where(moved, rate, self._before)
         self._steepness = torch.where(moved, steepness, self._steepness)
+        self._look_ahead(t, y, torch.where(moved, h, 0.0), rate)
 
     def _rate_of(self, state: ColumnState) -> Tensor:
-        return self.stepper.rate(state.t, state.y) if state.rate is None else state.rate
+        return self.rate(state.t, state.y) if state.rate is None else state.rate
 
-    def _look_ahead(self, state: ColumnState, h: Tensor, rate: Tensor) -> None:
-        """Search ahead of short steps, which accumulate in front of a jump that none crosses."""
+    def _look_ahead(self, t: Tensor, y: Tensor, h: Tensor, rate: Tensor) -> None:
+        """Search ahead of short steps, which accumulate before a jump where the solution slides."""
         moved = h != 0
         self._longest = self._longest.maximum(h.abs())
         short = torch.where(h.abs() < SHORT * self._longest, self._short + 1, 0.0)
         self._short = torch.where(moved, short, self._short)
         due = moved & (self._short > 0) & (self._short % AHEAD == 0) & self._until.isinf()
         if due.any():
-
-            def onward(t: Tensor) -> Tensor:
-                return state.y + (t - state.t) * rate
-
-            time, y, found = self.search.along(
-                onward, state.t, state.t + AHEAD * h, state.y, self.span, due
-            )
-            self._until = torch.where(found, state.t + 2 * AHEAD * h, self._until)
-            times, states = self._ahead
-            self._ahead = torch.where(found, time, times), torch.where(found, y, states)
-
-    def _refuse(self, times: Tensor, states: Tensor, wrong: Tensor) -> None:
-        if not wrong.any():
-            return
-        column = int(wrong.nonzero()[0, 0])
-        raise jump_error(
-            float(times[column]),
-            to_numpy(states[:, column]),
-            f" in column {column}",
-            "Solve the columns one by one, with y0 of shape (n,) and",
-        )
+            found = self._along(lambda time: y + (time - t) * rate, t, t + AHEAD * h, y, due)
+            times, states, ahead = found
+            self._until = torch.where(ahead, t + 2 * AHEAD * h, self._until)
+            before = self._ahead
+            self._ahead = times.where(ahead, before[0]), states.where(ahead, before[1])

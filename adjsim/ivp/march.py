@@ -1,22 +1,26 @@
 """The loop over the steps of one of SciPy's solvers, with events and times of evaluation.
 
 The loop is that of :func:`scipy.integrate.solve_ivp`, with the same results to the last bit. Only
-the time of an event is sought to a relative accuracy as well (:mod:`adjsim.ivp.roots`).
+the time of an event is sought to a relative accuracy as well (:func:`adjsim.ivp.events.find_root`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy.integrate
+from scipy.integrate import OdeSolver
 
-from adjsim.ivp.events import Event
+from adjsim.ivp.events import Event, Root, find_root
 from adjsim.ivp.rhs import Array
-from adjsim.ivp.roots import Root, find_root
 
 ENDED = "The solver successfully reached the end of the integration interval."
 STOPPED = "A termination event occurred."
+# Factor by which a step of LSODA that ended in NaN is shortened.
+SHORTER = 8.0
 
 
 class March(NamedTuple):
@@ -24,11 +28,9 @@ class March(NamedTuple):
 
     Attributes:
         t, y: the saved times and states ``(n, times)``.
-        ends, interpolants: the times between the interpolants, and the interpolants if they are
-            stored.
+        ends, interpolants: the times between the interpolants, and these if they are stored.
         roots: the roots of each event.
         status: 0 at the end, 1 at a terminal event, -1 if the solver failed.
-        message: the message that belongs to the status.
     """
 
     t: Array
@@ -40,15 +42,19 @@ class March(NamedTuple):
     message: str | None
 
 
-def march(solver: Any, events: Sequence[Event], t_eval: Array | None, dense_output: bool) -> March:
-    """Take all steps of a solver.
+def march(
+    solver: Any,
+    events: Sequence[Event],
+    t_eval: Array | None,
+    dense_output: bool,
+    observers: Sequence[Callable[[OdeSolver], None]],
+) -> March:
+    """Take all steps of a solver, and save the states at ``t_eval``; None: those of the steps.
 
-    Args:
-        solver: a SciPy solver before its first step.
-        events: the events.
-        t_eval: sorted times at which the solution is saved; None: those of the steps.
-        dense_output: whether the interpolants are stored.
+    Observers are called before the first step and after every step.
     """
+    for observer in observers:
+        observer(solver)
     start, direction = float(solver.t), solver.direction
     along = None if t_eval is None else direction * t_eval
     ends, states, interpolants, passed = [start], [], [], 0
@@ -62,27 +68,27 @@ def march(solver: Any, events: Sequence[Event], t_eval: Array | None, dense_outp
         if solver.status == "failed":
             status, message = -1, failure
             break
+        for observer in observers:
+            observer(solver)
         t, y = float(solver.t), solver.y
-        path: Any = solver.dense_output() if dense_output else None
+        path: Callable[[], Any] = cache(solver.dense_output)
         before, values = values, [event(t, y) for event in events]
         active = [k for k, event in enumerate(events) if _happens(event, before[k], values[k])]
         if active:
-            path = solver.dense_output() if path is None else path
-            last = _add_roots(roots, events, active, path, begin, t)
+            last = _add_roots(roots, events, active, path(), begin, t)
             if last is not None:
                 t, y, status, message = last.t, last.y, 1, STOPPED
         # A solution that ends at the start of a step has no part of this step.
         if not dense_output or len(ends) == 1 or t != ends[-1]:
             ends.append(t)
             if dense_output:
-                interpolants.append(path)
+                interpolants.append(path())
             if along is None:
                 states.append(y[:, None])
         if along is not None:
             due = int(np.searchsorted(along, direction * t, side="right"))
             if due > passed:
-                path = solver.dense_output() if path is None else path
-                states.append(path(direction * along[passed:due]))
+                states.append(path()(direction * along[passed:due]))
                 passed = due
     saved = np.array(ends) if along is None else direction * along[:passed]
     found = np.concatenate(states, 1) if states else np.empty((solver.n, 0))
@@ -113,11 +119,7 @@ def _add_roots(
     begin: float,
     end: float,
 ) -> Root | None:
-    """Add the roots of the events that happen in a step.
-
-    Returns:
-        the root at which a terminal event ends the solution, if one does.
-    """
+    """Add the roots of the events of a step, up to the root that ends the solution, if one does."""
     found = [(k, find_root(events[k], path, begin, end)) for k in active]
     limits = [events[k].terminal or np.inf for k in range(len(events))]
     ending = [k for k in active if len(roots[k]) + 1 >= limits[k]]
@@ -128,3 +130,26 @@ def _add_roots(
         if k in ending:
             return root
     return None
+
+
+class LSODA(scipy.integrate.LSODA):
+    """SciPy's LSODA, which does not accept a step to a state that is not finite.
+
+    ODEPACK compares the error of a step with its tolerance, and NaN passes this comparison. Here
+    such a step is taken again from its start, as a first step of a shorter length.
+    """
+
+    def _step_impl(self) -> Any:
+        t, y, base = self.t, self.y, super()
+        success, message = base._step_impl()
+        while success and not np.isfinite(self.y).all() and np.isfinite(y).all():
+            step = (self.t - t) / SHORTER
+            if abs(step) < 10 * np.abs(np.nextafter(t, self.direction * np.inf) - t):
+                return False, self.TOO_SMALL_STEP
+            ode: Any = self._lsoda_solver
+            ode._integrator.first_step = step
+            ode.set_initial_value(y, t)
+            # As SciPy does at its start: a step does not go beyond this time.
+            ode._integrator.rwork[0] = self.t_bound
+            success, message = base._step_impl()
+        return success, message

@@ -10,23 +10,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.integrate import OdeSolution, OdeSolver
+from scipy.integrate import OdeSolution
 from torch import Tensor
 
-from adjsim.ivp.adjoint import Path, Piece
 from adjsim.ivp.events import Event
 from adjsim.ivp.forward_states import (
     Backsolved,
     Checkpointed,
+    RateCheck,
+    StepRates,
     StoredInterpolants,
-    observed,
     solution,
 )
 from adjsim.ivp.grazing import GrazingCheck
 from adjsim.ivp.jumps import DiscontinuityCheck
 from adjsim.ivp.march import March, check_times, march
-from adjsim.ivp.rate_check import RateCheck, StepRates
-from adjsim.ivp.rhs import Array, RightHandSide, as_state, to_numpy
+from adjsim.ivp.rhs import Array, as_state, to_numpy
 from adjsim.ivp.sweep import AdjointSettings
 
 ADJOINTS = ("interpolate", "checkpoint", "backsolve")
@@ -34,64 +33,101 @@ ADJOINTS = ("interpolate", "checkpoint", "backsolve")
 ZENO = 1e-10
 
 Rates = Callable[[float, Array], Array]
+Path = StoredInterpolants | Checkpointed | Backsolved
+
+
+@dataclass
+class Piece:
+    """The data that the adjoint needs of one piece of a solution, between two resets.
+
+    ``path`` is the source of its states in the backward pass; None: no gradient is wanted.
+    """
+
+    begin: float
+    start: Tensor
+    sign: float
+    path: Path | None
+    rate_check: RateCheck
+    settings: AdjointSettings
+
+    def states(self, times: Array, states: Array) -> Tensor:
+        """Connect states ``(n, times)`` to the initial state and the parameters in autograd."""
+        rhs = self.settings.rhs
+        values = torch.as_tensor(states).to(rhs.like)
+        if self.path is None:
+            return values
+        return rhs.connected(values, self.start, partial(self._backward, self.path, times, states))
+
+    def states_at(self, times: Tensor, states: Array) -> Tensor:
+        """Connect states also to the times, if these require grad."""
+        return self.settings.rhs.with_time_derivative(self.states(to_numpy(times), states), times)
+
+    def _backward(self, path: Path, times: Array, states: Array, cotangent: Tensor) -> list[Tensor]:
+        """Return the cotangents of the initial state and of the parameters."""
+        self.rate_check.compare(self.settings.rhs)
+        cotangents = to_numpy(cotangent)
+        sweep = self.settings.sweep(np.zeros(len(states), states.dtype))
+        nonzero = np.flatnonzero(np.any(cotangents != 0, axis=0))
+        waiting = list(nonzero[np.argsort(-self.sign * times[nonzero], kind="stable")])
+        now = float(times[waiting[0]]) if waiting else self.begin
+
+        def add_used() -> None:
+            while waiting and times[waiting[0]] == now:
+                sweep.adjoint = sweep.adjoint + cotangents[:, waiting.pop(0)]
+
+        stops = [(float(times[k]), states[:, k]) for k in waiting]
+        for end, states_of in path.backward(stops) if now != self.begin else ():
+            while now != end:
+                add_used()
+                reached = waiting and self.sign * (times[waiting[0]] - end) >= 0
+                until = float(times[waiting[0]]) if reached else end
+                sweep.integrate(now, until, states_of, abs(until - self.begin))
+                now = until
+        add_used()
+        return [torch.as_tensor(sweep.adjoint), *sweep.integral.sums]
 
 
 @dataclass
 class PiecewiseSolve:
     """The solution over the time span, with one of SciPy's solvers per piece.
 
-    The states and event times of each piece are connected to their inputs in autograd.
-
-    Args:
-        rhs: the right-hand side.
-        method: SciPy's solver class.
-        kind: the source of the forward states for the adjoint, one of :data:`ADJOINTS`.
-        adjoint: the settings of the adjoint.
-        begin, end: the time span, as tensors without axes.
-        sign: 1 if the solution is integrated forward in time, -1 if backward.
-        t_eval: times at which the solution is returned; None: those of the solver's steps.
-        dense_output: whether the solution is also returned as a function of time.
-        events: the user's events.
-        options: SciPy's options, including its tolerances.
-        wants_gradient: whether a gradient is wanted.
+    The states and event times of each piece are connected to their inputs in autograd. ``kind`` is
+    one of :data:`ADJOINTS`, the span has no axes, and ``sign`` is 1 forward in time, -1 backward.
     """
 
-    rhs: RightHandSide
-    method: type[OdeSolver]
+    settings: AdjointSettings
     kind: str
-    adjoint: AdjointSettings
     begin: Tensor
     end: Tensor
     sign: float
     t_eval: Tensor | None
     dense_output: bool
     events: list[Event]
-    options: dict[str, Any]
     wants_gradient: bool
     times: list[Tensor] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
-    pieces: list[tuple[Piece, OdeSolution, Tensor]] = field(default_factory=list)
+    pieces: list[tuple[OdeSolution, Piece | None]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: {"nfev": 0, "njev": 0, "nlu": 0})
 
     def __post_init__(self) -> None:
-        self.final_time = float(self.end.detach())
+        self.rhs, self.method = self.settings.rhs, self.settings.method
+        self.options, self.final_time = self.settings.options, float(self.end.detach())
 
     def run(self, start: Tensor) -> March:
         """Solve from the start to the end, and return the last piece."""
+        first = float(self.begin.detach())
         if self.t_eval is not None:
-            times = self.t_eval.detach().cpu().numpy()
-            check_times(times, float(self.begin.detach()), self.final_time)
-        begin, close, rate_after = self.begin, 0, None
+            check_times(self.t_eval.detach().cpu().numpy(), first, self.final_time)
         for event in self.events:
-            event.check_start(float(begin.detach()), to_numpy(start))
+            event.check_start(first, to_numpy(start))
+        begin, close, rate_after = self.begin, 0, None
         while True:
             found, stopped = self._piece(begin, start, rate_after)
             if stopped is None or stopped.reset is None or stopped.terminal_left == 0:
                 return found
             before, begin, state = float(begin.detach()), stopped.times[-1], stopped.states[-1]
             now = float(begin.detach())
-            elapsed = abs(now - float(self.begin.detach()))
-            close = close + 1 if abs(now - before) <= ZENO * elapsed else 0
+            close = close + 1 if abs(now - before) <= ZENO * abs(now - first) else 0
             if close > len(self.events):
                 raise RuntimeError(
                     f"resets of event {stopped.number} accumulate at t = {now:.9g} (Zeno): there "
@@ -116,19 +152,15 @@ class PiecewiseSolve:
     def _piece(
         self, begin: Tensor, start: Tensor, rate_after: Array | None
     ) -> tuple[March, Event | None]:
-        """Solve from one start to the end or to the next reset.
+        """Solve from one start to the end or to the next reset, and return the event of the reset.
 
-        Args:
-            begin, start: the start time and state.
-            rate_after: the rate after a reset; None at the start of the time span.
-
-        Returns:
-            the piece, and the event that ended the piece.
+        ``rate_after`` is the rate after a reset; None at the start of the time span.
         """
         t0 = float(begin.detach())
         start = self.rhs.with_start_time(start, begin, rate_after)
+        tolerances = self.options["rtol"], self.options["atol"]
         wants_gradient = self.wants_gradient or (torch.is_grad_enabled() and start.requires_grad)
-        if wants_gradient and np.min(self.options["rtol"]) >= 1e-3:
+        if wants_gradient and np.min(tolerances[0]) >= 1e-3:
             _warn_loose()
         rate, batched_rate = self.rhs.rate, self.rhs.numpy
         if rate_after is not None:
@@ -136,62 +168,41 @@ class PiecewiseSolve:
                 _with_rate_at_start(rates, t0, to_numpy(start), rate_after)
                 for rates in (rate, batched_rate)
             )
-        tolerances, rates = (self.options["rtol"], self.options["atol"]), StepRates(rate)
-        rate_check = RateCheck(rates)
-        jumps = DiscontinuityCheck(self.rhs, rates, *tolerances, abs(self.final_time - t0))
+        rates = StepRates(rate)
+        rate_check, grazing = RateCheck(rates), GrazingCheck(self.events, *tolerances)
+        jumps = DiscontinuityCheck(self.rhs, rates, *tolerances, t0, self.final_time)
         path = self._path(t0, start) if wants_gradient else None
-        grazing = GrazingCheck(self.events, *tolerances)
-        observers: list[Any] = [x for x in (path, grazing, rate_check, jumps) if callable(x)]
-        method = observed(self.method, observers) if wants_gradient else self.method
-        found = self._call(batched_rate, t0, start, method)
-        observers.clear()
-        stopped, end = self._stop(found)
-        piece = Piece(t0, end, self.sign, path, rate_check, self.adjoint)
-        if self.dense_output:
-            self.pieces.append(
-                (piece, solution(found.ends, found.interpolants, self.method), start)
-            )
-        jumps.refuse(end, self.sign, stopped is not None)
-        grazing.refuse(end, self.sign)
-        self._connect(piece, found, start, begin, rate_after, grazing, stopped)
-        return found, stopped
-
-    def _call(self, rates: Rates, t0: float, start: Tensor, method: Any) -> March:
-        """Take the steps of one piece."""
+        every = (path, grazing, rate_check, jumps)
+        observers = [x for x in every if callable(x)] if wants_gradient else []
         eval_times = self._eval_times(t0)
-        solver = method(
-            rates,
-            t0,
-            to_numpy(start),
-            self.final_time,
-            vectorized=self.rhs.vectorized,
-            **self.options,
-        )
+        known = {"vectorized": self.rhs.vectorized, **self.options}
+        method: Any = self.method
+        solver = method(batched_rate, t0, to_numpy(start), self.final_time, **known)
         times = None if eval_times is None else eval_times.detach().cpu().numpy()
-        found = march(solver, self.events, times, self.dense_output)
+        found = march(solver, self.events, times, self.dense_output, observers)
         for name in self.counts:
             self.counts[name] += getattr(solver, name)
         if found.status < 0:
             raise RuntimeError(f"{self.method.__name__} failed: {found.message}")
-        return found
+        stopped, end = self._stop(found)
+        piece = Piece(t0, start, self.sign, path, rate_check, self.settings)
+        if self.dense_output:
+            self.pieces.append((solution(found.ends, found.interpolants, self.method), piece))
+        jumps.refuse(end, self.sign, stopped is not None)
+        grazing.refuse(end, self.sign)
+        self._connect(piece, found, begin, eval_times, rate_after, grazing, stopped)
+        return found, stopped
 
-    def _path(self, start: float, state: Tensor) -> Path:
+    def _path(self, begin: float, start: Tensor) -> Path:
         if self.kind == "interpolate":
             return StoredInterpolants(self.method)
         if self.kind == "checkpoint":
             return Checkpointed(self.method)
-        options = {
-            "rtol": self.adjoint.rtol,
-            "atol": self.options["atol"],
-            "max_step": self.adjoint.max_step,
-        }
-        return Backsolved(start, to_numpy(state), self.method, self.rhs.rate, options)
+        options = self.settings.solver_options(self.options["atol"])
+        return Backsolved(begin, to_numpy(start), self.method, self.rhs.rate, options)
 
     def _eval_times(self, begin: float) -> Tensor | None:
-        """Return the evaluation times from the start of a piece on.
-
-        The state at the time of a reset belongs to the piece before.
-        """
+        """Return the evaluation times of a piece; that of a reset belongs to the piece before."""
         if self.t_eval is None or not self.times:
             return self.t_eval
         return self.t_eval[self.sign * self.t_eval.detach() > self.sign * begin]
@@ -210,46 +221,39 @@ class PiecewiseSolve:
         self,
         piece: Piece,
         found: March,
-        start: Tensor,
         begin: Tensor,
+        eval_times: Tensor | None,
         rate_after: Array | None,
         grazing: GrazingCheck,
         stopped: Event | None,
     ) -> None:
         """Connect the states and event times of a piece to their inputs in autograd."""
-        happened = [
-            (event, root)
-            for event, roots in zip(self.events, found.roots, strict=True)
-            for root in roots
-        ]
-        saved = found.t
+        pairs = zip(self.events, found.roots, strict=True)
+        happened = [(event, root) for event, roots in pairs for root in roots]
+        saved, rhs = found.t, self.rhs
         every = np.concatenate([saved, [root.t for _, root in happened]])
         states = [found.y, *(root.y[:, None] for _, root in happened)]
-        connected = piece.states(every, np.concatenate(states, 1), start)
+        connected = piece.states(every, np.concatenate(states, 1))
         arriving = None
-        for i, (event, root) in enumerate(happened):
-            at = connected[:, len(saved) + i]
-            time = torch.tensor(root.t, dtype=torch.float64, device=at.device)
-            if torch.is_grad_enabled():
-                flow = cache(partial(event.rate_before, *root[:2], root.unit))
-                rate = partial(grazing.rate, event, *root[:2], flow)
-                time = event.event_time(root.t, at, rate)
-                if time.requires_grad:
-                    at = self.rhs.with_time_derivative(at, time, flow())
-                    arriving = flow() if event is stopped else arriving
+        for i, (event, root) in enumerate(happened, len(saved)):
+            at = connected[:, i]
+            flow = cache(partial(event.rate_before, root))
+            time = event.event_time(root.t, at, partial(grazing.rate, event, root, flow))
+            if time.requires_grad:
+                at = rhs.with_time_derivative(at, time, flow())
+                arriving = flow() if event is stopped else arriving
             event.times.append(time)
             event.states.append(at)
         connected = connected[:, : len(saved)]
-        eval_times = self._eval_times(piece.start)
         if eval_times is not None:
             times = eval_times[: len(saved)]
-            connected = self.rhs.with_time_derivative(connected, times)
+            connected = rhs.with_time_derivative(connected, times)
         else:
             # The times of the solver's intermediate steps are constants.
-            last = (self.end if stopped is None else stopped.times[-1])[None]
-            first = self.rhs.with_time_derivative(connected[:, 0], begin, rate_after)
-            final = self.rhs.with_time_derivative(connected[:, -1], last[0], arriving)
-            times = torch.cat([begin[None], torch.as_tensor(saved[1:-1]).to(begin), last])
+            last = self.end if stopped is None else stopped.times[-1]
+            first = rhs.with_time_derivative(connected[:, 0], begin, rate_after)
+            final = rhs.with_time_derivative(connected[:, -1], last, arriving)
+            times = torch.cat([begin[None], torch.as_tensor(saved[1:-1]).to(begin), last[None]])
             connected = torch.cat([first[:, None], connected[:, 1:-1], final[:, None]], 1)
         self.times.append(times)
         self.states.append(connected)
@@ -267,14 +271,11 @@ def _warn_loose() -> None:
 def _with_rate_at_start(rates: Rates, t0: float, start: Array, rate_after: Array) -> Rates:
     """Make a right-hand side that returns a given rate at the start of a piece.
 
-    After a reset, the start may lie on a jump, where rounding would decide between the two sides.
+    After a reset the start may lie on a jump, where rounding would decide between the two sides.
     """
 
     def found(t: float, y: Array) -> Array:
-        return (
-            rate_after.reshape(y.shape)
-            if t == t0 and np.array_equal(y.reshape(-1), start)
-            else rates(t, y)
-        )
+        at_start = t == t0 and np.array_equal(y.reshape(-1), start)
+        return rate_after.reshape(y.shape) if at_start else rates(t, y)
 
     return found

@@ -27,8 +27,8 @@ DIVISIONS = 2_000
 # Largest number of forward steps in one interval, about one node per step.
 STRIDE = 8
 
-# The sums of the integrand at times, weighted with each of several rows of weights.
-Integrand = Callable[..., list[list[Tensor]]]
+# The sums of the integrand at times, weighted with each of two rows of weights.
+Integrand = Callable[[Array, Array, Array], list[list[Tensor]]]
 # The uncertainty of such a sum at times with weights, for each tensor.
 Uncertainty = Callable[[Array, Array], list[float]]
 
@@ -36,16 +36,12 @@ Uncertainty = Callable[[Array, Array], list[float]]
 class Integral:
     """An integral as a sum over intervals, each computed by two quadrature formulas.
 
-    Args:
-        like: tensors with the shapes and dtypes of the integrals.
-        allowed: the allowed difference of the two formulas, relative to the sum of the absolute
-            contributions of all intervals so far.
+    Their allowed difference is relative to the sum of the absolute contributions so far.
     """
 
     def __init__(self, like: Sequence[Tensor], allowed: float) -> None:
-        self.sums = [
-            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float64)) for x in like
-        ]
+        wide = [torch.promote_types(x.dtype, torch.float64) for x in like]
+        self.sums = [torch.zeros_like(x, dtype=dtype) for x, dtype in zip(like, wide, strict=True)]
         self.sizes, self.allowed = [0.0 for _ in like], allowed
 
     def error(
@@ -57,12 +53,9 @@ class Integral:
     ) -> float:
         """Return the difference of the two formulas, relative to the allowed difference.
 
-        Args:
-            found: the contribution of the interval.
-            off: the difference of the two formulas.
-            near: a time in the interval, for messages.
-            smallest: return differences that are allowed whatever the integral is, such as those
-                of rounding. The next is called only if those before do not suffice.
+        ``found`` is the contribution of the interval, ``off`` the difference of the two formulas.
+        ``smallest`` return differences that are allowed whatever the integral is, such as those of
+        rounding. The next is called only if those before do not suffice.
         """
         errors, sizes = largest(off), zip(self.sizes, largest(found), strict=True)
         if not np.isfinite(errors).all():
@@ -77,10 +70,8 @@ class Integral:
             # A state outside the domain of fun makes an uncertainty of NaN, which fmax leaves out.
             allowed = [float(np.fmax(*both)) for both in zip(allowed, least(), strict=True)]
         tiny = float(np.finfo(float).tiny)
-        return max(
-            (error / max(most, tiny) for error, most in zip(errors, allowed, strict=True)),
-            default=0.0,
-        )
+        ratios = (error / max(most, tiny) for error, most in zip(errors, allowed, strict=True))
+        return max(ratios, default=0.0)
 
     def add(self, found: list[Tensor]) -> None:
         """Add the contribution of an interval."""
@@ -94,10 +85,6 @@ class AdaptiveLobatto(Integral):
 
     Intervals are halved where the two formulas disagree (W. Gander and W. Gautschi, BIT 40, 84,
     2000). The integrand may change faster than the adjoint, whose step sizes do not account for it.
-
-    Args:
-        like: tensors with the shapes and dtypes of the integrals.
-        rtol: the relative tolerance.
     """
 
     def __init__(self, like: Sequence[Tensor], rtol: float) -> None:
@@ -110,55 +97,36 @@ class AdaptiveLobatto(Integral):
         self,
         times: Sequence[float],
         integrand: Integrand,
-        scale: Callable[[float], list[Tensor]],
+        rounding: Callable[[float, float], list[float]],
         uncertainty: Uncertainty,
     ) -> None:
         """Add the integral from the first of several times to the last.
 
         The integrand changes little between neighbouring times. So an interval may span several of
         them: the number doubles, up to :data:`STRIDE`, as long as no interval has to be divided.
-
-        Args:
-            times: the times.
-            integrand: the integrand.
-            scale: returns the size of the integrand at a time if nothing cancels in it.
-            uncertainty: returns the uncertainty of a weighted sum of the integrand that the error
-                of the states makes.
+        ``rounding`` takes the length and the middle of an interval to the error of rounding there.
         """
         k, last = 0, len(times) - 1
         while k < last:
             end = min(k + self.stride, last)
-            whole = self._add(times[k], times[end], integrand, scale, uncertainty)
-            self.stride = min(2 * self.stride, STRIDE) if whole else max(1, self.stride // 2)
+            waiting, divisions = [(times[k], times[end])], 0
+            length, center = abs(times[end] - times[k]), (times[k] + times[end]) / 2
+            least = cache(partial(rounding, length, center))
+            while waiting:
+                a, b = waiting.pop()
+                half, middle = (b - a) / 2, (a + b) / 2
+                nodes, differences = middle + half * NODES, half * DIFFERENCES
+                found, off = integrand(nodes, half * WEIGHTS, differences)
+                unsure = partial(uncertainty, nodes, differences)
+                if self.error(found, off, middle, least, unsure) <= 1:
+                    self.add(found)
+                    continue
+                divisions += 1
+                if divisions > DIVISIONS:
+                    raise no_convergence(middle)
+                waiting += [(middle, b), (a, middle)]
+            self.stride = max(1, self.stride // 2) if divisions else min(2 * self.stride, STRIDE)
             k = end
-
-    def _add(
-        self,
-        begin: float,
-        end: float,
-        integrand: Integrand,
-        scale: Callable[[float], list[Tensor]],
-        uncertainty: Uncertainty,
-    ) -> bool:
-        """Add the integral over an interval, and return whether it remained undivided."""
-        waiting, divisions = [(begin, end)], 0
-        rounding = cache(
-            lambda: [ROUNDING * abs(end - begin) * x for x in largest(scale((begin + end) / 2))]
-        )
-        while waiting:
-            a, b = waiting.pop()
-            half, middle = (b - a) / 2, (a + b) / 2
-            nodes, differences = middle + half * NODES, half * DIFFERENCES
-            found, off = integrand(nodes, half * WEIGHTS, differences)
-            unsure = partial(uncertainty, nodes, differences)
-            if self.error(found, off, middle, rounding, unsure) <= 1:
-                self.add(found)
-                continue
-            divisions += 1
-            if divisions > DIVISIONS:
-                raise no_convergence(middle)
-            waiting += [(middle, b), (a, middle)]
-        return not divisions
 
 
 def no_convergence(t: float) -> RuntimeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from scipy.optimize import OptimizeResult
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from adjsim.ivp.adjoint import Piece
-from adjsim.ivp.rhs import Array, as_times
+from adjsim.ivp.piecewise import Piece
+from adjsim.ivp.rhs import as_times
 
 
 class OdeResult(OptimizeResult):
@@ -30,18 +30,6 @@ class OdeResult(OptimizeResult):
         return OdeResult, (fields,)
 
 
-class _Values(NamedTuple):
-    """A piece of a solution that has values and no gradient."""
-
-    start: float
-    end: float
-    sign: float
-    path: None = None
-
-    def states_at(self, times: Tensor, states: Array, start: Tensor) -> Tensor:
-        return torch.as_tensor(states).to(start)
-
-
 class DenseSolution:
     """The solution as a differentiable function of time.
 
@@ -50,35 +38,40 @@ class DenseSolution:
     no gradient.
 
     Args:
-        pieces: the pieces between resets, each with its interpolants and its initial state.
+        pieces: the pieces between resets, each with its interpolants; None: they have no gradient.
         like: a state.
     """
 
-    def __init__(
-        self, pieces: Sequence[tuple[Piece | _Values, OdeSolution, Tensor]], like: Tensor
-    ) -> None:
+    def __init__(self, pieces: Sequence[tuple[OdeSolution, Piece | None]], like: Tensor) -> None:
         self._pieces, self._like = pieces, like
-        ends = [pieces[0][0].start, pieces[-1][0].end]
-        self.t_min, self.t_max = min(ends), max(ends)
+        begin, end = float(pieces[0][0].ts[0]), float(pieces[-1][0].ts[-1])
+        self._sign = 1.0 if end >= begin else -1.0
+        self.t_min, self.t_max = min(begin, end), max(begin, end)
 
     def __call__(self, t: Any) -> Tensor:
         times = as_times(t, self._like)
         if times.ndim > 1:
             raise ValueError(f"t must be a time or times (k,); got shape {tuple(times.shape)}.")
-        if self._differentiable and bool(((times < self.t_min) | (times > self.t_max)).any()):
+        outside = bool(((times < self.t_min) | (times > self.t_max)).any())
+        if outside and torch.is_grad_enabled() and any(x and x.path for _, x in self._pieces):
             raise ValueError(
                 f"there is no gradient outside of [{self.t_min:g}, {self.t_max:g}]: call the "
                 "solution under torch.no_grad()."
             )
         flat = times.reshape(-1)
-        at, sign = flat.detach().cpu().numpy(), self._pieces[0][0].sign
-        ends = [sign * piece.end for piece, _, _ in self._pieces[:-1]]
-        numbers = np.searchsorted(ends, sign * at, side="left")
+        at = flat.detach().cpu().numpy()
+        ends = [self._sign * inside.ts[-1] for inside, _ in self._pieces[:-1]]
+        numbers = np.searchsorted(ends, self._sign * at, side="left")
         found = [self._like.new_zeros((len(self._like), 0))]
         for number in np.unique(numbers):
-            piece, inside, start = self._pieces[number]
+            inside, piece = self._pieces[number]
             members = np.flatnonzero(numbers == number)
-            found.append(piece.states_at(flat[members], inside(at[members]), start))
+            states = inside(at[members])
+            found.append(
+                torch.as_tensor(states).to(self._like)
+                if piece is None
+                else piece.states_at(flat[members], states)
+            )
         states = torch.cat(found, 1)[:, np.argsort(np.argsort(numbers, kind="stable"))]
         return states[:, 0] if times.ndim == 0 else states
 
@@ -87,14 +80,4 @@ class DenseSolution:
 
     def __reduce__(self) -> Any:
         # The gradient needs fun, which may be a local function, and the graph of the start.
-        pieces = [
-            (_Values(piece.start, piece.end, piece.sign), inside, start.detach())
-            for piece, inside, start in self._pieces
-        ]
-        return DenseSolution, (pieces, self._like)
-
-    @property
-    def _differentiable(self) -> bool:
-        return torch.is_grad_enabled() and any(
-            piece.path is not None for piece, _, _ in self._pieces
-        )
+        return DenseSolution, ([(inside, None) for inside, _ in self._pieces], self._like)

@@ -6,7 +6,8 @@ the adjoint it computes vector-Jacobian products with respect to the state and t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -17,26 +18,17 @@ from torch import Tensor
 from adjsim.core.parameters import leaves
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.ivp.input_tensors import InputTensors
-from adjsim.ivp.numpy_functions import computes_with_numpy, naming_function, numpy_error
 
 Array = np.ndarray[Any, Any]
-Pull = Callable[[Tensor], tuple[Tensor, list[Tensor]]]
-
-# What refuses a second derivative of a solution.
-OF_A_SOLUTION = "the gradient of a solution comes from its adjoint equation"
+Pull = Callable[[Tensor], Sequence[Tensor]]
 
 
 class RightHandSide:
     """The right-hand side of dy/dt = fun(t, y, *args).
 
-    Args:
-        fun: the user's function, which may return a tensor, a list of numbers and tensors, or NumPy
-            arrays.
-        args: its further arguments.
-        declared: tensors and modules that it reads in addition.
-        like: a state with the dtype, device and shape of the states that ``fun`` gets: ``(n,)``, or
-            ``(n, batch)`` for problems in columns, whose times are ``(batch,)``.
-        vectorized: whether ``fun`` takes states ``(n, k)``.
+    States are like ``like``: ``(n,)``, or ``(n, batch)`` for problems in columns, whose times are
+    ``(batch,)``. A ``vectorized`` function takes states ``(n, k)``. ``declared`` are tensors and
+    modules that ``fun`` reads in addition to its arguments.
     """
 
     def __init__(
@@ -70,37 +62,44 @@ class RightHandSide:
 
     def rates(self, t: Tensor, y: Tensor) -> Tensor:
         """Return the rates at a state ``(n,)``, or at several ``(n, k)``."""
-        return self._vector(self.inputs.evaluate(t, y))
-
-    def _vector(self, out: Any) -> Tensor:
+        out = self.inputs.evaluate(t, y)
         if isinstance(out, Tensor):
             return out
         rows = [torch.as_tensor(x, dtype=self.like.dtype, device=self.like.device) for x in out]
         return torch.stack(torch.broadcast_tensors(*rows))
+
+    def connected(self, states: Tensor, start: Tensor, pull: Pull) -> Tensor:
+        """Connect states to their start and the parameters, to which ``pull`` takes cotangents."""
+        inputs = (start, *self.parameters)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            return WithGradient.apply(pull, states, *inputs)
+        return states
 
     def with_time_derivative(
         self, states: Tensor, times: Tensor, rates: Array | Tensor | None = None
     ) -> Tensor:
         """Give states their derivative with respect to their times, which is their rate.
 
-        The values remain. The states are ``(n, times)``, or ``(n,)`` for a time without axes.
-        ``rates`` replaces the rates of ``fun`` at these states where a one-sided limit is meant.
+        The states have the axes of the times after their first one. ``rates`` replaces the rates of
+        ``fun`` at these states where a one-sided limit is meant.
         """
-        if not times.requires_grad or not times.numel():
+        if not (times.requires_grad and times.numel() and torch.is_grad_enabled()):
             return states
         if rates is None:
-            values, at = to_numpy(states), times.detach().reshape(-1).tolist()
-            along = zip(at, values.reshape(len(values), -1).T, strict=True)
+            at, values = to_numpy(times), to_numpy(states)
+            along = zip(at, values.swapaxes(0, 1), strict=True) if at.ndim else [(at, values)]
             rates = np.stack([self.rate(t, y) for t, y in along], 1).reshape(values.shape)
-        return TimeDerivative.apply(states, times, torch.as_tensor(rates).to(states))
+        known = torch.as_tensor(rates).to(states)
+
+        def pull(cotangent: Tensor) -> tuple[Tensor, Tensor]:
+            return cotangent, (cotangent.conj() * known).real.sum(0)
+
+        return WithGradient.apply(pull, states.detach(), states, times)
 
     def with_start_time(
         self, start: Tensor, time: Tensor, rates: Array | Tensor | None = None
     ) -> Tensor:
-        """Connect an initial state to its time.
-
-        A start that is later by dt is equivalent to an initial state that is smaller by f dt.
-        """
+        """Connect an initial state to its time: a start later by dt is a state smaller by f dt."""
         later = self.with_time_derivative(start.detach(), time, rates)
         return start - (later - start.detach())
 
@@ -128,7 +127,6 @@ class RightHandSide:
     def transposed_jacobians(self, times: Array, states: Array) -> Array:
         """Compute the real matrices ``(times, n, n)`` that map a cotangent to its product.
 
-        The product is with the Jacobian with respect to the state, at states ``(n, times)``.
         For complex states the matrices are ``(times, 2 n, 2 n)``, since such products need not be
         linear over complex numbers.
         """
@@ -138,57 +136,34 @@ class RightHandSide:
         return (found.view(float) if np.iscomplexobj(states) else found).swapaxes(1, 2)
 
     def _products(self, times: Array, states: Array, cotangents: Array) -> Array:
-        """Compute the products of cotangents ``(k, n)`` with the Jacobians at several times.
-
-        The result is ``(times, k, n)``. Each cotangent takes one backward pass for all times.
-        """
-        evaluated = [self._with_graph(float(t), y) for t, y in zip(times, states.T, strict=True)]
-        found = np.zeros((len(evaluated), *cotangents.shape), states.dtype)
-        inside = [i for i, (_, out) in enumerate(evaluated) if out.requires_grad]
-        if not inside:
-            return found
-        points, outputs = [evaluated[i][0] for i in inside], [evaluated[i][1] for i in inside]
-        for k, cotangent in enumerate(torch.as_tensor(cotangents).to(outputs[0])):
-            rows = _pull(outputs, points, [cotangent] * len(inside))
-            for i, row in zip(inside, rows, strict=True):
-                found[i, k] = to_numpy(row)
-        return found
+        """Compute the products ``(times, k, n)`` of cotangents ``(k, n)`` with the Jacobians."""
+        along = zip(times, states.T, strict=True)
+        points, rates = zip(*(self._with_graph(float(t), y) for t, y in along), strict=True)
+        weights = torch.as_tensor(cotangents).to(rates[0])
+        rows = (pulled(rates, points, [weight] * len(points)) for weight in weights)
+        return np.stack([np.stack([to_numpy(x) for x in row]) for row in rows], 1)
 
     def state_vjp(self, t: float, y: Array, cotangent: Array) -> Array:
         """Compute the product of a cotangent with the Jacobian with respect to the state."""
         x, out = self._with_graph(t, y)
-        if not out.requires_grad:
-            return np.zeros_like(cotangent)
-        return to_numpy(_pull([out], [x], [torch.as_tensor(cotangent).to(out)])[0])
+        return to_numpy(pulled([out], [x], [torch.as_tensor(cotangent).to(out)])[0])
 
     def parameter_vjp(self, times: Array, states: Array, *cotangents: Array) -> list[list[Tensor]]:
-        """Compute the products of cotangents with the Jacobian with respect to the parameters.
+        """Compute the products of cotangents ``(n, times)`` with the Jacobian in the parameters.
 
-        The products are summed over times. The states and each of the cotangents are ``(n,
-        times)``.
+        The products are summed over times.
         """
         with torch.enable_grad():
             rates = [
                 self(self.time(t), self.tensor(y)) for t, y in zip(times, states.T, strict=True)
             ]
-        inside = [k for k, rate in enumerate(rates) if rate.requires_grad]
-        if not inside:
-            return [[torch.zeros_like(x) for x in self.parameter_leaves] for _ in cotangents]
-        outputs = [rates[k] for k in inside]
         return [
-            _pull(
-                outputs,
-                self.parameter_leaves,
-                [torch.as_tensor(rows[:, k]).to(rates[k]) for k in inside],
-            )
+            pulled(rates, self.parameter_leaves, [torch.as_tensor(w).to(rates[0]) for w in rows.T])
             for rows in cotangents
         ]
 
     def _with_graph(self, t: float | Array, y: Array) -> tuple[Tensor, Tensor]:
-        """Return a state that requires grad, and its rate with a graph.
-
-        The rate must not depend on undeclared tensors that require grad.
-        """
+        """Return a state that requires grad, and its rate with a graph and no undeclared tensor."""
         with torch.enable_grad():
             x = self.tensor(y).requires_grad_()
             out = self(self.time(t), x)
@@ -198,10 +173,7 @@ class RightHandSide:
     # Checks.
 
     def check(self, t: float | Array, y: Array, gradient: bool) -> None:
-        """Refuse a function that returns another shape or reads an undeclared tensor.
-
-        Only undeclared tensors that require grad are refused, and only if ``gradient`` is true.
-        """
+        """Refuse another shape and, where a gradient is recorded, undeclared tensors."""
         at, x = self.time(t), self.tensor(y)
         with torch.no_grad():
             columns = x[:, None] if self.vectorized else x
@@ -227,56 +199,45 @@ class RightHandSide:
         return to_numpy(self._with_graph(t, y)[1])
 
     def has_unused_parameter(self, *points: tuple[float | Array, Array]) -> bool:
-        """Test whether the rates at some times and states leave an input tensor unused.
+        """Test whether the rates at some points leave an argument or a declared tensor unused.
 
-        The input tensors are the arguments and declared tensors that require grad, without those of
-        modules.
+        The tensors of modules do not count.
         """
         read = {id(leaf) for t, y in points for leaf in leaves(self._with_graph(t, y)[1])}
         return not self.inputs.named <= read
 
 
-def _pull(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
+def pulled(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    keep_graph: bool = True,
+) -> list[Tensor]:
     """Return the cotangents of the inputs, zero where no output depends on one."""
-    return list(
-        torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, materialize_grads=True)
+    pairs = [x for x in zip(outputs, cotangents, strict=True) if x[0].requires_grad]
+    if not pairs:
+        return [torch.zeros_like(x) for x in inputs]
+    outputs, cotangents = zip(*pairs, strict=True)
+    found = torch.autograd.grad(
+        outputs, inputs, cotangents, retain_graph=keep_graph, materialize_grads=True
     )
+    return list(found)
 
 
-class AdjointStates(torch.autograd.Function):
-    """States whose gradient comes from an adjoint.
-
-    ``pull`` takes their cotangents to those of the start and of the parameters.
-    """
+class WithGradient(torch.autograd.Function):
+    """A value whose gradient comes from ``pull``, which takes cotangents to those of the inputs."""
 
     @staticmethod
-    def forward(ctx: Any, pull: Pull, states: Tensor, start: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.pull = pull
-        # Their values are those of the run, whatever becomes of them.
-        ctx.likes = [x.new_empty(0) for x in (start, *parameters)]
-        return states.clone()
+    def forward(ctx: Any, pull: Pull, value: Tensor, *inputs: Tensor) -> Tensor:
+        # The values of the inputs are those of the run, whatever becomes of them.
+        ctx.pull, ctx.likes = pull, [x.new_empty(0) for x in inputs]
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        refuse_second_derivative(OF_A_SOLUTION)
-        start, sums = ctx.pull(grad_outputs[0])
-        found = (x.to(like) for x, like in zip((start, *sums), ctx.likes, strict=True))
-        return None, None, *found
-
-
-class TimeDerivative(torch.autograd.Function):
-    """States whose derivative with respect to their times is their rate."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, times: Tensor, rates: Tensor) -> Tensor:
-        ctx.rates, ctx.dtype = rates, times.dtype
-        return states.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        refuse_second_derivative(OF_A_SOLUTION)
-        grad_times = (grad_outputs[0].conj() * ctx.rates).real.sum(0)
-        return grad_outputs[0], grad_times.to(ctx.dtype), None
+        refuse_second_derivative("the gradient of a solution comes from its adjoint equation")
+        found = ctx.pull(grad_outputs[0])
+        return None, None, *(x.to(like) for x, like in zip(found, ctx.likes, strict=True))
 
 
 def to_numpy(x: Tensor) -> Array:
@@ -327,3 +288,43 @@ def check_tolerance(name: str, value: Any) -> None:
     """Refuse a negative tolerance, and NaN, with which no step would be accepted."""
     if not np.all(np.asarray(value, float) >= 0):
         raise ValueError(f"{name} must be zero or positive; got {value}.")
+
+
+def computes_with_numpy(
+    function: Callable[..., Any], t: Tensor, y: Tensor, args: tuple[Any, ...]
+) -> bool:
+    """Test whether a function returns arrays for tensors, or accepts arrays only."""
+    try:
+        return _is_array(function(t, y, *args))
+    except Exception as error:
+        try:
+            function(float(t), y.cpu().numpy(), *args)
+        except Exception:
+            raise error from None
+        return True
+
+
+def _is_array(out: Any) -> bool:
+    if isinstance(out, list | tuple):
+        return any(map(_is_array, out)) and not any(isinstance(x, Tensor) for x in out)
+    return isinstance(out, np.ndarray | np.generic)
+
+
+def numpy_error(function: str) -> TypeError:
+    """Make the error for a function that computes with NumPy where a gradient is wanted."""
+    return TypeError(
+        f"{function} computes with NumPy, and no gradient flows through NumPy. Write it with "
+        "torch. If no gradient is wanted, detach() the tensors that require grad, or call "
+        "solve_ivp() under torch.no_grad()."
+    )
+
+
+@contextmanager
+def naming_function(function: str) -> Generator[None, None, None]:
+    """Name the function in torch's error about converting a tensor that requires grad."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        if "numpy()" not in str(error):
+            raise
+        raise numpy_error(function) from error

@@ -53,11 +53,7 @@ _INTERPOLANT = [
 
 
 class Rodas4(Step):
-    """A step of every column by RODAS.
-
-    The rates of a column may depend on the state of this column only, since each column has a
-    Jacobian of its own.
-    """
+    """A step of every column by RODAS. The rates of a column may depend on this column only."""
 
     name, error_order = "Rodas4", 3
 
@@ -75,9 +71,6 @@ class Rodas4(Step):
     def error(self) -> Tensor:
         return self._increments[-1]
 
-    def next_rate(self) -> None:
-        return None
-
     def polynomial(self) -> list[Tensor]:
         zero = torch.zeros_like(self._start)
         first, second = (combine(zero, row, self._increments) for row in _INTERPOLANT)
@@ -87,7 +80,7 @@ class Rodas4(Step):
 def _derivatives(rate: Rate, t: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rates ``(n, batch)``, their Jacobians ``(n, n, batch)`` and time derivatives.
 
-    Each row of all Jacobians takes one backward pass. They have a graph if gradients are recorded.
+    They have a graph if gradients are recorded.
     """
     record = torch.is_grad_enabled()
     with torch.enable_grad():

@@ -14,19 +14,14 @@ from torch.utils._pytree import tree_map
 
 from adjsim.ivp.columns import COLUMN_METHODS, SMALLEST_RTOL, check_columns, solve_columns
 from adjsim.ivp.events import Event
-from adjsim.ivp.lsoda import LSODA
+from adjsim.ivp.march import LSODA
 from adjsim.ivp.piecewise import ADJOINTS, PiecewiseSolve
 from adjsim.ivp.result import DenseSolution, OdeResult
 from adjsim.ivp.rhs import RightHandSide, as_state, as_times, check_tolerance, to_numpy
 from adjsim.ivp.sweep import AdjointSettings
 
 METHODS: dict[str, type[OdeSolver]] = {
-    "RK23": RK23,
-    "RK45": RK45,
-    "DOP853": DOP853,
-    "Radau": Radau,
-    "BDF": BDF,
-    "LSODA": LSODA,
+    method.__name__: method for method in (RK23, RK45, DOP853, Radau, BDF, LSODA)
 }
 
 
@@ -69,15 +64,13 @@ def solve_ivp(
 
     Args:
         fun: ``fun(t, y, *args)`` of torch tensors, where ``t`` has no axes and ``y`` has shape
-            ``(n,)``; it returns a tensor of this shape or a list. For columns: ``t`` has shape
-            ``(batch,)`` and ``y`` has shape ``(n, batch)``.
+            ``(n,)``; it returns a tensor of this shape or a list.
         t_span: ``(t0, t1)``, numbers or tensors; t1 may be before t0, and infinite if a terminal
             event ends the solution.
         y0: the initial state ``(n,)``, or states ``(n, batch)``. The result and the arguments of
             ``fun`` have its dtype and device; SciPy itself computes in float64.
         method: ``"RK23"``, ``"RK45"``, ``"DOP853"``, and for stiff systems ``"Radau"``, ``"BDF"``,
-            ``"LSODA"``; or a subclass of SciPy's ``OdeSolver``. For columns: ``"RK45"``, and for
-            stiff systems ``"Rodas4"``.
+            ``"LSODA"``; or a subclass of SciPy's ``OdeSolver``.
         t_eval: times at which the solution is returned; None: the times of the solver's steps,
             which are constants in differentiation except at the ends and at resets.
         dense_output: whether ``sol.sol`` is returned.
@@ -116,15 +109,14 @@ def solve_ivp(
         ValueError: an undeclared tensor that requires grad, named in the message; or an argument
             that SciPy refuses.
 
-    **Columns.** All columns are evaluated in every call of ``fun``, so tensors with an axis
-    ``batch``, in ``args`` or captured, are parameters of the columns. A column that is finished
-    waits for the others with steps of size zero. ``fun`` must compute each column from this column
-    alone.
+    **Columns.** Every call of ``fun`` takes the times ``(batch,)`` and states ``(n, batch)`` of all
+    columns, so tensors with an axis ``batch``, in ``args`` or captured, are parameters of the
+    columns. A column that is finished waits for the others with steps of size zero. ``fun`` must
+    compute each column from this column alone.
 
-    - ``method="RK45"`` takes for each column SciPy's steps, up to rounding, by a driver of this
-      library. ``"Rodas4"`` is the L-stable Rosenbrock method RODAS of order 4(3) with the same step
-      control. Its Jacobians are computed by automatic differentiation, n backward passes a step for
-      all columns. Its matrices are dense, so it is for small n.
+    - ``method="RK45"`` takes for each column SciPy's steps, up to rounding. ``"Rodas4"``, for stiff
+      systems, is the L-stable Rosenbrock method RODAS of order 4(3) with the same step control. Its
+      Jacobians take n backward passes a step, and its matrices are dense, so it is for small n.
     - Each end of ``t_span`` is one time for all columns or has shape ``(batch,)``. ``t_eval`` has
       shape ``(times,)`` or ``(times, batch)``; None: the two ends of ``t_span``.
     - ``sol.y`` has shape ``(n, times, batch)``. ``sol.sol(t)`` takes a time, times ``(k,)`` or
@@ -134,8 +126,8 @@ def solve_ivp(
     - The gradient is that of the steps, with their sizes as constants, to rounding; it equals that
       of the exact solution to the tolerances. ``adjoint="interpolate"`` stores the states before
       all steps, ``"checkpoint"`` at most 128 of them, from which it repeats the steps bit for bit;
-      with ``dense_output`` all are stored. In both cases each step is evaluated once more, with its
-      derivative. The gradient of Rodas4 needs second derivatives of ``fun``.
+      with ``dense_output`` all are stored. Each step is evaluated once more, with its derivative.
+      The gradient of Rodas4 needs second derivatives of ``fun``.
     - ``rtol`` is a number, ``atol`` a number or of shape ``(n,)``; the other options are
       ``max_step`` and ``first_step``. Complex states, events and functions of NumPy are refused. So
       is a jump of ``fun`` where a gradient is wanted, unless it is at a fixed time.
@@ -156,8 +148,7 @@ def solve_ivp(
         with torch.inference_mode(False), torch.no_grad():
             return solve_ivp(
                 fun, t_span, y0, method, t_eval, dense_output, events, vectorized, _plain(args),
-            params=params, adjoint=adjoint,
-                **options,
+                params=params, adjoint=adjoint, **options,
             )  # fmt: skip
     if args is not None and not isinstance(args, Sequence):
         raise TypeError(
@@ -165,46 +156,48 @@ def solve_ivp(
             f"{type(args).__name__}. For a single argument write args=(x,)."
         )
     start = as_state(y0)
-    if start.ndim == 2:
+    columns = start.ndim == 2
+    if columns:
         check_columns(start)
         if events is not None:
             raise ValueError(
                 "y0 of shape (n, batch) takes no events: solve the columns one by one, with y0 of "
                 "shape (n,)."
             )
-        return solve_columns(
-            fun, t_span, start, method, t_eval, dense_output, tuple(args or ()), params, adjoint,
-            options,
-        )  # fmt: skip
+    rhs = RightHandSide(fun, tuple(args or ()), params, start, vectorized and not columns)
+    if columns:
+        return solve_columns(rhs, t_span, start, method, t_eval, dense_output, adjoint, options)
     solver = _solver(method)
     if adjoint not in ADJOINTS:
         raise ValueError(f"adjoint must be one of {', '.join(ADJOINTS)}; got {adjoint!r}.")
     begin, end = (as_times(t, start).reshape(()) for t in t_span)
+    first, last = float(begin.detach()), float(end.detach())
     times = None if t_eval is None else as_times(t_eval, start)
-    rhs = RightHandSide(fun, tuple(args or ()), params, start, vectorized)
-    options, adjoint_solver = _adjoint_settings(rhs, solver, options)
+    settings = _adjoint_settings(rhs, solver, options)
     found = () if events is None else (events,) if callable(events) else tuple(events)
-    sign = 1.0 if float(end.detach()) >= float(begin.detach()) else -1.0
+    sign = 1.0 if last >= first else -1.0
     user_events = [Event(event, rhs, i, sign) for i, event in enumerate(found)]
-    _check_span(
-        float(begin.detach()),
-        float(end.detach()),
-        start.numel() > 0 and not any(event.terminal_left for event in user_events),
-    )
+    if np.isnan(last) or not np.isfinite(first):
+        raise ValueError(f"t_span must be two finite times; got {first} and {last}.")
+    endless = start.numel() > 0 and not any(event.terminal_left for event in user_events)
+    if np.isinf(last) and endless:
+        raise ValueError(
+            "t_span must be two finite times, unless a terminal event ends the solution; got "
+            f"{first} and {last}."
+        )
     grad = torch.is_grad_enabled()
-    rhs.check(float(begin.detach()), to_numpy(start), grad)
+    rhs.check(first, to_numpy(start), grad)
     differentiable = [start, begin, end, *([] if times is None else [times]), *rhs.parameters]
     events_need_grad = [event.reads_gradient(begin, start) for event in user_events]
     wants_gradient = grad and (
         any(x.requires_grad for x in differentiable) or any(events_need_grad)
     )
     if wants_gradient:
-        rhs.check_differentiable(float(begin.detach()), to_numpy(start))
+        rhs.check_differentiable(first, to_numpy(start))
     piecewise = PiecewiseSolve(
-        rhs, solver, adjoint, adjoint_solver, begin, end, sign, times, dense_output, user_events,
-        options, wants_gradient,
-    )  # fmt: skip
-    last = piecewise.run(start)
+        settings, adjoint, begin, end, sign, times, dense_output, user_events, wants_gradient
+    )
+    final = piecewise.run(start)
     return OdeResult(
         t=torch.cat(piecewise.times).to(start.real.dtype),
         y=torch.cat(piecewise.states, 1),
@@ -212,8 +205,8 @@ def solve_ivp(
         t_events=None if events is None else [event.found_times(start) for event in user_events],
         y_events=None if events is None else [event.found_states(start) for event in user_events],
         **piecewise.counts,
-        status=last.status,
-        message=last.message,
+        status=final.status,
+        message=final.message,
         success=True,
     )
 
@@ -237,21 +230,10 @@ def _solver(method: Any) -> type[OdeSolver]:
     return METHODS[method]
 
 
-def _check_span(begin: float, end: float, must_be_finite: bool) -> None:
-    """Refuse NaN, an infinite start, and an infinite end without a terminal event."""
-    if np.isnan(end) or not np.isfinite(begin):
-        raise ValueError(f"t_span must be two finite times; got {begin} and {end}.")
-    if np.isinf(end) and must_be_finite:
-        raise ValueError(
-            "t_span must be two finite times, unless a terminal event ends the solution; got "
-            f"{begin} and {end}."
-        )
-
-
 def _adjoint_settings(
     rhs: RightHandSide, method: type[OdeSolver], options: dict[str, Any]
-) -> tuple[dict[str, Any], AdjointSettings]:
-    """Separate SciPy's options from those of the adjoint, and make the adjoint's settings."""
+) -> AdjointSettings:
+    """Separate SciPy's options from those of the adjoint."""
     options = {"rtol": 1e-3, "atol": 1e-6, **options}
     for name in ("rtol", "atol"):
         options[name] = _array(options[name])
@@ -269,8 +251,7 @@ def _adjoint_settings(
         options["jac"] = to_numpy(jac)
     elif callable(jac):
         options["jac"] = lambda t, y: _array(jac(rhs.time(t), rhs.tensor(y), *rhs.args))
-    max_step, tolerances = options.get("max_step", np.inf), (options["rtol"], options["atol"])
-    return options, AdjointSettings(rhs, method, backward, absolute, max_step, *tolerances)
+    return AdjointSettings(rhs, method, backward, absolute, options)
 
 
 def _array(x: Any) -> Any:

@@ -1,7 +1,22 @@
 r"""Integration of an adjoint backward in time, between times at which the solution is used.
 
-A sweep integrates :math:`\dot\lambda = -J^T \lambda` along a path of states, and :math:`\lambda^T
-\partial f/\partial\theta` with an error control of its own, which holds for each tensor separately.
+For a loss that depends on the states :math:`y(t_k)`, with cotangents :math:`w_k`, the adjoint
+:math:`\lambda(t) = dL/dy(t)` obeys
+
+.. math::
+    \dot\lambda = -J(t, y)^T \lambda, \qquad \lambda(t_k^-) = \lambda(t_k^+) + w_k, \qquad J =
+    \partial f/\partial y,
+
+backward from the last :math:`t_k`, and the gradients are :math:`dL/dy_0 = \lambda(t_0)` and
+:math:`dL/d\theta = \int_{t_0} \lambda^T \partial f/\partial\theta \, dt`.
+
+The adjoint jumps at every time :math:`t_k`. An explicit forward method also integrates the adjoint,
+and its step size is carried across the jumps. The integral is computed afterwards over the forward
+steps (:mod:`adjsim.ivp.quadrature`), so that it does not enter the error norm of the adjoint. The
+linear adjoint equation of a stiff problem is solved by collocation, integral included, which has no
+history that a jump could invalidate (:mod:`adjsim.ivp.collocation`). If the state is large, Radau
+is used as an explicit method is. Gradients with respect to times come from :math:`\dot y = f`. Each
+tensor of parameters has an error control of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +31,7 @@ from torch import Tensor
 
 from adjsim.core.step_control import next_factor
 from adjsim.ivp.collocation import ORDER, POINTS, TIMES, Step
-from adjsim.ivp.forward_states import adjoint_error, solution
+from adjsim.ivp.forward_states import StoredInterpolants, adjoint_error
 from adjsim.ivp.quadrature import (
     DIVISIONS,
     ROUNDING,
@@ -46,21 +61,23 @@ SHRUNK = 2.0**-10
 class AdjointSettings:
     """The settings with which the adjoint of a problem is integrated.
 
-    Args:
-        rhs: the right-hand side of the problem.
-        method: SciPy's solver class for the forward solution.
-        rtol, atol: tolerances of the adjoint; atol is relative to the adjoint's largest entry.
-        max_step: largest step size, as in the forward solution.
-        state_rtol, state_atol: tolerances of the forward solution.
+    ``atol`` is relative to the adjoint's largest entry. ``method`` and ``options`` are those of the
+    forward solution.
     """
 
     rhs: RightHandSide
     method: type[OdeSolver]
     rtol: float
     atol: float
-    max_step: float
-    state_rtol: Array
-    state_atol: Array
+    options: dict[str, Any]
+
+    @property
+    def max_step(self) -> float:
+        return self.options.get("max_step", np.inf)
+
+    def solver_options(self, atol: Any) -> dict[str, Any]:
+        """Return the options of a solver of a backward pass."""
+        return {"rtol": self.rtol, "atol": atol, "max_step": self.max_step}
 
     def sweep(self, adjoint: Array) -> Sweep:
         """Make the sweep that begins with a cotangent of the state."""
@@ -73,13 +90,7 @@ class AdjointSettings:
 class Sweep(ABC):
     """The adjoint and the integral in one backward pass.
 
-    Args:
-        settings: the settings of the adjoint.
-        adjoint: the cotangent of the state at the current time.
-
-    Attributes:
-        step: the size of the last step that was not cut short.
-        integral: the integral so far.
+    ``step`` is the size of the last step that was not cut short.
     """
 
     integral: Integral
@@ -90,21 +101,19 @@ class Sweep(ABC):
 
     @abstractmethod
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
-        """Integrate the adjoint backward from one time to another, and add to the integral.
+        """Integrate the adjoint along the states from one time to another, and add to the integral.
 
-        Args:
-            begin, end: the two times.
-            path: the states.
-            remaining: the length of the time span after ``end``, in the direction of the sweep.
+        ``remaining`` is the length of the time span after ``end``, in the direction of the sweep.
         """
 
     def _absolute(self) -> float:
         return self.settings.atol * max(np.abs(self.adjoint).max(initial=0.0), np.finfo(float).tiny)
 
-    def _integrand_size(self, t: float, adjoint: Array, path: OdeSolution) -> list[Tensor]:
-        """Return the size of the integrand at a time if nothing cancels in it."""
+    def _rounding(self, length: float, t: float, adjoint: Array, path: OdeSolution) -> list[float]:
+        """Return the rounding error of the integral over an interval around a time."""
         weights = _without_cancellation(adjoint[:, None])
-        return self.rhs.parameter_vjp(np.array([t]), path(t)[:, None], weights)[0]
+        sizes = self.rhs.parameter_vjp(np.array([t]), path(t)[:, None], weights)[0]
+        return [ROUNDING * length * x for x in largest(sizes)]
 
     def _uncertainty(self, times: Array, path: OdeSolution, weights: Array) -> list[float]:
         """Return the change of a weighted sum of the integrand if the states change.
@@ -116,8 +125,8 @@ class Sweep(ABC):
         jump of fun, is left out.
         """
         states, sizes = path(times), _without_cancellation(weights)
-        atol, rtol = self.settings.state_atol, self.settings.state_rtol
-        scale = np.reshape(atol, (-1, 1)) + rtol * np.abs(states)
+        known = self.settings.options
+        scale = np.reshape(known["atol"], (-1, 1)) + known["rtol"] * np.abs(states)
         shift = np.cos(np.arange(len(states)) ** 2)[:, None] * scale
         here, there, nearby = (
             self.rhs.parameter_vjp(times, states + part * shift, sizes)[0]
@@ -133,10 +142,7 @@ class Sweep(ABC):
 
 
 class SolverSweep(Sweep):
-    """Integration by one of SciPy's solvers, with the step size carried across jumps.
-
-    The integral is computed afterwards over the forward steps. The solver is explicit, or Radau.
-    """
+    """Integration by an explicit solver of SciPy or by Radau, whose step size outlasts jumps."""
 
     def __init__(self, settings: AdjointSettings, adjoint: Array, method: type[OdeSolver]) -> None:
         super().__init__(settings, adjoint)
@@ -144,8 +150,9 @@ class SolverSweep(Sweep):
         self.integral = self.points = AdaptiveLobatto(self.rhs.parameters, settings.rtol)
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
-        solver = self._solver(begin, end, path)
-        times, interpolants = [begin], []
+        solver, like = self._solver(begin, end, path), self.adjoint
+        storage = StoredInterpolants(self.method)
+        storage(solver)
         while solver.status == "running":
             proposed = float(getattr(solver, "h_abs", 0.0))
             message = solver.step()
@@ -155,15 +162,14 @@ class SolverSweep(Sweep):
             cut = solver.status == "finished" and solver.step_size < 0.999 * proposed
             following = float(getattr(solver, "h_abs", 0.0))
             self.step = max(proposed, following) if cut else following
-            times.append(solver.t)
-            interpolants.append(solver.dense_output())
-        self.adjoint = _as_state_type(np.asarray(solver.y), self.adjoint)
+            storage(solver)
+        self.adjoint = _as_state_type(np.asarray(solver.y), like)
         if not self.rhs.parameters:
             return
-        found = solution(times, interpolants, type(solver))
+        found = storage.solution()
 
         def adjoint(times: Array) -> Array:
-            return _as_state_type(found(times), self.adjoint)
+            return _as_state_type(found(times), like)
 
         def integrand(times: Array, weights: Array, differences: Array) -> list[list[Tensor]]:
             z = adjoint(times)
@@ -173,17 +179,13 @@ class SolverSweep(Sweep):
         self.points.integrate(
             [begin, *_forward_steps_between(begin, end, path), end],
             integrand,
-            lambda t: self._integrand_size(t, adjoint(np.array([t]))[:, 0], path),
+            lambda length, t: self._rounding(length, t, adjoint(np.array([t]))[:, 0], path),
             lambda times, weights: self._uncertainty(times, path, weights * adjoint(times)),
         )
 
     def _solver(self, begin: float, end: float, path: OdeSolution) -> Any:
         like = self.adjoint
-        options: dict[str, Any] = {
-            "rtol": self.settings.rtol,
-            "atol": self._absolute(),
-            "max_step": self.settings.max_step,
-        }
+        options = self.settings.solver_options(self._absolute())
         if self.step:
             options["first_step"] = min(self.step, abs(end - begin))
         if issubclass(self.method, Radau):
@@ -231,11 +233,8 @@ class CollocationSweep(Sweep):
             size = max(size, smallest)
             cut = size >= abs(farthest - now)
             end = farthest if cut else now + float(np.copysign(size, farthest - now))
-            step = Step(
-                end - now,
-                z,
-                np.concatenate([matrix, self._matrices(now + (end - now) * POINTS, path)]),
-            )
+            inside = self._matrices(now + (end - now) * POINTS, path)
+            step = Step(end - now, z, np.concatenate([matrix, inside]))
             error, propagated = step.error(self.rtol, atol, beyond + abs(farthest - end))
             found = []
             if error <= 1 and self.rhs.parameters:
@@ -265,21 +264,18 @@ class CollocationSweep(Sweep):
         integral, which is not known yet if the step begins at a jump.
         """
         times, middle = now + step.h * TIMES, now + step.h / 2
-        weights, differences = (
-            _as_state_type(x, self.adjoint) for x in (step.weighted(), step.differences(propagated))
+        sizes = np.maximum(np.abs(step.start), np.abs(step.values[-1]))
+        weights, differences, most = (
+            _as_state_type(x, self.adjoint)
+            for x in (step.weighted(), step.differences(propagated), sizes)
         )
         found, off = self.rhs.parameter_vjp(times, path(times), -weights, -differences)
-
-        def rounding() -> list[float]:
-            most = _as_state_type(
-                np.maximum(np.abs(step.start), np.abs(step.values[-1])), self.adjoint
-            )
-            return [
-                ROUNDING * length * x for x in largest(self._integrand_size(middle, most, path))
-            ]
-
         error = self.integral.error(
-            found, off, middle, rounding, lambda: self._uncertainty(times, path, differences)
+            found,
+            off,
+            middle,
+            lambda: self._rounding(length, middle, most, path),
+            lambda: self._uncertainty(times, path, differences),
         )
         self.rejections += error > 1
         if self.rejections > DIVISIONS:
@@ -294,18 +290,12 @@ def _forward_steps_between(begin: float, end: float, path: OdeSolution) -> list[
 
 
 def _without_cancellation(weights: Array) -> Array:
-    """Return the sizes of weights ``(n, times)``, with factors that make no sum of theirs cancel.
-
-    The factors differ from row to row and lie between a half and three halves.
-    """
+    """Return the sizes of weights ``(n, times)``, with factors against cancellation in sums."""
     return (1 + 0.5 * np.cos(np.arange(len(weights)) ** 2))[:, None] * np.abs(weights)
 
 
 def _as_real(z: Array) -> Array:
-    """View a cotangent as real numbers.
-
-    The adjoint of a complex state is linear over the real numbers only.
-    """
+    """View a cotangent as real numbers, over which the adjoint of a complex state is linear."""
     return z.view(float) if np.iscomplexobj(z) else z
 
 

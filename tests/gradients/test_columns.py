@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim.ivp import column_history
+from adjsim.ivp import column_solution
 from adjsim.ivp.columns import COLUMN_METHODS
 from tests.problems import slow_but
 
@@ -200,7 +200,7 @@ def test_the_gradient_is_that_of_the_steps(method):
         Driven(v["damping"]), (0, 2), v["y0"], method, dense_output=True,
         args=(v["mu"], v["drive"]), params=[v["damping"]], rtol=1e-4, first_step=1.0,
     )  # fmt: skip
-    points = found.sol._solution.history.points
+    points = found.sol.history.points
     assert len(points) > 8
     assert bool((found.rejections > 0).any())
 
@@ -263,7 +263,7 @@ def test_central_differences(method):
 )
 def test_checkpoints_give_the_same_gradient(method, segment, monkeypatch):
     """With segments of two steps, segments are divided twice."""
-    monkeypatch.setattr(column_history, "SEGMENT_STEPS", segment)
+    monkeypatch.setattr(column_solution, "SEGMENT_STEPS", segment)
     found = {}
     for adjoint in ADJOINTS:
         v = inputs()
@@ -275,9 +275,9 @@ def test_checkpoints_give_the_same_gradient(method, segment, monkeypatch):
 
 def test_checkpoints_bound_the_number_of_stored_states(monkeypatch):
     """At most twice the number of steps in a segment, whatever the number of steps."""
-    monkeypatch.setattr(column_history, "SEGMENT_STEPS", 2)
+    monkeypatch.setattr(column_solution, "SEGMENT_STEPS", 2)
     kept = []
-    steps = column_history.CheckpointedSteps
+    steps = column_solution.CheckpointedSteps
 
     class Observed(steps):
         def __call__(self, state):

@@ -18,7 +18,7 @@ from torch import nn
 import adjsim
 import adjsim.ivp.piecewise
 from adjsim.ivp import forward_states
-from adjsim.ivp.adjoint import Piece
+from adjsim.ivp.piecewise import Piece
 from adjsim.ivp.solve import METHODS as METHODS_OF_SCIPY
 from tests.problems import slow_but
 
@@ -139,11 +139,13 @@ def test_checkpoints_repeat_the_very_steps(method, jac, monkeypatch):
         else {}
     )
     options |= {"rtol": 1e-5 if method == "RK23" else 1e-8, "atol": 1e-10}
-    solver = forward_states.observed(solver_of, [dense, kept])(
+    solver = solver_of(
         fun, 0.0, np.array([1.0, 0.0]), 4.0 if method in ("RK23", "Radau") else 8.0, **options
     )
+    dense(solver), kept(solver)
     while solver.status == "running":
         solver.step()
+        dense(solver), kept(solver)
     assert len(dense.interpolants) > 60
     whole, end, pieces = dense.solution(), float(dense.times[-1]) - 0.05, 0
     for _ in range(2):

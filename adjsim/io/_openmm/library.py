@@ -8,6 +8,7 @@ import numpy as np
 from ase import units
 
 from adjsim.core.openmm_units import LENGTH
+from adjsim.io.ase import refuse_not_finite, shortest_box
 
 ENERGY = units.kJ / units.mol
 """kJ/mol, OpenMM's unit of energy, in eV."""
@@ -28,11 +29,7 @@ IGNORED = ("CMMotionRemover",)
 
 
 def openmm() -> Any:
-    """Import OpenMM.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Import OpenMM."""
     try:
         import openmm
     except ImportError as missing:
@@ -51,11 +48,7 @@ def plain(quantity: Any) -> Any:
 
 
 def lengths(name: str, value: Any) -> np.ndarray:
-    """Return positions or vectors in angstrom, ``(n, 3)``.
-
-    Raises:
-        ValueError: another shape, numbers that are not finite.
-    """
+    """Return positions or vectors in angstrom, ``(n, 3)``."""
     try:
         found = np.array([tuple(plain(row)) for row in plain(value)], dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -65,22 +58,12 @@ def lengths(name: str, value: Any) -> np.ndarray:
         ) from error
     if found.ndim != 2 or found.shape[1] != 3:
         raise ValueError(f"{name} must be (atoms, 3); got shape {found.shape}.")
-    bad = np.flatnonzero(~np.isfinite(found).all(1))
-    if len(bad):
-        raise ValueError(
-            f"the {name} of atom {bad[0]} is {found[bad[0]].tolist()}, which is not finite."
-        )
+    refuse_not_finite(name, found)
     return LENGTH * found
 
 
 def check_system(system: Any) -> None:
-    """Refuse a system with something that has no counterpart here, by name.
-
-    Raises:
-        TypeError: not an ``openmm.System``.
-        ValueError: no particles, constraints, virtual sites, particles without mass, forces that
-            are not read, several forces of a kind of which there is one.
-    """
+    """Refuse a system with something that has no counterpart here, by name."""
     if not isinstance(system, openmm().System):
         raise TypeError(f"system must be an openmm.System; got {type(system).__name__}.")
     atoms = system.getNumParticles()
@@ -140,10 +123,19 @@ def forces(system: Any, *kinds: str) -> list[Any]:
     return [force for force in system.getForces() if kind_of(force) in kinds]
 
 
+def cutoff_of(force: Any) -> float | None:
+    """Return the cutoff of a nonbonded force in angstrom, None without one."""
+    return None if force.getNonbondedMethod() == 0 else LENGTH * plain(force.getCutoffDistance())
+
+
+def particles_of(force: Any) -> np.ndarray:
+    """Return the numbers of all particles of a force in OpenMM's units, ``(atoms, numbers)``."""
+    rows = (force.getParticleParameters(k) for k in range(force.getNumParticles()))
+    return np.array([[plain(x) for x in row] for row in rows], dtype=np.float64)
+
+
 def box_of_system(system: Any) -> np.ndarray | None:
     """Return the box in angstrom: edge lengths, rows if it is tilted, None without one."""
     if not system.usesPeriodicBoundaryConditions():
         return None
-    rows = lengths("box", system.getDefaultPeriodicBoxVectors())
-    off_diagonal = rows - np.diag(np.diag(rows))
-    return rows if np.abs(off_diagonal).max() > 1e-12 else np.diag(rows).copy()
+    return shortest_box(lengths("box", system.getDefaultPeriodicBoxVectors()))

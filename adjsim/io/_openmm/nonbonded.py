@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from adjsim.core.typing import Energies, Positions
-from adjsim.io._openmm.library import COULOMB, LENGTH, box_of_system, forces, plain
-from adjsim.io._openmm.particles import UNITS, Particles
-from adjsim.io._openmm.types import Names, Types, grouped
+from adjsim.io._openmm.library import (
+    COULOMB,
+    ENERGY,
+    LENGTH,
+    box_of_system,
+    cutoff_of,
+    forces,
+    particles_of,
+    plain,
+)
+from adjsim.io._openmm.types import Names, Types, grouped, types_of
 from adjsim.potentials.base import Potential
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.charges.coulomb import Coulomb, ReactionField
@@ -22,9 +30,67 @@ from adjsim.potentials.pairs.dispersion import DispersionCorrection
 from adjsim.potentials.pairs.noble import LennardJonesMixture
 from adjsim.potentials.pairs.truncation import SwitchedDistance, Truncation, Unshifted
 
+UNITS = np.array([1.0, LENGTH, ENERGY])
+"""Our units of a charge, sigma and epsilon in OpenMM's."""
+SAME = 1e-9
+"""How far, relative, the numbers of a 1-4 pair may be from their combination: rounding alone."""
 METHODS = ("NoCutoff", "CutoffNonPeriodic", "CutoffPeriodic", "Ewald", "PME", "LJPME")
 ORDER = 5
 """The order of OpenMM's splines."""
+
+
+class Particles(NamedTuple):
+    """The numbers of a NonbondedForce, in our units: of atoms, and of exceptions ``pairs``."""
+
+    charge: np.ndarray
+    sigma: np.ndarray
+    epsilon: np.ndarray
+    pairs: np.ndarray
+    product: np.ndarray
+    pair_sigma: np.ndarray
+    pair_epsilon: np.ndarray
+
+    @classmethod
+    def of(cls, force: Any) -> Particles:
+        rows = [force.getExceptionParameters(k) for k in range(force.getNumExceptions())]
+        pairs = np.array([row[:2] for row in rows], dtype=np.int64).reshape(-1, 2)
+        values = np.array([[plain(x) for x in row[2:]] for row in rows], dtype=np.float64)
+        charge, sigma, epsilon = (particles_of(force) * UNITS).T
+        product, pair_sigma, pair_epsilon = (values.reshape(-1, 3) * UNITS).T
+        return cls(charge, sigma, epsilon, pairs, product, pair_sigma, pair_epsilon)
+
+    @property
+    def interacting(self) -> np.ndarray:
+        """Which exceptions are pairs with numbers of their own, and no exclusions."""
+        return (self.product != 0) | (self.pair_epsilon != 0)
+
+    def scales(self) -> tuple[float, float] | None:
+        """Return the factors of all 1-4 pairs, of charges and of epsilon, if there are any.
+
+        None: the numbers of a pair are not those of its atoms times one factor.
+        """
+        at = self.interacting
+        i, j = self.pairs[at].T
+        charges = _factor(self.product[at], self.charge[i] * self.charge[j])
+        depths = _factor(self.pair_epsilon[at], np.sqrt(self.epsilon[i] * self.epsilon[j]))
+        matters = self.pair_epsilon[at] != 0
+        difference = self.pair_sigma[at] - (self.sigma[i] + self.sigma[j]) / 2
+        same = np.abs(difference[matters]) <= SAME * self.pair_sigma[at][matters]
+        if charges is None or depths is None or not same.all():
+            return None
+        return charges, depths
+
+
+def _factor(found: np.ndarray, combined: np.ndarray) -> float | None:
+    """Return the one factor between two arrays, zero if all are zero, None if there is none."""
+    if not found.any():
+        return 0.0
+    largest = int(np.abs(combined).argmax())
+    if combined[largest] == 0:
+        return None
+    factor = float(found[largest] / combined[largest])
+    same = np.abs(found - factor * combined) <= SAME * np.abs(found)
+    return factor if same.all() else None
 
 
 class UncorrectedReactionField(ReactionField):
@@ -35,12 +101,7 @@ class UncorrectedReactionField(ReactionField):
 
 
 def read_nonbonded(system: Any, names: Names) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Read the NonbondedForce of a system: its parts, and the labels of their types.
-
-    Raises:
-        ValueError: LJPME, parameter offsets, a method without direct space, an epsilon with sigma
-            zero.
-    """
+    """Read the NonbondedForce of a system: its parts, and the labels of their types."""
     found = forces(system, "NonbondedForce")
     if not found:
         return {}, {}
@@ -51,22 +112,20 @@ def read_nonbonded(system: Any, names: Names) -> tuple[dict[str, Any], dict[str,
     parts: dict[str, Any] = {}
     labels: dict[str, tuple[str, ...]] = {}
     exclusions = torch.from_numpy(particles.pairs) if len(particles.pairs) else None
+    options: dict[str, Any] = {"exclusions": exclusions}
+    if cutoff_of(force) is not None:
+        options |= {"cutoff": cutoff_of(force), "box": box}
+    mixture = None
     if particles.epsilon.any():
-        species, lennard_jones = _lennard_jones(force, particles, names, box, exclusions)
-        parts["lennard_jones"], labels["lennard_jones"] = lennard_jones, species.labels
+        species, mixture = _lennard_jones(force, particles, names, options)
+        parts["lennard_jones"], labels["lennard_jones"] = mixture, species.labels
     if particles.charge.any():
-        charge = nn.Parameter(torch.from_numpy(particles.charge.copy()))
-        parts["coulomb"] = _coulomb(force, charge, box, exclusions)
+        parts["coulomb"] = _coulomb(force, particles, options)
     # Exceptions are not cut off, and are to the nearest image only where the force says so.
     near = box if force.getExceptionsUsePeriodicBoundaryConditions() else None
     parts.update(_pairs(particles, parts, labels, names, near))
-    lennard_jones = parts.get("lennard_jones")
-    if (
-        isinstance(lennard_jones, LennardJonesMixture)
-        and box is not None
-        and force.getUseDispersionCorrection()
-    ):
-        parts["dispersion"] = DispersionCorrection(lennard_jones, _start(force))
+    if mixture is not None and box is not None and force.getUseDispersionCorrection():
+        parts["dispersion"] = DispersionCorrection(mixture, _start(force))
     return parts, labels
 
 
@@ -87,25 +146,14 @@ def _check(force: Any) -> None:
         )
 
 
-def _cutoff(force: Any) -> float | None:
-    if METHODS[force.getNonbondedMethod()] == "NoCutoff":
-        return None
-    return LENGTH * plain(force.getCutoffDistance())
-
-
 def _start(force: Any) -> float | None:
     """Return where the switch of the Lennard-Jones energy begins; None: it has none."""
-    if _cutoff(force) is None or not force.getUseSwitchingFunction():
-        return None
-    return LENGTH * plain(force.getSwitchingDistance())
+    switched = cutoff_of(force) is not None and force.getUseSwitchingFunction()
+    return LENGTH * plain(force.getSwitchingDistance()) if switched else None
 
 
 def _lennard_jones(
-    force: Any,
-    particles: Particles,
-    names: Names,
-    box: np.ndarray | None,
-    exclusions: Tensor | None,
+    force: Any, particles: Particles, names: Names, options: dict[str, Any]
 ) -> tuple[Types, LennardJonesMixture]:
     bad = np.flatnonzero((particles.epsilon != 0) & (particles.sigma <= 0))
     if len(bad):
@@ -116,42 +164,28 @@ def _lennard_jones(
     # The sigma of an atom without a well has no effect; zero would not be a length.
     sigma = np.where((particles.epsilon == 0) & (particles.sigma <= 0), 1.0, particles.sigma)
     numbers = np.stack([particles.epsilon, sigma], 1)
-    known = names.names is not None
-    patterns = list(names.symbols) if known else [None] * len(numbers)
+    patterns = [None] * len(numbers) if names.names is None else names.symbols
     species = grouped([[k] for k in range(len(numbers))], numbers, patterns, names)
     assert species.index is not None
-    cutoff, start = _cutoff(force), _start(force)
-    options: dict[str, Any] = {}
-    if cutoff is not None:
+    start = _start(force)
+    if "cutoff" in options:
         truncation: Truncation = Unshifted() if start is None else SwitchedDistance(start)
-        options = {"cutoff": cutoff, "truncation": truncation, "box": box}
+        options = {**options, "truncation": truncation}
     return species, LennardJonesMixture(
-        species.index,
-        species.parameter(0),
-        species.parameter(1),
-        exclusions=exclusions,
-        **options,
+        species.index, species.parameter(0), species.parameter(1), **options
     )
 
 
-def _coulomb(
-    force: Any, charge: nn.Parameter, box: np.ndarray | None, exclusions: Tensor | None
-) -> Potential:
-    method, cutoff = METHODS[force.getNonbondedMethod()], _cutoff(force)
-    if cutoff is None:
-        return Coulomb(charge, COULOMB, exclusions=exclusions)
+def _coulomb(force: Any, particles: Particles, options: dict[str, Any]) -> Potential:
+    charge = nn.Parameter(torch.from_numpy(particles.charge.copy()))
+    method = METHODS[force.getNonbondedMethod()]
+    if "cutoff" not in options:
+        return Coulomb(charge, COULOMB, **options)
     if method.startswith("Cutoff"):
         permittivity = float(force.getReactionFieldDielectric())
-        return UncorrectedReactionField(
-            charge, permittivity, COULOMB, cutoff=cutoff, box=box, exclusions=exclusions
-        )
-    assert box is not None
-    common: dict[str, Any] = {
-        "box": box,
-        "cutoff": cutoff,
-        "exclusions": exclusions,
-        "constant": COULOMB,
-    }
+        return UncorrectedReactionField(charge, permittivity, COULOMB, **options)
+    box, cutoff = options["box"], options["cutoff"]
+    common: dict[str, Any] = {**options, "constant": COULOMB}
     tolerance = float(force.getEwaldErrorTolerance())
     if method == "Ewald":
         return Ewald(charge, tolerance=tolerance, **common)
@@ -175,10 +209,15 @@ def _pairs(
     at = particles.interacting
     if not at.any():
         return {}
-    index = torch.from_numpy(particles.pairs[at])
-    scales = particles.scales()
+    index, scales = torch.from_numpy(particles.pairs[at]), particles.scales()
     if scales is None:
-        return {"pairs_14": _explicit(particles, labels, names, index, box)}
+        sigma = np.where(particles.pair_epsilon == 0, 1.0, particles.pair_sigma)
+        numbers = np.stack([particles.pair_epsilon, sigma, particles.product], 1)[at]
+        types = types_of(index.tolist(), numbers, names)
+        labels["pairs_14"] = types.labels
+        columns = map(types.parameter, range(3))
+        pairs = ExplicitPairs(index, *columns, constant=COULOMB, types=types.index, box=box)
+        return {"pairs_14": pairs}
     charges, depths = scales
     found: dict[str, Potential] = {}
     if depths:
@@ -186,32 +225,9 @@ def _pairs(
         bare = LennardJonesMixture(mixture.species, mixture.epsilon, mixture.sigma, box=box)
         found["lennard_jones_14"] = ScaledPairs(bare, index, _scalar(depths))
     if charges:
-        charge = parts["coulomb"].charge
-        bare = Coulomb(charge, COULOMB, box=box)
+        bare = Coulomb(parts["coulomb"].charge, COULOMB, box=box)
         found["coulomb_14"] = ScaledPairs(bare, index, _scalar(charges))
     return found
-
-
-def _explicit(
-    particles: Particles,
-    labels: dict[str, tuple[str, ...]],
-    names: Names,
-    index: Tensor,
-    box: np.ndarray | None,
-) -> ExplicitPairs:
-    at = particles.interacting
-    sigma = np.where(particles.pair_epsilon == 0, 1.0, particles.pair_sigma)
-    numbers = np.stack([particles.pair_epsilon, sigma, particles.product], 1)[at]
-    atoms = index.tolist()
-    if names.names is None:
-        types = Types(numbers, None, tuple(map(names.label, atoms)))
-    else:
-        types = grouped(atoms, numbers, [names.pattern(pair) for pair in atoms], names)
-    labels["pairs_14"] = types.labels
-    epsilon, length, product = map(types.parameter, range(3))
-    return ExplicitPairs(
-        index, epsilon, length, product, constant=COULOMB, types=types.index, box=box
-    )
 
 
 def _scalar(value: float) -> nn.Parameter:
@@ -219,15 +235,10 @@ def _scalar(value: float) -> nn.Parameter:
 
 
 def write_nonbonded(parts: dict[str, Any], system: Any) -> None:
-    """Write charges, Lennard-Jones numbers and 1-4 pairs into the NonbondedForce of a system.
-
-    Raises:
-        ValueError: the system has no NonbondedForce, or another number of atoms or exceptions.
-    """
-    mine = ("lennard_jones", "coulomb", "pairs_14")
+    """Write charges, Lennard-Jones numbers and 1-4 pairs into the NonbondedForce of a system."""
     found = forces(system, "NonbondedForce")
     if not found:
-        if any(name in parts for name in mine):
+        if any(name in parts for name in ("lennard_jones", "coulomb", "pairs_14")):
             raise ValueError("the potential has nonbonded parts and the system no NonbondedForce.")
         return
     force = found[0]
@@ -235,11 +246,9 @@ def write_nonbonded(parts: dict[str, Any], system: Any) -> None:
     charge, epsilon, sigma = before.charge, before.epsilon, before.sigma
     if "coulomb" in parts:
         charge = _array(parts["coulomb"].charge)
-    mixture = parts.get("lennard_jones")
-    if isinstance(mixture, LennardJonesMixture):
-        assert mixture.species is not None
-        species = mixture.species.cpu().numpy()
-        epsilon, sigma = _array(mixture.epsilon)[species], _array(mixture.sigma)[species]
+    if "lennard_jones" in parts:
+        mixture = parts["lennard_jones"]
+        epsilon, sigma = (_array(x[mixture.species]) for x in (mixture.epsilon, mixture.sigma))
     if not len(charge) == len(epsilon) == len(before.charge):
         raise ValueError(
             f"the potential is for {len(charge)} atoms and the system has {len(before.charge)}: "
@@ -248,8 +257,8 @@ def write_nonbonded(parts: dict[str, Any], system: Any) -> None:
     for k, row in enumerate((np.stack([charge, sigma, epsilon], 1) / UNITS).tolist()):
         force.setParticleParameters(k, *row)
     at = before.interacting
-    i, j = before.pairs.T
-    product, length, depth = before.product, before.pair_sigma, before.pair_epsilon
+    i, j = before.pairs[at].T
+    product, length, depth = before.product[at], before.pair_sigma[at], before.pair_epsilon[at]
     for name in ("lennard_jones_14", "coulomb_14", "pairs_14"):
         if name in parts and parts[name].index.tolist() != before.pairs[at].tolist():
             raise ValueError(
@@ -257,21 +266,20 @@ def write_nonbonded(parts: dict[str, Any], system: Any) -> None:
                 "give the system that the potential was read from."
             )
     if "coulomb_14" in parts:
-        product = np.where(at, _array(parts["coulomb_14"].scale) * charge[i] * charge[j], product)
+        product = _array(parts["coulomb_14"].scale) * charge[i] * charge[j]
     if "lennard_jones_14" in parts:
-        scale = _array(parts["lennard_jones_14"].scale)
-        depth = np.where(at, scale * np.sqrt(epsilon[i] * epsilon[j]), depth)
-        length = np.where(at, (sigma[i] + sigma[j]) / 2, length)
+        depth = _array(parts["lennard_jones_14"].scale) * np.sqrt(epsilon[i] * epsilon[j])
+        length = (sigma[i] + sigma[j]) / 2
     if "pairs_14" in parts:
         pairs = parts["pairs_14"]
-        product, length, depth = product.copy(), length.copy(), depth.copy()
-        for values, name in ((product, "product"), (length, "sigma"), (depth, "epsilon")):
-            value: Tensor = getattr(pairs, name)
-            values[at] = _array(value if pairs.types is None else value[pairs.types])
+        types = slice(None) if pairs.types is None else pairs.types
+        product, length, depth = (
+            _array(getattr(pairs, name)[types]) for name in ("product", "sigma", "epsilon")
+        )
     rows = (np.stack([product, length, depth], 1) / UNITS).tolist()
-    for k in np.flatnonzero(at).tolist():
-        force.setExceptionParameters(k, int(i[k]), int(j[k]), *rows[k])
+    for k, first, second, row in zip(np.flatnonzero(at).tolist(), i, j, rows, strict=True):
+        force.setExceptionParameters(k, int(first), int(second), *row)
 
 
-def _array(value: Any) -> np.ndarray:
+def _array(value: Tensor) -> np.ndarray:
     return value.detach().cpu().double().numpy()

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adjsim.io._openmm.library import COULOMB, ENERGY, LENGTH, forces, plain
+from adjsim.io._openmm.library import (
+    COULOMB,
+    ENERGY,
+    LENGTH,
+    cutoff_of,
+    forces,
+    particles_of,
+    plain,
+)
 from adjsim.potentials.solvent import GeneralizedBorn
 
 NUMBER = r"([0-9.]+(?:e[+-]?[0-9]+)?)"
@@ -23,22 +30,17 @@ DESCREENING = (
 BORN_RADIUS = (
     "1/(1/or-tanh(psi-0.8*psi^2+4.85*psi^3)/radius);psi=I*or;radius=or+offset;offset=0.009"
 )
-OWN = r"-0\.5\*N\*\(1/soluteDielectric-(E)/solventDielectric\)\*charge\^2/B"
-SURFACE = r"N\*\(radius\+0\.14\)\^2\*\(radius/B\)\^6;radius=or\+offset"
+SCREENED = r"\(1/soluteDielectric-(1|exp\(-kappa\*[Bf]\))/solventDielectric\)"
+OWN = rf"-0\.5\*{NUMBER}\*{SCREENED}\*charge\^2/B"
+SURFACE = rf"{NUMBER}\*\(radius\+0\.14\)\^2\*\(radius/B\)\^6;radius=or\+offset"
 PAIR = (
-    r"-N\*\(1/soluteDielectric-(E)/solventDielectric\)\*charge1\*charge2"
-    r"(?:/f|\*\(1/f-N\));f=sqrt\(r\^2\+B1\*B2\*exp\(-r\^2/\(4\*B1\*B2\)\)\)"
+    rf"-{NUMBER}\*{SCREENED}\*charge1\*charge2"
+    rf"(?:/f|\*\(1/f-{NUMBER}\));f=sqrt\(r\^2\+B1\*B2\*exp\(-r\^2/\(4\*B1\*B2\)\)\)"
 )
 
 
-@dataclass(frozen=True)
-class Solvent:
-    """The numbers of a generalised Born force, in our units.
-
-    Args:
-        charge, radius, scale: ``(atoms,)``.
-        settings: of :class:`~adjsim.GeneralizedBorn`.
-    """
+class Solvent(NamedTuple):
+    """The numbers of each atom in our units, and the other arguments of the potential."""
 
     charge: np.ndarray
     radius: np.ndarray
@@ -49,13 +51,8 @@ class Solvent:
 def read_solvent(system: Any, charge: Tensor | None) -> GeneralizedBorn | None:
     """Read the generalised Born force of a system.
 
-    Args:
-        system: the system.
-        charge: the parameter with the charges of the other forces. The solvent shares it if its
-            charges are the same, so that a fit moves both.
-
-    Raises:
-        ValueError: a CustomGBForce that is not the one of ``implicit/obc2.xml``, a periodic cutoff.
+    The solvent shares the parameter ``charge`` of the other forces if its charges are the same, so
+    that a fit moves both.
     """
     found = forces(system, "GBSAOBCForce", "CustomGBForce")
     if not found:
@@ -66,22 +63,18 @@ def read_solvent(system: Any, charge: Tensor | None) -> GeneralizedBorn | None:
             f"{type(force).__name__} has a periodic cutoff, which is not provided: make the system "
             "with NoCutoff or CutoffNonPeriodic."
         )
-    solvent = _of_custom(force) if hasattr(force, "getNumEnergyTerms") else _of_obc(force)
-    own = torch.from_numpy(solvent.charge.copy())
+    solvent = _of_custom(force) if _is_custom(force) else _of_obc(force)
+    own, radius, scale = (torch.from_numpy(x.copy()) for x in solvent[:3])
     if charge is None or not torch.equal(charge.detach(), own):
         charge = nn.Parameter(own)
-    radius, scale = (nn.Parameter(torch.from_numpy(x)) for x in (solvent.radius, solvent.scale))
     surface = nn.Parameter(torch.tensor(solvent.settings.pop("surface"), dtype=torch.float64))
-    return GeneralizedBorn(charge, radius, scale, surface=surface, **solvent.settings)
+    return GeneralizedBorn(
+        charge, nn.Parameter(radius), nn.Parameter(scale), surface=surface, **solvent.settings
+    )
 
 
 def write_solvent(part: nn.Module | None, system: Any) -> None:
-    """Write charges, radii, scales and surface tension into the force of a system.
-
-    Raises:
-        ValueError: one of the two has a solvent and the other has none, other numbers of atoms, a
-            surface tension that has changed in a CustomGBForce, whose expressions hold it.
-    """
+    """Write charges, radii, scales and surface tension into the force of a system."""
     found = forces(system, "GBSAOBCForce", "CustomGBForce")
     if (part is None) != (not found):
         raise ValueError(
@@ -100,7 +93,7 @@ def write_solvent(part: nn.Module | None, system: Any) -> None:
         x.detach().cpu().double() for x in (part.charge, part.radius, part.scale)
     )
     surface = float(part.surface.detach())
-    if hasattr(force, "getNumEnergyTerms"):
+    if _is_custom(force):
         before = _of_custom(force).settings["surface"]
         if abs(surface - before) > 1e-12 * abs(before):
             raise ValueError(
@@ -118,17 +111,18 @@ def write_solvent(part: nn.Module | None, system: Any) -> None:
         force.setParticleParameters(k, *row)
 
 
+def _is_custom(force: Any) -> bool:
+    return hasattr(force, "getNumEnergyTerms")
+
+
 def _of_obc(force: Any) -> Solvent:
-    rows = [
-        [plain(x) for x in force.getParticleParameters(k)] for k in range(force.getNumParticles())
-    ]
-    charge, radius, scale = np.array(rows, dtype=np.float64).T.copy()
+    charge, radius, scale = particles_of(force).T
     settings = {
         "solute": float(force.getSoluteDielectric()),
         "solvent": float(force.getSolventDielectric()),
         "surface": plain(force.getSurfaceAreaEnergy()) * ENERGY / LENGTH**2,
         "constant": COULOMB,
-        "cutoff": _cutoff(force),
+        "cutoff": cutoff_of(force),
         "contained": True,
     }
     return Solvent(charge, LENGTH * radius, scale, settings)
@@ -144,23 +138,14 @@ def _of_custom(force: Any) -> Solvent:
         ("I", DESCREENING, force.ParticlePairNoExclusions),
         ("B", BORN_RADIUS, force.SingleParticle),
     ]
-    found = [(name, _without_spaces(text), kind) for name, text, kind in values]
-    plainly = (
-        force.getNumGlobalParameters()
-        + force.getNumExclusions()
-        + force.getNumTabulatedFunctions()
-        + force.getNumFunctions()
-        == 0
-    )
-    if found != known or sorted(_names(force)) != ["charge", "or", "sr"] or not plainly:
+    found = [(name, re.sub(r"\s", "", text), kind) for name, text, kind in values]
+    more = ("GlobalParameters", "Exclusions", "TabulatedFunctions", "Functions")
+    has_more = any(getattr(force, f"getNum{name}")() for name in more)
+    if found != known or sorted(_names(force)) != ["charge", "or", "sr"] or has_more:
         raise _unknown("its Born radii are not those of OBC2")
-    settings = _settings(force)
-    rows = [list(force.getParticleParameters(k)) for k in range(force.getNumParticles())]
-    columns = dict(zip(_names(force), np.array(rows, dtype=np.float64).T, strict=True))
-    small = columns["or"]
-    return Solvent(
-        columns["charge"].copy(), LENGTH * (small + OFFSET), columns["sr"] / small, settings
-    )
+    columns = dict(zip(_names(force), particles_of(force).T, strict=True))
+    charge, small, descreening = (columns[name] for name in ("charge", "or", "sr"))
+    return Solvent(charge, LENGTH * (small + OFFSET), descreening / small, _settings(force))
 
 
 def _settings(force: Any) -> dict[str, Any]:
@@ -174,9 +159,9 @@ def _settings(force: Any) -> dict[str, Any]:
     }
     for k in range(force.getNumEnergyTerms()):
         text, kind = force.getEnergyTermParameters(k)
-        body, constants = _split(_without_spaces(text))
+        body, constants = _split(re.sub(r"\s", "", text))
         for name, (formula, wanted) in formulas.items():
-            match = _match(formula, body)
+            match = re.fullmatch(formula, body)
             if match and kind == wanted and name not in found:
                 found[name] = match
                 break
@@ -187,7 +172,7 @@ def _settings(force: Any) -> dict[str, Any]:
     salted = constants["kappa"] > 0
     if any((found[name][2] != "1") != salted for name in ("own", "pair")):
         raise _unknown("its terms have different kappa")
-    cutoff, inverse = _cutoff(force), found["pair"][3]
+    cutoff, inverse = cutoff_of(force), found["pair"][3]
     if (cutoff is None) != (inverse is None) or (
         cutoff is not None and abs(float(inverse) * cutoff / LENGTH - 1) > 1e-9
     ):
@@ -223,23 +208,9 @@ def _split(text: str) -> tuple[str, dict[str, float]]:
     return ";".join(kept), constants
 
 
-def _match(pattern: str, text: str) -> re.Match[str] | None:
-    """Match a formula in which N is a number and E the factor of a salt, or 1."""
-    salt = r"1|exp\(-kappa\*[Bf]\)"
-    return re.fullmatch(pattern.replace("(E)", f"({salt})").replace("N", NUMBER), text)
-
-
 def _names(force: Any) -> list[str]:
     count = force.getNumPerParticleParameters()
     return [force.getPerParticleParameterName(k) for k in range(count)]
-
-
-def _cutoff(force: Any) -> float | None:
-    return None if force.getNonbondedMethod() == 0 else LENGTH * plain(force.getCutoffDistance())
-
-
-def _without_spaces(text: str) -> str:
-    return re.sub(r"\s", "", text)
 
 
 def _unknown(why: str) -> ValueError:

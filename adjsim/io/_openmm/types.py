@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,25 +12,15 @@ from ase.data import atomic_masses, chemical_symbols
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class Names:
-    """What atoms are called.
-
-    Args:
-        symbols: the element of each atom, "X" where there is none.
-        names: the residue and the name of each atom; None without a topology.
-    """
+class Names(NamedTuple):
+    """The element of each atom, "X" without one, and its residue and name in a topology."""
 
     symbols: tuple[str, ...]
     names: tuple[tuple[str, str], ...] | None
 
     @classmethod
     def of(cls, masses: Sequence[float], topology: Any) -> Names:
-        """Take the names of a topology; without one, elements by mass.
-
-        Raises:
-            ValueError: a topology of another number of atoms.
-        """
+        """Take the names of a topology; without one, elements by mass."""
         if topology is None:
             return cls(tuple(map(_symbol_of, masses)), None)
         atoms = list(topology.atoms())
@@ -56,12 +46,9 @@ class Names:
 
 @dataclass(frozen=True)
 class Types:
-    """Terms by type.
+    """Numbers ``(types, columns)``, and the type of each term; None: each has one of its own.
 
-    Args:
-        numbers: ``(types, columns)``.
-        index: ``(terms,)``, the type of each term; None: each term is of a type of its own.
-        labels: the first term of each type, in names.
+    The labels name the first term of each type.
     """
 
     numbers: np.ndarray
@@ -69,7 +56,6 @@ class Types:
     labels: tuple[str, ...]
 
     def parameter(self, column: int) -> nn.Parameter:
-        """Make a parameter of a column."""
         return nn.Parameter(torch.from_numpy(self.numbers[:, column].copy()))
 
 
@@ -87,17 +73,13 @@ def grouped(
     atoms: Sequence[Sequence[int]], numbers: np.ndarray, patterns: Sequence[Any], names: Names
 ) -> Types:
     """Group terms that have the same numbers and the same pattern, in order of appearance."""
-    found: dict[Any, int] = {}
-    first: list[int] = []
-    index: list[int] = []
-    for term, (row, pattern) in enumerate(zip(numbers.tolist(), patterns, strict=True)):
-        key = (pattern, tuple(row))
-        if key not in found:
-            found[key] = len(first)
-            first.append(term)
-        index.append(found[key])
-    labels = tuple(names.label(atoms[term]) for term in first)
-    return Types(numbers[first], torch.tensor(index), labels)
+    keys = list(zip(patterns, map(tuple, numbers.tolist()), strict=True))
+    first: dict[Any, int] = {}
+    for term, key in enumerate(keys):
+        first.setdefault(key, term)
+    place, terms = {key: k for k, key in enumerate(first)}, list(first.values())
+    labels = tuple(names.label(atoms[term]) for term in terms)
+    return Types(numbers[terms], torch.tensor([place[key] for key in keys]), labels)
 
 
 def _symbol_of(mass: float) -> str:
