@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -45,6 +45,30 @@ class Stage:
     draws: int = 0
 
 
+class StepContext(NamedTuple):
+    """The context of a step: its times, coefficients and noise, and the evaluator of forces.
+
+    ``forces`` carries the last force of the step to the next one.
+    """
+
+    time: TimeInStep
+    coefficients: Mapping[str, Coefficients]
+    noise: Sequence[Tensor] | None
+    forces: ForceEvaluator
+
+    def of(self, stage: Stage) -> MoveContext:
+        """Return the context of the moves of a stage."""
+        time, coefficients, noise, forces = self
+        if stage.draws:
+            assert noise is not None
+            noise = noise[stage.first_draw : stage.first_draw + stage.draws]
+        else:
+            noise = None
+        return MoveContext(
+            time(stage.elapsed), stage.letter, coefficients[stage.letter], noise, forces
+        )
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """A step of a scheme: its stages in order, and the scheme's order of accuracy.
@@ -69,77 +93,38 @@ class StepPlan:
         moves = tuple((stage, convert(move)) for stage in self.stages for move in stage.moves)
         object.__setattr__(self, "moves", moves)
 
-    def step(
-        self,
-        time: TimeInStep,
-        state: State,
-        coefficients: Mapping[str, Coefficients],
-        noise: Sequence[Tensor] | None,
-        forces: ForceEvaluator,
-    ) -> State:
-        """Run one step, as a pure function of tensors.
-
-        ``forces`` carries the last force to the next step.
-        """
+    def step(self, state: State, context: StepContext) -> State:
+        """Run one step, as a pure function of tensors."""
         for stage, move in self.moves:
-            state = move.flow(state, self.context(time, stage, coefficients, noise, forces))
+            state = move.flow(state, context.of(stage))
         return state
 
     def intermediate_states(
-        self,
-        time: TimeInStep,
-        state: State,
-        coefficients: Mapping[str, Coefficients],
-        noise: Sequence[Tensor] | None,
-        forces: ForceEvaluator,
+        self, state: State, context: StepContext, part: slice = slice(None)
     ) -> list[State]:
-        """Run one step, and return all intermediate states.
-
-        These are the states before each move, and the state after the last.
-        """
-        states = self.states_before(time, state, coefficients, noise, forces)
-        stage, move = self.moves[-1]
-        last = move.flow(states[-1], self.context(time, stage, coefficients, noise, forces))
-        return [*states, last]
-
-    def states_before(
-        self,
-        time: TimeInStep,
-        state: State,
-        coefficients: Mapping[str, Coefficients],
-        noise: Sequence[Tensor] | None,
-        forces: ForceEvaluator,
-    ) -> list[State]:
-        """Return the states before each move of one step; the last move is not run."""
+        """Run moves of one step, and return the states before each and after the last."""
         states = [state]
-        for stage, move in self.moves[:-1]:
-            states.append(
-                move.flow(states[-1], self.context(time, stage, coefficients, noise, forces))
-            )
+        for stage, move in self.moves[part]:
+            states.append(move.flow(states[-1], context.of(stage)))
         return states
 
     def backward(
         self,
-        time: TimeInStep,
         state: State,
-        coefficients: Mapping[str, Coefficients],
-        noise: Sequence[Tensor] | None,
-        forces: ForceEvaluator,
+        context: StepContext,
         cotangents: Cotangents,
         before: Sequence[State] | None = None,
         part: slice = slice(None),
     ) -> State:
-        """Reverse one step, and propagate the cotangents back through it.
+        """Reverse moves of one step, and propagate the cotangents back through them.
 
-        Args:
-            time: the time as a function of the share of the step that has passed.
-            before: the states before each move; None: compute them by the moves' inverses.
-            part: the moves of the step to reverse.
+        ``before`` has the states before each move of the step; None: compute them by the moves'
+        inverses.
         """
         for i in reversed(range(len(self.moves))[part]):
             stage, move = self.moves[i]
-            context = self.context(time, stage, coefficients, noise, forces)
-            state = move.backward(state, context, cotangents, None if before is None else before[i])
+            known = None if before is None else before[i]
+            state = move.backward(state, context.of(stage), cotangents, known)
         return state
 
     def forces(self, potential: nn.Module, **options: Any) -> ForceEvaluator:
@@ -237,23 +222,6 @@ class StepPlan:
             )
         why = f". Use {smaller}, or {remedy}." if reason is None else f": {reason}"
         return FloatingPointError(f"the simulation reached NaN or infinity {where}{why}")
-
-    def context(
-        self,
-        time: TimeInStep,
-        stage: Stage,
-        coefficients: Mapping[str, Coefficients],
-        noise: Sequence[Tensor] | None,
-        forces: ForceEvaluator,
-    ) -> MoveContext:
-        """Return the context of the moves of a stage."""
-        drawn = None
-        if stage.draws:
-            assert noise is not None
-            drawn = noise[stage.first_draw : stage.first_draw + stage.draws]
-        return MoveContext(
-            time(stage.elapsed), stage.letter, coefficients[stage.letter], drawn, forces
-        )
 
 
 @runtime_checkable

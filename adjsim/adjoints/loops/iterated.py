@@ -19,6 +19,7 @@ from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.stepper import naming
 from adjsim.core.state import AnyState
 from adjsim.core.trajectory import sum_dtype
+from adjsim.solvers.base import StepContext
 from adjsim.solvers.implicit.field import ImplicitFieldMove
 from adjsim.solvers.implicit.newton_iteration import Newton, first_iteration, iterate
 
@@ -101,7 +102,7 @@ def _step(runner: LoopRunner, state: AnyState, number: int) -> AnyState:
     forces = runner.plan.forces(runner.dynamics.potential, report=runner.report)
     stage, move = runner.plan.moves[0]
     time = runner.clock.time_in_step(number)
-    context = runner.plan.context(time, stage, runner.fixed.coefficients, None, forces)
+    context = StepContext(time, runner.fixed.coefficients, None, forces).of(stage)
     assert isinstance(move, ImplicitFieldMove)
     with naming(number + 1):
         after = move.flow(state, context)

@@ -20,7 +20,7 @@ from adjsim.dynamics.buffer import BufferGrowth, Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Coefficients
-from adjsim.solvers.base import SteppingSolver, StepPlan, VaryingSteps
+from adjsim.solvers.base import StepContext, SteppingSolver, StepPlan, VaryingSteps
 from adjsim.solvers.clock import Clock, VaryingClock
 from adjsim.solvers.implicit.newton import UnsolvedStepError
 from adjsim.solvers.run import Run
@@ -170,21 +170,17 @@ class Stepper:
         Raises:
             UnsolvedStepError: an implicit step has no solution; the message names the step.
         """
-        coefficients, noise = self.coefficients_of(number, inputs), self.noise_of(number)
-        t = self.clock.time_in_step(number)
         with naming(number + 1):
-            return self.plan.step(t, state, coefficients, noise, forces)
+            return self.plan.step(state, self.context(number, inputs, forces))
 
-    def coefficients_of(self, number: int, inputs: Inputs) -> Mapping[str, Coefficients]:
-        """Return the coefficients of step number ``number``."""
-        if self.varying is None:
-            return inputs.coefficients
-        assert isinstance(self.clock, VaryingClock)
-        return self.varying.coefficients(self.clock.size(number))
-
-    def noise_of(self, number: int) -> tuple[Tensor, ...] | None:
-        """Return the noise that step number ``number`` uses."""
-        return None if self.noise is None else self.noise.of_step(number)
+    def context(self, number: int, inputs: Inputs, forces: ForceEvaluator) -> StepContext:
+        """Return the context of step number ``number``."""
+        coefficients = inputs.coefficients
+        if self.varying is not None:
+            assert isinstance(self.clock, VaryingClock)
+            coefficients = self.varying.coefficients(self.clock.size(number))
+        noise = None if self.noise is None else self.noise.of_step(number)
+        return StepContext(self.clock.time_in_step(number), coefficients, noise, forces)
 
     def spill(self, step: int, state: State) -> tuple[State, list[Spill]]:
         """Spill the buffers of an exact run that are full.

@@ -23,7 +23,7 @@ from adjsim.dynamics.copies import Copies, copy_name
 from adjsim.dynamics.lattice import typical_sizes
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Coefficients
-from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
+from adjsim.solvers.base import Stage, StepContext, SteppingSolver, StepPlan
 from adjsim.solvers.clock import SMALLER, Clock, VaryingClock, check_dt
 from adjsim.solvers.reversible.increment import Increment, reversed_growth
 from adjsim.solvers.reversible.varying_coupling import VaryingCoupling, steps_within
@@ -306,7 +306,9 @@ class Coupled(SteppingSolver):
         def take(number: int, t: float, after: float, before: Any, y: AnyState) -> AnyState:
             """Take the step of the run itself, so that the run repeats it bit for bit."""
             times, coefficients = (t, after), varying.coefficients(after - t)
-            step = plan.step(lambda share: times[int(share)], before, coefficients, None, forces)
+            step = plan.step(
+                before, StepContext(lambda share: times[int(share)], coefficients, None, forces)
+            )
             if lattice is not None:
                 step, _ = lattice.spill(step, limit)
             if not plan.is_valid(step):
