@@ -170,7 +170,7 @@ class Coupled(SteppingSolver):
         steps = self.steps
         if isinstance(steps, Adaptive) or self.rate is None:
             raise TypeError(f"{self!r} has no steps before a run: see resolved().")
-        typical = steps if isinstance(steps, float) else _mean(steps.following(t, AHEAD))
+        typical = _mean(steps.following(t, AHEAD)) if isinstance(steps, StepTimes) else steps
         return self._plan(dynamics, state, t, typical, math.inf)
 
     def _plan(
