@@ -156,10 +156,8 @@ class Recompute(StatesRewind):
     def _run_again(self, start: int, stop: int) -> None:
         stepper, state = self.stepper, self.history.checkpoints[start]
         for k in range(start, stop):
-            t, noise = stepper.clock.time_in_step(k), stepper.noise_of(k)
-            *before, state = stepper.plan.intermediate_states(
-                t, state, stepper.coefficients_of(k, self.inputs), noise, self.forces
-            )
+            context = stepper.context(k, self.inputs, self.forces)
+            *before, state = stepper.plan.intermediate_states(state, context)
             self.segment.append(before)
             state, _ = stepper.spill(k + 1, state)
         self._compare(state, self.history.checkpoints[stop], start, stop)

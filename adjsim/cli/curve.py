@@ -21,9 +21,9 @@ DENSITY = re.compile(
 
 @dataclass(frozen=True)
 class Curve:
-    """A measured curve: distances ``r``, values ``g``, and their standard errors or None, ``(n,)``.
+    """A measured curve: increasing distances, values, and their standard errors or None, ``(n,)``.
 
-    Distances increase. ``density`` is that of the file's comments, per cubic angstrom, or None.
+    ``density`` is that of the file's comments, per cubic angstrom, or None.
     """
 
     r: Tensor
@@ -38,12 +38,7 @@ class Curve:
         return replace(self, r=self.r[inside], g=self.g[inside], stderr=errors)
 
     def in_angstrom(self, unit: str, sigma: float) -> Curve:
-        """Convert the distances from a unit to angstrom, and refuse a unit that looks wrong.
-
-        Args:
-            unit: one of ``UNITS``.
-            sigma: the diameter of the atoms, angstrom. The highest peak of g(r) is near it.
-        """
+        """Convert the distances to angstrom, or refuse a unit in which the peak is not at sigma."""
         if unit not in UNITS:
             raise ValueError(f"unknown unit '{unit}'; choose one of {', '.join(UNITS)}.")
         peak = float(self.r[self.g.argmax()])
@@ -64,9 +59,8 @@ def read_curve(path: Path) -> Curve:
     0.02125 per cubic angstrom".
 
     Raises:
-        ValueError: no such file, no numbers, a line without two or three numbers, numbers that are
-            not finite, distances that are negative or do not increase, an error that is not
-            positive. The message names the line.
+        ValueError: a file without numbers, or a line that is not two or three finite numbers with
+            increasing distances. The message names the line.
     """
     if not path.is_file():
         raise ValueError(f"target file '{path}' does not exist; give a text file of r and g(r).")
@@ -77,21 +71,18 @@ def read_curve(path: Path) -> Curve:
             f"target '{path}' is not a text file; give columns of r and g(r)."
         ) from None
     rows: list[list[float]] = []
-    density = None
-    before_rows = True
+    density, first = None, True
     for number, line in enumerate(lines, 1):
         text = line.strip()
         if text.startswith("#"):
             said = DENSITY.search(text)
             density = density if said is None else float(said[1])
-        if not text or text.startswith("#"):
-            continue
-        entries = _numbers(text)
-        if entries is None and before_rows:
-            before_rows = False
-            continue
-        before_rows = False
-        rows.append(_checked(f"target '{path}', line {number}", text, entries, rows))
+        elif text:
+            entries = _numbers(text)
+            # The first line may have the names of the columns.
+            if entries is not None or not first:
+                rows.append(_checked(f"target '{path}', line {number}", text, entries, rows))
+            first = False
     if not rows:
         raise ValueError(f"target '{path}' has no numbers; give columns of r and g(r).")
     r, g, *errors = torch.tensor(rows, dtype=torch.float64).unbind(1)

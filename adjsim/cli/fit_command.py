@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from adjsim.adjoints import CompileError, ReconstructionError
 from adjsim.cli.curve import UNITS, Curve, read_curve
 from adjsim.cli.fit_report import report_fit
-from adjsim.cli.job import Job
+from adjsim.cli.job import Job, job_of
 from adjsim.cli.melting import (
     Order,
     Preparation,
@@ -22,22 +21,26 @@ from adjsim.cli.melting import (
     melting_temperature,
     order_of,
 )
-from adjsim.cli.models import SCHEMES, BathSettings, model_of, solver_of
+from adjsim.cli.models import SCHEMES, BathSettings
 from adjsim.cli.options import (
-    SwitchStartOption,
-    TruncationOption,
+    SEED,
+    STORE,
+    SWITCH_START,
+    TAU,
+    TRUNCATION,
     check_numbers,
-    line_of,
     memory_kernel,
+    output,
     refuse,
     refuse_misplaced,
+    resumable,
 )
-from adjsim.cli.parameters import command_of
+from adjsim.cli.parameters import command_of, option
 from adjsim.cli.radial_fit import BURN_IN, radial_problem
 from adjsim.core.box import perpendicular_widths, volume
 from adjsim.core.durable.files import check_writable
-from adjsim.core.durable.interruption import ending_at_once
 from adjsim.core.durable.ranks import RankError, Ranks
+from adjsim.estimators.base import Initial
 from adjsim.estimators.fit.fit import fit
 from adjsim.io.systems import Cutoff, System, structure
 
@@ -52,138 +55,88 @@ WIDTH = 0.01
 class FitParameters:
     """The options of the command ``fit``."""
 
-    structure_file: Annotated[
-        Path,
-        typer.Option(
-            "--structure",
-            metavar="FILE",
-            help="Start from this structure with a periodic cell (any file ASE reads: xyz, extxyz, "
-            "pdb, cif). Units are eV, angstrom, amu, fs and K.",
-        ),
-    ]
-    target: Annotated[
-        Path,
-        typer.Option(
-            metavar="CSV",
-            help="The measured g(r): columns of distance in angstrom, g(r), and, if known, its "
-            "standard error, which then weights the fit.",
-        ),
-    ]
-    target_unit: Annotated[
-        str, typer.Option(help=f"Unit of the target's distances: {', '.join(UNITS)}.")
-    ] = "angstrom"
-    target_density: Annotated[
-        float | None,
-        typer.Option(
-            help="Atoms per cubic angstrom of the measured liquid, to compare with the structure.",
-            show_default="from a comment of the file: number density ... per cubic angstrom",
-        ),
-    ] = None
-    melt: Annotated[
-        bool | None,
-        typer.Option(
-            "--melt/--no-melt",
-            help="Melt the structure at 3 epsilon (or three times the temperature, if that is "
-            "higher) and cool it, once for each replica.",
-            show_default="melt a structure with long-range order",
-        ),
-    ] = None
-    estimator: Annotated[
-        str,
-        typer.Option(
-            help="Estimator of the gradient: reweighting (of the mean at equilibrium), or pathwise "
-            "(by the reversible adjoint, of the mean over short runs after the burn-in), which is "
-            "slower and has larger errors."
-        ),
-    ] = "reweighting"
-    epsilon: Annotated[
-        float | None,
-        typer.Option(
-            help="Lennard-Jones well depth to start from, eV. Values for Ne, Ar, Kr and Xe are "
-            "built in."
-        ),
-    ] = None
-    sigma: Annotated[
-        float | None,
-        typer.Option(
-            help="Lennard-Jones diameter to start from, angstrom. Values for Ne, Ar, Kr and Xe are "
-            "built in."
-        ),
-    ] = None
-    cutoff: Annotated[
-        float | None,
-        typer.Option(
-            help="Cutoff distance, held fixed.",
-            show_default="the smaller of 3 sigma and half the width of the box",
-        ),
-    ] = None
-    truncation: TruncationOption = "shifted"
-    switch_start: SwitchStartOption = None
-    r_min: Annotated[
-        float, typer.Option(help="Leave out distances of the target below this one.")
-    ] = 0.0
-    r_max: Annotated[
-        float | None,
-        typer.Option(
-            help="Leave out distances of the target above this one, at most half the box.",
-            show_default="none are left out",
-        ),
-    ] = None
-    width: Annotated[
-        float | None,
-        typer.Option(
-            help="Standard deviation of the kernel that smooths the simulated g(r).",
-            show_default=f"{WIDTH} sigma",
-        ),
-    ] = None
-    dynamics: Annotated[str, typer.Option(help=f"Thermostat: {', '.join(BATHS)}.")] = "langevin"
-    temperature: Annotated[float, typer.Option(help="Temperature of the measurement.")] = 85.0
-    friction: Annotated[
-        float,
-        typer.Option(help="Decay rate of momenta, 1/fs; for andersen the rate of collisions."),
-    ] = 0.001
-    tau: Annotated[
-        float | None,
-        typer.Option(
-            help="Relaxation time of nose-hoover, bussi and berendsen.", show_default="50 dt"
-        ),
-    ] = None
-    dt: Annotated[float, typer.Option(help="Time step.")] = 4.0
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help="Steps of each run, with those of the burn-in.",
-            show_default="2500; for pathwise 250 more than the burn-in",
-        ),
-    ] = None
-    burn_in: Annotated[
-        int | None,
-        typer.Option(help="Steps at the start that are left out.", show_default="500"),
-    ] = None
-    replicas: Annotated[
-        int, typer.Option(help="Number of runs, each with its own momenta and noise.")
-    ] = 8
-    iterations: Annotated[
-        int, typer.Option(help="The largest number of steps of the fit, each with its runs.")
-    ] = 10
-    compile_runs: Annotated[
-        bool,
-        typer.Option(
-            "--compile/--no-compile",
-            help="Run in compiled loops, which takes a C++ compiler, and some seconds once.",
-        ),
-    ] = True
-    store: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder that keeps finished parts. Called again with the same options, the "
-            "command reads these and computes the rest."
-        ),
-    ] = None
-    seed: Annotated[int, typer.Option(help="Seed of momenta and noise.")] = 0
-    output: Annotated[Path, typer.Option(help="Folder for the figure and the JSON file.")] = Path(
-        "adjsim-fit"
+    structure_file: Path = option(
+        MISSING,
+        "Start from this structure with a periodic cell (any file ASE reads: xyz, extxyz, pdb, "
+        "cif). Units are eV, angstrom, amu, fs and K.",
+        "--structure",
+        metavar="FILE",
     )
+    target: Path = option(
+        MISSING,
+        "The measured g(r): columns of distance in angstrom, g(r), and, if known, its standard "
+        "error, which then weights the fit.",
+        metavar="CSV",
+    )
+    target_unit: str = option("angstrom", f"Unit of the target's distances: {', '.join(UNITS)}.")
+    target_density: float | None = option(
+        None,
+        "Atoms per cubic angstrom of the measured liquid, to compare with the structure.",
+        show_default="from a comment of the file: number density ... per cubic angstrom",
+    )
+    melt: bool | None = option(
+        None,
+        "Melt the structure at 3 epsilon (or three times the temperature, if that is higher) and "
+        "cool it, once for each replica.",
+        "--melt/--no-melt",
+        show_default="melt a structure with long-range order",
+    )
+    estimator: str = option(
+        "reweighting",
+        "Estimator of the gradient: reweighting (of the mean at equilibrium), or pathwise (by the "
+        "reversible adjoint, of the mean over short runs after the burn-in), which is slower and "
+        "has larger errors.",
+    )
+    epsilon: float | None = option(
+        None,
+        "Lennard-Jones well depth to start from, eV. Values for Ne, Ar, Kr and Xe are built in.",
+    )
+    sigma: float | None = option(
+        None,
+        "Lennard-Jones diameter to start from, angstrom. Values for Ne, Ar, Kr and Xe are built "
+        "in.",
+    )
+    cutoff: float | None = option(
+        None,
+        "Cutoff distance, held fixed.",
+        show_default="the smaller of 3 sigma and half the width of the box",
+    )
+    truncation: str = TRUNCATION
+    switch_start: float | None = SWITCH_START
+    r_min: float = option(0.0, "Leave out distances of the target below this one.")
+    r_max: float | None = option(
+        None,
+        "Leave out distances of the target above this one, at most half the box.",
+        show_default="none are left out",
+    )
+    width: float | None = option(
+        None,
+        "Standard deviation of the kernel that smooths the simulated g(r).",
+        show_default=f"{WIDTH} sigma",
+    )
+    dynamics: str = option("langevin", f"Thermostat: {', '.join(BATHS)}.")
+    temperature: float = option(85.0, "Temperature of the measurement.")
+    friction: float = option(
+        0.001, "Decay rate of momenta, 1/fs; for andersen the rate of collisions."
+    )
+    tau: float | None = TAU
+    dt: float = option(4.0, "Time step.")
+    steps: int | None = option(
+        None,
+        "Steps of each run, with those of the burn-in.",
+        show_default="2500; for pathwise 250 more than the burn-in",
+    )
+    burn_in: int | None = option(None, "Steps at the start that are left out.", show_default="500")
+    replicas: int = option(8, "Number of runs, each with its own momenta and noise.")
+    iterations: int = option(10, "The largest number of steps of the fit, each with its runs.")
+    compile_runs: bool = option(
+        True,
+        "Run in compiled loops, which takes a C++ compiler, and some seconds once.",
+        "--compile/--no-compile",
+    )
+    store: Path | None = STORE
+    seed: int = SEED
+    output: Path = output("adjsim-fit")
 
     @property
     def skipped(self) -> int:
@@ -197,10 +150,8 @@ class Fitting:
 
     Attributes:
         job: the runs of the liquid.
-        curve: the part of the measured g(r) that is fitted.
-        width: of the kernel of the simulated g(r).
-        density, target_density: those of the structure and of the measurement.
-        order: the order of the structure.
+        curve, width: the part of the measured g(r), and the width of the kernel of the simulated.
+        density, order: those of the structure.
         doubts: reasons to doubt the result.
     """
 
@@ -212,12 +163,10 @@ class Fitting:
     order: Order
     doubts: list[str]
 
-    def problem(self, given: FitParameters, initial: Any) -> Any:
+    def problem(self, given: FitParameters, initial: Initial[Any]) -> Any:
         """Return the estimators, the observable and the simulation of starts."""
-        return radial_problem(
-            self.job, self.curve.r, self.width, given.estimator, given.steps, given.burn_in,
-            given.compile_runs, initial,
-        )  # fmt: skip
+        runs = (given.estimator, given.steps, given.burn_in, given.compile_runs)
+        return radial_problem(self.job, self.curve.r, self.width, *runs, initial)
 
 
 def fit_command(context: typer.Context, given: FitParameters) -> None:
@@ -242,8 +191,8 @@ def fit_command(context: typer.Context, given: FitParameters) -> None:
             check_writable(given.output)
     except (ValueError, TypeError) as error:
         refuse(error)
-    job, store, prepared = fitting.job, given.store, Preparation(fitting.order)
-    with ending_at_once(line_of(store)) if store is not None else nullcontext():
+    job, prepared = fitting.job, Preparation(fitting.order)
+    with resumable(given.store):
         try:
             if given.melt or (given.melt is None and fitting.order.found):
                 prepared, starts = _melted(context, given, fitting, ranks)
@@ -258,7 +207,7 @@ def fit_command(context: typer.Context, given: FitParameters) -> None:
                 stderr=fitting.curve.stderr,
                 generator=given.seed,
                 progress=True,
-                store=store,
+                store=given.store,
                 group=ranks,
             )
         except ArithmeticError as error:
@@ -342,9 +291,8 @@ def _within(system: System, given: FitParameters, curve: Curve) -> Curve:
     part = curve.between(r_min, r_max)
     if len(part.r) == 0:
         raise ValueError(
-            f"target '{target}' has no distances from {r_min:g} to "
-            f"{r_max:g} angstrom; it has {float(curve.r[0]):g} "
-            f"to {float(curve.r[-1]):g}. Change --r-min or --r-max."
+            f"target '{target}' has no distances from {r_min:g} to {r_max:g} angstrom; it has "
+            f"{float(curve.r[0]):g} to {float(curve.r[-1]):g}. Change --r-min or --r-max."
         )
     if float(part.r[-1]) > half:
         # Rounded down, so that the number can be given.
@@ -357,25 +305,17 @@ def _within(system: System, given: FitParameters, curve: Curve) -> Curve:
 
 
 def _job(context: typer.Context, given: FitParameters, system: System, temperature: float) -> Job:
-    dynamics, friction, dt = given.dynamics, given.friction, given.dt
+    dynamics, friction = given.dynamics, given.friction
     if dynamics not in BATHS:
         raise ValueError(f"unknown thermostat '{dynamics}'; choose one of {', '.join(BATHS)}.")
     refuse_misplaced(context, dynamics)
     if not 0 < temperature < float("inf"):
         raise ValueError(f"--temperature must be positive; got {temperature:g}.")
-    bath = BathSettings(
-        temperature,
-        50 * dt if given.tau is None else given.tau,
-        friction,
-        *memory_kernel(friction, None, None),
-    )
-    scheme = SCHEMES[dynamics]
-    solver = solver_of(scheme, dynamics, dt * system.time, False)
-    job = Job(system, model_of(system, dynamics, bath), scheme, solver, temperature, given.seed)
+    tau = 50 * given.dt if given.tau is None else given.tau
+    bath = BathSettings(temperature, tau, friction, *memory_kernel(friction, None, None))
+    job = job_of(system, dynamics, SCHEMES[dynamics], given.dt, bath, given.seed)
     # The bath is given, and the potential is fitted.
-    for parameter in job.model.parameters(recurse=False):
-        parameter.requires_grad_(False)
-    job.check()
+    job.freeze_bath()
     return job
 
 

@@ -18,7 +18,8 @@ from adjsim.adjoints import (
     DirectAdjoint,
     ReversibleAdjoint,
 )
-from adjsim.cli.models import NO_EQUATION, NO_INVERSE
+from adjsim.cli.models import NO_EQUATION, NO_INVERSE, BathSettings, model_of, solver_of
+from adjsim.cli.options import listed
 from adjsim.cli.presets import ESTIMATORS, Question, presets
 from adjsim.cli.quantities import Quantity, quantity_of
 from adjsim.cli.sweep import Method
@@ -26,9 +27,10 @@ from adjsim.core.state import AnyState, position_of
 from adjsim.core.trajectory import Final, TimeAverage
 from adjsim.dynamics import Dynamics, MassiveDynamics, OverdampedLangevin
 from adjsim.dynamics.start_energy import check_potential
-from adjsim.estimators import Estimator, Pathwise, Simulation
+from adjsim.estimators import Pathwise, Simulation
 from adjsim.estimators.base import Initial
 from adjsim.io.systems import System
+from adjsim.simulation.simulate import simulate
 from adjsim.solvers import ODESolver, SDESolver, Splitting
 from adjsim.solvers.base import SteppingSolver
 
@@ -45,30 +47,31 @@ def estimators_of(
     names: list[str], question: Callable[[], Question], step: float, seed: int, compile: bool
 ) -> list[Method]:
     """Make the methods that estimate the gradient of a question."""
-    _check_compile(compile, [ESTIMATORS[name]() for name in names], question().simulation(step))
-    return [
-        Method(name, ESTIMATORS[name], question, step, seed, compile)
-        for name in dict.fromkeys(names)
-    ]
+    settings = (question, step, seed, compile)
+    return [Method(name, ESTIMATORS[name], *settings) for name in dict.fromkeys(names)]
 
 
-def _check_compile(
-    requested: bool, estimators: list[Estimator], simulation: Simulation[Any]
-) -> None:
-    if requested and not any(estimator.can_compile(simulation) for estimator in estimators):
-        raise ValueError(
-            "--compile: none of these methods can be compiled. The adjoints direct, checkpoint and "
-            "reversible can, and so can the estimators pathwise, finite-difference, score-function "
-            "and reweighting."
-        )
+def job_of(
+    system: System,
+    dynamics: str,
+    scheme: str,
+    dt: float,
+    bath: BathSettings,
+    seed: int,
+    exact: bool = False,
+    distance: float | None = None,
+) -> Job:
+    """Return the runs of a system, with the numbers in the units of the command line."""
+    model = model_of(system, dynamics, bath)
+    solver = solver_of(scheme, dynamics, dt * system.time, exact)
+    job = Job(system, model, scheme, solver, bath.temperature, seed, distance)
+    job.check()
+    return job
 
 
 @dataclass
 class Job:
-    """A system of atoms with the dynamics, solver and seed of its run.
-
-    ``distance`` is that of the radial distribution function, where this is observed.
-    """
+    """A system of atoms with its runs; ``distance`` is that of an observed g(r)."""
 
     system: System
     model: Dynamics[Any]
@@ -102,6 +105,21 @@ class Job:
         mass = self.model.masses(position).expand(position.shape[-2], 1)
         drift = momentum.sum(-2, keepdim=True) / mass.sum()
         return self.model.init(position, momentum - mass * drift, generator)
+
+    def run(
+        self, start: AnyState, steps: int, generator: torch.Generator | None, compile: bool
+    ) -> Any:
+        """Return the state after a number of steps."""
+        ts = [0.0, steps * self.solver.dt]
+        run = simulate(
+            self.model, start, ts, solver=self.solver, generator=generator, compile=compile
+        )
+        return run.final
+
+    def freeze_bath(self) -> None:
+        """Take no gradients with respect to the parameters of the dynamics itself."""
+        for parameter in self.model.parameters(recurse=False):
+            parameter.requires_grad_(False)
 
     def quantity(self, name: str) -> Quantity:
         return quantity_of(name, self.system, self.model, self.distance)
@@ -161,25 +179,13 @@ class Job:
 
     def adjoints(self, adjoints: dict[str, Adjoint], quantity: str, compile: bool) -> list[Method]:
         """Make the methods that compute adjoint gradients of the observable at the horizon."""
-        _check_compile(
-            compile,
-            [Pathwise(adjoint) for adjoint in adjoints.values()],
-            self.simulation(1.0, self.solver),
-        )
-        step = self.solver.dt / self.system.time
+        settings = (self.solver.dt / self.system.time, self.seed, compile)
         return [
-            Method(
-                name,
-                partial(Pathwise, adjoint),
-                partial(self.final, quantity, name),
-                step,
-                self.seed,
-                compile,
-            )
+            Method(name, partial(Pathwise, adjoint), partial(self.final, quantity, name), *settings)
             for name, adjoint in adjoints.items()
         ]
 
-    def final(self, quantity: str, name: str) -> Question:
+    def final(self, quantity: str, name: str = "direct") -> Question:
         """Return the observable at the horizon as a question, with the adjoint's own solver."""
         solver = self.continuous if name == "backsolve" else self.solver
         if name == PLAIN:
@@ -187,10 +193,7 @@ class Job:
         return self._at_horizon(self.quantity(quantity), solver)
 
     def question(self, name: str) -> Question:
-        """Return an estimator's question: a mean over the second half of the run.
-
-        A quantity that is measured from the start is taken at the horizon.
-        """
+        """Return the mean over the second half of the run, or what has no mean at the horizon."""
         quantity = self.quantity(name)
         if quantity.from_start:
             return self._at_horizon(quantity, self.solver)
@@ -219,19 +222,15 @@ def question_of(preset: str, quantity: str, job: Job | None) -> Question:
 def adjoints_of(requested: list[str] | None, dynamics: str, exact: bool) -> dict[str, Adjoint]:
     unfit = {"reversible": NO_INVERSE, "backsolve": NO_EQUATION}
     applicable = [name for name in ADJOINTS if dynamics not in unfit.get(name, ())]
-    if requested:
-        names = [name.strip() for entry in requested for name in entry.split(",")]
-    else:
-        names = [name for name in applicable if not exact or name != "backsolve"]
+    default = [name for name in applicable if not exact or name != "backsolve"]
+    names = listed(requested) if requested else default
     for name in names:
         if name not in ADJOINTS:
             raise ValueError(f"unknown adjoint '{name}'; choose from {', '.join(applicable)}.")
         if name not in applicable:
-            why = (
-                f"needs invertible steps, and the steps of {dynamics} have no inverse"
-                if name == "reversible"
-                else f"needs a continuous solver, which {dynamics} does not have"
-            )
+            why = f"needs a continuous solver, which {dynamics} does not have"
+            if name == "reversible":
+                why = f"needs invertible steps, and the steps of {dynamics} have no inverse"
             raise ValueError(f"adjoint '{name}' {why}; choose from {', '.join(applicable)}.")
     chosen = {name: ADJOINTS[name] for name in names}
     if exact and "reversible" in chosen:

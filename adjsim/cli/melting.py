@@ -17,7 +17,6 @@ from adjsim.core.box import volume
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.noise import seed_from
 from adjsim.core.progress import progress_bar
-from adjsim.simulation.simulate import simulate
 
 # The largest structure factor of a simple liquid at equilibrium: it freezes beyond, by the rule of
 # Hansen and Verlet, Phys. Rev. 184, 151 (1969).
@@ -43,12 +42,11 @@ class Order:
     """The third highest value of the structure factor, and the limit of a liquid.
 
     A crystal has Bragg peaks along at least three independent wavevectors, of up to S = atoms. In a
-    liquid S(k) of one structure is distributed exponentially, with a mean of at most 2.85 (the rule
-    of Hansen and Verlet). Three of M wavevectors are then above x with a probability of at most
-    ``binom(M, 3) exp(-3 x / 2.85)``, which is 1e-3 at the limit. Vibrations along each axis by a
-    share u of the distance of neighbours lower the peak of an fcc crystal to
-    ``atoms exp(-(7.7 u)^2)``, 0.55 atoms at u = 0.1. So from 54 atoms on, a crystal is found up to
-    its melting; of 32 atoms it is found up to about u = 0.08.
+    liquid S(k) of one structure is distributed exponentially, with a mean of at most 2.85. Three of
+    M wavevectors are then above x with a probability of at most ``binom(M, 3) exp(-3 x / 2.85)``,
+    which is 1e-3 at the limit. Vibrations along each axis by a share u of the distance of
+    neighbours lower the peak of an fcc crystal to ``atoms exp(-(7.7 u)^2)``, 0.55 atoms at u = 0.1.
+    So from 54 atoms on, a crystal is found up to its melting; of 32 atoms up to about u = 0.08.
     """
 
     peak: float
@@ -91,8 +89,7 @@ class Preparation:
     Attributes:
         order: that of the structure.
         temperature: of the melting, in the units of the command line; None: it was not melted.
-        ordered: the number of starts with long-range order after the cooling.
-        starts: the number of melted starts.
+        ordered, starts: the number of melted starts with long-range order again, and of all.
     """
 
     order: Order
@@ -106,11 +103,9 @@ class Preparation:
             f"S(k) reaches {self.order.peak:.3g}, the limit of a liquid is {self.order.limit:.3g}"
         )
         kind = "has long-range order" if self.order.found else "is disordered, as a liquid is"
-        done = (
-            "It was not melted."
-            if self.temperature is None
-            else f"It was melted at {self.temperature:.4g} {unit} and cooled, once a replica."
-        )
+        done = "It was not melted."
+        if self.temperature is not None:
+            done = f"It was melted at {self.temperature:.4g} {unit} and cooled, once a replica."
         return f"The structure {kind} ({numbers}). {done}"
 
     @property
@@ -149,9 +144,8 @@ def melting_temperature(job: Job) -> float:
 def melted(hot: Job, cold: Job, count: int, compile: bool, ranks: Ranks) -> Tensor:
     """Melt the structure ``count`` times and cool each liquid, ``(count, atoms, 3)``.
 
-    Each runs at the temperature of ``hot`` until it has no order and its atoms have moved by the
-    distance of neighbours (root mean square), and then at that of ``cold``. The dynamics is that of
-    the jobs. Momenta are drawn again at every stage.
+    Each runs as the job ``hot`` until it has no order and its atoms have moved by the distance of
+    neighbours (root mean square), and then as ``cold``. Momenta are drawn again at every stage.
 
     Raises:
         ValueError: the structure does not melt.
@@ -164,7 +158,9 @@ def melted(hot: Job, cold: Job, count: int, compile: bool, ranks: Ranks) -> Tens
 
     def one(i: int) -> Tensor:
         generator = torch.Generator().manual_seed(seeds[i])
-        position = _cooled(cold, _molten(hot, generator, compile), generator, compile)
+        position = _molten(hot, generator, compile)
+        for _ in range(COLD_STAGES):
+            position = _stage(cold, position, generator, compile)
         bar.advance(task)
         return position
 
@@ -175,8 +171,7 @@ def melted(hot: Job, cold: Job, count: int, compile: bool, ranks: Ranks) -> Tens
 
 def _molten(job: Job, generator: torch.Generator, compile: bool) -> Tensor:
     start = position = job.system.position
-    moved = 0.0
-    box = job.system.potential.box
+    moved, box = 0.0, job.system.potential.box
     assert box is not None
     spacing = (float(volume(box)) / len(start)) ** (1 / 3)
     for _ in range(HOT_STAGES):
@@ -186,26 +181,12 @@ def _molten(job: Job, generator: torch.Generator, compile: bool) -> Tensor:
             return position
     raise ValueError(
         f"the structure did not melt in {HOT_STAGES * STAGE} steps at {job.temperature:.4g} "
-        f"{job.system.temperature_name}: its atoms moved by {moved:.3g} angstrom, and in a "
-        f"liquid they move by {spacing:.3g}. Give a larger --dt, or "
-        "a structure of the liquid and --no-melt."
+        f"{job.system.temperature_name}: its atoms moved by {moved:.3g} angstrom, and in a liquid "
+        f"they move by {spacing:.3g}. Give a larger --dt, or a structure of the liquid and "
+        "--no-melt."
     )
 
 
-def _cooled(job: Job, position: Tensor, generator: torch.Generator, compile: bool) -> Tensor:
-    for _ in range(COLD_STAGES):
-        position = _stage(job, position, generator, compile)
-    return position
-
-
+@torch.no_grad()
 def _stage(job: Job, position: Tensor, generator: torch.Generator, compile: bool) -> Tensor:
-    with torch.no_grad():
-        run = simulate(
-            job.model,
-            job.start(position[None], generator),
-            [0.0, STAGE * job.solver.dt],
-            solver=job.solver,
-            generator=generator,
-            compile=compile,
-        )
-    return run.final.position[0]
+    return job.run(job.start(position[None], generator), STAGE, generator, compile).position[0]

@@ -61,13 +61,12 @@ def model_of(system: System, dynamics: str, bath: BathSettings) -> Dynamics[Any]
         return Hamiltonian(potential, mass)
     kT = number(bath.temperature, system.temperature)
     atoms, dim = system.position.shape
+    dof = atoms * dim - dim
     relaxing = {"nose-hoover": NoseHooverChain, "bussi": Bussi, "berendsen": Berendsen}
     if dynamics in relaxing:
-        return relaxing[dynamics](
-            potential, mass, kT, number(bath.tau, time), dof=atoms * dim - dim
-        )
+        return relaxing[dynamics](potential, mass, kT, number(bath.tau, time), dof=dof)
     if dynamics == "velocity-rescale":
-        return VelocityRescale(potential, mass, kT, dof=atoms * dim - dim)
+        return VelocityRescale(potential, mass, kT, dof=dof)
     if dynamics == "andersen":
         return Andersen(potential, mass, kT, bath.friction / time)
     if dynamics == "langevin":

@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Any, NoReturn
 
 import typer
 
+from adjsim.cli.parameters import option
 from adjsim.cli.presets import ESTIMATORS, Preset, presets
 from adjsim.cli.quantities import QUANTITIES
 from adjsim.cli.sweep import Sweep
+from adjsim.core.durable.interruption import ending_at_once
 from adjsim.core.trajectory import check_times, step_numbers
 from adjsim.io.systems import TRUNCATIONS
 
 # Options that several commands have.
-TruncationOption = Annotated[
-    str, typer.Option(help=f"How the energy ends at the cutoff: {', '.join(TRUNCATIONS)}.")
-]
-SwitchStartOption = Annotated[
-    float | None,
-    typer.Option(
-        help="Distance from which --truncation switched switches the energy off.",
-        show_default="0.9 of the cutoff",
-    ),
-]
+TRUNCATION: Any = option("shifted", f"How the energy ends at the cutoff: {', '.join(TRUNCATIONS)}.")
+SWITCH_START: Any = option(
+    None,
+    "Distance from which --truncation switched switches the energy off.",
+    show_default="0.9 of the cutoff",
+)
+TAU: Any = option(
+    None, "Relaxation time of nose-hoover, bussi and berendsen.", show_default="50 dt"
+)
+STORE: Any = option(
+    None,
+    "Folder that keeps finished parts. Called again with the same options, the command reads these "
+    "and computes the rest.",
+)
+SEED: Any = option(0, "Seed of momenta and noise.")
+
+
+def output(default: str) -> Any:
+    """Declare the folder of the files that a command writes."""
+    return option(Path(default), "Folder for the figure and the JSON file.")
+
 
 # The dynamics that have the parameters of these options.
 THERMOSTAT = {
@@ -68,11 +82,13 @@ def check_numbers(context: typer.Context) -> None:
 
 
 def observable_names() -> str:
-    known = {
-        "lj13": list(QUANTITIES),
-        **{name: list(preset.questions) for name, preset in presets().items()},
-    }
+    known = {"lj13": QUANTITIES} | {name: preset.questions for name, preset in presets().items()}
     return "; ".join(f"{', '.join(quantities)} for {name}" for name, quantities in known.items())
+
+
+def listed(entries: Iterable[str]) -> list[str]:
+    """Return the values of a repeated option, of which each may be several between commas."""
+    return [part.strip() for entry in entries for part in entry.split(",")]
 
 
 def preset_of(name: str) -> Preset:
@@ -93,7 +109,7 @@ def observable_named(known: Iterable[str], preset: str, observable: str | None) 
 
 
 def estimator_names(requested: list[str] | None) -> list[str]:
-    names = [name.strip() for entry in requested or [] for name in entry.split(",")]
+    names = listed(requested or [])
     if names == ["all"]:
         return list(ESTIMATORS)
     for name in names:
@@ -106,15 +122,34 @@ def estimator_names(requested: list[str] | None) -> list[str]:
 
 def sweep_of(horizons: list[str], dt: float, replicas: list[str], least: int) -> Sweep:
     counts = set()
-    for text in (part.strip() for entry in replicas for part in entry.split(",")):
+    for text in listed(replicas):
         if not text.lstrip("-").isdigit():
             raise ValueError(f"replicas '{text}' is not an integer.")
         if int(text) > LARGEST_COUNT:
             raise ValueError(f"replicas must be at most {LARGEST_COUNT}; got {text}.")
         counts.add(int(text))
-    sweep = Sweep(_horizons(horizons, dt), sorted(counts))
+    times = {_horizon(text, dt) for text in listed(horizons)}
+    sweep = Sweep(sorted(times), sorted(counts))
     sweep.check(least)
     return sweep
+
+
+def _horizon(text: str, dt: float) -> float:
+    try:
+        horizon = float(text)
+    except ValueError:
+        raise ValueError(f"horizon '{text}' is not a number; write a time such as 2.5.") from None
+    if not 0 < horizon < float("inf"):
+        raise ValueError(f"horizon {text} is not a positive time.")
+    try:
+        step_numbers(check_times([0.0, horizon]), dt)
+    except ValueError:
+        below = max(1, int(horizon / dt)) * dt
+        raise ValueError(
+            f"horizon {text} is not a multiple of dt = {dt:g}; the nearest are {below:.10g} and "
+            f"{below + dt:.10g}."
+        ) from None
+    return horizon
 
 
 def memory_kernel(
@@ -122,12 +157,10 @@ def memory_kernel(
 ) -> tuple[list[float], list[float]]:
     if strengths is not None and rates is None:
         raise ValueError("--strengths was given without --rates; give both, equally many.")
-    decays = _numbers("rates", rates) if rates is not None else [5 * friction]
-    weights = (
-        _numbers("strengths", strengths)
-        if strengths is not None
-        else [friction * r / len(decays) for r in decays]
-    )
+    decays = [5 * friction] if rates is None else _numbers("rates", rates)
+    weights = [friction * r / len(decays) for r in decays]
+    if strengths is not None:
+        weights = _numbers("strengths", strengths)
     if len(decays) != len(weights):
         raise ValueError(
             f"--rates has {len(decays)} numbers and --strengths has {len(weights)}; give "
@@ -148,30 +181,6 @@ def _numbers(option: str, text: str) -> list[float]:
     return numbers
 
 
-def _horizons(requested: list[str], dt: float) -> list[float]:
-    horizons = set()
-    for text in (part.strip() for entry in requested for part in entry.split(",")):
-        try:
-            horizon = float(text)
-        except ValueError:
-            raise ValueError(
-                f"horizon '{text}' is not a number; write a time such as 2.5."
-            ) from None
-        if not 0 < horizon < float("inf"):
-            raise ValueError(f"horizon {text} is not a positive time.")
-        if dt > 0:
-            try:
-                step_numbers(check_times([0.0, horizon]), dt)
-            except ValueError:
-                below = max(1, int(horizon / dt)) * dt
-                raise ValueError(
-                    f"horizon {text} is not a multiple of dt = {dt:g}; the nearest are "
-                    f"{below:.10g} and {below + dt:.10g}."
-                ) from None
-        horizons.add(horizon)
-    return sorted(horizons)
-
-
 def is_given(context: typer.Context, name: str) -> bool:
     """Return whether an option was given on the command line."""
     source = context.get_parameter_source(name)
@@ -180,9 +189,9 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 def refuse_misplaced(context: typer.Context, dynamics: str) -> None:
     """Refuse options of a thermostat that the dynamics does not have."""
-    for option, users in THERMOSTAT.items():
-        if dynamics not in users and option in context.params and is_given(context, option):
-            raise ValueError(f"--{option} is for {' and '.join(users)}, not for {dynamics}.")
+    for name, users in THERMOSTAT.items():
+        if dynamics not in users and name in context.params and is_given(context, name):
+            raise ValueError(f"--{name} is for {' and '.join(users)}, not for {dynamics}.")
 
 
 def refuse(error: Exception) -> NoReturn:
@@ -191,6 +200,8 @@ def refuse(error: Exception) -> NoReturn:
     raise typer.Exit(2)
 
 
-def line_of(store: Path) -> str:
-    """Say how a command that was interrupted goes on."""
-    return f"interrupted. Run the same command, with --store {store}, to go on."
+def resumable(store: Path | None) -> AbstractContextManager[Any]:
+    """Return a context in which an interruption says how a command with a store goes on."""
+    if store is None:
+        return nullcontext()
+    return ending_at_once(f"interrupted. Run the same command, with --store {store}, to go on.")

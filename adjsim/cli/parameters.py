@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, field, fields
 from inspect import Parameter, Signature
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 P = TypeVar("P")
 
 
+def option(default: Any, help: str, *names: str, **settings: Any) -> Any:
+    """Declare a field of a data class as an option; MISSING: the option has to be given."""
+    return field(default=default, metadata={"typer": typer.Option(*names, help=help, **settings)})
+
+
+def argument(default: Any, help: str, **settings: Any) -> Any:
+    """Declare a field of a data class as an argument."""
+    return field(default=default, metadata={"typer": typer.Argument(help=help, **settings)})
+
+
 def command_of(kind: type[P], run: Callable[[typer.Context, P], None]) -> Callable[..., None]:
     """Make a command of a function of the context and of its parameters.
 
     Args:
-        kind: a data class whose fields are annotated by options of typer.
+        kind: a data class whose fields are options and arguments.
         run: the function, whose docstring is the help of the command.
     """
-    hints = get_type_hints(kind, include_extras=True)
+    hints = get_type_hints(kind)
     parts = [Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     for part in fields(kind):  # pyright: ignore[reportArgumentType]
         parts.append(
@@ -27,7 +37,7 @@ def command_of(kind: type[P], run: Callable[[typer.Context, P], None]) -> Callab
                 part.name,
                 Parameter.POSITIONAL_OR_KEYWORD,
                 default=Parameter.empty if part.default is MISSING else part.default,
-                annotation=hints[part.name],
+                annotation=Annotated[hints[part.name], part.metadata["typer"]],
             )
         )
 

@@ -45,11 +45,7 @@ Answer = tuple[float, dict[str, float]]
 
 @dataclass(frozen=True)
 class Exact:
-    """An answer known without sampling.
-
-    It has the method, the answer as a function of the horizon, and the estimand, "path" or
-    "stationary".
-    """
+    """An answer without sampling, by the horizon, for the estimand "path" or "stationary"."""
 
     how: str
     answer: Callable[[float], Answer]
@@ -78,76 +74,55 @@ class Preset:
 
 def presets() -> dict[str, Preset]:
     """Make the presets, by their names on the command line."""
+    harmonic = OverdampedLangevin(Harmonic(_parameter(1.0)), kT=1.0)
+    asymmetric = OverdampedLangevin(AsymmetricDoubleWell(1.0, _parameter(-0.67)), kT=0.5)
+    square = ("<x^2>", lambda q: q[:, 0, 0] ** 2)
     return {
-        "harmonic": _harmonic(),
-        "asymmetric-double-well": _asymmetric(),
-        "muller-brown": _muller_brown(),
+        "harmonic": _at_equilibrium(
+            "harmonic well, k = kT = friction = 1", harmonic, _line(4000, 8.0), {"square": square}
+        ),
+        "asymmetric-double-well": _at_equilibrium(
+            "asymmetric double well, barrier 1, asymmetry -0.67, kT = 0.5, friction 1",
+            asymmetric,
+            _line(4000, 3.0),
+            {"position": ("<x>", lambda q: q[:, 0, 0]), "square": square},
+        ),
+        "muller-brown": _at_equilibrium(
+            "Muller-Brown surface, kT = 15, friction 1",
+            OverdampedLangevin(MullerBrown(), kT=_parameter(15.0)),
+            torch.cartesian_prod(_points(-1.8, 1.3, 621), _points(-0.6, 2.2, 561)).unsqueeze(1),
+            {"deep": ("share in the deep basin (a step smoothed over 1/8)", _in_deep_basin)},
+            horizon=0.02,
+            dt=5e-5,
+        ),
         "first-passage": _first_passage(),
     }
+
+
+def _in_deep_basin(position: Tensor) -> Tensor:
+    return torch.sigmoid(8 * (position[:, 0, 1] - 0.8))
 
 
 def _parameter(value: float) -> nn.Parameter:
     return nn.Parameter(torch.tensor(value, dtype=torch.float64))
 
 
-def _harmonic() -> Preset:
-    dynamics = OverdampedLangevin(Harmonic(_parameter(1.0)), kT=1.0)
-    observables = {"square": ("<x^2>", _square), "energy": ("<U>", dynamics.potential)}
-    return Preset(
-        "harmonic well, k = kT = friction = 1",
-        10.0,
-        4096,
-        _at_equilibrium(dynamics, _line(4000, 8.0), 0.01, observables),
-    )
+def _points(low: float, high: float, count: int) -> Tensor:
+    return torch.linspace(low, high, count, dtype=torch.float64)
 
 
-def _asymmetric() -> Preset:
-    dynamics = OverdampedLangevin(AsymmetricDoubleWell(1.0, _parameter(-0.67)), kT=0.5)
-    observables = {
-        "position": ("<x>", lambda q: q[:, 0, 0]),
-        "square": ("<x^2>", _square),
-        "energy": ("<U>", dynamics.potential),
-    }
-    return Preset(
-        "asymmetric double well, barrier 1, asymmetry -0.67, kT = 0.5, friction 1",
-        10.0,
-        4096,
-        _at_equilibrium(dynamics, _line(4000, 3.0), 0.01, observables),
-    )
-
-
-def _muller_brown() -> Preset:
-    dynamics = OverdampedLangevin(MullerBrown(), kT=_parameter(15.0))
-    x, y = (
-        torch.linspace(a, b, n, dtype=torch.float64)
-        for a, b, n in ((-1.8, 1.3, 621), (-0.6, 2.2, 561))
-    )
-    grid = torch.cartesian_prod(x, y).unsqueeze(1)
-    observables = {
-        "deep": (
-            "share in the deep basin (a step smoothed over 1/8)",
-            lambda q: torch.sigmoid(8 * (q[:, 0, 1] - 0.8)),
-        ),
-        "energy": ("<U>", dynamics.potential),
-    }
-    return Preset(
-        "Muller-Brown surface, kT = 15, friction 1",
-        0.02,
-        4096,
-        _at_equilibrium(dynamics, grid, 5e-5, observables),
-    )
-
-
-def _square(position: Tensor) -> Tensor:
-    return position[:, 0, 0] ** 2
+def _line(points: int, half: float) -> Tensor:
+    return _points(-half, half, points).reshape(-1, 1, 1)
 
 
 def _at_equilibrium(
+    title: str,
     dynamics: OverdampedLangevin,
     grid: Tensor,
-    dt: float,
     observables: dict[str, tuple[str, Callable[[Tensor], Tensor]]],
-) -> dict[str, Question]:
+    horizon: float = 10.0,
+    dt: float = 0.01,
+) -> Preset:
     """Make time averages without a burn-in, from starts drawn at equilibrium on a fine grid."""
 
     def weights() -> Tensor:
@@ -173,20 +148,20 @@ def _at_equilibrium(
             ),
         )
 
-    return {name: question(*function) for name, function in observables.items()}
+    measured = {**observables, "energy": ("<U>", dynamics.potential)}
+    questions = {name: question(*observable) for name, observable in measured.items()}
+    return Preset(title, horizon, 4096, questions)
 
 
 def _first_passage() -> Preset:
     dynamics, dt, width = OverdampedLangevin(DoubleWell(_parameter(1.0)), kT=0.5), 0.01, 0.1
     start = torch.full((1, 1), -1.0, dtype=torch.float64)
 
+    def initial(replicas: int, generator: torch.Generator | None) -> PositionState:
+        return dynamics.init(start.repeat(replicas, 1, 1))
+
     def simulation(times: Tensor) -> Simulation[PositionState]:
-        return Simulation(
-            dynamics,
-            lambda replicas, _: dynamics.init(start.repeat(replicas, 1, 1)),
-            times,
-            EulerMaruyama(dt),
-        )
+        return Simulation(dynamics, initial, times, EulerMaruyama(dt))
 
     def beyond(position: Tensor) -> Tensor:
         return torch.sigmoid(position[..., 0, 0] / width)
@@ -195,7 +170,8 @@ def _first_passage() -> Preset:
         return first_passage_time(beyond(run.position) / width, run.times)
 
     def crossed(horizon: float) -> Answer:
-        x, densities = _densities(dynamics, start, dt, round(horizon / dt), None)
+        steps = round(horizon / dt)
+        x, densities = _densities(dynamics, start, dt, steps, lambda x: torch.ones_like(x[:, 0, 0]))
         return _answer(dynamics, (densities[-1] * beyond(x)).sum())
 
     def time(horizon: float) -> Answer:
@@ -206,33 +182,26 @@ def _first_passage() -> Preset:
         return _answer(dynamics, dt * torch.stack([density.sum() for density in densities]).sum())
 
     how = "at the horizon, by propagating the density of the walker"
-    return Preset(
-        "double well, barrier 1, kT = 0.5, friction 1, from the left well",
-        4.0,
-        4096,
-        {
-            "crossed": Question(
-                f"share beyond the barrier at the horizon (a step smoothed over {width:g}, which "
-                "gives it a pathwise gradient)",
-                lambda horizon: simulation(torch.tensor([0.0, horizon], dtype=torch.float64)),
-                lambda horizon: Final(lambda state: beyond(state.position)),
-                Exact(how, crossed, "path"),
+    questions = {
+        "crossed": Question(
+            f"share beyond the barrier at the horizon (a step smoothed over {width:g}, which "
+            "gives it a pathwise gradient)",
+            lambda horizon: simulation(torch.tensor([0.0, horizon], dtype=torch.float64)),
+            lambda horizon: Final(lambda state: beyond(state.position)),
+            Exact(how, crossed, "path"),
+        ),
+        "time": Question(
+            "mean time until absorption (at most the horizon), at the rate "
+            f"sigmoid(x / {width:g}) / {width:g}",
+            lambda horizon: simulation(
+                torch.arange(round(horizon / dt) + 1, dtype=torch.float64) * dt
             ),
-            "time": Question(
-                "mean time until absorption (at most the horizon), at the rate "
-                f"sigmoid(x / {width:g}) / {width:g}",
-                lambda horizon: simulation(
-                    torch.arange(round(horizon / dt) + 1, dtype=torch.float64) * dt
-                ),
-                lambda horizon: passage,
-                Exact(how, time, "path"),
-            ),
-        },
-    )
-
-
-def _line(points: int, half: float) -> Tensor:
-    return torch.linspace(-half, half, points, dtype=torch.float64).reshape(-1, 1, 1)
+            lambda horizon: passage,
+            Exact(how, time, "path"),
+        ),
+    }
+    title = "double well, barrier 1, kT = 0.5, friction 1, from the left well"
+    return Preset(title, 4.0, 4096, questions)
 
 
 def _densities(
@@ -240,7 +209,7 @@ def _densities(
     start: Tensor,
     dt: float,
     steps: int,
-    survival: Callable[[Tensor], Tensor] | None,
+    survival: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute the density of a walker after each step, by quadrature.
 
@@ -259,17 +228,11 @@ def _densities(
 
     def step_from(position: Tensor) -> Tensor:
         mean = position + force(dynamics.potential, position) * dt / dynamics.friction
-        return (
-            spacing
-            / (s * math.sqrt(2 * math.pi))
-            * torch.exp(-((x[:, 0] - mean[:, 0, 0]) ** 2) / (2 * s * s))
-        )
+        gaussian = torch.exp(-((x[:, 0] - mean[:, 0, 0]) ** 2) / (2 * s * s))
+        return spacing / (s * math.sqrt(2 * math.pi)) * gaussian
 
-    def alive(position: Tensor) -> Tensor:
-        return torch.ones_like(position[:, 0, 0]) if survival is None else survival(position)
-
-    point, kernel, share = start.unsqueeze(0), step_from(x), alive(x)
-    densities = [alive(point)]
+    point, kernel, share = start.unsqueeze(0), step_from(x), survival(x)
+    densities = [survival(point)]
     if steps > 0:
         densities.append(step_from(point)[:, 0] * densities[0] * share)
     for _ in range(steps - 1):
@@ -280,6 +243,4 @@ def _densities(
 def _answer(dynamics: OverdampedLangevin, mean: Tensor) -> Answer:
     parameters = dynamics.trainable()
     grads = torch.autograd.grad(mean, list(parameters.values()))
-    return float(mean.detach()), {
-        name: float(grad) for name, grad in zip(parameters, grads, strict=True)
-    }
+    return float(mean.detach()), dict(zip(parameters, map(float, grads), strict=True))

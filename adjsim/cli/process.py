@@ -1,8 +1,7 @@
 """Function calls in a new process, so that their peak memory can be measured.
 
 In one process, memory that one method frees is reused by the next, whose measured growth is then
-smaller than its need. Each method of the command line therefore runs in a new process. On Linux the
-process is a fork of a server that has imported the library, so that the import is paid once. The
+smaller than its need. On Linux the process is a fork of a server that has imported the library. The
 server only imports: it starts no OpenMP threads, which do not survive a fork, and does not use a
 GPU. On other systems each process imports the library itself, since system libraries of macOS do
 not survive a fork, and Windows has no fork.
@@ -36,15 +35,10 @@ class ProcessDied(RuntimeError):
 
 
 def run_in_process(work: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a new process and return its result.
-
-    Args:
-        work: the function. It, its arguments and its result must pickle.
-        arguments: its arguments.
+    """Call a function in a new process and return its result; all of them must pickle.
 
     Raises:
-        ProcessDied: if the process ended without a result, as when the system kills it because
-            memory ran out.
+        ProcessDied: the process ended without a result, as when memory ran out.
         Exception: the exception that the function raised, with its traceback as a note.
     """
     context = _context()
@@ -109,9 +103,8 @@ def _pickled_error(error: Exception) -> bytes:
         data = pickle.dumps((None, error))
         pickle.loads(data)
     except Exception:
-        data = pickle.dumps(
-            (None, RuntimeError("".join(traceback.format_exception(error)).rstrip()))
-        )
+        text = "".join(traceback.format_exception(error)).rstrip()
+        data = pickle.dumps((None, RuntimeError(text)))
     return data
 
 
@@ -119,9 +112,6 @@ def _exit_reason(code: int | None) -> str:
     if code is None or code >= 0:
         return f"its process ended with exit status {code}, without a result."
     name = signal.Signals(-code).name
-    memory = (
-        ", as the system does when memory runs out; use fewer replicas or a shorter horizon"
-        if name == "SIGKILL"
-        else ""
-    )
-    return f"its process was ended by {name}{memory}."
+    if name == "SIGKILL":
+        name += ", as the system does when memory runs out; use fewer replicas or a shorter horizon"
+    return f"its process was ended by {name}."

@@ -11,13 +11,7 @@ from ase import units
 from torch import Tensor
 
 from adjsim.core.box import perpendicular_widths
-from adjsim.dynamics import (
-    Andersen,
-    Dynamics,
-    GeneralizedLangevin,
-    Langevin,
-    MassiveDynamics,
-)
+from adjsim.dynamics import Andersen, Dynamics, GeneralizedLangevin, Langevin, MassiveDynamics
 from adjsim.io.systems import System
 from adjsim.observables import (
     kinetic_temperature,
@@ -34,14 +28,10 @@ WIDTH = 0.03
 
 @dataclass(frozen=True)
 class Quantity:
-    """An observable of the state of atoms.
+    """An observable of atoms, whose value is a function from the state to ``(replicas,)``.
 
-    Attributes:
-        title: its description.
-        value: a function from the state to ``(replicas,)``.
-        unit: its unit, where this is not one of the system's own units.
-        from_start: whether it is measured from the start of the run, and so has no mean at
-            equilibrium.
+    ``unit`` is its unit, where this is not one of the system's own units. An observable that is
+    measured from the start of the run has no mean at equilibrium.
     """
 
     title: str
@@ -53,13 +43,9 @@ class Quantity:
 def quantity_of(
     name: str, system: System, model: Dynamics[Any], distance: float | None = None
 ) -> Quantity:
-    """Make an observable of a system, or raise if the system does not have it.
+    """Make an observable of a system, by its name in ``QUANTITIES``.
 
-    Args:
-        name: one of ``QUANTITIES``.
-        system: the system.
-        model: its dynamics.
-        distance: at which the radial distribution function is taken; None: near its first peak.
+    The radial distribution function is taken at the distance; None: near its first peak.
 
     Raises:
         ValueError: no box where one is needed, no momenta, a distance that does not apply.

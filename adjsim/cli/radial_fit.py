@@ -16,7 +16,6 @@ from adjsim.core.trajectory import TimeAverage, Trajectory
 from adjsim.estimators import Estimator, Pathwise, Reweighting, Simulation
 from adjsim.estimators.base import Initial, Observable
 from adjsim.observables import smooth_radial_distribution
-from adjsim.simulation.simulate import simulate
 
 ESTIMATORS = ("reweighting", "pathwise")
 # Steps between frames, of the burn-in, and of the run along which a pathwise gradient is taken,
@@ -67,12 +66,12 @@ def radial_problem(
     skip = BURN_IN if burn_in is None else burn_in
     if skip < 0:
         raise ValueError(f"--burn-in must not be negative; got {skip}.")
-    default = 2500 if estimator == "reweighting" else skip + PATH
-    length = default if steps is None else steps
-    every = min(EVERY, (length - skip) // 2)
+    if steps is None:
+        steps = 2500 if estimator == "reweighting" else skip + PATH
+    every = min(EVERY, (steps - skip) // 2)
     if every < 1:
         raise ValueError(
-            f"--steps {length} leaves {length - skip} after the burn-in of {skip}, and two frames "
+            f"--steps {steps} leaves {steps - skip} after the burn-in of {skip}, and two frames "
             "are needed; give more steps, or a shorter --burn-in."
         )
     radial = _Radial(r, box, width)
@@ -88,21 +87,11 @@ def radial_problem(
     if estimator == "reweighting":
         average = TimeAverage(radial, burn_in=skip * dt)
         make = partial(Reweighting, every=every * dt)
-        return make, average, simulation(initial, (0, length))
+        return make, average, simulation(initial, (0, steps))
 
     def equilibrated(replicas: int, generator: torch.Generator | None) -> Any:
         start = initial(replicas, generator)
-        if skip == 0:
-            return start
-        run = simulate(
-            job.model,
-            start,
-            [0.0, skip * dt],
-            solver=job.solver,
-            generator=generator,
-            compile=compile_runs,
-        )
-        return run.final
+        return job.run(start, skip, generator, compile_runs) if skip else start
 
     make = partial(Pathwise, ReversibleAdjoint())
-    return make, along, simulation(equilibrated, range(0, length - skip + 1, every))
+    return make, along, simulation(equilibrated, range(0, steps - skip + 1, every))

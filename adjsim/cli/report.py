@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,126 +14,130 @@ from typing import Any
 from rich.console import Console
 
 from adjsim.adjoints import Adjoint
-from adjsim.cli.job import PLAIN, Job
+from adjsim.cli.job import PLAIN, Job, estimators_of, question_of
 from adjsim.cli.presets import Answer, Preset, Question
-from adjsim.cli.sweep import Sweep
+from adjsim.cli.sweep import Method, Sweep
 from adjsim.core.durable.files import replacing
 from adjsim.estimators.compare import Comparison
 from adjsim.estimators.figures import plot_sweep
 
 
-@dataclass
-class Report:
-    """A comparison, and the additional data of its files.
+@dataclass(frozen=True)
+class Comparing:
+    """What is compared.
 
-    ``estimand`` is that of the exact answers. ``unit`` is that of time, and ``units`` are those of
-    the gradients.
+    Attributes:
+        preset, problem: the name of the problem, and its questions.
+        quantity: the name of the question.
+        names: the estimators; empty: adjoints are compared.
+        dt: the step, in the units of the command line.
+        sweep: the horizons and numbers of replicas.
+        job: the runs of a system of atoms; None for a test problem.
+        adjoints: the adjoints by their names.
     """
 
+    preset: str
+    problem: Preset
+    quantity: str
+    names: list[str]
+    dt: float
+    seed: int
     sweep: Sweep
-    results: dict[float, Comparison]
-    about: dict[str, Any]
-    answers: dict[float, Answer]
-    unit: str
-    units: str
-    estimand: str = "stationary"
+    job: Job | None = None
+    adjoints: dict[str, Adjoint] = field(default_factory=dict[str, Adjoint])
 
     @property
-    def empty(self) -> bool:
-        """Whether no method returned a number."""
-        return not any(comparison.estimates for comparison in self.results.values())
+    def question(self) -> Question:
+        return self.problem.questions[self.quantity]
 
-    def write(self, output: Path) -> None:
-        """Write compare.png and compare.json."""
-        runs = []
-        for x, (horizon, replicas) in self.sweep.points().items():
-            run: dict[str, Any] = {"horizon": horizon, "replicas": replicas}
-            if x in self.answers:
-                run["answer"] = dict(zip(("value", "grad"), self.answers[x], strict=True))
-            runs.append(run | {"methods": self.results[x].rows()})
-        axis = self.sweep.axis
-        label = f"{axis} / {self.unit or 'reduced units'}" if axis == "horizon" else axis
-        picture = BytesIO()
-        exact = {self.estimand: {x: grads for x, (_, grads) in self.answers.items()}}
-        plot_sweep(self.results, label, exact, self.units).savefig(picture, format="png", dpi=130)
-        with replacing(output / "compare.png") as temporary:
-            temporary.write_bytes(picture.getvalue())
-        with replacing(output / "compare.json") as temporary:
-            text = json.dumps({**self.about, "runs": runs}, indent=2)
-            temporary.write_text(text, encoding="utf-8")
-        _print(plain_console(), f"\nwrote {output / 'compare.png'} and {output / 'compare.json'}")
-
-
-def report_adjoints(
-    job: Job,
-    quantity: str,
-    adjoints: dict[str, Adjoint],
-    sweep: Sweep,
-    results: dict[float, Comparison],
-) -> Report:
-    """Print a comparison of adjoints."""
-    console = plain_console()
-    title = job.quantity(quantity).title
-    _print(console, f"{job.title}, seed {job.seed}. Value: {title} at the horizon.")
-    for x, comparison in results.items():
-        _table(console, _heading(sweep, x, job), comparison, job)
-    if "backsolve" in adjoints:
-        solver, other = repr(job.continuous), "the exact flow"
-        if job.model.stochastic:
-            solver, other = (
-                "the midpoint rule of SDESolver at this dt",
-                "other steps on the same noise",
+    def methods(self, compile_runs: bool) -> list[Method]:
+        if self.names:
+            question = partial(question_of, self.preset, self.quantity, self.job)
+            found = estimators_of(self.names, question, self.dt, self.seed, compile_runs)
+        else:
+            assert self.job is not None
+            found = self.job.adjoints(self.adjoints, self.quantity, compile_runs)
+        if compile_runs and not any(method.compiles(self.dt) for method in found):
+            raise ValueError(
+                "--compile: none of these methods can be compiled. The adjoints direct, checkpoint "
+                "and reversible can, and so can the estimators pathwise, finite-difference, "
+                "score-function and reweighting."
             )
-        _print(
-            console,
+        return found
+
+
+def report_comparison(found: Comparing, results: dict[float, Comparison], output: Path) -> bool:
+    """Print the tables, and write compare.png and compare.json; False: there are no numbers."""
+    points, exact = found.sweep.points(), found.question.exact
+    answers = dict[float, Answer]()
+    show(f"{found.problem.title}, seed {found.seed}. Value: {found.question.title}.")
+    for x, (horizon, _) in points.items():
+        heading = _heading(found, x)
+        if exact is not None:
+            value, grads = answers[x] = exact.answer(horizon)
+            slopes = ", ".join(f"d/d {name} {slope:.6g}" for name, slope in grads.items())
+            heading += f"\n{exact.how}: {value:.6g}, {slopes}"
+        _table(heading, results[x], found.job)
+    for remark in _remarks(found):
+        show(remark)
+    if not any(comparison.estimates for comparison in results.values()):
+        return False
+    runs = []
+    for x, (horizon, replicas) in points.items():
+        run: dict[str, Any] = {"horizon": horizon, "replicas": replicas}
+        if x in answers:
+            run["answer"] = dict(zip(("value", "grad"), answers[x], strict=True))
+        runs.append(run | {"methods": results[x].rows()})
+    label = axis = found.sweep.axis
+    if axis == "horizon":
+        unit = found.job.system.time_name if found.job else ""
+        label = f"{axis} / {unit or 'reduced units'}"
+    slopes_of = {x: grads for x, (_, grads) in answers.items()}
+    lines = {exact.estimand if exact else "stationary": slopes_of}
+    figure = plot_sweep(results, label, lines, _units(found))
+    write_files(output / "compare", figure, {**_about(found), "runs": runs})
+    return True
+
+
+def _about(found: Comparing) -> dict[str, Any]:
+    settings: dict[str, Any] = settings_of(found.job) if found.job else {}
+    if not found.names:
+        return {**settings, "observable": found.quantity}
+    return {
+        "preset": found.preset,
+        "title": found.problem.title,
+        "seed": found.seed,
+        "observable": found.question.title,
+        **settings,
+    }
+
+
+def _remarks(found: Comparing) -> Iterator[str]:
+    """Explain adjoints that differ from the others."""
+    if "backsolve" in found.adjoints:
+        assert found.job is not None
+        solver, other = repr(found.job.continuous), "the exact flow"
+        if found.job.model.stochastic:
+            solver = "the midpoint rule of SDESolver at this dt"
+            other = "other steps on the same noise"
+        yield (
             f"backsolve is the continuous adjoint on {solver}: it differentiates {other}, so its "
-            "difference from the others is the discretisation error of dt, not of the adjoint.",
+            "difference from the others is the discretisation error of dt, not of the adjoint."
         )
-    if PLAIN in adjoints:
-        _print(
-            console,
+    if PLAIN in found.adjoints:
+        yield (
             f"{PLAIN} runs and reverses the same steps in floating point. In chaos its path soon "
             "differs from the exact path, and so does its gradient. Where its reconstruction error "
-            "is not small, its gradient is wrong: it belongs to no path.",
+            "is not small, its gradient is wrong: it belongs to no path."
         )
-    about = {**settings_of(job), "observable": quantity}
-    return Report(sweep, results, about, {}, job.system.time_name, _units(job, quantity))
 
 
-def report_estimators(
-    preset: Preset,
-    name: str,
-    quantity: str,
-    question: Question,
-    job: Job | None,
-    seed: int,
-    sweep: Sweep,
-    results: dict[float, Comparison],
-) -> Report:
-    """Print a comparison of estimators, with the exact answer where it is known."""
-    console, answers = plain_console(), {}
-    _print(console, f"{preset.title}, seed {seed}. Value: {question.title}.")
-    for x, (horizon, _) in sweep.points().items():
-        heading = _heading(sweep, x, job)
-        if question.exact is not None:
-            answers[x] = question.exact.answer(horizon)
-            value, grads = answers[x]
-            slopes = ", ".join(f"d/d {name} {slope:.6g}" for name, slope in grads.items())
-            heading += f"\n{question.exact.how}: {value:.6g}, {slopes}"
-        _table(console, heading, results[x], job)
-    about = {"preset": name, "title": preset.title, "seed": seed, "observable": question.title} | (
-        settings_of(job) if job else {}
-    )
-    unit = job.system.time_name if job else ""
-    units = _units(job, quantity) if job else "reduced units"
-    estimand = question.exact.estimand if question.exact else "stationary"
-    return Report(sweep, results, about, answers, unit, units, estimand)
-
-
-def _units(job: Job, quantity: str) -> str:
+def _units(found: Comparing) -> str:
     """List the units of a gradient."""
-    base = "eV, angstrom, amu" if job.system.time_name == "fs" else "reduced units"
-    unit = job.quantity(quantity).unit
+    if found.job is None:
+        return "reduced units"
+    base = "eV, angstrom, amu" if found.job.system.time_name == "fs" else "reduced units"
+    unit = found.job.quantity(found.quantity).unit
     return f"{unit}, {base}" if unit else base
 
 
@@ -153,31 +159,39 @@ def settings_of(job: Job) -> dict[str, Any]:
     }
 
 
-def plain_console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+def write_files(path: Path, figure: Any, record: dict[str, Any]) -> None:
+    """Write a figure and a record beside each other, and print where."""
+    picture, png, text = BytesIO(), path.with_suffix(".png"), path.with_suffix(".json")
+    figure.savefig(picture, format="png", dpi=130)
+    with replacing(png) as temporary:
+        temporary.write_bytes(picture.getvalue())
+    with replacing(text) as temporary:
+        temporary.write_text(json.dumps(record, indent=2), encoding="utf-8")
+    show(f"\nwrote {png} and {text}")
 
 
-def _print(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True)
+def show(what: Any) -> None:
+    """Print a table, or text that is not wrapped."""
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width, highlight=False).print(what, soft_wrap=isinstance(what, str))
 
 
-def _heading(sweep: Sweep, x: float, job: Job | None) -> str:
-    horizon, replicas = sweep.points()[x]
-    unit, steps = (
-        ("", "") if job is None else (f" {job.system.time_name}", f" ({job.steps(horizon)} steps)")
-    )
+def _heading(found: Comparing, x: float) -> str:
+    horizon, replicas = found.sweep.points()[x]
+    job = found.job
+    unit = "" if job is None else f" {job.system.time_name} ({job.steps(horizon)} steps)"
     count = f", {replicas} replicas" if replicas > 1 else ""
-    return f"\nhorizon {horizon:g}{unit}{steps}{count}"
+    return f"\nhorizon {horizon:g}{unit}{count}"
 
 
-def _table(console: Console, heading: str, comparison: Comparison, job: Job | None) -> None:
-    _print(console, heading)
+def _table(heading: str, comparison: Comparison, job: Job | None) -> None:
+    show(heading)
     if comparison.estimates:
-        console.print(comparison.table())
+        show(comparison.table())
     for remark in comparison.remarks():
-        _print(console, remark)
+        show(remark)
     # The title has the path of most methods. A transform or another dtype takes another path.
     for name, estimate in comparison.estimates.items():
         for path in (estimate.diagnostics.get("pairs") or {}).values():
             if job is not None and path != job.system.potential.path(job.system.position):
-                _print(console, f"{name}: pairs by another path: {path}.")
+                show(f"{name}: pairs by another path: {path}.")

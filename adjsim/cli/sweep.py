@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -18,10 +19,7 @@ from adjsim.estimators.compare import Comparison, compare
 
 @dataclass
 class Sweep:
-    """Horizons and numbers of replicas, of which one may have several values.
-
-    These values are the x-axis of the figure.
-    """
+    """Horizons and numbers of replicas; the one with several values is the x-axis of the figure."""
 
     horizons: list[float]
     replicas: list[int]
@@ -42,10 +40,9 @@ class Sweep:
 
     def points(self) -> dict[float, tuple[float, int]]:
         """Return horizon and number of replicas, by the value on the axis."""
-        pairs = [(horizon, count) for horizon in self.horizons for count in self.replicas]
         return {
-            (count if self.axis == "replicas" else horizon): (horizon, count)
-            for horizon, count in pairs
+            count if self.axis == "replicas" else horizon: (horizon, count)
+            for horizon, count in product(self.horizons, self.replicas)
         }
 
 
@@ -64,46 +61,36 @@ class Method:
     seed: int
     compile: bool
 
+    def compiles(self, horizon: float) -> bool:
+        """Return whether the runs are compiled."""
+        return self.compile and self.make().can_compile(self.question().simulation(horizon))
+
     def __call__(
-        self,
-        horizon: float,
-        replicas: int,
-        store: Path | None = None,
-        ranks: Ranks | None = None,
+        self, horizon: float, replicas: int, store: Path | None = None, ranks: Ranks | None = None
     ) -> Comparison:
         """Compute value, gradient and cost at a horizon, after a warm-up run.
 
-        Ranks share the chunks; None: the process is none of several ranks.
-
-        The warm-up keeps one-off work of the process out of the measured time and memory.
+        The warm-up keeps one-off work of the process out of the measured time and memory. Ranks
+        share the chunks.
         """
         question = self.question()
+
+        def estimate(horizon: float, replicas: int, store: Path | None) -> Comparison:
+            return compare(
+                question.simulation(horizon),
+                question.observable(horizon),
+                {self.name: self.make()},
+                replicas=replicas,
+                generator=torch.Generator().manual_seed(self.seed),
+                compile=self.compile,
+                store=store,
+                group=ranks,
+            )
+
         # The warm-up is one step of two replicas. A compiled method warms up with the whole run, so
         # the memory that its compiled loops keep does not count as growth.
-        compiled = self.compile and self.make().can_compile(question.simulation(horizon))
-        warm_up = (horizon, replicas) if compiled else (self.step, 2)
-        self._estimate(question, *warm_up, None, ranks)
-        return self._estimate(question, horizon, replicas, store, ranks)
-
-    def _estimate(
-        self,
-        question: Question,
-        horizon: float,
-        replicas: int,
-        store: Path | None,
-        ranks: Ranks | None,
-    ) -> Comparison:
-        generator = torch.Generator().manual_seed(self.seed)
-        return compare(
-            question.simulation(horizon),
-            question.observable(horizon),
-            {self.name: self.make()},
-            replicas=replicas,
-            generator=generator,
-            compile=self.compile,
-            store=store,
-            group=ranks,
-        )
+        estimate(*((horizon, replicas) if self.compiles(horizon) else (self.step, 2)), None)
+        return estimate(horizon, replicas, store)
 
 
 def run_sweep(

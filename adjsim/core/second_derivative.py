@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 
 def refuse_second_derivative(gradient: str, remedy: str = "") -> None:
@@ -20,3 +23,20 @@ def refuse_second_derivative(gradient: str, remedy: str = "") -> None:
             f"{gradient} and has no graph of its own, so it cannot be differentiated again "
             f"(create_graph=True, double backward, torch.func).{remedy and ' '}{remedy}"
         )
+
+
+def once_differentiable(x: Tensor, gradient: str, remedy: str = "") -> Tensor:
+    """Return the tensor, with a gradient that refuses to be differentiated again."""
+    return _OnceDifferentiable.apply(x, gradient, remedy)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *refusal: str) -> Tensor:
+        ctx.refusal = refusal
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(*ctx.refusal)
+        return cotangents[0], None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -195,6 +195,15 @@ class CotangentsUnless(Cotangents):
 
     def _present(self, value: Tensor) -> Tensor:
         return torch.where(self.absent, 0.0, value)
+
+
+def add_each(
+    add: Callable[[str, Tensor], None], names: Iterable[str], grads: Iterable[Tensor | None]
+) -> None:
+    """Add gradients by their names, apart from those that are None."""
+    for name, grad in zip(names, grads, strict=True):
+        if grad is not None:
+            add(name, grad)
 
 
 def select_link(value: Tensor, link: int | None) -> Tensor:

@@ -76,9 +76,8 @@ class PathScore(ABC):
         self.pending.clear()
 
     def noise(self, step: int) -> tuple[Tensor, ...]:
-        drawn = self.stepper.noise_of(step)
-        assert drawn is not None
-        return drawn
+        assert self.stepper.noise is not None
+        return self.stepper.noise.of_step(step)
 
     @abstractmethod
     def __call__(self, step: int, before: AnyState, after: AnyState) -> None:

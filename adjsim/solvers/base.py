@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -23,19 +23,20 @@ from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.lattice import Lattice
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients, MoveContext, reads_force
-from adjsim.solvers.clock import Clock, VaryingClock
+from adjsim.solvers.clock import Clock, VaryingClock, check_dt
 
-# Maps a share of a step to the time. The end of one step and the beginning of the next are the same
-# number.
+# Maps the share of a step that has passed, from 0 to 1, to the time. The end of one step and the
+# beginning of the next are the same number.
 TimeInStep = Callable[[float], Any]
+# The letter of a step that integrates the whole vector field.
+LETTER = "Y"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of a step that belongs to one letter of the scheme.
+    """The part of a step that belongs to one letter, and begins after the share ``elapsed`` of dt.
 
-    ``elapsed`` is the share of dt that has passed when the stage begins. Its draws are
-    ``noise[first_draw : first_draw + draws]``.
+    Its draws are ``noise[first_draw : first_draw + draws]``.
     """
 
     letter: str
@@ -43,6 +44,30 @@ class Stage:
     elapsed: float
     first_draw: int = 0
     draws: int = 0
+
+
+class StepContext(NamedTuple):
+    """The context of a step: its times, coefficients and noise, and the evaluator of forces.
+
+    ``forces`` carries the last force of the step to the next one.
+    """
+
+    time: TimeInStep
+    coefficients: Mapping[str, Coefficients]
+    noise: Sequence[Tensor] | None
+    forces: ForceEvaluator
+
+    def of(self, stage: Stage) -> MoveContext:
+        """Return the context of the moves of a stage."""
+        time, coefficients, noise, forces = self
+        if stage.draws:
+            assert noise is not None
+            noise = noise[stage.first_draw : stage.first_draw + stage.draws]
+        else:
+            noise = None
+        return MoveContext(
+            time(stage.elapsed), stage.letter, coefficients[stage.letter], noise, forces
+        )
 
 
 @dataclass(frozen=True)
@@ -65,85 +90,47 @@ class StepPlan:
     moves: tuple[tuple[Stage, Move], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        convert = (lambda move: move) if self.lattice is None else self.lattice.on_lattice
-        moves = tuple((stage, convert(move)) for stage in self.stages for move in stage.moves)
+        moves = tuple((stage, move) for stage in self.stages for move in stage.moves)
+        if self.lattice is not None:
+            moves = tuple((stage, self.lattice.on_lattice(move)) for stage, move in moves)
         object.__setattr__(self, "moves", moves)
 
-    def step(
-        self,
-        time: TimeInStep,
-        state: State,
-        coefficients: Mapping[str, Coefficients],
-        noise: Sequence[Tensor] | None,
-        forces: ForceEvaluator,
-    ) -> State:
-        """Run one step, as a pure function of tensors.
-
-        ``forces`` carries the last force to the next step.
-        """
+    def step(self, state: State, context: StepContext) -> State:
+        """Run one step, as a pure function of tensors."""
         for stage, move in self.moves:
-            state = move.flow(state, self.context(time, stage, coefficients, noise, forces))
+            state = move.flow(state, context.of(stage))
         return state
 
     def intermediate_states(
-        self,
-        time: TimeInStep,
-        state: State,
-        coefficients: Mapping[str, Coefficients],
-        noise: Sequence[Tensor] | None,
-        forces: ForceEvaluator,
+        self, state: State, context: StepContext, part: slice = slice(None)
     ) -> list[State]:
-        """Run one step, and return all intermediate states.
-
-        These are the states before each move, and the state after the last.
-        """
-        states = self.states_before(time, state, coefficients, noise, forces)
-        stage, move = self.moves[-1]
-        last = move.flow(states[-1], self.context(time, stage, coefficients, noise, forces))
-        return [*states, last]
-
-    def states_before(
-        self,
-        time: TimeInStep,
-        state: State,
-        coefficients: Mapping[str, Coefficients],
-        noise: Sequence[Tensor] | None,
-        forces: ForceEvaluator,
-    ) -> list[State]:
-        """Return the states before each move of one step; the last move is not run."""
+        """Run moves of one step, and return the states before each and after the last."""
         states = [state]
-        for stage, move in self.moves[:-1]:
-            states.append(
-                move.flow(states[-1], self.context(time, stage, coefficients, noise, forces))
-            )
+        for stage, move in self.moves[part]:
+            states.append(move.flow(states[-1], context.of(stage)))
         return states
 
     def backward(
         self,
-        time: TimeInStep,
         state: State,
-        coefficients: Mapping[str, Coefficients],
-        noise: Sequence[Tensor] | None,
-        forces: ForceEvaluator,
+        context: StepContext,
         cotangents: Cotangents,
         before: Sequence[State] | None = None,
         part: slice = slice(None),
     ) -> State:
-        """Reverse one step, and propagate the cotangents back through it.
+        """Reverse moves of one step, and propagate the cotangents back through them.
 
-        Args:
-            time: the time as a function of the share of the step that has passed.
-            before: the states before each move; None: compute them by the moves' inverses.
-            part: the moves of the step to reverse.
+        ``before`` has the states before each move of the step; None: compute them by the moves'
+        inverses.
         """
         for i in reversed(range(len(self.moves))[part]):
             stage, move = self.moves[i]
-            context = self.context(time, stage, coefficients, noise, forces)
-            state = move.backward(state, context, cotangents, None if before is None else before[i])
+            known = None if before is None else before[i]
+            state = move.backward(state, context.of(stage), cotangents, known)
         return state
 
     def forces(self, potential: nn.Module, **options: Any) -> ForceEvaluator:
-        """Make an evaluator of the potential's forces, with the rounding of this program."""
+        """Make an evaluator of the potential's forces, with the rounding of this plan."""
         return ForceEvaluator(
             potential,
             rounding=self.force_rounding,
@@ -161,14 +148,11 @@ class StepPlan:
     def one_time_per_position(self) -> bool:
         """Whether time passes only while positions move, so that one position has one force."""
         ends = [*(stage.elapsed for stage in self.stages[1:]), 1.0]
-        moved = [
-            "position" in {name for move in stage.moves for name in move.writes}
-            for stage in self.stages
-        ]
-        passed = [
-            abs(end - stage.elapsed) > 1e-9 for stage, end in zip(self.stages, ends, strict=True)
-        ]
-        return all(moves or not passes for moves, passes in zip(moved, passed, strict=True))
+        return all(
+            abs(end - stage.elapsed) <= 1e-9
+            or any("position" in move.writes for move in stage.moves)
+            for stage, end in zip(self.stages, ends, strict=True)
+        )
 
     @property
     def shares_force(self) -> bool:
@@ -191,11 +175,8 @@ class StepPlan:
 
     def with_spacings(self, spacings: Mapping[str, Tensor]) -> StepPlan:
         """Return the same step with these tensors as the spacings of its lattice."""
-        return (
-            self
-            if self.lattice is None
-            else replace(self, lattice=self.lattice.with_spacings(spacings))
-        )
+        lattice = self.lattice
+        return self if lattice is None else replace(self, lattice=lattice.with_spacings(spacings))
 
     def is_valid(self, state: AnyState) -> bool:
         """Return whether a state is finite, on the lattice, and with its copies together."""
@@ -218,12 +199,9 @@ class StepPlan:
         """Make the error of a run that reached a state that is not valid.
 
         Args:
-            state: the state.
-            good: a valid state before it.
-            good_time: the time of that state.
+            state, good, good_time: the state, and a valid state before it with its time.
             where: the step and the time.
-            smaller: what to use where steps are too long.
-            remedy: what else may help.
+            smaller, remedy: what to use where steps are too long, and what else may help.
             reason: why numbers are not finite, with the way out, if it is known.
         """
         lattice, copies = self.lattice, self.copies
@@ -237,23 +215,6 @@ class StepPlan:
             )
         why = f". Use {smaller}, or {remedy}." if reason is None else f": {reason}"
         return FloatingPointError(f"the simulation reached NaN or infinity {where}{why}")
-
-    def context(
-        self,
-        time: TimeInStep,
-        stage: Stage,
-        coefficients: Mapping[str, Coefficients],
-        noise: Sequence[Tensor] | None,
-        forces: ForceEvaluator,
-    ) -> MoveContext:
-        """Return the context of the moves of a stage."""
-        drawn = None
-        if stage.draws:
-            assert noise is not None
-            drawn = noise[stage.first_draw : stage.first_draw + stage.draws]
-        return MoveContext(
-            time(stage.elapsed), stage.letter, coefficients[stage.letter], drawn, forces
-        )
 
 
 @runtime_checkable
@@ -278,6 +239,12 @@ class SteppingSolver(ABC):
     exact: bool = False
     dt: float
 
+    def __init__(self, dt: float) -> None:
+        self.dt = check_dt(dt)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(dt={self.dt:g}{', exact=True' if self.exact else ''})"
+
     @abstractmethod
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         """List the moves of a step without a lattice, for runs from a start at the time t."""
@@ -290,37 +257,22 @@ class SteppingSolver(ABC):
         ``lattice`` is that of an exact run which is known; None: make it.
         """
         plan = self.plain_plan(dynamics, state, t)
-        return self.on_lattice(plan, dynamics, state, t, lattice) if self.exact else plan
-
-    @staticmethod
-    def on_lattice(
-        plan: StepPlan,
-        dynamics: Dynamics[State],
-        state: State,
-        t: float,
-        lattice: Lattice | None = None,
-    ) -> StepPlan:
-        """Return a plan with a lattice, which is made if it is not known."""
+        if not self.exact:
+            return plan
         if lattice is None:
-            moves: dict[str, tuple[Move, ...]] = {}
-            for stage in plan.stages:
-                moves[stage.letter] = (*moves.get(stage.letter, ()), *stage.moves)
-            lattice = Lattice(dynamics, t, state, moves, plan.dt, plan.copies)
+            lattice = lattice_of(plan, dynamics, state, t)
         return replace(plan, lattice=lattice)
 
-    @abstractmethod
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         """Compute each letter's coefficients, differentiable in the parameters."""
+        return {LETTER: {}}
 
     def supports_compiling(
         self, dynamics: Dynamics[Any], state: AnyState | None = None, *, undone: bool = False
     ) -> Refusal | None:
         """Return why its steps of the dynamics cannot be compiled; None for steps that can.
 
-        Args:
-            dynamics: the dynamics.
-            state: the start, on which the reason may depend; None: it is not known.
-            undone: whether the steps are undone too.
+        The reason may depend on the start, if it is known, and on whether steps are undone too.
         """
         return None
 
@@ -328,13 +280,10 @@ class SteppingSolver(ABC):
         """Return the solver with the numbers that it chooses by the start and the save times."""
         return self
 
-    def clock(self, times: Tensor) -> Clock | VaryingClock:
-        """Return the times of the steps of a run with these save times."""
-        return Clock(float(times[0]), self.dt, tuple(step_numbers(times, self.dt)))
-
-    def continued_clock(self, times: Tensor, end: RunEnd) -> Clock:
-        """Return the times of the steps of a run that goes on from the end of another."""
-        return Clock(end.begin, self.dt, tuple(step_numbers(times, self.dt)), end.step)
+    def clock(self, times: Tensor, end: RunEnd | None = None) -> Clock | VaryingClock:
+        """Return the times of the steps of a run, which may go on from the end of another."""
+        begin, before = (float(times[0]), 0) if end is None else (end.begin, end.step)
+        return Clock(begin, self.dt, tuple(step_numbers(times, self.dt)), before)
 
     def varying(self, state: AnyState) -> VaryingSteps | None:
         """Return what depends on the size of a step; None if all steps have one size."""
@@ -349,16 +298,28 @@ class SteppingSolver(ABC):
         return dynamics.damping(state)
 
     def steps_within(self, dynamics: Dynamics[State], state: State, growth: float) -> float | None:
-        """Return how many reversed steps let rounding errors grow by at most exp(growth).
-
-        None: they do not grow.
-        """
+        """Return how many reversed steps let errors grow by exp(growth); None: they do not grow."""
         rate = self.damping(dynamics, state)
         return None if rate == 0 else growth / (rate * self.dt)
 
     def check(self, plan: StepPlan, dynamics: Dynamics[State], state: State, t: float) -> None:
-        """Refuse, before any work, a step that is too long for the dynamics at a start.
-
-        ``plan`` has the moves of the step.
-        """
+        """Refuse, before any work, a step that is too long for the dynamics at a start."""
         return
+
+
+def lattice_of(plan: StepPlan, dynamics: Dynamics[State], state: State, t: float) -> Lattice:
+    """Make the lattice of an exact run."""
+    moves: dict[str, tuple[Move, ...]] = {}
+    for stage in plan.stages:
+        moves[stage.letter] = (*moves.get(stage.letter, ()), *stage.moves)
+    return Lattice(dynamics, t, state, moves, plan.dt, plan.copies)
+
+
+def refuse_without_equation(solver: object, dynamics: Dynamics[Any]) -> None:
+    """Refuse dynamics with a term that is a flow over a step and not a differential equation."""
+    for letter, term in dynamics.terms.items():
+        if term.no_equation is not None:
+            raise TypeError(
+                f"{type(solver).__name__} cannot take term {letter!r} of "
+                f"{type(dynamics).__name__}: {term.no_equation.reason}. Use a splitting."
+            )

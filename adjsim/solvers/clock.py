@@ -16,26 +16,28 @@ from adjsim.core.trajectory import first_averaged_step
 SMALLER = "smaller steps (a smaller rtol)"
 
 
-@dataclass(frozen=True)
-class Clock:
-    """The times of a run on a grid of steps.
+class Saves:
+    """The numbers of the steps after which a run saves its state; the first is 0."""
 
-    Attributes:
-        begin: the time of the start.
-        dt: the step size.
-        saves: the numbers of the steps after which the state is saved; the first is 0.
-        before: the number of steps between ``begin`` and step 0, in a run that is continued.
+    saves: tuple[int, ...]
+
+    @property
+    def last(self) -> int:
+        """The number of steps."""
+        return self.saves[-1]
+
+
+@dataclass(frozen=True)
+class Clock(Saves):
+    """The times of a run on a grid of steps of size dt.
+
+    A run that is continued has made the number of steps ``before`` since ``begin``.
     """
 
     begin: float
     dt: float
     saves: tuple[int, ...]
     before: int = 0
-
-    @property
-    def last(self) -> int:
-        """The number of steps."""
-        return self.saves[-1]
 
     @property
     def smaller(self) -> str:
@@ -47,10 +49,7 @@ class Clock:
         return self.begin + (self.before + step) * self.dt
 
     def time_in_step(self, step: int) -> Callable[[float], float]:
-        """Return a function that gives the time in step number ``step``.
-
-        Its argument is the share of the step that has passed, from 0 to 1.
-        """
+        """Return the time in step number ``step`` as a function of the share that has passed."""
         return lambda share: self.time(step + share)
 
     def first_averaged(self, burn_in: float) -> int:
@@ -59,23 +58,13 @@ class Clock:
 
 
 @dataclass(frozen=True, eq=False)
-class VaryingClock:
-    """The times of a run whose steps differ in size.
-
-    Attributes:
-        ends: the time of the start and the times at the ends of all steps, float64.
-        saves: the numbers of the steps after which the state is saved; the first is 0.
-    """
+class VaryingClock(Saves):
+    """The times of a run whose steps differ in size: the start and all ends, float64."""
 
     ends: Tensor
     saves: tuple[int, ...]
     smaller = SMALLER
     before = 0
-
-    @property
-    def last(self) -> int:
-        """The number of steps."""
-        return self.saves[-1]
 
     @property
     def sizes(self) -> np.ndarray:
@@ -91,10 +80,7 @@ class VaryingClock:
         return float(self.ends.numpy()[step])
 
     def time_in_step(self, step: int) -> Callable[[float], float]:
-        """Return a function that gives the time in step number ``step``.
-
-        Its argument is the share of the step that has passed, from 0 to 1.
-        """
+        """Return the time in step number ``step`` as a function of the share that has passed."""
         return lambda share: (
             self.time(step + 1) if share == 1 else self.time(step) + share * self.size(step)
         )

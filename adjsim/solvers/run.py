@@ -87,8 +87,6 @@ def bound_record(
     record: Record[State], reading: Reading[Any], dynamics: Any, tensors: Sequence[Tensor]
 ) -> Record[State]:
     """Return a record that reads a copy of the dynamics, and its tensors, where it names it."""
-    if record is None:
-        return None
     if isinstance(record, TimeAverage):
         return replace(record, function=reading.on(dynamics, tensors, record.function))
-    return reading.on(dynamics, tensors, record)
+    return None if record is None else reading.on(dynamics, tensors, record)

@@ -28,14 +28,13 @@ class Splitting(SteppingSolver):
         exact: run the steps on a fixed-point lattice inside float64, where each step is a bijection
             and is undone bit for bit (see :mod:`adjsim.dynamics.lattice`). ``ReversibleAdjoint``
             then equals ``DirectAdjoint`` at any length, in chaos and under friction. The path is as
-            accurate as the floating-point path; initially they differ by rounding. Exact runs need
-            float64 and flows made of shears and scales, which excludes :class:`~adjsim.ESH`. A
-            factor such as exp(-friction dt) is replaced by a fraction, with an error of at
-            most 1e-7 times the factor's distance from one. So the trajectory is piecewise
-            constant in the friction at that level, and unfit for difference quotients.
-            ``trajectory.stats["buffer_bits"]`` is the number of bits per step and degree of
-            freedom that the information buffers took.
-            ``["buffer_bound"]`` is the number that friction removes in the long run,
+            accurate as the floating-point path, from which it first differs by rounding. Flows have
+            to be made of shears and scales, which excludes :class:`~adjsim.ESH`. A factor such as
+            exp(-friction dt) is replaced by a fraction, with an error of at most 1e-7 times the
+            factor's distance from one. So the trajectory is piecewise constant in the friction at
+            that level, and unfit for difference quotients. ``trajectory.stats["buffer_bits"]`` is
+            the number of bits per step and degree of freedom that the information buffers took, and
+            ``["buffer_bound"]`` the number that friction removes in the long run,
             friction dt / ln 2 (None where it depends on the path).
 
     Raises:
@@ -72,10 +71,8 @@ class Splitting(SteppingSolver):
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         terms = dynamics.terms
-        return {
-            letter: terms[letter].coefficients(h, state)
-            for letter, h in self._shares(dynamics).items()
-        }
+        shares = self._shares(dynamics)
+        return {letter: terms[letter].coefficients(h, state) for letter, h in shares.items()}
 
     def check(self, plan: StepPlan, dynamics: Dynamics[State], state: State, t: float) -> None:
         # A word with n kicks and n streams is as stable as n steps of dt/n at best.
@@ -94,14 +91,10 @@ class Splitting(SteppingSolver):
         unknown = [letter for letter in count if letter not in known]
         missing = [letter for letter in known if letter not in count]
         if unknown or missing:
-            problem = (
-                f"has no term {unknown[0]!r}"
-                if unknown
-                else f"has a term {missing[0]!r} that it leaves out"
-            )
+            problem = "has no term {!r}" if unknown else "has a term {!r} that it leaves out"
             raise ValueError(
-                f"scheme {self.scheme!r} does not fit {type(dynamics).__name__}, which {problem}; "
-                f"its terms are {', '.join(known)}."
+                f"scheme {self.scheme!r} does not fit {type(dynamics).__name__}, which "
+                f"{problem.format((unknown or missing)[0])}; its terms are {', '.join(known)}."
             )
         return {letter: self.dt / n for letter, n in count.items()}
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from adjsim.core.reading import read
+from adjsim.solvers.base import StepContext
 from tests.problems import Case, slow_but, square
 
 ROWS = [
@@ -56,9 +57,8 @@ def test_a_step_compiles_whole(case):
         )
 
     def step(time, state, noise):
-        return plan.step(
-            lambda share: time, state, coefficients, noise, plan.forces(dynamics.potential)
-        )
+        forces = plan.forces(dynamics.potential)
+        return plan.step(state, StepContext(lambda share: time, coefficients, noise, forces))
 
     compiled = torch.compile(step, fullgraph=True, backend="eager")
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_a_step_knows_whether_it_shares_its_force(case):
     noise = [torch.zeros_like(state.position)] * plan.draws * plan.noise_steps
     forces, counts = plan.forces(dynamics.potential), []
     for _ in range(2):
-        state = plan.step(float, state, coefficients, noise, forces)
+        state = plan.step(state, StepContext(float, coefficients, noise, forces))
         counts.append(forces.report.energy_evaluations)
     shared = forces.cached(state.position) is not None and counts[1] < 2 * counts[0]
     assert plan.shares_force == shared

@@ -11,6 +11,7 @@ import torch
 import adjsim
 from adjsim import ODESolver, Splitting
 from adjsim.dynamics.cotangents import Cotangents
+from adjsim.solvers.base import StepContext
 from tests.problems import DYNAMICS, POTENTIALS, SCHEMES, slow_but, square
 
 WORDS = [(d, s) for d, words in SCHEMES.items() for s in words]
@@ -65,15 +66,12 @@ def test_steps_are_reversible(name, scheme):
     )
     with torch.no_grad():
         forces = plan.forces(dynamics.potential)
-
-        def time(share):
-            return 0.0
-
+        context = StepContext(lambda share: 0.0, coefficients, None, forces)
         for _ in range(100):
-            state = plan.step(time, state, coefficients, None, forces)
+            state = plan.step(state, context)
         nothing = Cotangents({field: torch.zeros_like(x) for field, x in state._asdict().items()})
         for _ in range(100):
-            state = plan.backward(time, state, coefficients, None, forces, nothing)
+            state = plan.backward(state, context, nothing)
     for found, true in zip(state, start, strict=True):
         torch.testing.assert_close(found, true, rtol=1e-12, atol=1e-12)
 

@@ -13,7 +13,7 @@ import torch
 from scipy.linalg import expm, solve_continuous_lyapunov, solve_discrete_lyapunov
 
 import adjsim
-from adjsim.solvers.base import SteppingSolver
+from adjsim.solvers.base import StepContext, SteppingSolver
 
 
 def affine(dynamics, solver: SteppingSolver):
@@ -31,9 +31,8 @@ def affine(dynamics, solver: SteppingSolver):
         state = type(start)(*(part.reshape(x.shape) for part, x in zip(parts, start, strict=True)))
         with torch.no_grad():
             noise = torch.as_tensor(xi).reshape(-1, 1, 1).unbind(0)
-            after = plan.step(
-                lambda share: 0.0, state, coefficients, noise, plan.forces(dynamics.potential)
-            )
+            forces = plan.forces(dynamics.potential)
+            after = plan.step(state, StepContext(lambda share: 0.0, coefficients, noise, forces))
         return torch.cat([x.reshape(-1) for x in after]).numpy()
 
     n, none = sum(sizes), np.zeros(count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.solvers.base import TimeInStep
+from adjsim.solvers.base import StepContext
 
 
 class BackwardCarry(NamedTuple):
@@ -145,7 +144,7 @@ class BackwardLoops:
         moves = runner.plan.moves
         late = range(runner.last_position_move + 1, len(moves))
         shared = not runner.keeps_states and any(runner.plan.force_reads[i] for i in late)
-        early = range(runner.last_position_move + 1 if shared else len(moves))
+        early = range(runner.last_position_move + 1)
 
         class Sweep:
             """The backward pass inside a trace, rebuilt from its carry."""
@@ -162,25 +161,21 @@ class BackwardLoops:
                     runner.dynamics.potential, parameters=trainable, report=self.report
                 )
 
-            def traverse(self, part: range, k: Tensor) -> None:
-                """Run the backward pass over the moves ``part`` of step number k."""
-                t, noise = runner.time(self.constants, k), runner.noise_of(self.constants, k)
-                for i in reversed(part):
-                    self.state = self._before(i, t, noise, self.sums)
+            def traverse(self, k: Tensor) -> None:
+                """Run the backward pass over step number k."""
+                context = runner.context(self.constants, k, self.forces)
+                self.state = self.plan.backward(self.state, context, self.sums)
 
             def traverse_stored(self, k: Tensor) -> None:
                 """Run the backward pass over step number k, from the stored state before it."""
-                t, noise = runner.time(self.constants, k), runner.noise_of(self.constants, k)
-                coefficients = self.constants.coefficients
+                context = runner.context(self.constants, k, self.forces)
                 start = runner.state_before(self.constants, k, state_class)
-                before = self.plan.states_before(t, start, coefficients, noise, self.forces)
+                before = self.plan.intermediate_states(start, context, slice(-1))
                 tensors = runner.saved_by(self.constants, k, state_class)
                 counted = self.report.energy_evaluations
                 saved = SavedTensors(tensors)
                 with saved.hooks() if tensors else nullcontext():
-                    self.state = self.plan.backward(
-                        t, self.state, coefficients, noise, self.forces, self.sums, before
-                    )
+                    self.state = self.plan.backward(self.state, context, self.sums, before)
                 if tensors:
                     saved.finish()
                     # The step is not run again, and that half of its evaluations does not count.
@@ -194,31 +189,23 @@ class BackwardLoops:
                 An absent step has the noise and the times of the nearest step of the loop.
                 """
                 steps, time = self.constants.steps, runner.time(self.constants, k)
+                coefficients = self.constants.coefficients
                 first = runner.time(self.constants, torch.zeros_like(steps))(0.0)
                 last = runner.time(self.constants, steps)(0.0)
                 noise = runner.noise_of(self.constants, k.clamp(min=0).minimum(steps - 1))
+                context = StepContext(
+                    lambda share: time(share).maximum(first).minimum(last),
+                    coefficients,
+                    noise,
+                    self.forces,
+                )
                 sums = CotangentsUnless(absent, self.sums)
                 for i in reversed(part):
-                    before = self._before(
-                        i, lambda share: time(share).maximum(first).minimum(last), noise, sums
-                    )
+                    before = self.plan.backward(self.state, context, sums, part=slice(i, i + 1))
                     self.state = state_class._make(
                         new if new is old else torch.where(absent, old, new)
                         for old, new in zip(self.state, before, strict=True)
                     )
-
-            def _before(
-                self,
-                i: int,
-                t: TimeInStep,
-                noise: Sequence[Tensor] | None,
-                sums: Cotangents,
-            ) -> AnyState:
-                """Run the backward pass over a move, and return the state before it."""
-                coefficients, part = self.constants.coefficients, slice(i, i + 1)
-                return self.plan.backward(
-                    t, self.state, coefficients, noise, self.forces, sums, None, part
-                )
 
             def add_average(self, absent: Tensor | None) -> None:
                 """Add the contribution of a time average to the cotangent of the state."""
@@ -263,7 +250,7 @@ class BackwardLoops:
                 if runner.keeps_states:
                     sweep.traverse_stored(k)
                 else:
-                    sweep.traverse(early, k)
+                    sweep.traverse(k)
             found = sweep.carry()
             loop.evaluations_per_step = sweep.report.energy_evaluations
             loop.fixed_evaluations = loop.evaluations_per_step if shared else 0

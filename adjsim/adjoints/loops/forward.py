@@ -22,11 +22,11 @@ from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, position_of
 from adjsim.core.trajectory import sum_dtype
 from adjsim.dynamics.base import Dynamics
-from adjsim.solvers.base import StepPlan
+from adjsim.solvers.base import StepContext, StepPlan
 
-# Runs a step, with the arguments of StepPlan.step after the plan. It returns the state after it,
-# and what it stores besides the state before it; None: it stores nothing.
-TakeStep = Callable[..., tuple[AnyState, Sequence[Tensor] | None]]
+# Runs a step, and returns the state after it, and what it stores besides the state before it; None:
+# it stores nothing.
+TakeStep = Callable[[StepPlan, AnyState, StepContext], tuple[AnyState, Sequence[Tensor] | None]]
 
 
 class ForwardCarry(NamedTuple):
@@ -227,8 +227,7 @@ class ForwardLoops:
             known = (position_of(state), runner.unpack(carry.force[0])) if carry.force else None
             plan = runner.plan.with_spacings(constants.spacings)
             forces = plan.forces(runner.dynamics.potential, known=known, report=report)
-            noise = runner.noise_of(constants, k)
-            state, saved = take_step(plan, t, state, constants.coefficients, noise, forces)
+            state, saved = take_step(plan, state, runner.context(constants, k, forces))
             total = carry.total
             if averaging:
                 value = runner.recorder.value(runner.stepper.from_lattice(state))
@@ -258,12 +257,14 @@ def _margin(runner: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
     return dynamics.margin(t, runner.stepper.from_lattice(state))
 
 
-def _step(plan: StepPlan, *arguments: Any) -> tuple[AnyState, None]:
-    return plan.step(*arguments), None
+def _step(plan: StepPlan, state: AnyState, context: StepContext) -> tuple[AnyState, None]:
+    return plan.step(state, context), None
 
 
-def _storing_step(plan: StepPlan, *arguments: Any) -> tuple[AnyState, tuple[()]]:
-    return plan.step(*arguments), ()
+def _storing_step(
+    plan: StepPlan, state: AnyState, context: StepContext
+) -> tuple[AnyState, tuple[()]]:
+    return plan.step(state, context), ()
 
 
 FORWARD = MakeSpec(partial(ForwardLoops.spec, _step))

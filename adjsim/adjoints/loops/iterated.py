@@ -19,7 +19,8 @@ from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.stepper import naming
 from adjsim.core.state import AnyState
 from adjsim.core.trajectory import sum_dtype
-from adjsim.solvers.implicit.field import ImplicitFieldMove
+from adjsim.solvers.base import StepContext
+from adjsim.solvers.implicit.field import ImplicitField
 from adjsim.solvers.implicit.newton_iteration import Newton, first_iteration, iterate
 
 
@@ -41,10 +42,10 @@ class IteratedCarry(NamedTuple):
     iterations: Tensor
 
 
-def iterated_move(runner: LoopRunner) -> ImplicitFieldMove | None:
+def iterated_move(runner: LoopRunner) -> ImplicitField | None:
     """Return the move of an implicit step, which is a whole step; None for other steps."""
     _, move = runner.plan.moves[0]
-    return move if isinstance(move, ImplicitFieldMove) else None
+    return move if isinstance(move, ImplicitField) else None
 
 
 def run_iterated(
@@ -72,7 +73,7 @@ def run_iterated(
     assert move is not None
     done, rows = 0, tuple[Tensor, ...]()
     while done < count:
-        newton = Newton(*map(clone, first_iteration(move.steps, state)))
+        newton = Newton(*map(clone, first_iteration(move, state)))
         packed = tuple(map(runner.pack, state))
         carry = IteratedCarry(total, packed, newton, zero, zero.clone())
         first = start + done
@@ -101,8 +102,8 @@ def _step(runner: LoopRunner, state: AnyState, number: int) -> AnyState:
     forces = runner.plan.forces(runner.dynamics.potential, report=runner.report)
     stage, move = runner.plan.moves[0]
     time = runner.clock.time_in_step(number)
-    context = runner.plan.context(time, stage, runner.fixed.coefficients, None, forces)
-    assert isinstance(move, ImplicitFieldMove)
+    context = StepContext(time, runner.fixed.coefficients, None, forces).of(stage)
+    assert isinstance(move, ImplicitField)
     with naming(number + 1):
         after = move.flow(state, context)
     move.check(state, after, context)
@@ -115,7 +116,6 @@ def _spec(
     """Specify an iteration: one of Newton's method."""
     move = iterated_move(runner)
     assert move is not None
-    steps = move.steps
 
     def start(constants: LoopConstants, carry: IteratedCarry) -> tuple[Tensor, IteratedCarry]:
         return torch.zeros_like(constants.steps), carry
@@ -128,7 +128,7 @@ def _spec(
     ) -> tuple[Tensor, IteratedCarry, tuple[Tensor, ...]]:
         state = state_class._make(map(runner.unpack, carry.state))
         now, later = runner.time(constants, k), runner.time(constants, k + 1)
-        found = iterate(steps, now, later, state, carry.newton)
+        found = iterate(move, now, later, state, carry.newton)
         loop.evaluations_per_step = 1 + carry.newton.x.shape[-1]
         total = carry.total
         if averaging:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial
@@ -31,6 +31,8 @@ from adjsim.core.module_cache import ModuleCache
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import TimeAverage
+from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.solvers.base import StepContext, TimeInStep
 from adjsim.solvers.clock import Clock
 from adjsim.solvers.run import Run, bound_record
 from adjsim.solvers.stochastic.drift_move import DriftMove
@@ -212,11 +214,8 @@ class LoopRunner:
 
     # Used while loops are traced.
 
-    def time(self, constants: LoopConstants, k: Tensor) -> Callable[[float], Tensor]:
-        """Return a function that gives the time in step number ``k`` of the loop.
-
-        Its argument is the share of the step that has passed, from 0 to 1.
-        """
+    def time(self, constants: LoopConstants, k: Tensor) -> TimeInStep:
+        """Return a function that gives the time in step number ``k`` of the loop."""
         return lambda share: (
             constants.begin + ((constants.first + k).to(torch.float64) + share) * self.clock.dt
         )
@@ -230,6 +229,11 @@ class LoopRunner:
             for i in range(self.plan.noise_steps)
         ]
         return [self.unpack(draw) for step in steps for draw in step.unbind(0)]
+
+    def context(self, constants: LoopConstants, k: Tensor, forces: ForceEvaluator) -> StepContext:
+        """Return the context of step number ``k`` of the loop."""
+        t, noise = self.time(constants, k), self.noise_of(constants, k)
+        return StepContext(t, constants.coefficients, noise, forces)
 
     def state_before(self, constants: LoopConstants, k: Tensor, state_class: type[State]) -> State:
         """Return the stored state before step number ``k`` of the loop."""
@@ -304,17 +308,9 @@ class LoopRunner:
     def _key(self, kind: LoopKind, constants: LoopConstants, carry: Any) -> Any:
         inputs = leaves((constants, carry))
         shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
-        gradient = (self.reading.wanted, tuple(self.wanted)) if kind.spec.differentiates else ()
+        wanted = (self.reading.wanted, tuple(self.wanted)) if kind.spec.differentiates else ()
         threads = torch.get_num_threads()
-        return (
-            kind,
-            self.solver_key,
-            self.reading.slots,
-            shapes,
-            gradient,
-            self.cache_key,
-            threads,
-        )
+        return (kind, self.solver_key, self.reading.slots, shapes, wanted, self.cache_key, threads)
 
     def _check(self, loop: Loop, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
         """Check a loop that an earlier run has compiled, and return it, or a new one.

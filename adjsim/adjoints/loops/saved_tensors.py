@@ -12,7 +12,7 @@ others, such as products of saved tensors, are computed again from the saved one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +23,7 @@ from torch.fx import Node
 from adjsim.compiler.mathematics import FUNCTIONS
 from adjsim.compiler.products import FEW
 from adjsim.core.state import State, detached
-from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.dynamics.sources import Coefficients
-from adjsim.solvers.base import StepPlan, TimeInStep
+from adjsim.solvers.base import StepContext, StepPlan
 
 # Largest number of steps that are stored at a time for the steps to save tensors.
 MOST_STEPS = 100
@@ -152,19 +150,12 @@ class SavedTensors:
         return total
 
 
-def saving_step(
-    plan: StepPlan,
-    time: TimeInStep,
-    state: State,
-    coefficients: Mapping[str, Coefficients],
-    noise: Sequence[Tensor] | None,
-    forces: ForceEvaluator,
-) -> tuple[State, list[Tensor]]:
+def saving_step(plan: StepPlan, state: State, context: StepContext) -> tuple[State, list[Tensor]]:
     """Run a step while it is traced, and return what autograd saves."""
     saved = SavedTensors()
     leaves = type(state)._make(x.detach().requires_grad_() for x in state)
     with torch.enable_grad(), saved.hooks():
-        after = plan.step(time, leaves, coefficients, noise, forces)
+        after = plan.step(leaves, context)
     return detached(after), saved.rows
 
 

@@ -65,16 +65,10 @@ class EagerDriver:
             state, last = saved.resumed(saves, state, stepper)
         for step in with_progress(range(last, 0, -1), "backward", last, progress):
             saved.accumulate(step, stepper.from_lattice(state), cotangents, self.forces)
-            t, coefficients, noise, before = (
-                stepper.clock.time_in_step(step - 1),
-                stepper.coefficients_of(step - 1, inputs),
-                stepper.noise_of(step - 1),
-                rewind.before(step),
-            )
+            context = stepper.context(step - 1, inputs, self.forces)
+            before = rewind.before(step)
             with naming(step):
-                state = stepper.plan.backward(
-                    t, state, coefficients, noise, self.forces, cotangents, before
-                )
+                state = stepper.plan.backward(state, context, cotangents, before)
             state = rewind.restore(step - 1, state)
             if (step - 1) % SETTLE_EVERY == 0:
                 cotangents.complete()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +19,7 @@ from adjsim.dynamics.buffer import BufferGrowth, Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Coefficients
-from adjsim.solvers.base import SteppingSolver, StepPlan, VaryingSteps
+from adjsim.solvers.base import StepContext, SteppingSolver, StepPlan, VaryingSteps
 from adjsim.solvers.clock import Clock, VaryingClock
 from adjsim.solvers.implicit.newton import UnsolvedStepError
 from adjsim.solvers.run import Run
@@ -170,21 +169,17 @@ class Stepper:
         Raises:
             UnsolvedStepError: an implicit step has no solution; the message names the step.
         """
-        coefficients, noise = self.coefficients_of(number, inputs), self.noise_of(number)
-        t = self.clock.time_in_step(number)
         with naming(number + 1):
-            return self.plan.step(t, state, coefficients, noise, forces)
+            return self.plan.step(state, self.context(number, inputs, forces))
 
-    def coefficients_of(self, number: int, inputs: Inputs) -> Mapping[str, Coefficients]:
-        """Return the coefficients of step number ``number``."""
-        if self.varying is None:
-            return inputs.coefficients
-        assert isinstance(self.clock, VaryingClock)
-        return self.varying.coefficients(self.clock.size(number))
-
-    def noise_of(self, number: int) -> tuple[Tensor, ...] | None:
-        """Return the noise that step number ``number`` uses."""
-        return None if self.noise is None else self.noise.of_step(number)
+    def context(self, number: int, inputs: Inputs, forces: ForceEvaluator) -> StepContext:
+        """Return the context of step number ``number``."""
+        coefficients = inputs.coefficients
+        if self.varying is not None:
+            assert isinstance(self.clock, VaryingClock)
+            coefficients = self.varying.coefficients(self.clock.size(number))
+        noise = None if self.noise is None else self.noise.of_step(number)
+        return StepContext(self.clock.time_in_step(number), coefficients, noise, forces)
 
     def spill(self, step: int, state: State) -> tuple[State, list[Spill]]:
         """Spill the buffers of an exact run that are full.
@@ -331,13 +326,19 @@ class Stepper:
         )
 
 
-@contextmanager
-def naming(step: int) -> Generator[None, None, None]:
-    """Add the number of a step to the message that it has no solution."""
-    try:
-        yield
-    except UnsolvedStepError as reason:
-        raise UnsolvedStepError(f"{reason} This happened in step {step}.") from reason
+class naming:
+    """A context that adds the number of a step to the message that it has no solution."""
+
+    # A class, since a generator takes a hundredth of an eager step of a few atoms.
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, UnsolvedStepError):
+            raise UnsolvedStepError(f"{error} This happened in step {self.step}.") from error
 
 
 def prepare(
@@ -354,8 +355,7 @@ def prepare(
     solver, dynamics, state = run.solver, run.dynamics, run.state
     assert isinstance(solver, SteppingSolver)
     end, varying = run.continues, solver.varying(state)
-    clock = solver.clock(run.times) if end is None else solver.continued_clock(run.times, end)
-    plan = run.plan
+    clock, plan = solver.clock(run.times, end), run.plan
     coefficients = solver.coefficients(connected.dynamics, state)
     lattice, buffer_growth = plan.lattice, None
     report.steps, report.order = clock.last, plan.order

@@ -131,16 +131,12 @@ class TangentDriver:
         return type(state)._make(x.detach().expand(count, *x.shape).clone() for x in state)
 
     def _step(self, number: int, state: State, count: int | None) -> State:
-        plan, noise = self.stepper.plan, self.stepper.noise_of(number)
-        if noise is not None and count is not None:
-            noise = tuple(x.expand(count, *x.shape) for x in noise)
-        return plan.step(
-            self.stepper.clock.time_in_step(number),
-            state,
-            self.inputs.coefficients,
-            noise,
-            plan.forces(self.potential),
-        )
+        plan = self.stepper.plan
+        context = self.stepper.context(number, self.inputs, plan.forces(self.potential))
+        if context.noise is not None and count is not None:
+            noise = tuple(x.expand(count, *x.shape) for x in context.noise)
+            context = context._replace(noise=noise)
+        return plan.step(state, context)
 
 
 class TangentRecorder:

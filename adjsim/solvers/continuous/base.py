@@ -31,12 +31,11 @@ class ContinuousSolver(ABC):
 
     ``dt`` is the step, or None if the solver chooses its steps. A time average is the integral of
     its function, solved as an additional component of the equation. Stages of a step with noise
-    have other moments than the state, so there (:attr:`averages_ends`) the average is the mean over
+    have other moments than the state, so there (``averages_ends``) the average is the mean over
     the ends of steps.
     """
 
     dt: float | None
-    #: Whether a time average is the mean over the ends of all steps.
     averages_ends: ClassVar[bool] = False
 
     @abstractmethod
@@ -70,16 +69,21 @@ class ContinuousSolver(ABC):
             value = floating(integrated.function(run.state), run.state)
             start = (*start, torch.zeros_like(value))
         frames = self.integrate(field, start, times, backsolve)
-        _check_finite(frames, run, saves)
+        for t, save in zip(run.times.tolist(), saves, strict=True):
+            if not all(bool(torch.isfinite(x[save].detach()).all()) for x in frames):
+                raise FloatingPointError(
+                    f"the solution is not finite at t = {t:g}; shorten dt or tighten the "
+                    "tolerances."
+                )
         kind, count = type(run.state), len(run.state)
         frame = [kind._make(x[i] for x in frames[:count]) for i in range(len(times))]
         states = [frame[i] for i in saves]
         report.steps = None if self.dt is None else round(float(times[-1]))
         if integrated is not None:
-            quadrature = frames[-1]
+            integral = frames[-1]
             first = int((times - times[0] - self._in_units(integrated.burn_in)).abs().argmin())
             span = float(run.times[-1] - run.times[0]) - integrated.burn_in
-            return None, (quadrature[-1] - quadrature[first]) / span, states[-1]
+            return None, (integral[-1] - integral[first]) / span, states[-1]
         if average is not None:
             assert self.dt is not None
             first = first_averaged_step(average.burn_in, self.dt, round(float(times[-1])))
@@ -93,10 +97,7 @@ class ContinuousSolver(ABC):
         return stack(states), None, states[-1]
 
     def times(self, run: Run[State]) -> tuple[Tensor, list[int]]:
-        """Return the times to solve for, and which of them are save times.
-
-        Where the step is fixed, times are in steps from the start.
-        """
+        """Return the times to solve for, in steps if these are fixed, and which are save times."""
         times, record = run.times, run.record
         if self.dt is not None:
             times = torch.tensor(step_numbers(times, self.dt), dtype=torch.float64)
@@ -130,16 +131,14 @@ class ContinuousSolver(ABC):
 
 
 class VectorField(torch.nn.Module, Generic[State]):
-    """The drift on tuples of fields, which counts passes over the energy.
+    """The drift of a run on tuples of fields, which counts passes over the energy.
 
-    Time is in units of the step if the step is fixed. A continuous adjoint evaluates the drift
-    again in the backward solve, and differentiates it with respect to its parameters at every
-    evaluation. Those are the values of the run. So autograd passes one accumulated gradient to the
-    user's parameters, and their hooks run once.
+    A continuous adjoint evaluates the drift again in the backward solve, and differentiates it with
+    respect to its parameters at every evaluation. Those are the values of the run. So autograd
+    passes one accumulated gradient to the user's parameters, and their hooks run once.
 
     Args:
-        run: the run with the drift.
-        report: receives the evaluations.
+        run, report: the run, and the report that receives the evaluations.
         average: a time average, which is integrated with the drift.
         unit: the step, if time is counted in steps.
         checked: whether the drift is refused if it depends on tensors that are not registered.
@@ -186,10 +185,9 @@ class VectorField(torch.nn.Module, Generic[State]):
             rates = (*rates, value.to(fields[-1].dtype))
         if self.checked and torch.is_grad_enabled():
             known = [*fields, t, *self.parameters_of_adjoint]
+            what = "the drift, or the averaged function,"
             for rate in rates:
-                refuse_captured(
-                    rate, self.run.dynamics, known, "the drift, or the averaged function,"
-                )
+                refuse_captured(rate, self.run.dynamics, known, what)
         self.report.energy_evaluations += 1
         tracked = next((rate for rate in rates if rate.requires_grad), None)
         if tracked is not None:
@@ -200,32 +198,10 @@ class VectorField(torch.nn.Module, Generic[State]):
 
 def _mean(average: TimeAverage, ends: dict[int, Any]) -> Tensor:
     """Compute the mean of an averaged function over the states after steps."""
-    total, value = None, None
-    for step, state in ends.items():
-        value = floating(average.function(state), state)
-        if total is None:
-            total = torch.zeros_like(value, dtype=sum_dtype(value))
+    values = {step: floating(average.function(state), state) for step, state in ends.items()}
+    first = next(iter(values.values()))
+    total = torch.zeros_like(first, dtype=sum_dtype(first))
+    for step, value in values.items():
         check_shape(value, total.shape, f"after step {step}")
         total = total + value.to(total.dtype)
-    assert total is not None
-    assert value is not None
-    return (total / len(ends)).to(value.dtype)
-
-
-def refuse_without_equation(solver: ContinuousSolver, run: Run[State]) -> None:
-    """Refuse dynamics with a term that is a flow over a step and not a differential equation."""
-    for letter, term in run.dynamics.terms.items():
-        if term.no_equation is not None:
-            raise TypeError(
-                f"{type(solver).__name__} cannot take term {letter!r} of "
-                f"{type(run.dynamics).__name__}: {term.no_equation.reason}. Use a splitting."
-            )
-
-
-def _check_finite(frames: tuple[Tensor, ...], run: Run[State], saves: list[int]) -> None:
-    for i, save in enumerate(saves):
-        if not all(bool(torch.isfinite(x[save].detach()).all()) for x in frames):
-            raise FloatingPointError(
-                f"the solution is not finite at t = {float(run.times[i]):g}; shorten dt or "
-                "tighten the tolerances."
-            )
+    return (total / len(ends)).to(first.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -11,12 +11,9 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_number
 from adjsim.core.state import State
+from adjsim.solvers.base import refuse_without_equation
 from adjsim.solvers.clock import check_dt
-from adjsim.solvers.continuous.base import (
-    ContinuousSolver,
-    VectorField,
-    refuse_without_equation,
-)
+from adjsim.solvers.continuous.base import ContinuousSolver, VectorField
 from adjsim.solvers.run import Run
 
 ADAPTIVE = ("dopri8", "dopri5", "bosh3", "fehlberg2", "adaptive_heun")
@@ -69,7 +66,7 @@ class ODESolver(ContinuousSolver):
         self.dt = None if dt is None else check_dt(dt)
 
     def check(self, run: Run[State], backsolve: dict[str, Any] | None) -> None:
-        refuse_without_equation(self, run)
+        refuse_without_equation(self, run.dynamics)
         if run.dynamics.stochastic:
             raise TypeError(
                 f"ODESolver has no noise, and {type(run.dynamics).__name__} has: use "
@@ -96,22 +93,22 @@ class ODESolver(ContinuousSolver):
             # The default is order 12, whose region of stability is too small to be useful.
             options["max_order"] = 4
         if self.method not in SCIPY:
-            options["norm"] = _state_norm(len(run.state))
-        common: dict[str, Any] = {"rtol": self.rtol, "atol": self.atol, "method": self.method}
+            options["norm"] = partial(_largest, len(run.state))
+        common: dict[str, Any] = {
+            "rtol": self.rtol,
+            "atol": self.atol,
+            "method": self.method,
+            "options": options,
+        }
         times = times.to(start[0].device)
         try:
             if backsolve is not None:
+                adjoint = {f"adjoint_{name}": value for name, value in backsolve.items()}
+                parameters = field.parameters_of_adjoint
                 return cast(
                     "tuple[Tensor, ...]",
                     odeint_adjoint(
-                        field,
-                        start,
-                        times,
-                        options=options,
-                        adjoint_params=field.parameters_of_adjoint,
-                        adjoint_rtol=backsolve["rtol"],
-                        adjoint_atol=backsolve["atol"],
-                        **common,
+                        field, start, times, adjoint_params=parameters, **adjoint, **common
                     ),
                 )
             if self.method in ONE_STEP:
@@ -120,14 +117,10 @@ class ODESolver(ContinuousSolver):
                 # same path.
                 frames = [start]
                 for pair in pairwise(times):
-                    ends = odeint(field, frames[-1], torch.stack(pair), options=options, **common)
+                    ends = odeint(field, frames[-1], torch.stack(pair), **common)
                     frames.append(tuple(x[1] for x in ends))
-                return tuple(
-                    torch.stack(field_frames) for field_frames in zip(*frames, strict=True)
-                )
-            return cast(
-                "tuple[Tensor, ...]", odeint(field, start, times, options=options, **common)
-            )
+                return tuple(map(torch.stack, zip(*frames, strict=True)))
+            return cast("tuple[Tensor, ...]", odeint(field, start, times, **common))
         except AssertionError as failure:
             raise FloatingPointError(
                 f"{self.method} failed ({failure}): the solution reaches NaN or infinity, or is "
@@ -141,14 +134,9 @@ class ODESolver(ContinuousSolver):
         return f"ODESolver({self.method!r}, {settings})"
 
 
-def _state_norm(count: int) -> Callable[[tuple[Tensor, ...]], Tensor]:
-    """Return the norm of the step-size control: the largest root mean square over the fields.
+def _largest(count: int, fields: tuple[Tensor, ...]) -> Tensor:
+    """Return the largest root mean square over the fields, without that of a time average.
 
-    The component of a time average is left out. The norm is detached, since the choice of steps is
-    not differentiated.
+    The choice of steps is not differentiated.
     """
-
-    def norm(fields: tuple[Tensor, ...]) -> Tensor:
-        return torch.stack([x.detach().abs().pow(2).mean().sqrt() for x in fields[:count]]).amax()
-
-    return norm
+    return torch.stack([x.detach().abs().pow(2).mean().sqrt() for x in fields[:count]]).amax()

@@ -8,6 +8,7 @@ numbers to the last bit at any dt.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from adjsim.core.noise import Noise
 from adjsim.core.state import AnyState, State, in_transform
 from adjsim.dynamics.fields.sde import SDE, describe_cross_terms
+from adjsim.solvers.base import refuse_without_equation
 from adjsim.solvers.clock import check_dt
-from adjsim.solvers.continuous.base import ContinuousSolver, VectorField, refuse_without_equation
+from adjsim.solvers.continuous.base import ContinuousSolver, VectorField
 from adjsim.solvers.run import Run
 
 STRATONOVICH = ("midpoint", "heun", "euler_heun", "reversible_heun")
@@ -34,15 +36,13 @@ class SDESolver(ContinuousSolver):
     """Solve ``dy = drift dt + diffusion dW`` with a method of torchsde.
 
     Methods of Stratonovich: midpoint, heun, euler_heun, reversible_heun. Methods of Ito: euler,
-    milstein, srk. In molecular dynamics the amplitude of the noise does not depend on the state, so
-    both solve one equation; for an :class:`~adjsim.SDE` they differ. The noise of
-    molecular dynamics is diagonal, so no matrix is formed. milstein and srk are not for general
-    noise. (log_ode needs the areas of the noise, which are not drawn.) Steps have length dt, and
-    save times must lie on them. The path does not depend on the save times.
+    milstein, srk; the last two are not for general noise. In molecular dynamics the amplitude of
+    the noise does not depend on the state, so both solve one equation; for an :class:`~adjsim.SDE`
+    they differ. (log_ode needs the areas of the noise, which are not drawn.) Steps have length dt,
+    and save times must lie on them. The path does not depend on the save times.
 
     reversible_heun has the parasitic root -(1 + friction dt), so its error grows as
-    exp(friction T) over a run of length T, also in the forward run. It is refused beyond
-    friction T = 2.
+    exp(friction T) over a run of length T, also forward. It is refused beyond friction T = 2.
 
     For molecular runs prefer a splitting (:func:`~adjsim.BAOAB`): it samples far better at the same
     dt, costs one force a step, and has an exact gradient at any friction.
@@ -62,7 +62,7 @@ class SDESolver(ContinuousSolver):
         self.method, self.dt = method, check_dt(dt)
 
     def check(self, run: Run[State], backsolve: dict[str, Any] | None) -> None:
-        refuse_without_equation(self, run)
+        refuse_without_equation(self, run.dynamics)
         name = type(run.dynamics).__name__
         if not run.dynamics.stochastic:
             raise TypeError(
@@ -78,10 +78,8 @@ class SDESolver(ContinuousSolver):
             self._check_noise(run.dynamics, float(run.times[0]), run.state)
         if self.method != "reversible_heun" and backsolve is None:
             return
-        rate = run.dynamics.damping(run.state)
-        times = run.times
-        total, gap = float(times[-1] - times[0]), float((times[1:] - times[:-1]).max())
-        what = run.dynamics.damping_name
+        rate, what = run.dynamics.damping(run.state), run.dynamics.damping_name
+        total, gap = float(run.times[-1] - run.times[0]), float(run.times.diff().max())
         instead = (
             "the steps of a splitting such as BAOAB(dt) (LeimkuhlerMatthews(dt) for overdamped "
             "dynamics)"
@@ -132,15 +130,10 @@ class SDESolver(ContinuousSolver):
         equation = _Equation(field, start, "ito" if self.method in ITO else "stratonovich")
         noise = _StepNoise(run.noise, equation, draws=2 if self.method == "srk" else 1)
         options: dict[str, Any] = {"bm": noise, "method": self.method, "dt": 1.0}
-        if backsolve is None:
-            frames = sdeint(equation, equation.flat(start), times, **options)
-        else:
-            parameters = field.parameters_of_adjoint
-            frames = sdeint_adjoint(
-                equation, equation.flat(start), times, adjoint_params=parameters, **options
-            )
-        assert isinstance(frames, Tensor)
-        return equation.fields(frames)
+        solve: Any = sdeint
+        if backsolve is not None:
+            solve = partial(sdeint_adjoint, adjoint_params=field.parameters_of_adjoint)
+        return equation.fields(solve(equation, equation.flat(start), times, **options))
 
     def __repr__(self) -> str:
         return f"SDESolver({self.method!r}, dt={self.dt:g})"
@@ -149,8 +142,8 @@ class SDESolver(ContinuousSolver):
 class _Equation(torch.nn.Module):
     """The equation for torchsde, in units of the step.
 
-    Diagonal noise has one flat row for the whole batch. Other noise has one row for each system, so
-    that its diffusion is one matrix a system.
+    Diagonal noise has one flat row for the whole batch. Other noise has one row, and one matrix of
+    its diffusion, for each system.
     """
 
     def __init__(self, field: VectorField[State], start: tuple[Tensor, ...], sde_type: str) -> None:
@@ -184,10 +177,8 @@ class _Equation(torch.nn.Module):
         amplitudes = tuple(field.diffusion(t, field.state(self.fields(y))))
         if self.noise_type == "diagonal":
             return self.flat(amplitudes) * self._root
-        matrices = [
-            g.reshape(self.rows, size, -1) for g, size in zip(amplitudes, self.sizes, strict=True)
-        ]
-        return torch.cat(matrices, 1) * self._root
+        pairs = zip(amplitudes, self.sizes, strict=True)
+        return torch.cat([g.reshape(self.rows, size, -1) for g, size in pairs], 1) * self._root
 
     def noisy(self) -> list[bool]:
         """Return which fields have noise."""
@@ -196,11 +187,13 @@ class _Equation(torch.nn.Module):
 
 
 class _StepNoise:
-    """The increments of a Brownian motion over whole steps.
+    """The increments of a Brownian motion over whole steps, as a function of the step number.
 
-    They are a function of the step number. Each replica gets the same numbers as in a splitting in
-    which each stochastic letter occurs once, so that both follow one path.
+    Each replica gets the same numbers as in a splitting in which each stochastic letter occurs
+    once, so that both follow one path.
     """
+
+    levy_area_approximation = "space-time"
 
     def __init__(self, noise: Noise, equation: _Equation, draws: int) -> None:
         run = equation._field.run
@@ -210,11 +203,9 @@ class _StepNoise:
         draw = dynamics.draw_shape(float(run.times[0]), state).numel()
         self._width = draw * sum(term.draws for term in dynamics.terms.values())
         # Diagonal noise has an entry for each entry of the state. Other noise has its own columns.
-        self._layout = (
-            list(zip(equation.sizes, equation.noisy(), strict=True))
-            if equation.noise_type == "diagonal"
-            else None
-        )
+        self._layout: list[tuple[int, bool]] | None = None
+        if equation.noise_type == "diagonal":
+            self._layout = list(zip(equation.sizes, equation.noisy(), strict=True))
 
     def __call__(
         self, ta: Any, tb: Any = None, return_U: bool = False, return_A: bool = False
@@ -230,10 +221,7 @@ class _StepNoise:
         return rows[0], 0.5 * rows[0] + rows[1] / math.sqrt(12)
 
     def _row(self, drawn: Tensor) -> Tensor:
-        """Return one flat row in the layout of the state, zero for fields without noise.
-
-        Noise that is not diagonal has a row for each system.
-        """
+        """Return diagonal noise as one flat row like the state, zero for fields without noise."""
         if self._layout is None:
             return drawn
         parts, used = [], 0
@@ -246,23 +234,8 @@ class _StepNoise:
                 parts.append(self._like.new_zeros(size))
         return torch.cat(parts).unsqueeze(0)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(seed={self._noise.seed})"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._like.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._like.device
-
     @property
     def shape(self) -> tuple[int, int]:
         if self._layout is None:
             return (self._replicas, self._width)
         return (1, sum(size for size, _ in self._layout))
-
-    @property
-    def levy_area_approximation(self) -> str:
-        return "space-time"

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from adjsim.compiler.systems import has_negative_eigenvalue, solve
 from adjsim.core.layout import is_tracing, outside_tracing
-from adjsim.core.second_derivative import refuse_second_derivative
+from adjsim.core.second_derivative import once_differentiable
 from adjsim.core.state import AnyState, State
-from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.cotangents import Cotangents, add_each
 from adjsim.dynamics.fields.base import FieldDynamics
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import MoveContext, Time
-from adjsim.solvers.base import Stage, StepPlan
+from adjsim.solvers.base import LETTER, Stage, StepPlan
 from adjsim.solvers.implicit.newton import UnsolvedStepError
 
 # Largest number of Newton iterations, and of shares of one of them that are tried, each half of the
@@ -29,13 +29,7 @@ COUPLED = (
 
 
 class Linear(NamedTuple):
-    """The field near a point, and the matrix of the equation there.
-
-    Attributes:
-        point: x, a leaf, ``(*batch, n)``.
-        rate: f(t, x), with its graph.
-        matrix: ``1 - a J`` for each system.
-    """
+    """The field at a leaf x, ``(*batch, n)``: f(t, x) with its graph, and ``1 - a J`` by system."""
 
     point: Tensor
     rate: Tensor
@@ -60,7 +54,7 @@ class Linear(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ImplicitField:
+class ImplicitField(Move):
     """The implicit step of a field f::
 
         x = y + a f(t, x)        y' = x + (1/theta - 1) (x - y)        a = theta h
@@ -72,15 +66,8 @@ class ImplicitField:
         lambda_p = a (df/dp)^T w
 
     The Jacobian of each system is dense: an iteration costs n products of f, and memory for n^2
-    numbers a system. The systems of a batch must not depend on each other.
-
-    Attributes:
-        dynamics: the dynamics, whose drift is f.
-        kind: the type of its states.
-        widths: the number of entries of each field.
-        h: the step.
-        theta: the place of x inside of the step.
-        tol: the allowed error of x, relative to the size of the state.
+    numbers a system. The systems of a batch must not depend on each other. ``kind`` is the type of
+    the states, whose fields have the ``widths``, and ``tol`` is relative to the size of the state.
     """
 
     dynamics: FieldDynamics
@@ -89,6 +76,10 @@ class ImplicitField:
     h: float
     theta: float
     tol: float
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.kind._fields
 
     @property
     def a(self) -> float:
@@ -113,10 +104,7 @@ class ImplicitField:
         return (end, 0) if b == 0 else self._newton(t, end, -b)
 
     def solve(self, t: Tensor, y: Tensor) -> tuple[Tensor, int]:
-        """Solve ``x = y + a f(t, x)``, with the derivative of the solution.
-
-        It returns the number of evaluations of f too.
-        """
+        """Solve ``x = y + a f(t, x)`` with its derivative, and count the evaluations of f."""
         x, evaluations = self._newton(t, y.detach(), self.a)
         if not torch.is_grad_enabled() or not bool(torch.isfinite(x).all()):
             return x, evaluations
@@ -126,7 +114,8 @@ class ImplicitField:
         inverse = torch.linalg.inv(linear.matrix)
         # Equal to x, with the derivative of the theorem: x and J are constants here.
         correction = y + self.a * self.rate(t, x) - x
-        moved = _OnceDifferentiable.apply(correction)
+        why = "the gradient of an implicit step comes from a linear system"
+        moved = once_differentiable(correction, why, "Use explicit steps.")
         return x + (inverse @ moved.unsqueeze(-1)).squeeze(-1), evaluations + y.shape[-1] + 1
 
     @torch.no_grad()
@@ -176,23 +165,11 @@ class ImplicitField:
         )
 
     def ends(self, scale: Tensor, x: Tensor, change: Tensor, rounded: Tensor) -> Tensor:
-        """Return for each system whether a change is its last.
-
-        It is as small as is allowed, or comes from a residual that is rounding.
-
-        Args:
-            scale: the largest number of the state.
-            x: the iterate.
-            change: the change.
-            rounded: whether the residual is rounding.
-        """
+        """Return for each system whether a change of x is as small as is allowed, or rounding."""
         return (largest(change) <= self.allowed(scale, x)) | rounded
 
     def near(self, scale: Tensor, x: Tensor, change: Tensor, rounded: Tensor) -> Tensor:
-        """Return for each system whether a change is taken whole.
-
-        Rounding may decide about it, or it is the last.
-        """
+        """Return for each system whether a change is taken whole: rounding may decide about it."""
         allowed = self.allowed(scale, x)
         small = torch.minimum(1e3 * allowed, torch.finfo(x.dtype).eps ** 0.5 * scale)
         return (largest(change) <= torch.maximum(allowed, small)) | rounded
@@ -229,20 +206,68 @@ class ImplicitField:
         rows = [product(column, point, torch.ones_like(column)) for column in columns]
         return Linear(point, rate, unit - a * torch.stack(rows, -2))
 
+    def flow(self, state: State, context: MoveContext) -> State:
+        t, y = self._time(state, context), self.joined(state)
+        x, evaluations = self.solve(t, y)
+        context.forces.count(evaluations)
+        return self.state(self.end(y, x))
 
-class _OnceDifferentiable(torch.autograd.Function):
-    """The identity, which refuses to be differentiated twice."""
+    def check(self, before: State, after: State, context: MoveContext) -> None:
+        """Refuse a step in which systems depend on each other, whose gradient would be wrong."""
+        t = self._time(after, context)
+        x = self._between(before, after)
+        # The run refuses a state that is not finite, and names the step.
+        if bool(torch.isfinite(x).all()) and bool(self.linear(t, x, self.a).coupled(self.a)):
+            raise ValueError(COUPLED)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+    def backward(
+        self,
+        after: State,
+        context: MoveContext,
+        cotangents: Cotangents,
+        before: State | None = None,
+    ) -> State:
+        """Propagate back; from the state before, by one linear system and without a step."""
+        t, end = self._time(after, context), self.joined(after)
+        if before is None:
+            x, evaluations = self.inner(t, end)
+            context.forces.count(evaluations)
+        else:
+            x = self._between(before, after)
+        linear = self.linear(t, x, self.a)
+        context.forces.count(x.shape[-1] + 2)
+        start = self.state(end - self.h * linear.rate.detach()) if before is None else before
+        outer = torch.cat([cotangents[name] for name in self.writes], -1)
+        w, singular = solve(linear.matrix.mT, outer / self.theta)
+        # In a compiled loop w is NaN for a singular matrix, and the forward run has refused systems
+        # that depend on each other.
+        if not is_tracing():
+            if bool(singular):
+                raise UnsolvedStepError(
+                    f"the implicit step at t = {float(t):g} has no derivative: 1 - theta h J is "
+                    "singular. Use a smaller dt."
+                )
+            if bool(linear.coupled(self.a)):
+                raise ValueError(COUPLED)
+        along = self.state(w - (1 / self.theta - 1) * outer)
+        for name, cotangent in zip(self.writes, along, strict=True):
+            cotangents[name] = cotangent
+        if linear.rate.requires_grad:
+            forces = context.forces
+            forces.refuse_unknown(linear.rate, [linear.point], "the vector field")
+            parameters = list(forces.parameters.values())
+            if parameters:
+                found = torch.autograd.grad(linear.rate, parameters, self.a * w, allow_unused=True)
+                add_each(cotangents.add_parameter, forces.parameters, found)
+        return start
 
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
-        refuse_second_derivative(
-            "the gradient of an implicit step comes from a linear system", "Use explicit steps."
-        )
-        return cotangents[0]
+    def _between(self, before: AnyState, after: AnyState) -> Tensor:
+        """Return x of the step from one state to another."""
+        y = self.joined(before)
+        return y + self.theta * (self.joined(after) - y)
+
+    def _time(self, state: AnyState, context: MoveContext) -> Tensor:
+        return Time().value(state, context).to(state[0])
 
 
 def product(value: Tensor, y: Tensor, vector: Tensor) -> Tensor:
@@ -258,97 +283,10 @@ def largest(x: Tensor) -> Tensor:
     return x.abs().amax(-1)
 
 
-@dataclass(frozen=True)
-class ImplicitFieldMove(Move):
-    """A whole implicit step as one move, which counts its evaluations."""
-
-    steps: ImplicitField
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return self.steps.kind._fields
-
-    def flow(self, state: State, context: MoveContext) -> State:
-        """Return the state after the step."""
-        steps, t, y = self.steps, self._time(state, context), self.steps.joined(state)
-        x, evaluations = steps.solve(t, y)
-        context.forces.count(evaluations)
-        return steps.state(steps.end(y, x))
-
-    def check(self, before: State, after: State, context: MoveContext) -> None:
-        """Refuse a step in which systems depend on each other, whose gradient would be wrong."""
-        steps, t = self.steps, self._time(after, context)
-        x = self._between(before, after)
-        # The run refuses a state that is not finite, and names the step.
-        if bool(torch.isfinite(x).all()) and bool(steps.linear(t, x, steps.a).coupled(steps.a)):
-            raise ValueError(COUPLED)
-
-    def backward(
-        self,
-        after: State,
-        context: MoveContext,
-        cotangents: Cotangents,
-        before: State | None = None,
-    ) -> State:
-        """Propagate state and cotangents back through the step.
-
-        If the state before it is given, one linear system is solved, and no step.
-        """
-        steps, t, end = self.steps, self._time(after, context), self.steps.joined(after)
-        if before is None:
-            x, evaluations = steps.inner(t, end)
-            context.forces.count(evaluations)
-        else:
-            x = self._between(before, after)
-        linear = steps.linear(t, x, steps.a)
-        context.forces.count(x.shape[-1] + 2)
-        start = steps.state(end - steps.h * linear.rate.detach()) if before is None else before
-        outer = torch.cat([cotangents[name] for name in self.writes], -1)
-        w, singular = solve(linear.matrix.mT, outer / steps.theta)
-        # In a compiled loop w is NaN for a singular matrix, and the forward run has refused systems
-        # that depend on each other.
-        if not is_tracing():
-            if bool(singular):
-                raise UnsolvedStepError(
-                    f"the implicit step at t = {float(t):g} has no derivative: 1 - theta h J is "
-                    "singular. Use a smaller dt."
-                )
-            if bool(linear.coupled(steps.a)):
-                raise ValueError(COUPLED)
-        along = steps.state(w - (1 / steps.theta - 1) * outer)
-        for name, cotangent in zip(self.writes, along, strict=True):
-            cotangents[name] = cotangent
-        if linear.rate.requires_grad:
-            context.forces.refuse_unknown(linear.rate, [linear.point], "the vector field")
-            self._add_parameters(linear.rate, steps.a * w, context, cotangents)
-        return start
-
-    def _add_parameters(
-        self, rate: Tensor, cotangent: Tensor, context: MoveContext, cotangents: Cotangents
-    ) -> None:
-        """Add the product of f with a cotangent to the cotangents of the parameters."""
-        parameters = context.forces.parameters
-        if not parameters:
-            return
-        inputs = list(parameters.values())
-        found = torch.autograd.grad(rate, inputs, cotangent, allow_unused=True)
-        for name, grad in zip(parameters, found, strict=True):
-            if grad is not None:
-                cotangents.add_parameter(name, grad)
-
-    def _between(self, before: AnyState, after: AnyState) -> Tensor:
-        """Return x of the step from one state to another."""
-        y = self.steps.joined(before)
-        return y + self.steps.theta * (self.steps.joined(after) - y)
-
-    def _time(self, state: AnyState, context: MoveContext) -> Tensor:
-        return Time().value(state, context).to(state[0])
-
-
 def field_plan(
     dynamics: FieldDynamics, state: AnyState, h: float, theta: float, tol: float, order: int
 ) -> StepPlan:
-    """Write the implicit step of a vector field as a program."""
+    """Return the implicit step of a vector field."""
     widths = tuple(x.shape[-1] for x in state)
-    steps = ImplicitField(dynamics, type(state), widths, h, theta, tol)
-    return StepPlan((Stage("Y", (ImplicitFieldMove(steps),), theta),), h, order)
+    move = ImplicitField(dynamics, type(state), widths, h, theta, tol)
+    return StepPlan((Stage(LETTER, (move,), theta),), h, order)

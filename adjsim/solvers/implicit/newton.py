@@ -16,10 +16,11 @@ converged after some of them are preconditioned by factors of a sparse Hessian, 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjsim.core.krylov import Product, solve_general
 from adjsim.dynamics.forces import ForceEvaluator
@@ -38,15 +39,10 @@ PATIENCE = 50
 
 
 class StepMatrix:
-    """The matrix ``1 - a^2 s J s`` at one position.
+    """The matrix ``1 - a^2 s J s`` at one position x, ``(*batch, atoms, dim)``.
 
-    Args:
-        forces: evaluates the force, and counts.
-        x: position, ``(*batch, atoms, dim)``.
-        t: the time of the force.
-        a: the time a.
-        inverse_mass: c, a scalar or ``(atoms, 1)``.
-        near: the matrix at a position nearby, whose factors are tried first.
+    The inverse mass is a scalar or ``(atoms, 1)``. The factors of ``near``, the matrix at a
+    position nearby, are tried first.
     """
 
     def __init__(
@@ -77,8 +73,18 @@ class StepMatrix:
         if self.symmetric:
             return self._iterated(b, share)
         product = self._transposed if transposed else self._product
-        w = solve_general(self._finite(product), b, share)
-        return w, torch.zeros_like(dot(b, b), dtype=torch.bool)
+
+        def checked(w: Tensor) -> Tensor:
+            found = product(w)
+            # GMRES would not end.
+            if not bool(torch.isfinite(found).all()):
+                raise UnsolvedStepError(
+                    f"the implicit step at t = {float(self.t):g} did not converge: the derivative "
+                    "of the force is not finite. Use a smaller dt."
+                )
+            return found
+
+        return solve_general(checked, b, share), torch.zeros_like(dot(b, b), dtype=torch.bool)
 
     def residual(self, w: Tensor, b: Tensor) -> float:
         """Compute the residual of a solution of the transposed system, relative to b."""
@@ -92,13 +98,11 @@ class StepMatrix:
         copies = self.x.expand(size, *b.shape)
         _, pullback = force_vjp(self.forces.potential, copies, [], self.t)
         rows, _ = pullback((self.root * units).expand_as(copies))
-        for _ in range(2 * size):
-            self.forces.count()
+        self.forces.count(2 * size)
         rows = (units - self.a**2 * self.root * rows).movedim(0, -3).reshape(*batch, size, size)
         right = b.reshape(*batch, size, 1)
         if not self.symmetric:
-            matrix = rows.mT if transposed else rows
-            w = torch.linalg.solve(matrix, right)
+            w = torch.linalg.solve(rows.mT if transposed else rows, right)
             return w.reshape(b.shape), torch.zeros_like(dot(b, b), dtype=torch.bool)
         matrix = 0.5 * (rows + rows.mT)
         factor, info = torch.linalg.cholesky_ex(matrix)
@@ -121,29 +125,16 @@ class StepMatrix:
 
     def _transposed(self, w: Tensor) -> Tensor:
         _, pullback = force_vjp(self.forces.potential, self.x, [], self.t)
-        along, _ = pullback(self.root * w)
-        self.forces.count()
-        self.forces.count()
-        return w - self.a**2 * self.root * along
-
-    def _finite(self, product: Product) -> Product:
-        """Refuse a product that is not finite, with which GMRES would not end."""
-
-        def checked(w: Tensor) -> Tensor:
-            found = product(w)
-            if not bool(torch.isfinite(found).all()):
-                raise UnsolvedStepError(
-                    f"the implicit step at t = {float(self.t):g} did not converge: the derivative "
-                    "of the force is not finite. Use a smaller dt."
-                )
-            return found
-
-        return checked
+        return self._applied(w, pullback(self.root * w)[0])
 
     def _product(self, w: Tensor) -> Tensor:
-        along = jacobian_product(self.forces.potential, self.x, self.t, self.root * w)
-        self.forces.count()
-        self.forces.count()
+        # The derivative of u^T dF/dx in u.
+        jvp: Any = torch.autograd.functional.jvp
+        force = partial(self.forces.potential, self.t)
+        return self._applied(w, jvp(force, self.x.detach(), self.root * w)[1])
+
+    def _applied(self, w: Tensor, along: Tensor) -> Tensor:
+        self.forces.count(2)
         return w - self.a**2 * self.root * along
 
 
@@ -160,16 +151,9 @@ def solve_position(
     guess: Tensor,
     tol: float,
 ) -> Tensor:
-    """Solve ``x = z + a^2 c F(x)`` for x.
+    """Solve ``x = z + a^2 c F(x)`` for x, ``(*batch, atoms, dim)``, from a guess.
 
-    Args:
-        forces: evaluates the force.
-        t: its time.
-        a: the time a.
-        inverse_mass: c, a scalar or ``(atoms, 1)``.
-        z: ``(*batch, atoms, dim)``.
-        guess: where to start, of the same shape.
-        tol: the largest error of x, relative to the largest coordinate of its system.
+    ``tol`` is the largest error of x, relative to the largest coordinate of its system.
 
     Raises:
         UnsolvedStepError: Newton's method did not converge, or the solution is not unique.
@@ -219,8 +203,7 @@ def _advance(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Take a step, halved where it would make the residual larger.
 
-    Returns:
-        The position, its residual, the length of the step, and whether the step was not halved.
+    Returns the position, its residual, the length of the step, and whether it was not halved.
     """
     share = torch.ones_like(largest(x))
     # Below this length the residual is rounding.
@@ -239,13 +222,7 @@ def _advance(
 
 
 class Iterated(NamedTuple):
-    """A solution by conjugate gradients.
-
-    Attributes:
-        x: the solution, ``(*batch, atoms, dim)``.
-        refused: the systems whose matrix is not positive, ``(*batch, 1, 1)``.
-        left: whether a system has not converged.
-    """
+    """A solution, the systems whose matrix is not positive, and whether one has not converged."""
 
     x: Tensor
     refused: Tensor
@@ -263,16 +240,9 @@ def conjugate_gradients(
 ) -> Iterated:
     """Solve a symmetric positive system for each system of a batch, ``(*batch, atoms, dim)``.
 
-    It stops where the matrix has a direction of no positive curvature; see
-    :meth:`StepMatrix.solve`.
-
-    Args:
-        product: the product with the matrix.
-        b: the right-hand side.
-        share: the largest residual, relative to b.
-        precondition: the product with an approximate inverse, symmetric and positive.
-        start: where to start; None: from zero.
-        limit: the largest number of products; None: 20 for each coordinate, and 100.
+    It stops where the matrix has a direction of no positive curvature (see
+    :meth:`StepMatrix.solve`), at a residual of this share of b, or after ``limit`` products (None:
+    20 for each coordinate, and 100). ``precondition`` is a symmetric positive approximate inverse.
     """
     nearly: Product = (lambda r: r) if precondition is None else precondition
     x = torch.zeros_like(b) if start is None else start
@@ -297,12 +267,6 @@ def conjugate_gradients(
     # Without any step, b itself is the direction of steepest descent.
     x = torch.where(refused & (dot(x, x) == 0), b, x)
     return Iterated(x, refused, bool(((size > target) & ~refused).any()))
-
-
-def jacobian_product(potential: nn.Module, x: Tensor, t: Any, v: Tensor) -> Tensor:
-    """Compute ``dF/dx v`` for a force field, as the derivative of ``u^T dF/dx`` in u."""
-    jvp: Any = torch.autograd.functional.jvp
-    return jvp(lambda q: potential(t, q), x.detach(), v)[1]
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:

@@ -21,16 +21,15 @@ from adjsim.solvers.implicit.field import HALVINGS, ITERATIONS, ImplicitField, l
 
 
 class Newton(NamedTuple):
-    """The state of Newton's method in a step, with n numbers in each system.
+    """The state of Newton's method in a step.
 
     Attributes:
-        x: the iterate, ``(*batch, n)``.
-        change: the Newton step from there, ``(*batch, n)``.
+        x, change: the iterate and the Newton step from there, ``(*batch, n)``.
         rounded: whether the residual at x is rounding, ``(*batch,)``.
         share: the share of the change that is tried next, ``(*batch,)``.
         size: the norm of the residual at x, ``(*batch,)``.
-        number: the number of iterations of this step so far, halvings included, a scalar.
-        ended: whether the change is the last of the step, a scalar.
+        number: the number of iterations of this step so far, halvings included.
+        ended: whether the change is the last of the step.
     """
 
     x: Tensor
@@ -46,12 +45,11 @@ class Iterated(NamedTuple):
     """The result of an iteration.
 
     Attributes:
-        state: the state before the step that goes on, or begins.
-        newton: its iteration.
-        done: whether the next step begins, a scalar.
-        failed: whether the step that goes on, or begins, is left to a run without compilation, a
-            scalar: Newton's method does not converge, the solution does not continue those of
-            smaller steps, or systems depend on each other.
+        state, newton: the state before the step that goes on, or begins, and its iteration.
+        done: whether the next step begins.
+        failed: whether the step is left to a run without compilation: Newton's method does not
+            converge, the solution does not continue those of smaller steps, or systems depend on
+            each other.
     """
 
     state: AnyState
@@ -70,20 +68,9 @@ def first_iteration(steps: ImplicitField, state: AnyState) -> Newton:
 
 
 def iterate(
-    steps: ImplicitField,
-    now: TimeInStep,
-    later: TimeInStep,
-    state: AnyState,
-    newton: Newton,
+    steps: ImplicitField, now: TimeInStep, later: TimeInStep, state: AnyState, newton: Newton
 ) -> Iterated:
-    """Run one iteration, as a pure function of tensors.
-
-    Args:
-        steps: the step.
-        now, later: the times in this step and in the next one.
-        state: the state before this step.
-        newton: the iteration so far.
-    """
+    """Run one iteration of the step after a state, with the times in this and the next step."""
     x, change, rounded, share, size, number, done = newton
     y = steps.joined(state)
     trial = x + share.unsqueeze(-1) * change

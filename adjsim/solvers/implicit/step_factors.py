@@ -22,9 +22,7 @@ from adjsim.dynamics.forces import ForceEvaluator
 class StepFactors:
     """An approximate inverse of the matrix of a step, from factors for each system of a batch.
 
-    Args:
-        factors: an object with ``solve`` for each system.
-        free: mask of the atoms with a finite mass, ``(atoms,)``. The matrix is 1 on the others.
+    The matrix is 1 on atoms that are not ``free``, those of infinite mass, ``(atoms,)``.
     """
 
     def __init__(self, factors: list[Any], free: Tensor) -> None:
@@ -42,11 +40,7 @@ class StepFactors:
 def step_factors(forces: ForceEvaluator, x: Tensor, a: float, root: Tensor) -> StepFactors | None:
     """Factorise the matrix of each system; None if one has no sparse Hessian or is not positive.
 
-    Args:
-        forces: holds the energy, and counts a force and a product for each product of H.
-        x: positions, ``(*batch, atoms, dim)``.
-        a: the time a.
-        root: the roots s, a scalar or ``(atoms, 1)``.
+    Positions are ``(*batch, atoms, dim)``, and the roots s a scalar or ``(atoms, 1)``.
     """
     from scipy import sparse
 

@@ -36,7 +36,7 @@ from adjsim.solvers.implicit.field import field_plan
 from adjsim.solvers.implicit.newton import StepMatrix, UnsolvedStepError, solve_position
 
 # The letter of the stage that streams and kicks together.
-LETTER = "AB"
+STREAM_AND_KICK = "AB"
 # Largest error of the position of a step, relative to the largest coordinate.
 TOL = 1e-14
 
@@ -70,7 +70,6 @@ class ImplicitMove(Move):
         return ("position", "momentum")
 
     def flow(self, state: State, context: MoveContext) -> State:
-        """Return the state after the move."""
         assert isinstance(state, AnyMomentumState)
         q, p, c = state.position, state.momentum, context.coefficients["1/m"]
         trainable = [self.reading.tensors[i] for i in self.reading.wanted]
@@ -97,10 +96,6 @@ class ImplicitMove(Move):
         cotangents: Cotangents,
         before: State | None = None,
     ) -> State:
-        """Propagate state and cotangents back through the move.
-
-        The state comes from the inverse unless ``before`` is given.
-        """
         assert isinstance(after, AnyMomentumState)
         h, a, c = self.h, self.theta * self.h, context.coefficients["1/m"].detach()
         x = self._inner_position(after, c, context, before)
@@ -177,12 +172,8 @@ class _Step(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         found = move.advance(q, p, c, context)
         # The evaluator keeps a force, which may have a graph that ends in this step.
-        ctx.move, ctx.t, ctx.letter, ctx.report = (
-            move,
-            context.t,
-            context.letter,
-            context.forces.report,
-        )
+        ctx.move, ctx.report = move, context.forces.report
+        ctx.t, ctx.letter = context.t, context.letter
         ctx.save_for_backward(q, p, c, *found, *trainable)
         return found
 
@@ -253,39 +244,35 @@ class ImplicitSolver(SteppingSolver):
                     "EulerMaruyama(dt), StochasticHeun(dt) or SDESolver(dt=...)."
                 )
             return field_plan(dynamics, state, self.dt, self.theta, self.tol, self.order)
-        stages, draws = list[Stage](), 0
-        letters, middle = self._others(dynamics), len(self._others(dynamics))
-        for number, letter in enumerate([*letters, LETTER, *reversed(letters)]):
-            if number == middle:
-                stages.append(Stage(LETTER, self._middle(dynamics), self.theta))
-                continue
-            term = dynamics.terms[letter]
-            moves = tuple(term.moves(0.5 * self.dt, state))
-            elapsed = 0.0 if number < middle else 1.0
-            stages.append(Stage(letter, moves, elapsed, draws, term.draws))
-            draws += term.draws
-        return StepPlan(tuple(stages), self.dt, self.order, draws)
-
-    def _middle(self, dynamics: Dynamics[State]) -> tuple[Move, ...]:
-        """List the implicit move, with moves of prescribed vertices before and after it."""
-        move = ImplicitMove(self.dt, self.theta, self.tol, Reading(dynamics.potential))
+        letters, draws = self._others(dynamics), 0
+        stages = list[Stage]()
+        for elapsed, part in ((0.0, letters), (1.0, letters[::-1])):
+            for letter in part:
+                term = dynamics.terms[letter]
+                half = tuple(term.moves(0.5 * self.dt, state))
+                stages.append(Stage(letter, half, elapsed, draws, term.draws))
+                draws += term.draws
+        moves: tuple[Move, ...] = (
+            ImplicitMove(self.dt, self.theta, self.tol, Reading(dynamics.potential)),
+        )
         stream: Any = dynamics.terms["A"]
-        if not isinstance(stream, PrescribedStream):
-            return (move,)
-        before = stream.shear(-self.theta * self.dt, 0.0)
-        if self.theta == 1:
-            return (before, move)
-        return (before, move, stream.shear(0.0, (1 - self.theta) * self.dt))
+        if isinstance(stream, PrescribedStream):
+            # Prescribed vertices move to their positions of the force, and on to those of the end.
+            left = (1 - self.theta) * self.dt
+            after = (stream.shear(0.0, left),) if left else ()
+            moves = (stream.shear(-self.theta * self.dt, 0.0), *moves, *after)
+        stages.insert(len(letters), Stage(STREAM_AND_KICK, moves, self.theta))
+        return StepPlan(tuple(stages), self.dt, self.order, draws)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         if isinstance(dynamics, FieldDynamics):
-            return {"Y": {}}
+            return super().coefficients(dynamics, state)
         assert isinstance(dynamics, MassiveDynamics)
         found: dict[str, Coefficients] = {
             letter: dynamics.terms[letter].coefficients(0.5 * self.dt, state)
             for letter in self._others(dynamics)
         }
-        return {**found, LETTER: {"1/m": 1 / dynamics.masses(position_of(state))}}
+        return {**found, STREAM_AND_KICK: {"1/m": 1 / dynamics.masses(position_of(state))}}
 
     def _others(self, dynamics: Dynamics[State]) -> list[str]:
         """List the terms other than stream and kick."""
@@ -311,14 +298,14 @@ class BackwardEuler(ImplicitSolver):
         q' = q + h p'/m          p' = p + h F(q')
 
     It is first order, stable for any step (A-stable) and damps fast vibrations strongly (L-stable):
-    a mode of frequency omega shrinks by 1/sqrt(1 + (h omega)^2) a step. Use it for
-    stiff bodies that come to rest, with steps far above the bound 2/omega of explicit steps. Do not
-    use it where the energy has to be conserved; :class:`ImplicitMidpoint` conserves it. See Hairer
-    and Wanner, Solving Ordinary Differential Equations II (1996).
+    a mode of frequency omega shrinks by 1/sqrt(1 + (h omega)^2) a step. Use it for stiff bodies
+    that come to rest, with steps far above the bound 2/omega of explicit steps. It does not
+    conserve the energy; :class:`ImplicitMidpoint` does. See Hairer and Wanner, Solving Ordinary
+    Differential Equations II (1996).
 
     A step solves for q' by Newton's method with conjugate gradients on products of the Hessian (for
     a :class:`~adjsim.ForceField`, GMRES on products of its Jacobian). Its gradient is exact, by the
-    implicit function theorem. The inverse of a step is explicit. It multiplies errors by
+    implicit function theorem. Its inverse is explicit and multiplies errors by
     sqrt(1 + (h omega)^2), so for stiff systems use CheckpointAdjoint, or ReversibleAdjoint with
     checkpoint_every.
 
@@ -329,11 +316,11 @@ class BackwardEuler(ImplicitSolver):
     An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h, y')``, stiff ones above
     all. Newton's method then has the dense Jacobian of each system, by n products of f, so n should
     not be much above a hundred, and systems of a batch must not depend on each other. ``tol`` is
-    relative to the largest entry of y, so scale entries that are much smaller. Rounding of the
-    field may be larger than ``tol``: with rates up to k it is k h times machine epsilon. A step is
-    refused where an eigenvalue of the Jacobian is real and above 1/h: its solution does not
-    continue those of shorter steps. With ``compile=True``, up to n = 64, these steps are ten to
-    several hundred times as fast.
+    relative to the largest entry of y, so scale entries that are much smaller. With rates up to k,
+    rounding of the field is k h times machine epsilon, and may be larger. A step is refused where
+    an eigenvalue of the Jacobian is real and above 1/h: its solution does not continue those of
+    shorter steps. With ``compile=True``, up to n = 64, these steps are ten to several hundred times
+    as fast.
 
     Args:
         dt: the step h, time.
@@ -361,18 +348,15 @@ class ImplicitMidpoint(ImplicitSolver):
     change sign in each step. Where they should vanish use :class:`BackwardEuler`. See Hairer,
     Lubich and Wanner, Geometric Numerical Integration (2006).
 
-    A step solves for the midpoint by Newton's method with conjugate gradients on products of the
-    Hessian (for a :class:`~adjsim.ForceField`, GMRES on products of its Jacobian). Its gradient is
-    exact, by the implicit function theorem. Its inverse is the step with -h, which is solved alike,
-    so :class:`~adjsim.ReversibleAdjoint` applies.
+    A step is solved as that of :class:`BackwardEuler`, for the midpoint, and has an exact gradient
+    too. Its inverse is the step with -h, which is solved alike, so
+    :class:`~adjsim.ReversibleAdjoint` applies. The other terms of the dynamics act for half a step
+    before and after. Atoms of infinite mass stay. A force field that depends on time is evaluated
+    in the middle of the step, with prescribed vertices at their positions of that time.
 
-    The other terms of the dynamics act for half a step before and after. Atoms of infinite mass
-    stay. A force field that depends on time is evaluated in the middle of the step, with prescribed
-    vertices at their positions of that time.
-
-    An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h/2, (y + y')/2)``, with
-    the dense Jacobian of each system. A step is refused where an eigenvalue of the Jacobian is real
-    and above 2/h. These steps go with ``compile=True`` up to n = 64, except for ReversibleAdjoint.
+    An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h/2, (y + y')/2)``. A step
+    is refused where an eigenvalue of the Jacobian is real and above 2/h. These steps go with
+    ``compile=True`` up to n = 64, except for ReversibleAdjoint.
 
     Args:
         dt: the step h, time.
@@ -380,10 +364,8 @@ class ImplicitMidpoint(ImplicitSolver):
             raised to four times machine epsilon.
 
     Raises:
-        RuntimeError: a step did not converge, or its solution is not unique (a negative curvature
-            exceeds 4 m/h^2); the message gives the step and the time.
-        TypeError: dynamics without stream and kick; ``compile=True`` for dynamics that have them,
-            or for an ODE of more than 64 numbers a system.
+        RuntimeError: as :class:`BackwardEuler`, with a curvature of 4 m/h^2.
+        TypeError: as :class:`BackwardEuler`.
     """
 
     theta = 0.5

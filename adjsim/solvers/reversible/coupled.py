@@ -17,18 +17,19 @@ from adjsim.core.refusal import Refusal
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, detached, in_transform
 from adjsim.core.tableaus import Tableau
+from adjsim.core.trajectory import RunEnd
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import LARGEST_DENOMINATOR
 from adjsim.dynamics.copies import Copies, copy_name
 from adjsim.dynamics.lattice import typical_sizes
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Coefficients
-from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
+from adjsim.solvers.base import LETTER, Stage, StepContext, SteppingSolver, StepPlan, lattice_of
 from adjsim.solvers.clock import SMALLER, Clock, VaryingClock, check_dt
 from adjsim.solvers.reversible.increment import Increment, reversed_growth
 from adjsim.solvers.reversible.varying_coupling import VaryingCoupling, steps_within
 from adjsim.solvers.runge_kutta.adaptive_steps import AdaptiveSteps, look_ahead
-from adjsim.solvers.runge_kutta.runge_kutta import LETTER, find_tableau, refuse_no_drift
+from adjsim.solvers.runge_kutta.runge_kutta import find_tableau, refuse_no_drift
 from adjsim.solvers.runge_kutta.step_sizes import Adaptive, RecordedTimes, StepTimes
 
 # Steps along which the rate is estimated.
@@ -50,10 +51,10 @@ class Coupled(SteppingSolver):
         y' = c y + (1 - c) z + step_h(z)        z' = z - step_{-h}(y')        c = exp(-rate h)
 
     Here z is a second copy of the state, equal to y at the start, and step_h is the increment of
-    the method (McCallum and Foster 2024, arXiv:2410.11648). The result is y. A step is a scale of
-    y, a shear of y by a function of z and a shear of z by a function of y, so it has an inverse and
-    a product, and goes with :class:`~adjsim.ReversibleAdjoint`. The order is that of the method. A
-    step costs two steps of the method (for a state of k fields 2 k).
+    the method (McCallum and Foster 2024, arXiv:2410.11648). The result is y. A step is a scale and
+    a shear of y by z, and a shear of z by y, so it has an inverse and goes with
+    :class:`~adjsim.ReversibleAdjoint`. The order is that of the method. A step costs two steps of
+    the method (for a state of k fields 2 k).
 
     The distance between the copies obeys d' = c DPhi_{-h} d, so it grows as exp((g - rate) t), with
     g the top exponent of the reversed linear flow: the strongest contraction of the flow. ``rate``
@@ -70,12 +71,11 @@ class Coupled(SteppingSolver):
     With ``dt=Adaptive(rtol, atol)`` the error of the increment at z chooses the sizes. A pass of
     the same steps without a gradient records their times, 8 bytes a step, and costs about 1.5 times
     a run. Run and backward sweep then use the recorded sizes h, with the coupling n/4096 next below
-    exp(-rate h) (1/4096 at least, and 4095/4096 at most, so that each step takes 3.5e-4 bits or
-    more). The gradient is the exact one of these steps at fixed sizes: it has no term for
-    the dependence of the sizes on start and parameters. ``trajectory.stats`` has ``step_times``,
-    ``steps`` (those accepted) and ``rejected``. :class:`StepTimes` repeats recorded steps. Steps of
-    varying size are not compiled. For long runs of a problem whose time scale does not change,
-    prefer a number.
+    exp(-rate h) (from 1/4096 to 4095/4096, so that each step takes 3.5e-4 bits or more). The
+    gradient is the exact one of these steps at fixed sizes: it has no term for the dependence of
+    the sizes on start and parameters. ``trajectory.stats`` has ``step_times``, ``steps`` (those
+    accepted) and ``rejected``. :class:`StepTimes` repeats recorded steps. Steps of varying size are
+    not compiled. Where the time scale of a long run does not change, prefer a number.
 
     Steps are stable for dt times the fastest decay up to about rate dt, which is below the limit of
     the method itself: for stiff equations use implicit steps.
@@ -85,15 +85,15 @@ class Coupled(SteppingSolver):
         dt: the step, time; or :class:`Adaptive`, or :class:`StepTimes`.
         rate: the rate of the coupling, 1/time. None: 1.5 times the strongest contraction along the
             first 256 steps, rounded up to two digits. It is in ``trajectory.stats["rate"]``.
-        exact: run the steps on a lattice, where they are undone bit for bit.
+        exact: run the steps on a lattice.
 
     Raises:
-        ValueError: an unknown method, a rate that is not positive or too small or large for dt, an
-            adaptive method without an error estimate, a save time that is not among ``StepTimes``;
-            with ``exact``, a state that is not float64.
+        ValueError: an unknown method, a rate that is too small or large for dt, an adaptive method
+            without an error estimate, a save time that is not among ``StepTimes``; with ``exact``,
+            a state that is not float64.
         TypeError: dynamics with noise, or with a term that is not an equation (when a run begins).
-        FloatingPointError: the copies moved apart (the message names the step and a rate), or the
-            error of an adaptive step is too large at every size (it names the step and the time).
+        FloatingPointError: the copies moved apart, or the error of an adaptive step is too large at
+            every size.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class Coupled(SteppingSolver):
         if isinstance(dt, Adaptive) and self.tableau.error is None:
             raise ValueError(
                 f"{method!r} has no error estimate from which Adaptive could choose steps: use a "
-                "method with an error estimate, 'bogacki-shampine', 'dormand-prince' or a "
-                "Tableau with error=."
+                "method with an error estimate, 'bogacki-shampine', 'dormand-prince' or a Tableau "
+                "with error=."
             )
         if self.rate is not None:
             if not 0 < self.rate < math.inf:
@@ -122,11 +122,7 @@ class Coupled(SteppingSolver):
 
     @property
     def dt(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The size of all steps.
-
-        Raises:
-            TypeError: steps of varying size.
-        """
+        """The size of all steps; a TypeError where steps differ in size."""
         if not isinstance(self.steps, float):
             raise TypeError(
                 f"steps of one size are needed here, and those of {self!r} differ: give Coupled a "
@@ -171,20 +167,14 @@ class Coupled(SteppingSolver):
         return solver
 
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
-        if isinstance(self.steps, Adaptive):
+        steps = self.steps
+        if isinstance(steps, Adaptive) or self.rate is None:
             raise TypeError(f"{self!r} has no steps before a run: see resolved().")
-        if self.rate is None:
-            solver = self.resolved(dynamics, state, torch.tensor([t], dtype=torch.float64))
-            return solver.plain_plan(dynamics, state, t)
-        return self._plan(dynamics, state, t, self._typical(t))
+        typical = _mean(steps.following(t, AHEAD)) if isinstance(steps, StepTimes) else steps
+        return self._plan(dynamics, state, t, typical, math.inf)
 
     def _plan(
-        self,
-        dynamics: Dynamics[State],
-        state: State,
-        t: float,
-        typical: float,
-        end: float = math.inf,
+        self, dynamics: Dynamics[State], state: State, t: float, typical: float, end: float
     ) -> StepPlan:
         """List the moves of a step, for a run with a start, a typical step size and an end."""
         refuse_no_drift(self, dynamics)
@@ -193,39 +183,28 @@ class Coupled(SteppingSolver):
         names = state._fields
         copied = tuple(map(copy_name, names))
         increment = partial(Increment, dynamics, self.tableau, h, type(state))
-        forward: list[Move] = []
-        for i, name in enumerate(names):
-            step = increment(copied, i, weight="1-c")
-            forward += [Scale(name, Coefficient("c")), Shear(name, step)]
-        backward = tuple(
-            Shear(name, increment(names, i, direction=-1, sign=-1)) for i, name in enumerate(copied)
-        )
+        forward, backward = list[Move](), list[Move]()
+        for i, (name, copy) in enumerate(zip(names, copied, strict=True)):
+            added = Shear(name, increment(copied, i, weight="1-c"))
+            forward += [Scale(name, Coefficient("c")), added]
+            backward.append(Shear(copy, increment(names, i, direction=-1, sign=-1)))
         sizes = {} if in_transform() else typical_sizes(dynamics, t, state, typical)
-        remedy = partial(self._remedy, dynamics, end)
-        copies = Copies(state, sizes, remedy)
-        stages = (Stage(LETTER, tuple(forward), 0.0), Stage(LETTER, backward, 1.0))
+        copies = Copies(state, sizes, partial(self._remedy, dynamics, end))
+        stages = (Stage(LETTER, tuple(forward), 0.0), Stage(LETTER, tuple(backward), 1.0))
         return StepPlan(stages, typical, self.order, copies=copies)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         if not isinstance(self.steps, float):
             # They depend on the step.
             return {LETTER: {}}
-        if self.rate is None:
-            return self.resolved(dynamics, state, torch.zeros(1, dtype=torch.float64)).coefficients(
-                dynamics, state
-            )
         values = {"c": self.coupling, "1-c": 1 - self.coupling}
-        return {
-            LETTER: {
-                name: torch.tensor(float(x), dtype=state[0].dtype, device=state[0].device)
-                for name, x in values.items()
-            }
-        }
+        options: dict[str, Any] = {"dtype": state[0].dtype, "device": state[0].device}
+        return {LETTER: {name: torch.tensor(float(x), **options) for name, x in values.items()}}
 
-    def clock(self, times: Tensor) -> Clock | VaryingClock:
-        return (
-            self.steps.clock(times) if isinstance(self.steps, StepTimes) else super().clock(times)
-        )
+    def clock(self, times: Tensor, end: RunEnd | None = None) -> Clock | VaryingClock:
+        if isinstance(self.steps, StepTimes) and end is None:
+            return self.steps.clock(times)
+        return super().clock(times, end)
 
     def varying(self, state: AnyState) -> VaryingCoupling | None:
         if isinstance(self.steps, float):
@@ -253,38 +232,38 @@ class Coupled(SteppingSolver):
             return self.steps.following(ends[0], AHEAD)
         return [self.steps] * AHEAD
 
-    def _typical(self, t: float) -> float:
-        """Return the step size by which the sizes of fields are estimated."""
-        return (
-            _mean(self.steps.following(t, AHEAD)) if isinstance(self.steps, StepTimes) else self.dt
-        )
-
     def _suggest(
         self, dynamics: Dynamics[State], state: State, t: float, sizes: Sequence[float]
     ) -> float:
         """Choose a rate by the contraction along the next steps."""
         growth = reversed_growth(dynamics, self.tableau, sizes, state, t)
-        return _rounded_up(max(MARGIN * growth, SMALLEST * len(sizes) / math.fsum(sizes)))
+        rate = max(MARGIN * growth, SMALLEST * len(sizes) / math.fsum(sizes))
+        # Rounded up to two digits, so that nearby starts and parameters have the same rate.
+        unit = 10.0 ** (math.floor(math.log10(rate)) - 1)
+        return math.ceil(rate / unit - 1e-9) * unit
 
     @torch.no_grad()
     def _record(
         self, dynamics: Dynamics[State], state: State, ends: Sequence[float], typical: float
     ) -> Coupled:
-        """Run adaptive steps, on the lattice if there is one, and return those of their times.
+        """Run adaptive steps, and return those of their times.
 
-        The lattice is that which follows from these times, so a pass on another one is repeated.
+        The lattice of an exact run follows from these times, so a pass on another one is repeated.
         """
         start, evaluations = detached(state), 0
         plan = self._plan(dynamics, start, ends[0], typical, ends[-1])
         if self.exact:
-            plan = self.on_lattice(plan, dynamics, start, ends[0])
+            plan = replace(plan, lattice=lattice_of(plan, dynamics, start, ends[0]))
         for _ in range(PASSES):
             times = self._pass(dynamics, start, ends, plan)
             evaluations += times.evaluations
             times = replace(times, evaluations=evaluations)
             found = Coupled(self.method, times, rate=self.rate, exact=self.exact)
             repeated = found.plan(dynamics, start, ends[0])
-            if _same_lattice(plan, repeated):
+            if plan.lattice is None or repeated.lattice is None:
+                return found
+            spacings = repeated.lattice.spacings()
+            if all(torch.equal(x, spacings[name]) for name, x in plan.lattice.spacings().items()):
                 return found
             plan = repeated
         raise FloatingPointError(
@@ -306,7 +285,8 @@ class Coupled(SteppingSolver):
         def take(number: int, t: float, after: float, before: Any, y: AnyState) -> AnyState:
             """Take the step of the run itself, so that the run repeats it bit for bit."""
             times, coefficients = (t, after), varying.coefficients(after - t)
-            step = plan.step(lambda share: times[int(share)], before, coefficients, None, forces)
+            context = StepContext(lambda share: times[int(share)], coefficients, None, forces)
+            step = plan.step(before, context)
             if lattice is not None:
                 step, _ = lattice.spill(step, limit)
             if not plan.is_valid(step):
@@ -333,16 +313,11 @@ class Coupled(SteppingSolver):
         """Say why the copies of a state move apart, and the way out."""
         assert self.rate is not None
         rate = self._suggest(dynamics, state, t, self._ahead(dynamics, state, (t, end)))
-        found = f"the rate {self.rate:.4g} of the coupling is "
+        flow = "for the contraction of the flow"
+        why = f"large enough {flow}, so the steps are too coarse. Use {smaller}"
         if rate > self.rate:
-            return (
-                f"{found}too small for the contraction of the flow. Use rate={rate:.3g}, or a "
-                "larger one."
-            )
-        return (
-            f"{found}large enough for the contraction of the flow, so the steps are too coarse. "
-            f"Use {smaller}."
-        )
+            why = f"too small {flow}. Use rate={rate:.3g}, or a larger one"
+        return f"the rate {self.rate:.4g} of the coupling is {why}."
 
     def __repr__(self) -> str:
         size = f"{self.steps:g}" if isinstance(self.steps, float) else repr(self.steps)
@@ -353,13 +328,6 @@ class Coupled(SteppingSolver):
 
 def _mean(sizes: Sequence[float]) -> float:
     return math.fsum(sizes) / len(sizes)
-
-
-def _same_lattice(one: StepPlan, other: StepPlan) -> bool:
-    if one.lattice is None or other.lattice is None:
-        return True
-    spacings = other.lattice.spacings()
-    return all(torch.equal(x, spacings[name]) for name, x in one.lattice.spacings().items())
 
 
 def coupling(rate: float, dt: float) -> Fraction:
@@ -379,9 +347,3 @@ def coupling(rate: float, dt: float) -> Fraction:
         f"rate = {rate:g} is too small for dt = {dt:g}: the coupling exp(-rate dt) is within "
         f"{gap:.1g} of 1. Use a larger rate."
     )
-
-
-def _rounded_up(rate: float) -> float:
-    """Round up to two digits, so that nearby starts and parameters have the same rate."""
-    unit = 10.0 ** (math.floor(math.log10(rate)) - 1)
-    return math.ceil(rate / unit - 1e-9) * unit

@@ -14,7 +14,7 @@ from torch import Tensor
 from adjsim.core.state import AnyState, State, detached
 from adjsim.core.tableaus import Tableau
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.cotangents import Cotangents, add_each
 from adjsim.dynamics.sources import Accumulate, MoveContext, Time
 from adjsim.solvers.runge_kutta.runge_kutta import increment
 
@@ -32,14 +32,10 @@ class Increment:
     dynamics.
 
     Attributes:
-        dynamics: the dynamics, whose drift is evaluated.
-        tableau: the method.
         h: the size of the step; None: the coefficient "h" of the step.
-        kind: the type of the states of the dynamics.
-        reads: the fields that stand for the fields of such a state, in order.
+        kind: the type of the states of the dynamics, for whose fields the fields ``reads`` stand.
         index: the number of the field whose increment it is.
         direction: 1 for a step forward in time, -1 for one backward.
-        sign: 1 or -1.
         weight: the name of the coefficient w.
     """
 
@@ -74,12 +70,8 @@ class Increment:
             context.forces.count(len(self.tableau.b))
             inputs = [*fields, *parameters.values()]
             found = torch.autograd.grad(value, inputs, cotangent, allow_unused=True)
-            for name, grad in zip(self.reads, found, strict=False):
-                if grad is not None:
-                    cotangents.add(name, grad)
-            for name, grad in zip(parameters, found[len(fields) :], strict=True):
-                if grad is not None:
-                    cotangents.add_parameter(name, grad)
+            add_each(cotangents.add, self.reads, found[: len(fields)])
+            add_each(cotangents.add_parameter, parameters, found[len(fields) :])
 
         return value.detach(), accumulate
 
@@ -101,9 +93,9 @@ def reversed_growth(
 ) -> float:
     """Estimate the growth exponent (1/time) of the reversed linear flow along the next steps.
 
-    The steps have the given sizes. A perturbation d of reversed steps obeys ``d <- DPhi_{-h}(y_n)
-    d``. Its growth is that of the transposed products from the last state to the first, over parts
-    of the run and systems of the batch, of which the largest counts.
+    A perturbation d of reversed steps obeys ``d <- DPhi_{-h}(y_n) d``. Its growth is that of the
+    transposed products from the last state to the first. The largest growth counts, over parts of
+    the run and systems of the batch.
     """
     states: list[Any] = []
     y: Any = detached(state)
@@ -131,8 +123,7 @@ def reversed_growth(
             total = total + size.log()
         time = times[part.stop] - times[part.start]
         exponents.append(float(torch.as_tensor(total).amax()) / time)
-    finite = [x for x in exponents if math.isfinite(x)]
-    return max(finite, default=0.0)
+    return max(filter(math.isfinite, exponents), default=0.0)
 
 
 def added(state: Any, step: tuple[Tensor, ...]) -> Any:

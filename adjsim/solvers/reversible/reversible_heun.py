@@ -17,12 +17,12 @@ from adjsim.dynamics.copies import LARGEST_DISTANCE, Copies, copy_name
 from adjsim.dynamics.fields.base import FieldDynamics
 from adjsim.dynamics.fields.sde import SDE
 from adjsim.dynamics.lattice import typical_sizes
-from adjsim.dynamics.moves import Move, Reflection, Shear
-from adjsim.dynamics.sources import Coefficients, MoveContext, Time
-from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
+from adjsim.dynamics.moves import Reflection, Shear
+from adjsim.dynamics.sources import MoveContext, Time
+from adjsim.solvers.base import LETTER, Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.reversible.increment import Increment, reversed_growth
-from adjsim.solvers.runge_kutta.runge_kutta import LETTER, increment
+from adjsim.solvers.runge_kutta.runge_kutta import increment
 
 EULER = TABLEAUS["euler"]
 # With noise the copies of a good run differ by about (diffusion dW)^2, which is large for a few of
@@ -70,13 +70,12 @@ class ReversibleHeun(SteppingSolver):
     :class:`~adjsim.StochasticHeun` with CheckpointAdjoint, or :class:`~adjsim.Coupled` for an ODE.
     A run whose copies move apart by a tenth of their size stops (with noise, by their whole size).
 
-    In floating point an undone step amplifies rounding at the same rate. With ``exact=True`` the
-    steps run on a lattice (:mod:`adjsim.dynamics.lattice`) and are undone bit for bit. A reflection
-    loses nothing there, so no information buffers are needed.
+    In floating point an undone step amplifies rounding at the same rate.
 
     Args:
         dt: the step, time.
-        exact: run the steps on a lattice, where they are undone bit for bit; the state is float64.
+        exact: run the steps on a lattice (:mod:`adjsim.dynamics.lattice`), where they are undone
+            bit for bit, without information buffers; the state is float64.
 
     Raises:
         TypeError: dynamics that are neither an ODE nor an SDE (when a run begins).
@@ -102,17 +101,12 @@ class ReversibleHeun(SteppingSolver):
         sizes = {} if in_transform() else typical_sizes(dynamics, t, state, self.dt)
         limit = LARGEST_NOISY_DISTANCE if dynamics.stochastic else LARGEST_DISTANCE
         copies = Copies(state, sizes, partial(self._remedy, dynamics), limit)
-        first: list[Move] = [*shears, *mirrored]
-        draws = int(dynamics.stochastic)
+        draws, order = (1, 1) if dynamics.stochastic else (0, 2)
         stages = (
-            Stage(LETTER, tuple(first), 0.0, 0, draws),
+            Stage(LETTER, (*shears, *mirrored), 0.0, 0, draws),
             Stage(LETTER, tuple(shears), 1.0, 0, draws),
         )
-        order = 1 if dynamics.stochastic else 2
         return StepPlan(stages, self.dt, order, draws, copies=copies)
-
-    def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
-        return {LETTER: {}}
 
     def _remedy(self, dynamics: Dynamics[Any], state: Any, t: float, smaller: str) -> str:
         """Say why the copies of a state move apart, and the way out."""
@@ -126,6 +120,3 @@ class ReversibleHeun(SteppingSolver):
             "reversible Heun steps amplify the distance where the drift contracts (here at up to "
             f"{growth:.3g} per unit of time). Use {other}, or {smaller} for a short run."
         )
-
-    def __repr__(self) -> str:
-        return f"ReversibleHeun(dt={self.dt:g}{', exact=True' if self.exact else ''})"

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from adjsim.dynamics.buffer import BufferGrowth
 from adjsim.dynamics.sources import Coefficients
-from adjsim.solvers.base import StepPlan
+from adjsim.solvers.base import LETTER, StepPlan
 from adjsim.solvers.clock import VaryingClock
-from adjsim.solvers.runge_kutta.runge_kutta import LETTER
 
 # The denominator of all couplings.
 DENOMINATOR = 4096
@@ -66,10 +65,7 @@ class VaryingCoupling:
         return self._fastest(plan).limit if self.exact else 0.0
 
     def _fastest(self, plan: StepPlan) -> BufferGrowth:
-        """Return the growth at the smallest coupling.
-
-        It bounds that of any step, so a check needs no knowledge of the sizes to come.
-        """
+        """Return the growth at the smallest coupling, which bounds that of any step to come."""
         assert plan.lattice is not None
         coefficients = self.coefficients(float("inf"))
         moves = [(stage.letter, move) for stage, move in plan.moves]
@@ -93,13 +89,8 @@ def decays(rate: float, h: np.ndarray) -> np.ndarray:
 def steps_within(rate: float, sizes: np.ndarray, damping: np.ndarray, growth: float) -> int:
     """Return how many consecutive steps undo at most a decay of exp(-growth).
 
-    The count holds for the parts of a run that are each as many steps long.
-
-    Args:
-        rate: the rate of the coupling.
-        sizes: the sizes of the steps.
-        damping: the decay of the dynamics in each step.
-        growth: the largest exponent of a part.
+    The count holds for the parts of a run that are each as many steps long. ``damping`` is the
+    decay of the dynamics in each step.
     """
     total = np.concatenate([[0.0], np.cumsum(decays(rate, sizes) + damping)])
     count = len(sizes)

@@ -14,7 +14,7 @@ from adjsim.core.step_control import GROW, first_size, next_factor, relative
 from adjsim.core.tableaus import Tableau
 from adjsim.dynamics.base import Dynamics
 from adjsim.solvers.reversible.increment import added, system_squares
-from adjsim.solvers.runge_kutta.runge_kutta import add_rates, stage_rates
+from adjsim.solvers.runge_kutta.runge_kutta import combined, stage_rates
 from adjsim.solvers.runge_kutta.step_sizes import Adaptive
 
 # A step that would end this close before a save time, as a multiple of its size, ends at it.
@@ -28,14 +28,8 @@ TakeStep = Callable[[int, float, float, Any, AnyState], Any]
 class AdaptiveSteps:
     """Steps of a dynamics whose sizes follow from the error of an embedded pair.
 
-    Args:
-        dynamics: the dynamics.
-        tableau: the method, with an error estimate.
-        adaptive: the tolerances.
-
-    Attributes:
-        rejected: number of attempts that were repeated with a smaller size.
-        evaluations: number of evaluations of the drift in attempts.
+    ``rejected`` counts attempts that were repeated with a smaller size, and ``evaluations`` those
+    of the drift in attempts.
     """
 
     def __init__(self, dynamics: Dynamics[Any], tableau: Tableau, adaptive: Adaptive) -> None:
@@ -52,14 +46,13 @@ class AdaptiveSteps:
         plain: Callable[[Any], AnyState] = lambda state: state,
         most: float = math.inf,
     ) -> list[float]:
-        """Run steps that end at the given times, and return the times of all steps.
+        """Run steps, at most so many, and return the times of all steps.
 
         Args:
             state: the start.
             ends: the time of the start, and the times at which a step has to end.
             take: takes a step.
             plain: converts a state of the steps to that from which the error is estimated.
-            most: the largest number of steps.
 
         Raises:
             FloatingPointError: the error of a step stays too large at the smallest size.
@@ -77,10 +70,7 @@ class AdaptiveSteps:
     def _attempt(
         self, y: AnyState, t: float, size: float, end: float, number: int
     ) -> tuple[float, float, AnyState]:
-        """Attempt a step until its error is small.
-
-        Returns the time after it, the size of the next step, and the state after it.
-        """
+        """Attempt a step until its error is small; return its end, the next size, and the state."""
         shortest, retried = 10 * math.ulp(t), False
         size = max(size, shortest)
         while True:
@@ -105,14 +95,11 @@ class AdaptiveSteps:
         tableau, weights = self.tableau, self.tableau.error
         assert weights is not None
         rates = stage_rates(self.dynamics, tableau, t, h, y)
-        fields = range(len(y))
-        after = added(
-            y, tuple(add_rates(None, h, tableau.b, [k[i] for k in rates]) for i in fields)
-        )
+        after = added(y, combined(h, tableau.b, rates))
         if len(weights) > len(rates):
             rates.append(tuple(self.dynamics.drift(t + h, after)))
         self.evaluations += len(rates)
-        error = [add_rates(None, h, weights, [k[i] for k in rates]) for i in fields]
+        error = combined(h, weights, rates)
         return after, float(self._norm(error, y, after))
 
     def _norm(self, parts: Sequence[Tensor], *states: AnyState) -> Tensor:
@@ -159,8 +146,7 @@ def look_ahead(
 ) -> list[float]:
     """Return the sizes of the next plain steps, at most ``count``, at least one.
 
-    They end at the last of ``ends``, whose first is the time of the start, or where the solution
-    blows up.
+    They end at the last of ``ends``, or where the solution blows up.
     """
     steps, sizes = AdaptiveSteps(dynamics, tableau, adaptive), list[float]()
 

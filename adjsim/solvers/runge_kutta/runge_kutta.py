@@ -9,29 +9,19 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import describe_type
-from adjsim.core.refusal import Refusal
 from adjsim.core.state import State
 from adjsim.core.tableaus import TABLEAUS, Tableau
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.sources import Coefficients, Time
-from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
+from adjsim.solvers.base import SteppingSolver, StepPlan, refuse_without_equation
 from adjsim.solvers.clock import check_dt
-from adjsim.solvers.stochastic.drift_move import DriftMove
-
-LETTER = "Y"
+from adjsim.solvers.stochastic.drift_move import drift_plan
 
 
 def increment(
     dynamics: Dynamics[State], tableau: Tableau, t: Any, h: float, state: State
 ) -> tuple[Tensor, ...]:
-    """Compute ``h sum_i b_i k_i``, the increment of a step of size h, by field.
-
-    The size may be negative.
-    """
-    rates = stage_rates(dynamics, tableau, t, h, state)
-    return tuple(
-        add_rates(None, h, tableau.b, [rate[i] for rate in rates]) for i in range(len(state))
-    )
+    """Compute ``h sum_i b_i k_i``, the increment of a step of any size h, by field."""
+    return combined(h, tableau.b, stage_rates(dynamics, tableau, t, h, state))
 
 
 def stage_rates(
@@ -40,14 +30,22 @@ def stage_rates(
     """Compute the rates k of all stages, by field."""
     rates: list[tuple[Tensor, ...]] = []
     for row, node in zip(tableau.a, tableau.nodes, strict=True):
+        parts = zip(*rates, strict=True) if rates else [()] * len(state)
         inner = type(state)._make(
-            add_rates(y, h, row, [rate[i] for rate in rates]) for i, y in enumerate(state)
+            add_rates(y, h, row, part) for y, part in zip(state, parts, strict=True)
         )
         rates.append(tuple(dynamics.drift(t + node * h, inner)))
     return rates
 
 
-def add_rates(y: Tensor | None, h: float, weights: Sequence[float], rates: list[Tensor]) -> Any:
+def combined(
+    h: float, weights: Sequence[float], rates: Sequence[tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """Compute ``h sum_j weights_j rates_j`` by field."""
+    return tuple(add_rates(None, h, weights, part) for part in zip(*rates, strict=True))
+
+
+def add_rates(y: Any, h: float, weights: Sequence[float], rates: Sequence[Tensor]) -> Any:
     """Compute ``y + h sum_j weights_j rates_j``; without a y, the sum alone."""
     for weight, rate in zip(weights, rates, strict=True):
         if weight != 0:
@@ -100,25 +98,20 @@ class RungeKutta(SteppingSolver):
 
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         refuse_no_drift(self, dynamics)
-        kind, tableau, dt = type(state), self.tableau, self.dt
+        tableau, dt = self.tableau, self.dt
 
-        def step(coefficients: Coefficients, t: Tensor, *fields: Tensor) -> tuple[Tensor, ...]:
-            added = increment(dynamics, tableau, t, dt, kind._make(fields))
-            return tuple(y + x for y, x in zip(fields, added, strict=True))
+        def step(t: Tensor, at: State) -> tuple[Tensor, ...]:
+            added = increment(dynamics, tableau, t, dt, at)
+            return tuple(y + x for y, x in zip(at, added, strict=True))
 
-        move = DriftMove(
-            state._fields,
+        return drift_plan(
             step,
-            None,
-            (Time(),),
-            Refusal("it loses the stages of an explicit step"),
-            reads_parameters=True,
+            state,
+            dt,
+            self.order,
             evaluations=len(tableau.b),
+            loses="the stages of an explicit step",
         )
-        return StepPlan((Stage(LETTER, (move,), 0.0),), self.dt, self.order)
-
-    def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
-        return {LETTER: {}}
 
     def __repr__(self) -> str:
         return f"RungeKutta({self.method!r}, dt={self.dt:g})"
@@ -145,15 +138,9 @@ def find_tableau(method: str | Tableau) -> Tableau:
 
 def refuse_no_drift(solver: SteppingSolver, dynamics: Dynamics[State]) -> None:
     """Refuse dynamics that are not an ordinary differential equation."""
-    name = type(dynamics).__name__
-    for letter, term in dynamics.terms.items():
-        if term.no_equation is not None:
-            raise TypeError(
-                f"{type(solver).__name__} cannot take term {letter!r} of {name}: "
-                f"{term.no_equation.reason}. Use a splitting."
-            )
+    refuse_without_equation(solver, dynamics)
     if dynamics.stochastic:
         raise TypeError(
-            f"{type(solver).__name__} has no noise, and {name} has: use EulerMaruyama(dt), "
-            "SDESolver(dt=...) or a splitting."
+            f"{type(solver).__name__} has no noise, and {type(dynamics).__name__} has: use "
+            "EulerMaruyama(dt), SDESolver(dt=...) or a splitting."
         )

@@ -26,10 +26,9 @@ class Adaptive:
     batch shares its steps, so its most demanding system sets them and a system depends on its
     batch. Steps end exactly at the save times, which may lie anywhere.
 
-    The tolerances bound the error of one step. The error of the run is larger where errors grow.
-
     Args:
-        rtol, atol: relative and absolute tolerance of the error of one step.
+        rtol, atol: relative and absolute tolerance of the error of one step. The error of the run
+            is larger where errors grow.
         first: the size of the first step that is tried, time. None: from the rates at the start
             (Hairer, Norsett and Wanner, Solving Ordinary Differential Equations I, II.4).
 
@@ -42,11 +41,8 @@ class Adaptive:
     first: float | int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rtol", "atol", "first"):
-            value = getattr(self, name)
-            if name == "first" and value is None:
-                continue
-            number = as_number(name, value)
+        for name in ("rtol", "atol") if self.first is None else ("rtol", "atol", "first"):
+            number = as_number(name, getattr(self, name))
             if not 0 < number < math.inf:
                 raise ValueError(f"{name} must be positive; got {number:g}.")
             object.__setattr__(self, name, number)
@@ -121,9 +117,7 @@ class StepTimes:
 class RecordedTimes(StepTimes):
     """The times of the steps that a run has chosen.
 
-    Attributes:
-        rejected: number of attempts that were repeated with a smaller size.
-        evaluations: number of evaluations of the drift that chose them.
+    It repeated ``rejected`` attempts with a smaller size, and took ``evaluations`` of the drift.
     """
 
     rejected: int

@@ -1,13 +1,20 @@
-"""The move of steps that evaluate the whole drift of a dynamics."""
+"""Steps that are one map without an inverse, which evaluates the whole drift of a dynamics."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from adjsim.core.state import State
+from torch import Tensor
+
+from adjsim.core.refusal import Refusal
+from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.moves import GeneralFlow
-from adjsim.dynamics.sources import MoveContext
+from adjsim.dynamics.sources import Coefficients, MoveContext, Random, Source, Time
+from adjsim.solvers.base import LETTER, Stage, StepPlan
 
 
 @dataclass(frozen=True)
@@ -17,7 +24,6 @@ class DriftMove(GeneralFlow):
     evaluations: int = 1
 
     def flow(self, state: State, context: MoveContext) -> State:
-        """Return the state after the step."""
         context.forces.count(self.evaluations)
         after = super().flow(state, context)
         context.forces.count_backward(after, self.evaluations)
@@ -30,7 +36,36 @@ class DriftMove(GeneralFlow):
         cotangents: Cotangents,
         before: State | None = None,
     ) -> State:
-        """Propagate the cotangents back through the step, from the state before it."""
         # Each drift is evaluated again, and has one product.
         context.forces.count(2 * self.evaluations)
         return super().backward(after, context, cotangents, before)
+
+
+def drift_plan(
+    step: Callable[..., tuple[Tensor, ...]],
+    state: AnyState,
+    dt: float,
+    order: int,
+    *,
+    noisy: bool = False,
+    evaluations: int = 1,
+    loses: str = "the state",
+) -> StepPlan:
+    """Return the plan of a step ``step(t, state)``, or with noise ``step(t, state, dW)``."""
+    kind, draws, root = type(state), int(noisy), math.sqrt(dt)
+    reads: tuple[Source, ...] = (Time(), Random()) if noisy else (Time(),)
+
+    def function(coefficients: Coefficients, t: Tensor, *values: Any) -> tuple[Tensor, ...]:
+        drawn, fields = values[:draws], values[draws:]
+        return step(t, kind._make(fields), *(root * xi for xi in drawn))
+
+    move = DriftMove(
+        state._fields,
+        function,
+        None,
+        reads,
+        Refusal(f"it loses {loses}"),
+        reads_parameters=True,
+        evaluations=evaluations,
+    )
+    return StepPlan((Stage(LETTER, (move,), 0.0, 0, draws),), dt, order, draws)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, State, position_of
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.sde import SDE
 from adjsim.dynamics.masses import per_atom
 from adjsim.dynamics.moves import GeneralFlow, Shear
-from adjsim.dynamics.sources import Coefficients, Combination, Force, Random, Source, Time
+from adjsim.dynamics.sources import Coefficients, Combination, Force, Random, Source
 from adjsim.dynamics.thermostats.overdamped import OverdampedLangevin
-from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
-from adjsim.solvers.clock import check_dt
-from adjsim.solvers.stochastic.drift_move import DriftMove
+from adjsim.solvers.base import LETTER, Stage, SteppingSolver, StepPlan
+from adjsim.solvers.stochastic.drift_move import drift_plan
 
 
 class EulerMaruyama(SteppingSolver):
@@ -26,11 +24,10 @@ class EulerMaruyama(SteppingSolver):
 
         q' = q + dt F(q)/friction + sqrt(2 kT dt/friction) xi
 
-    It is first order in averages: <x^2> of a harmonic well of stiffness k is too large by
-    the factor 1/(1 - k dt/(2 friction)). Since the noise is additive, it is also first
-    order in the path.
-    :class:`LeimkuhlerMatthews` costs the same and has better averages. A step has no inverse, so
-    gradients come from DirectAdjoint or CheckpointAdjoint.
+    It is first order in averages: <x^2> of a harmonic well of stiffness k is too large by the
+    factor 1/(1 - k dt/(2 friction)). Since the noise is additive, it is also first order in the
+    path. :class:`LeimkuhlerMatthews` costs the same and has better averages. A step has no inverse,
+    so gradients come from DirectAdjoint or CheckpointAdjoint.
 
     It also solves an :class:`~adjsim.SDE` in the sense of Ito, for every noise::
 
@@ -46,18 +43,12 @@ class EulerMaruyama(SteppingSolver):
     order: ClassVar[int] = 1
     weights: ClassVar[tuple[float, ...]] = (1.0,)
 
-    def __init__(self, dt: float) -> None:
-        self.dt = check_dt(dt)
-
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
-        if isinstance(dynamics, SDE) and type(self) is EulerMaruyama:
-            return self._plan_of_sde(dynamics, state)
+        takes_sde = type(self) is EulerMaruyama
+        if takes_sde and isinstance(dynamics, SDE):
+            return drift_plan(partial(self._step, dynamics), state, self.dt, self.order, noisy=True)
         if not isinstance(dynamics, OverdampedLangevin):
-            fits = (
-                "OverdampedLangevin and SDE"
-                if type(self) is EulerMaruyama
-                else "OverdampedLangevin"
-            )
+            fits = f"OverdampedLangevin{' and SDE' if takes_sde else ''}"
             raise TypeError(
                 f"{type(self).__name__} is for {fits}; for {type(dynamics).__name__} use "
                 f"{fitting_solvers(dynamics)}."
@@ -70,41 +61,21 @@ class EulerMaruyama(SteppingSolver):
         stage = Stage("D", (drift, noise), 0.0, 0, len(draws))
         return StepPlan((stage,), self.dt, self.order, draws=1, noise_steps=len(draws))
 
-    def _plan_of_sde(self, sde: SDE, state: AnyState) -> StepPlan:
-        kind, dt = type(state), self.dt
-
-        def step(
-            coefficients: Coefficients, t: Tensor, xi: Tensor, *fields: Tensor
-        ) -> tuple[Tensor, ...]:
-            before = kind._make(fields)
-            noise = sde.noise_increments(t, before, math.sqrt(dt) * xi)
-            rates = sde.drift(t, before)
-            return tuple(
-                torch.add(y, rate, alpha=dt) + x
-                for y, rate, x in zip(fields, rates, noise, strict=True)
-            )
-
-        move = DriftMove(
-            state._fields,
-            step,
-            None,
-            (Time(), Random()),
-            Refusal("it loses the state"),
-            reads_parameters=True,
+    def _step(self, sde: SDE, t: Tensor, state: AnyState, dW: Tensor) -> tuple[Tensor, ...]:
+        noise, rates = sde.noise_increments(t, state, dW), sde.drift(t, state)
+        return tuple(
+            torch.add(y, rate, alpha=self.dt) + x
+            for y, rate, x in zip(state, rates, noise, strict=True)
         )
-        return StepPlan((Stage("Y", (move,), 0.0, 0, 1),), self.dt, self.order, draws=1)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         if isinstance(dynamics, SDE):
-            return {"Y": {}}
+            return {LETTER: {}}
         assert isinstance(dynamics, OverdampedLangevin)
         friction = per_atom(dynamics.friction, position_of(state))
         noise = torch.sqrt(2 * dynamics.kT.to(position_of(state)) * self.dt / friction)
         weights = torch.tensor(self.weights, dtype=torch.float64).to(position_of(state))
         return {"D": {"mobility": self.dt / friction, "noise": noise, "weights": weights}}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(dt={self.dt:g})"
 
 
 class LeimkuhlerMatthews(EulerMaruyama):
@@ -114,9 +85,8 @@ class LeimkuhlerMatthews(EulerMaruyama):
 
     Stationary averages are second order, and exact for harmonic forces: BAOAB in the limit of large
     friction (Leimkuhler and Matthews 2013; Leimkuhler, Matthews and Tretyakov, Proc. R. Soc. A 470,
-    20140120 (2014)). The path is of order 1/2, since at either end it differs by half a
-    step's noise from the exact path. Averages from a start out of equilibrium are of first
-    order.
+    20140120 (2014)). The path is of order 1/2, since at either end it differs by half a step's
+    noise from the exact path. Averages from a start out of equilibrium are of first order.
 
     Args:
         dt: the step, time.

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from adjsim.core.refusal import Refusal
 from adjsim.core.state import State, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.sde import SDE, describe_cross_terms
-from adjsim.dynamics.sources import Coefficients, Random, Time
-from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
-from adjsim.solvers.clock import check_dt
-from adjsim.solvers.runge_kutta.runge_kutta import LETTER
-from adjsim.solvers.stochastic.drift_move import DriftMove
+from adjsim.solvers.base import SteppingSolver, StepPlan
+from adjsim.solvers.stochastic.drift_move import drift_plan
 from adjsim.solvers.stochastic.euler_maruyama import fitting_solvers
 
 
@@ -42,9 +36,6 @@ class Milstein(SteppingSolver):
     """
 
     order = 1
-
-    def __init__(self, dt: float) -> None:
-        self.dt = check_dt(dt)
 
     def check(self, plan: StepPlan, dynamics: Dynamics[State], state: State, t: float) -> None:
         if not isinstance(dynamics, SDE) or dynamics.noise != "diagonal" or in_transform():
@@ -75,37 +66,18 @@ class Milstein(SteppingSolver):
             )
         sde, kind, dt = dynamics, type(state), self.dt
 
-        def step(
-            coefficients: Coefficients, t: Tensor, xi: Tensor, *fields: Tensor
-        ) -> tuple[Tensor, ...]:
-            dW = math.sqrt(dt) * xi
-            at = kind._make(fields)
-
+        def step(t: Tensor, at: State, dW: Tensor) -> tuple[Tensor, ...]:
             def diffusion(*y: Tensor) -> tuple[Tensor, ...]:
                 return tuple(sde.amplitudes(t, kind._make(y)))
 
-            g = diffusion(*fields)
-            along = torch.func.jvp(diffusion, fields, g)[1]
+            g = diffusion(*at)
+            along = torch.func.jvp(diffusion, tuple(at), g)[1]
             half = 0.5 * (dW.square() - dt)
             added = sde.times_increment(g, dW, at)
             corrections = sde.times_increment(along, half, at)
             return tuple(
                 torch.add(y, rate, alpha=dt) + x + z
-                for y, rate, x, z in zip(fields, sde.drift(t, at), added, corrections, strict=True)
+                for y, rate, x, z in zip(at, sde.drift(t, at), added, corrections, strict=True)
             )
 
-        move = DriftMove(
-            state._fields,
-            step,
-            None,
-            (Time(), Random()),
-            Refusal("it loses the state"),
-            reads_parameters=True,
-        )
-        return StepPlan((Stage(LETTER, (move,), 0.0, 0, 1),), dt, self.order, draws=1)
-
-    def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
-        return {LETTER: {}}
-
-    def __repr__(self) -> str:
-        return f"Milstein(dt={self.dt:g})"
+        return drift_plan(step, state, dt, self.order, noisy=True)

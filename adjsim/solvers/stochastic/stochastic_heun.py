@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from adjsim.core.refusal import Refusal
 from adjsim.core.state import State
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.sde import SDE
-from adjsim.dynamics.sources import Coefficients, Random, Time
-from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
-from adjsim.solvers.clock import check_dt
-from adjsim.solvers.runge_kutta.runge_kutta import LETTER
-from adjsim.solvers.stochastic.drift_move import DriftMove
+from adjsim.solvers.base import SteppingSolver, StepPlan
+from adjsim.solvers.stochastic.drift_move import drift_plan
 from adjsim.solvers.stochastic.euler_maruyama import fitting_solvers
 
 
@@ -41,9 +35,6 @@ class StochasticHeun(SteppingSolver):
 
     order = 1
 
-    def __init__(self, dt: float) -> None:
-        self.dt = check_dt(dt)
-
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if not isinstance(dynamics, SDE):
             raise TypeError(
@@ -52,36 +43,18 @@ class StochasticHeun(SteppingSolver):
             )
         sde, kind, dt = dynamics, type(state), self.dt
 
-        def added(t: Tensor, dW: Tensor, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            at = kind._make(fields)
+        def added(t: Tensor, at: State, dW: Tensor) -> tuple[Tensor, ...]:
             noise = sde.noise_increments(t, at, dW)
             return tuple(
                 torch.add(x, rate, alpha=dt)
                 for rate, x in zip(sde.drift(t, at), noise, strict=True)
             )
 
-        def step(
-            coefficients: Coefficients, t: Tensor, xi: Tensor, *fields: Tensor
-        ) -> tuple[Tensor, ...]:
-            dW = math.sqrt(dt) * xi
-            first = added(t, dW, fields)
-            end = tuple(y + x for y, x in zip(fields, first, strict=True))
-            second = added(t + dt, dW, end)
-            return tuple(y + 0.5 * (x + z) for y, x, z in zip(fields, first, second, strict=True))
+        def step(t: Tensor, at: State, dW: Tensor) -> tuple[Tensor, ...]:
+            first = added(t, at, dW)
+            end = kind._make(y + x for y, x in zip(at, first, strict=True))
+            second = added(t + dt, end, dW)
+            return tuple(y + 0.5 * (x + z) for y, x, z in zip(at, first, second, strict=True))
 
-        move = DriftMove(
-            state._fields,
-            step,
-            None,
-            (Time(), Random()),
-            Refusal("it loses the state inside of the step"),
-            reads_parameters=True,
-            evaluations=2,
-        )
-        return StepPlan((Stage(LETTER, (move,), 0.0, 0, 1),), dt, self.order, draws=1)
-
-    def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
-        return {LETTER: {}}
-
-    def __repr__(self) -> str:
-        return f"StochasticHeun(dt={self.dt:g})"
+        loses = "the state inside of the step"
+        return drift_plan(step, state, dt, self.order, noisy=True, evaluations=2, loses=loses)
