@@ -78,7 +78,7 @@ def unflow(
     state = type(state)(*(x.detach() for x in state))
     with torch.no_grad():
         for move in reversed(term.moves(h, state)):
-            state = move.backward(state, where, nothing)
+            state = move.backward(state, where, nothing, None)
     return state
 
 

@@ -8,13 +8,13 @@ solvers sum the drifts, and splittings compose the flows. Both come from the sam
 
 from __future__ import annotations
 
-from typing import Any, Generic, cast
+from typing import Any, ClassVar, Generic, cast
 
 import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import refuse_uncalled
-from adjsim.core.parameters import trainable
+from adjsim.core.parameters import check_count, trainable
 from adjsim.core.state import (
     AnyState,
     PhaseState,
@@ -23,30 +23,29 @@ from adjsim.core.state import (
     check_kind,
     check_position,
     in_transform,
-    position_of,
 )
 from adjsim.core.typing import Energies, PositionsLike, Seed
 from adjsim.dynamics.density import StationaryDensity
 from adjsim.dynamics.heat import HeatLimit
-from adjsim.dynamics.start_energy import check_potential, describe_force_not_finite
+from adjsim.dynamics.start_energy import check_potential
 from adjsim.dynamics.term import Term
+from adjsim.potentials.contact import SurfaceContact
 
 
 class Dynamics(nn.Module, Generic[State]):
     """The base class of dynamics. Subclasses set ``state_type`` and write ``terms``.
 
     ``system_axes`` is the number of trailing axes of the first field that belong to one system:
-    atoms and dim of a position. The axes before them are the batch.
+    atoms and dim of a position. The axes before them are the batch. ``potential`` is None where the
+    equations of motion have no forces.
     """
 
     state_type: type[State] = cast("type[State]", PhaseState)
     system_axes = 2
+    # Parameters that are one number, or one for each atom.
+    per_atom: ClassVar[tuple[str, ...]] = ()
     damping_name = "friction"
-    # What the message of a run that leaves the finite numbers recommends beside a smaller step.
-    remedy = "start from a configuration with smaller forces"
-    # Whether check_state is called for the states of a run.
-    checks_states = False
-    potential: nn.Module
+    potential: nn.Module | None
 
     def __init__(self, potential: nn.Module) -> None:
         super().__init__()
@@ -60,8 +59,7 @@ class Dynamics(nn.Module, Generic[State]):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # A named tuple of tensors is safe to load; torch.load then accepts it with
-        # weights_only=True.
+        # A named tuple of tensors is safe for torch.load with weights_only=True.
         torch.serialization.add_safe_globals([cls.state_type])
 
     @property
@@ -103,12 +101,9 @@ class Dynamics(nn.Module, Generic[State]):
         for term in self.terms.values():
             for name, rate in term.drift(t, state).items():
                 total[name] = total[name] + rate if name in total else rate
-        zeros = {
-            name: torch.zeros_like(value)
-            for name, value in state._asdict().items()
-            if name not in total
-        }
-        return type(state)(**{**zeros, **total})
+        fields = state._asdict().items()
+        zeros = {name: torch.zeros_like(x) for name, x in fields if name not in total}
+        return type(state)(**zeros, **total)
 
     def diffusion(self, t: Any, state: State) -> State:
         """Compute the diffusion of ``dy = drift dt + diffusion dW``, zero without noise."""
@@ -117,11 +112,6 @@ class Dynamics(nn.Module, Generic[State]):
             for name, value in term.diffusion(t, state).items():
                 amplitude[name] = value.expand_as(amplitude[name])
         return type(state)(**amplitude)
-
-    def noisy_fields(self, t: Any, state: State) -> list[bool]:
-        """Return which fields have noise."""
-        with torch.no_grad():
-            return [bool((x != 0).any()) for x in self.diffusion(t, state)]
 
     @property
     def stochastic(self) -> bool:
@@ -168,8 +158,10 @@ class Dynamics(nn.Module, Generic[State]):
     def check(self, state: AnyState) -> None:
         """Refuse, before any work, a state that this dynamics cannot step."""
         check_kind(state, self.state_type)
-        check_position(position_of(state))
+        check_position(state[0])
         check_fields(state)
+        for name in self.per_atom:
+            check_count(name, getattr(self, name), state[0].shape[-2])
 
     def check_rates(self, t: float, state: State) -> dict[str, Tensor]:
         """Refuse, before any work, a start at which the equations have no finite value.
@@ -178,7 +170,7 @@ class Dynamics(nn.Module, Generic[State]):
             drift and diffusion at the start, by descriptions of them, with their graphs; it may be
             empty where no graph is recorded.
         """
-        check_potential(self.potential, position_of(state))
+        check_potential(self.potential, state[0])
         if in_transform() or not torch.is_grad_enabled():
             return {}
         at = torch.tensor(t, dtype=torch.float64)
@@ -187,15 +179,8 @@ class Dynamics(nn.Module, Generic[State]):
             found |= named_rates("diffusion", self.diffusion(at, state))
         return found
 
-    def describe_first_step(self, t: float, state: AnyState) -> str | None:
-        """Return why the first step from a state is not finite; None if its rates are finite."""
-        return describe_force_not_finite(self.potential, position_of(state), t)
-
     def check_step(self, dt: float, state: State, t: float = 0.0) -> None:
         """Refuse, before any work, an explicit step that is too long to be stable at a start."""
-
-    def check_start(self, t: float, state: State) -> None:
-        """Refuse, before any work, a start that does not fit the time of the start."""
 
     def check_noise(self, t: float, state: State) -> None:
         """Refuse noise that is not of the kind it was declared to be, at a state of a run.
@@ -214,24 +199,14 @@ class Dynamics(nn.Module, Generic[State]):
         """
         return None
 
-    def margin(self, t: Any, state: State) -> Tensor | None:
-        """Compute distances to the states that ``check_state`` refuses, negative beyond.
+    @property
+    def limiting_surface(self) -> SurfaceContact | None:
+        """A surface behind which no state may be, checked after every step; None without one.
 
-        Compiled loops of steps compute it after each step. None: there are no such states. The
-        time may be a tensor.
+        Compiled loops compute the distance to it after each step, and are run again up to the step
+        where it was negative.
         """
         return None
-
-    def check_state(self, t: float, state: State) -> None:
-        """Refuse a state of a run that the model excludes, such as a body behind a wall.
-
-        It is called with the run's parameters after every step if ``checks_states`` is true; in
-        compiled runs after every loop of steps. A loop in which :meth:`margin` was negative is run
-        again up to the step where it was.
-
-        Raises:
-            ValueError: the reason; the run adds the step.
-        """
 
     def trainable(self) -> dict[str, Tensor]:
         """Collect everything registered that requires grad, by name."""

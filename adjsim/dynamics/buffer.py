@@ -40,10 +40,8 @@ class BufferGrowth:
         """Return the mean number of bits that a step adds per degree of freedom."""
         if self.bits is None:
             return None
-        return (
-            sum(float(x.expand_as(getattr(state, n)).sum()) for n, x in self.bits.items())
-            / state[0].numel()
-        )
+        bits = (float(x.expand_as(getattr(state, n)).sum()) for n, x in self.bits.items())
+        return sum(bits) / state[0].numel()
 
 
 @dataclass(frozen=True)
@@ -133,10 +131,8 @@ def fractions(what: str, factor: Tensor) -> tuple[Tensor, Tensor]:
     """
     values = factor.reshape(-1).tolist()
     known = {value: _fraction(what, value) for value in set(values)}
-    n, d = (
-        torch.tensor([known[v][i] for v in values], device=factor.device).reshape(factor.shape)
-        for i in (0, 1)
-    )
+    pairs = torch.tensor([known[v] for v in values], device=factor.device)
+    n, d = pairs.T.reshape(2, *factor.shape)
     return n, d
 
 

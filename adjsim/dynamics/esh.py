@@ -15,7 +15,7 @@ from adjsim.core.typing import Array, Energies, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.moves import GeneralFlow, Move, Shear
 from adjsim.dynamics.sources import Field, Force
-from adjsim.dynamics.starts import as_start, standard_normal
+from adjsim.dynamics.starts import as_start, check_shape, standard_normal
 from adjsim.dynamics.term import Term
 from adjsim.potentials.base import force
 
@@ -129,9 +129,7 @@ class ESH(Dynamics[ESHState]):
     """
 
     state_type = ESHState
-
-    def __init__(self, potential: nn.Module) -> None:
-        super().__init__(potential)
+    potential: nn.Module  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
@@ -158,15 +156,8 @@ class ESH(Dynamics[ESHState]):
 
     def check(self, state: AnyState) -> None:
         super().check(state)
-        assert isinstance(state, ESHState)
-        if (
-            state.direction.shape != state.position.shape
-            or state.log_speed.shape != state.position.shape[:-2]
-        ):
-            raise ValueError(
-                f"direction must have the shape of position {tuple(state.position.shape)} "
-                f"and log_speed {tuple(state.position.shape[:-2])}."
-            )
+        check_shape(state, "direction", tuple(state[0].shape))
+        check_shape(state, "log_speed", tuple(state[0].shape[:-2]))
 
     def invariant(self, state: ESHState) -> Energies:
         """Compute ``U + d r``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.run_report import RunReport
-from adjsim.potentials.base import ForceField, force, force_vjp
+from adjsim.potentials.base import ForceField, Forces
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, VJPSum
 
 
@@ -23,13 +23,8 @@ class LinearForce:
 
     def __init__(self, evaluator: ForceEvaluator, position: Tensor, t: Any) -> None:
         self._evaluator = evaluator
-        self.value, self._pullback = force_vjp(
-            evaluator.potential,
-            position,
-            list(evaluator.parameters.values()),
-            t,
-            evaluator.rounding,
-        )
+        parameters = list(evaluator.parameters.values())
+        self.value, self._pullback = evaluator.forces.force_vjp(t, position, parameters)
         self.cotangent: Tensor | None = None
 
     def accumulate(self, cotangent: Tensor) -> None:
@@ -49,21 +44,22 @@ class LinearForce:
         self._evaluator.count()
         deferred: list[DeferredVJP] = []
         grads: dict[str, Tensor] = {}
-        self._collect(found, deferred, grads)
+        for part in _flat(found):
+            if isinstance(part, DeferredVJP):
+                deferred.append(part)
+                continue
+            for name, grad in zip(self._evaluator.parameters, part, strict=True):
+                if grad is not None:
+                    add_to(grads, name, grad)
         return along, deferred, grads
 
-    def _collect(
-        self, found: ParameterVJP, deferred: list[DeferredVJP], grads: dict[str, Tensor]
-    ) -> None:
-        if isinstance(found, DeferredVJP):
-            deferred.append(found)
-        elif isinstance(found, VJPSum):
-            for term in found.terms:
-                self._collect(term, deferred, grads)
-        else:
-            for name, grad in zip(self._evaluator.parameters, found, strict=True):
-                if grad is not None:
-                    grads[name] = grads[name] + grad if name in grads else grad
+
+def _flat(found: ParameterVJP) -> Iterator[DeferredVJP | list[Tensor | None]]:
+    if isinstance(found, VJPSum):
+        for term in found.terms:
+            yield from _flat(term)
+    else:
+        yield found
 
 
 class ForceEvaluator:
@@ -73,18 +69,18 @@ class ForceEvaluator:
     the position object at which it was evaluated, until the force at another is evaluated.
 
     Args:
-        potential: an energy module, or a :class:`~adjsim.ForceField`.
+        potential: an energy module, or a :class:`~adjsim.ForceField`; None: there are no forces.
         rounding: rounding of an exact run, see :meth:`adjsim.potentials.Potential.force`.
         one_time_per_position: whether no time passes while the position stays, so that a
             time-dependent force can be cached too.
-        parameters: the potential's tensors to differentiate with respect to, as leaves, by name.
+        parameters: the tensors to differentiate with respect to, as leaves, by name.
         known: a position and the force there, if it was evaluated before.
         report: counts the passes over the energy: one for a force, one for a product.
     """
 
     def __init__(
         self,
-        potential: nn.Module,
+        potential: nn.Module | None,
         *,
         rounding: Rounding = UNROUNDED,
         one_time_per_position: bool = True,
@@ -92,11 +88,28 @@ class ForceEvaluator:
         known: tuple[Tensor, Tensor] | None = None,
         report: RunReport | None = None,
     ) -> None:
-        self.potential, self.rounding, self.parameters = potential, rounding, dict(parameters or {})
+        self._forces = None if potential is None else Forces(potential, rounding)
+        self.parameters = dict(parameters or {})
         self.report = RunReport() if report is None else report
         self._position, self._value = known if known is not None else (None, None)
         self._caches = one_time_per_position or not isinstance(potential, ForceField)
         self._linear: tuple[Tensor, LinearForce] | None = None
+
+    @property
+    def forces(self) -> Forces:
+        """The forces of the potential.
+
+        Raises:
+            TypeError: there is no potential.
+        """
+        if self._forces is None:
+            raise TypeError("a term reads the force, and the dynamics has no potential.")
+        return self._forces
+
+    @property
+    def potential(self) -> nn.Module:
+        """The potential, as it is read."""
+        return self.forces.potential
 
     def force(self, position: Tensor, t: Any) -> Tensor:
         """Evaluate the force at a position ``(*batch, atoms, dim)`` and a time."""
@@ -104,7 +117,7 @@ class ForceEvaluator:
             return self._linear[1].value
         value = self.cached(position)
         if value is None:
-            value = force(self.potential, position, t, self.rounding)
+            value = self.forces.force(t, position)
             self.count()
             self.count_backward((value,), 1)
             self._position, self._value = position, value
@@ -136,11 +149,9 @@ class ForceEvaluator:
             tracked.register_hook(counted_backward(self.report, passes))
 
     def refuse_unknown(self, output: Tensor, known: list[Tensor], what: str) -> None:
-        """Refuse a value that depends on an unknown tensor that requires grad.
-
-        An unknown tensor is neither in ``known`` nor a parameter of the run.
-        """
-        refuse_unknown(output, self.potential, [*self.parameters.values(), *known], what)
+        """Refuse a value that depends on a tensor neither in ``known`` nor a parameter."""
+        module = nn.Module() if self._forces is None else self._forces.potential
+        refuse_unknown(output, module, [*self.parameters.values(), *known], what)
 
 
 def counted_backward(report: RunReport, passes: int = 1) -> Callable[[Tensor], None]:
@@ -155,3 +166,8 @@ def counted_backward(report: RunReport, passes: int = 1) -> Callable[[Tensor], N
         report.energy_evaluations += passes
 
     return count
+
+
+def add_to(sums: dict[Any, Tensor], key: Any, value: Tensor) -> None:
+    """Add to an entry of a dictionary, which may be new."""
+    sums[key] = sums[key] + value if key in sums else value

@@ -15,7 +15,7 @@ from adjsim.potentials.evaluated import terms_of
 from adjsim.potentials.force_field import refuse_high_energy
 
 
-def check_potential(potential: nn.Module, position: Tensor) -> None:
+def check_potential(potential: nn.Module | None, position: Tensor) -> None:
     """Refuse a potential of the wrong shape, and a start without a finite energy.
 
     Raises:
@@ -23,6 +23,8 @@ def check_potential(potential: nn.Module, position: Tensor) -> None:
             one place; a force that is not of the shape of position, or not finite; a potential that
             writes into its argument; an energy of a force field that tells of wrong units.
     """
+    if potential is None:
+        return
     # A copy, to find a potential that writes into its argument.
     copy = position.detach().clone()
     version = version_of(copy)
@@ -61,15 +63,18 @@ def describe_not_finite(potential: nn.Module, position: Tensor, value: Tensor, w
     return f"{text}. The closest atoms, {i} and {j}, are {distance:g} apart: move them, or {remedy}"
 
 
-def describe_force_not_finite(potential: nn.Module, position: Tensor, t: float) -> str | None:
+def describe_force_not_finite(
+    potential: nn.Module | None, position: Tensor, t: float
+) -> str | None:
     """Describe the force at a start if it is not finite; return None if it is.
 
     An energy may be finite where its force is not, such as that of a root at zero.
     """
-    found = force(potential, position, t)
-    if bool(torch.isfinite(found).all()):
+    if potential is None:
         return None
-    return describe_not_finite(potential, position, found, "force")
+    found = force(potential, position, t)
+    finite = bool(torch.isfinite(found).all())
+    return None if finite else describe_not_finite(potential, position, found, "force")
 
 
 def _in_ev(part: nn.Module) -> bool:

@@ -25,29 +25,24 @@ def as_start(
     if momentum is None:
         return at, None
     p = as_tensor("momentum", momentum)
-    if p.shape != at.shape:
-        raise ValueError(
-            f"momentum has shape {tuple(p.shape)} and position {tuple(at.shape)}; they must be "
-            "equal."
-        )
+    check_momentum(p, at)
     return at, p.to(at)
 
 
-def standard_normal(
-    position: Tensor,
-    generator: Seed,
-    stream: NoiseStream = NoiseStream.MOMENTA,
-    links: tuple[int, ...] = (),
-) -> Tensor:
-    """Draw numbers for a start, ``(*batch, *links, atoms, dim)``.
+def check_momentum(momentum: Tensor, position: Tensor) -> None:
+    """Refuse a momentum of another shape than the position."""
+    if momentum.shape != position.shape:
+        raise ValueError(
+            f"momentum has shape {tuple(momentum.shape)} and position {tuple(position.shape)}; "
+            "they must be equal."
+        )
 
-    Replica i gets the same numbers in a batch of any size.
-    """
-    *batch, atoms, dim = position.shape
-    drawn = Noise(seed_from(generator), stream=stream)(
-        0, (math.prod(batch), math.prod((*links, atoms, dim))), position
-    )
-    return drawn.reshape((*batch, *links, atoms, dim))
+
+def check_shape(state: AnyState, name: str, expected: tuple[int, ...]) -> None:
+    """Refuse a field of another shape."""
+    shape = tuple(getattr(state, name).shape)
+    if shape != expected:
+        raise ValueError(f"{name} has shape {shape}; it must be {expected}.")
 
 
 def check_dof(dof: float | None, state: AnyState) -> None:
@@ -61,3 +56,19 @@ def check_dof(dof: float | None, state: AnyState) -> None:
             f"dof is {dof:g}, more than atoms x dim = {coordinates} of one system: give at most "
             f"{coordinates}, or None."
         )
+
+
+def standard_normal(
+    position: Tensor,
+    generator: Seed,
+    stream: NoiseStream = NoiseStream.MOMENTA,
+    links: tuple[int, ...] = (),
+) -> Tensor:
+    """Draw numbers for a start, ``(*batch, *links, atoms, dim)``.
+
+    Replica i gets the same numbers in a batch of any size.
+    """
+    *batch, atoms, dim = position.shape
+    noise, entries = Noise(seed_from(generator), stream=stream), math.prod((*links, atoms, dim))
+    drawn = noise(0, (math.prod(batch), entries), position)
+    return drawn.reshape((*batch, *links, atoms, dim))

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import describe_type
 from adjsim.core.derived import derived
-from adjsim.core.parameters import register
+from adjsim.core.parameters import check_count, register
 from adjsim.core.reading import as_part
-from adjsim.core.state import AnyState, PhaseState
+from adjsim.core.state import AnyState, PhaseState, in_transform
 from adjsim.core.typing import Array, Energies, Number, PositionsLike, Seed
-from adjsim.dynamics.masses import Masses, check_entries, check_per_atom
+from adjsim.dynamics.masses import Masses, check_per_atom
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.mechanics.control import Feedback
 from adjsim.dynamics.mechanics.damping import RayleighDamping, ViscousDamping
@@ -215,9 +215,9 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     def check(self, state: AnyState) -> None:
         super().check(state)
-        check_entries("friction", self.friction, state)
-        check_entries("damping", self.damping_rate, state)
         assert isinstance(state, PhaseState)
+        for name, value in (("friction", self.friction), ("damping", self.damping_rate)):
+            check_count(name, value, state.position.shape[-2])
         if self.prescribed is not None:
             self.prescribed.check_momentum(state.momentum)
 
@@ -262,20 +262,19 @@ class Mechanics(MassiveDynamics[PhaseState]):
         return found if found > 0 else None
 
     @property
-    def checks_states(self) -> bool:
-        return self.contact is not None
+    def limiting_surface(self) -> SurfaceContact | None:
+        return self.contact
 
-    def margin(self, t: Any, state: PhaseState) -> Tensor | None:
-        return None if self.contact is None else self.contact.margin(state.position, t)
-
-    def check_state(self, t: float, state: PhaseState) -> None:
-        if self.contact is not None:
-            self.contact.refuse_penetration(state.position, t)
-
-    def check_start(self, t: float, state: PhaseState) -> None:
-        if self.prescribed is not None:
-            self.prescribed.check(t, state.position)
-        self.check_state(t, state)
+    def check_rates(self, t: float, state: PhaseState) -> dict[str, Tensor]:
+        rates = super().check_rates(t, state)
+        if in_transform():
+            return rates
+        with torch.no_grad():
+            if self.prescribed is not None:
+                self.prescribed.check(t, state.position.detach())
+            if self.contact is not None:
+                self.contact.refuse_penetration(state.position.detach(), t)
+        return rates
 
     def damping(self, state: PhaseState) -> float:
         with torch.no_grad():

@@ -11,10 +11,10 @@ from torch.autograd import forward_ad
 
 from adjsim.core.parameters import register
 from adjsim.core.refusal import Refusal
-from adjsim.core.state import AnyState, PhaseState
+from adjsim.core.state import PhaseState
 from adjsim.core.typing import Number
 from adjsim.dynamics.density import Canonical
-from adjsim.dynamics.masses import Masses, check_entries, check_per_atom, per_atom
+from adjsim.dynamics.masses import Masses, check_per_atom, per_atom
 from adjsim.dynamics.moves import GeneralFlow, Move
 from adjsim.dynamics.sources import Coefficients, Random
 from adjsim.dynamics.term import Term
@@ -67,15 +67,14 @@ class Collide(Term[PhaseState]):
         }
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
+        def collide(c: Coefficients, choice: Tensor, xi: Tensor, p: Tensor) -> tuple[Tensor]:
+            return (torch.where(choice[..., :1] < c["threshold"], c["thermal"] * xi, p),)
+
         lost = Refusal("it loses the momenta before collisions")
-        return (GeneralFlow(("momentum",), _collide, None, (Random(0), Random(1)), lost),)
+        return (GeneralFlow(("momentum",), collide, None, (Random(0), Random(1)), lost),)
 
 
-def _collide(c: Coefficients, choice: Tensor, xi: Tensor, p: Tensor) -> tuple[Tensor]:
-    return (torch.where(choice[..., :1] < c["threshold"], c["thermal"] * xi, p),)
-
-
-class Andersen(Thermostat):
+class Andersen(Thermostat[PhaseState]):
     """Newton's equations, interrupted by collisions with a bath::
 
         dq/dt = p/m,    dp/dt = F(q),    and at a rate, for each atom, p = sqrt(m kT) xi
@@ -95,8 +94,7 @@ class Andersen(Thermostat):
     step changes no collision, and then gives zero with an error of zero.
 
     Args:
-        potential: energy module, or a force field.
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.
         kT: temperature, energy; one number.
         rate: collisions of one atom per time, 1/time; scalar, ``(atoms,)`` or ``(atoms, 1)``.
 
@@ -106,6 +104,7 @@ class Andersen(Thermostat):
             continuous solver.
     """
 
+    per_atom = ("mass", "rate")
     rate: Tensor
 
     def __init__(
@@ -121,7 +120,3 @@ class Andersen(Thermostat):
 
     def stationary_density(self) -> Canonical:
         return Canonical(self)
-
-    def check(self, state: AnyState) -> None:
-        super().check(state)
-        check_entries("rate", self.rate, state)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_number
 from adjsim.core.parameters import register
 from adjsim.core.refusal import Refusal
-from adjsim.core.state import AnyState, PhaseState
+from adjsim.core.state import AnyState, MomentumState, PhaseState
 from adjsim.core.typing import Number, PositionsLike, Seed
 from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.masses import Masses
@@ -22,8 +22,8 @@ from adjsim.dynamics.starts import as_start, check_dof
 from adjsim.dynamics.term import Term
 
 
-class Thermostat(MassiveDynamics[PhaseState]):
-    """The base class of thermostats whose state is position and momentum."""
+class Thermostat(MassiveDynamics[MomentumState]):
+    """The base class of thermostats. Their states begin with position and momentum."""
 
     kT: Tensor
 
@@ -33,18 +33,23 @@ class Thermostat(MassiveDynamics[PhaseState]):
 
     def init(
         self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
-    ) -> PhaseState:
+    ) -> MomentumState:
         """Make a start; momenta not given are drawn as sqrt(m kT) xi."""
         at, p = as_start(position, momentum)
-        state = PhaseState(at, self.thermal_momentum(at, self.kT, generator) if p is None else p)
+        p = self.thermal_momentum(at, self.kT, generator) if p is None else p
+        state = self.state_type._make((at, p, *self.bath_start(at, generator)))
         self.check(state)
         return state
+
+    def bath_start(self, position: Tensor, generator: Seed) -> tuple[Tensor, ...]:
+        """Return the other fields of a start."""
+        return ()
 
     def heat_limit(self, start: AnyState) -> HeatLimit:
         return HeatLimit(self.masses, self.kT, self.potential, start)
 
 
-class Rescaling(Thermostat):
+class Rescaling(Thermostat[MomentumState]):
     """The base class of thermostats that scale all momenta of a system by one factor."""
 
     def __init__(
@@ -73,7 +78,7 @@ class Rescaling(Thermostat):
         return Bath(self.masses, self.kT, self.dof)
 
 
-class Relaxing(Rescaling):
+class Relaxing(Rescaling[PhaseState]):
     """The base class of thermostats that relax the kinetic energy of a system in a time tau."""
 
     tau: Tensor
@@ -97,10 +102,7 @@ class Relaxing(Rescaling):
 class Bath:
     """A bath at a temperature, for systems with a number of degrees of freedom.
 
-    Attributes:
-        masses: those of the atoms.
-        kT: the temperature.
-        dof: the degrees of freedom of one system; None: those of its mobile atoms.
+    ``dof`` is None for those of the mobile atoms.
     """
 
     masses: Masses
@@ -124,6 +126,21 @@ class Rescale(Term[PhaseState]):
 
     def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
         return {"1/m": 1 / self.bath.masses(state.momentum)}
+
+
+class Relax(Rescale):
+    """The base class of rescalings that relax the kinetic energy in a time tau."""
+
+    def __init__(self, bath: Bath, tau: Tensor) -> None:
+        super().__init__(bath)
+        self.tau = tau
+
+    def relaxation(self, p: Tensor, supply: Tensor) -> dict[str, Tensor]:
+        """Compute the drift ``(supply/T - 1) p / (2 tau)``, zero for momenta that are all zero."""
+        T = twice_kinetic(p, 1 / self.bath.masses(p))
+        moving = T > 0
+        excess = torch.where(moving, supply / torch.where(moving, T, 1.0) - 1, 0.0)
+        return {"momentum": excess * p / (2 * self.tau.to(p))}
 
 
 def rescaling(
@@ -154,9 +171,8 @@ def rescaling(
 
         return flow
 
-    return GeneralFlow(
-        ("momentum",), scale(factor), inverse and scale(inverse), reads, irreversible
-    )
+    back = None if inverse is None else scale(inverse)
+    return GeneralFlow(("momentum",), scale(factor), back, reads, irreversible)
 
 
 def twice_kinetic(momentum: Tensor, inverse_mass: Tensor) -> Tensor:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.parameters import register
-from adjsim.core.state import AnyState
 from adjsim.core.typing import Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.density import CanonicalPositions
-from adjsim.dynamics.masses import check_entries, check_per_atom, per_atom
+from adjsim.dynamics.masses import check_per_atom, per_atom
 from adjsim.dynamics.starts import as_start
 from adjsim.dynamics.term import Term
 from adjsim.potentials.base import force, force_vjp
@@ -72,7 +71,9 @@ class OverdampedLangevin(Dynamics[PositionState]):
     """
 
     state_type = PositionState
+    per_atom = ("friction",)
     damping_name = "curvature / friction"
+    potential: nn.Module  # pyright: ignore[reportIncompatibleVariableOverride]
     kT: Tensor
     friction: Tensor
 
@@ -99,25 +100,18 @@ class OverdampedLangevin(Dynamics[PositionState]):
     def stationary_density(self) -> CanonicalPositions:
         return CanonicalPositions(self)
 
-    def check(self, state: AnyState) -> None:
-        super().check(state)
-        check_entries("friction", self.friction, state)
-
     def damping(self, state: PositionState) -> float:
         """Estimate the largest curvature of the potential at the state, divided by the friction.
 
         This is the rate at which two paths with the same noise converge. It is found by power
         iteration on the Hessian, and holds near the state only.
         """
-        generator = torch.Generator().manual_seed(0)
-        v = torch.randn(state.position.shape, generator=generator, dtype=torch.float64).to(
-            state.position
-        )
-        friction = per_atom(self.friction, state.position.detach()).detach().sqrt()
-        rate = 0.0
+        generator, q = torch.Generator().manual_seed(0), state.position.detach()
+        v = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(q)
+        friction, rate = per_atom(self.friction, q).detach().sqrt(), 0.0
         for _ in range(POWER_ITERATIONS):
             v = v / v.norm()
-            _, pullback = force_vjp(self.potential, state.position.detach(), [])
+            _, pullback = force_vjp(self.potential, q, [])
             pulled = -pullback(v / friction)[0].detach() / friction
             rate = float((v * pulled).sum())
             if not float(pulled.norm()) > 0:

@@ -40,16 +40,11 @@ class SetKineticEnergy(Rescale):
         return {**super().coefficients(h, state), "target": target}
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
-        return (
-            rescaling(
-                lambda c, T: torch.sqrt(c["target"] / T),
-                None,
-                irreversible=Refusal("it loses the kinetic energy before the step"),
-            ),
-        )
+        lost = Refusal("it loses the kinetic energy before the step")
+        return (rescaling(lambda c, T: torch.sqrt(c["target"] / T), None, irreversible=lost),)
 
 
-class VelocityRescale(Rescaling):
+class VelocityRescale(Rescaling[PhaseState]):
     """Newton's equations, with the kinetic energy of each system set to dof kT/2 once a step.
 
     Terms: A (stream), B (kick), R (:class:`SetKineticEnergy`). Schemes: "BABR"; "RBABR" starts at
@@ -66,11 +61,9 @@ class VelocityRescale(Rescaling):
     stay zero.
 
     Args:
-        potential: energy module, or a force field.
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.
         kT: temperature, energy; one number.
-        dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms
-            x dim - dim when the total momentum is zero and stays so.
+        dof: degrees of freedom of one system; see :class:`~adjsim.NoseHooverChain`.
 
     Raises:
         ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.

@@ -189,10 +189,12 @@ class _Equation(torch.nn.Module):
         ]
         return torch.cat(matrices, 1) * self._root
 
+    @torch.no_grad()
     def noisy(self) -> list[bool]:
-        """Return which fields have noise."""
+        """Return which fields have noise; all fields of an SDE."""
         run = self._field.run
-        return run.dynamics.noisy_fields(run.times[0], run.state)
+        amplitudes = run.dynamics.diffusion(run.times[0], run.state)
+        return [isinstance(run.dynamics, SDE) or bool((x != 0).any()) for x in amplitudes]
 
 
 class _StepNoise:

@@ -268,6 +268,7 @@ class ImplicitSolver(SteppingSolver):
 
     def _middle(self, dynamics: Dynamics[State]) -> tuple[Move, ...]:
         """List the implicit move, with moves of prescribed vertices before and after it."""
+        assert dynamics.potential is not None
         move = ImplicitMove(self.dt, self.theta, self.tol, Reading(dynamics.potential))
         stream: Any = dynamics.terms["A"]
         if not isinstance(stream, PrescribedStream):
