@@ -1,6 +1,6 @@
 """Physics as a sum of terms.
 
-A :class:`~adjsim.dynamics.term.Term` is one summand of the equations of motion, named by a letter.
+A :class:`~adjsim.dynamics.terms.Term` is one summand of the equations of motion, named by a letter.
 It has a drift, and, if it can be solved alone, the moves of its flow over a time h. Continuous
 solvers sum the drifts, and splittings compose the flows. Both come from the same term. A
 :class:`Dynamics` is a module that owns the physical numbers and lists its terms.
@@ -26,9 +26,10 @@ from adjsim.core.state import (
 )
 from adjsim.core.typing import Energies, PositionsLike, Seed
 from adjsim.dynamics.density import StationaryDensity
+from adjsim.dynamics.forces import add_to
 from adjsim.dynamics.heat import HeatLimit
-from adjsim.dynamics.start_energy import check_potential
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.starts import check_potential
+from adjsim.dynamics.terms import Term
 from adjsim.potentials.contact import SurfaceContact
 
 
@@ -100,7 +101,7 @@ class Dynamics(nn.Module, Generic[State]):
         total: dict[str, Tensor] = {}
         for term in self.terms.values():
             for name, rate in term.drift(t, state).items():
-                total[name] = total[name] + rate if name in total else rate
+                add_to(total, name, rate)
         fields = state._asdict().items()
         zeros = {name: torch.zeros_like(x) for name, x in fields if name not in total}
         return type(state)(**zeros, **total)
@@ -119,25 +120,18 @@ class Dynamics(nn.Module, Generic[State]):
         return any(term.draws > 0 for term in self.terms.values())
 
     def damping(self, state: State) -> float:
-        """Return the fastest rate (1/time) at which momenta decay.
-
-        In reversed steps rounding errors grow at this rate.
-        """
+        """Return the fastest rate (1/time) of decay of momenta, and of errors of reversed steps."""
         return 0.0
 
     def error_growth(self, t: Any, state: State) -> Tensor | None:
         """Compute rates, beyond :meth:`damping`, at which rounding errors grow in reversed steps.
 
-        The result has one rate for each atom, or any other shape. None: the rates are the same in
-        all states. In a compiled loop the time is a tensor.
+        They have any shape; None: they are the same in all states. The time may be a tensor.
         """
         return None
 
     def characteristic_scales(self, t: float, state: State, time: float) -> dict[str, Tensor]:
-        """Return the sizes that fields reach over a time from the start at t, where they are known.
-
-        They determine the lattice of exact runs.
-        """
+        """Return the known sizes of fields over a time from the start, for the exact lattice."""
         return {}
 
     def invariant(self, state: State) -> Energies:
@@ -183,19 +177,12 @@ class Dynamics(nn.Module, Generic[State]):
         """Refuse, before any work, an explicit step that is too long to be stable at a start."""
 
     def check_noise(self, t: float, state: State) -> None:
-        """Refuse noise that is not of the kind it was declared to be, at a state of a run.
-
-        It is called at the start, and with the finiteness checks of a run.
-
-        Raises:
-            ValueError: the reason; the run adds the step.
-        """
+        """Refuse noise that is not of its declared kind, whenever a run is checked as finite."""
 
     def heat_limit(self, start: AnyState) -> HeatLimit | None:
         """Return the kinetic energy above which a run has blown up; None: there is no limit.
 
-        It is checked together with the finiteness of a run. Dynamics with a bath at kT return
-        ``HeatLimit(self.masses, self.kT, self.potential, start)``.
+        With a bath at kT it is ``HeatLimit(self.masses, self.kT, self.potential, start)``.
         """
         return None
 
@@ -203,8 +190,7 @@ class Dynamics(nn.Module, Generic[State]):
     def limiting_surface(self) -> SurfaceContact | None:
         """A surface behind which no state may be, checked after every step; None without one.
 
-        Compiled loops compute the distance to it after each step, and are run again up to the step
-        where it was negative.
+        A compiled loop is run again up to the step that ends behind it.
         """
         return None
 

@@ -24,8 +24,7 @@ class Copies:
 
     Args:
         state: the start.
-        sizes: the size of each field, for each system. The distance between the copies is compared
-            with this size, or with the largest entry of the field if it is larger.
+        sizes: the size of each field, for each system; a larger entry of the field replaces it.
         remedy: says why the copies of a state at a time move apart, and what to do; it also takes
             what to use where steps are too long.
         limit: the distance between the copies, as a share of the size, above which a run stops.

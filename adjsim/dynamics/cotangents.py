@@ -19,14 +19,9 @@ STACK = 16_384
 class Cotangents:
     """The cotangents of the state, coefficients and parameters in one sweep.
 
-    Those of coefficients and parameters are sums. Products of forces that have received cotangents
-    are taken when the cotangent of the position is read.
-
-    Args:
-        state: the cotangents of the state, by field.
-        parameters: leaves that stand for the parameters, by name.
-        coefficient_sums: sums of an earlier part of the sweep, by letter and name.
-        parameter_sums: sums of an earlier part of the sweep, by name.
+    Those of coefficients (by letter and name) and parameters are sums, which may go on from those
+    of an earlier part of the sweep. Products of forces that have received cotangents are taken when
+    the cotangent of the position is read. ``parameters`` are leaves that stand for the parameters.
     """
 
     def __init__(
@@ -115,22 +110,16 @@ class Cotangents:
 
     def _take_products(self) -> None:
         for force in self._forces:
-            product = force.product()
-            if product is None:
-                continue
-            along, deferred, grads = product
+            along, deferred, grads = force.product()
             self._state["position"] = self._state["position"] + along
             for found in deferred:
-                self._defer(found)
+                pending = self._deferred.setdefault(found.function, [])
+                pending.append(found)
+                if is_tracing() or len(pending) * found.x.numel() >= STACK:
+                    self._differentiate(pending)
             for name, grad in grads.items():
                 self.add_parameter(name, grad)
         self._forces.clear()
-
-    def _defer(self, found: DeferredVJP) -> None:
-        pending = self._deferred.setdefault(found.function, [])
-        pending.append(found)
-        if is_tracing() or len(pending) * found.x.numel() >= STACK:
-            self._differentiate(pending)
 
     def _differentiate(self, pending: list[DeferredVJP]) -> None:
         found = pending[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.moves import GeneralFlow, Move, Shear
 from adjsim.dynamics.sources import Field, Force
 from adjsim.dynamics.starts import as_start, check_shape, standard_normal
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.potentials.base import force
 
 
@@ -32,10 +32,7 @@ class ESHState(NamedTuple):
 
 
 class Glide(Term[ESHState]):
-    """The glide, A: ``dq/ds = u``.
-
-    Its flow is ``q' = q + h u``.
-    """
+    """The glide, A: ``dq/ds = u``; its flow is ``q' = q + h u``."""
 
     advances_time = True
 
@@ -69,28 +66,25 @@ class Turn(Term[ESHState]):
         self.potential = potential
 
     def drift(self, t: Any, state: ESHState) -> Mapping[str, Tensor]:
-        d = state.position.shape[-1] * state.position.shape[-2]
-        e = force(self.potential, state.position, t) / d
+        e = force(self.potential, state.position, t) / _size(state.position)
         along = (state.direction * e).sum((-1, -2), keepdim=True)
         return {"direction": e - along * state.direction, "log_speed": along[..., 0, 0]}
 
     def moves(self, h: float, state: ESHState) -> Sequence[Move]:
-        return (
-            GeneralFlow(
-                ("direction", "log_speed"),
-                lambda c, force, u, r: turn(h, force, u, r),
-                lambda c, force, u, r: turn(-h, force, u, r),
-                reads=(Force(),),
-            ),
-        )
+        def along(h: float) -> Callable[..., tuple[Tensor, Tensor]]:
+            return lambda c, force, u, r: turn(h, force, u, r)
+
+        return (GeneralFlow(("direction", "log_speed"), along(h), along(-h), (Force(),)),)
+
+
+def _size(x: Tensor) -> int:
+    """Return atoms x dim."""
+    return x.shape[-1] * x.shape[-2]
 
 
 def turn(h: float, force: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the flow of :class:`Turn`.
-
-    It is written in even functions of delta, so that it is smooth at zero force.
-    """
-    a = force * (h / (force.shape[-1] * force.shape[-2]))
+    """Apply the flow of :class:`Turn`, in even functions of delta, smooth at zero force."""
+    a = force * (h / _size(force))
     square = (a * a).sum((-1, -2), keepdim=True)
     small = square < 1e-4
     delta = torch.where(small, 1.0, square).sqrt()
@@ -140,7 +134,7 @@ class ESH(Dynamics[ESHState]):
     ) -> ESHState:
         """Make a start at speed 1 along ``momentum``, or along a random direction."""
         at, p = as_start(position, momentum)
-        if at.shape[-1] * at.shape[-2] < 2:
+        if _size(at) < 2:
             raise ValueError(
                 "ESH needs at least two dimensions in all (atoms x dim): in one the direction "
                 "never turns. Use a Nose-Hoover chain there."
@@ -161,8 +155,7 @@ class ESH(Dynamics[ESHState]):
 
     def invariant(self, state: ESHState) -> Energies:
         """Compute ``U + d r``."""
-        d = state.position.shape[-1] * state.position.shape[-2]
-        return self.potential(state.position) + d * state.log_speed
+        return self.potential(state.position) + _size(state.position) * state.log_speed
 
 
 def canonical_weights(
@@ -170,10 +163,8 @@ def canonical_weights(
 ) -> Float[Tensor, "time *batch"]:
     """Compute weights that make averages over ESH frames canonical, at kT = 1.
 
-    The frames are equally spaced in scaled time.
-
-    The weight of a frame is proportional to the speed ``exp(r)``; each replica's weights sum to one
-    over time::
+    The frames are equally spaced in scaled time. The weight of a frame is proportional to the speed
+    ``exp(r)``; each replica's weights sum to one over time::
 
         w = canonical_weights(trajectory.log_speed)
         mean = (w * observable(trajectory.position)).sum(0)

@@ -15,10 +15,9 @@ from adjsim.potentials.products import DeferredVJP, ParameterVJP, VJPSum
 
 
 class LinearForce:
-    """A force at one position, and its cotangent so far.
+    """A force at one position, and the sum of the cotangents of all moves that read it.
 
-    The vector-Jacobian product is linear in the cotangent, so it is taken once, for the sum of all
-    cotangents that the moves at this position contribute.
+    The vector-Jacobian product is linear in the cotangent, so it is taken once, for the sum.
     """
 
     def __init__(self, evaluator: ForceEvaluator, position: Tensor, t: Any) -> None:
@@ -31,15 +30,13 @@ class LinearForce:
         """Add to the cotangent of the force."""
         self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
 
-    def product(self) -> tuple[Tensor, list[DeferredVJP], dict[str, Tensor]] | None:
-        """Take the vector-Jacobian product with respect to the position and the parameters.
+    def product(self) -> tuple[Tensor, list[DeferredVJP], dict[str, Tensor]]:
+        """Take the product of the cotangent for the position and the parameters.
 
-        The product for the parameters is the sum of deferred products and of a dict by name. The
-        result is None without a cotangent.
+        That for the parameters is the sum of deferred products and of a dict by name.
         """
-        if self.cotangent is None:
-            return None
         cotangent, self.cotangent = self.cotangent, None
+        assert cotangent is not None
         along, found = self._pullback(cotangent)
         self._evaluator.count()
         deferred: list[DeferredVJP] = []
@@ -65,15 +62,15 @@ def _flat(found: ParameterVJP) -> Iterator[DeferredVJP | list[Tensor | None]]:
 class ForceEvaluator:
     """The force of one potential for one run or sweep, evaluated once at each position.
 
-    States are immutable, so the identity of a position tensor is its version. A force is cached for
-    the position object at which it was evaluated, until the force at another is evaluated.
+    States are immutable, so the identity of a position tensor is its version. The last force is
+    cached for the position object at which it was evaluated.
 
     Args:
         potential: an energy module, or a :class:`~adjsim.ForceField`; None: there are no forces.
-        rounding: rounding of an exact run, see :meth:`adjsim.potentials.Potential.force`.
+        rounding: that of an exact run, see :meth:`adjsim.potentials.Potential.force`.
         one_time_per_position: whether no time passes while the position stays, so that a
             time-dependent force can be cached too.
-        parameters: the tensors to differentiate with respect to, as leaves, by name.
+        parameters: leaves to differentiate with respect to, by name.
         known: a position and the force there, if it was evaluated before.
         report: counts the passes over the energy: one for a force, one for a product.
     """
@@ -97,11 +94,7 @@ class ForceEvaluator:
 
     @property
     def forces(self) -> Forces:
-        """The forces of the potential.
-
-        Raises:
-            TypeError: there is no potential.
-        """
+        """The forces of the potential; a TypeError without one."""
         if self._forces is None:
             raise TypeError("a term reads the force, and the dynamics has no potential.")
         return self._forces
@@ -157,9 +150,9 @@ class ForceEvaluator:
 def counted_backward(report: RunReport, passes: int = 1) -> Callable[[Tensor], None]:
     """Return a tensor hook that counts backpropagation as another pass, or as several.
 
-    The hook refers to the report alone. A hook that referred to the evaluator, which keeps the
-    force, would be a cycle through autograd's graph, which Python's garbage collector cannot see:
-    the graph of a whole run would never be freed.
+    The hook refers to the report alone. A reference to the evaluator, which keeps the force, would
+    close a cycle through autograd's graph, which Python's garbage collector cannot see: the graph
+    of a whole run would never be freed.
     """
 
     def count(grad: Tensor) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from adjsim.core.state import PhaseState
-from adjsim.core.typing import Energies, Number, PositionsLike, Seed
+from adjsim.core.typing import Energies, PositionsLike, Seed
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.starts import as_start
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 
 
 class Hamiltonian(MassiveDynamics[PhaseState]):
@@ -22,11 +20,8 @@ class Hamiltonian(MassiveDynamics[PhaseState]):
 
     Args:
         potential: energy module, or a force field (without an invariant).
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        mass: see :class:`~adjsim.dynamics.MassiveDynamics`.
     """
-
-    def __init__(self, potential: nn.Module, mass: Number = 1.0) -> None:
-        super().__init__(potential, mass)
 
     @property
     def terms(self) -> dict[str, Term[Any]]:

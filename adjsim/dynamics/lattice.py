@@ -160,8 +160,7 @@ class Lattice:
         self, coefficients: dict[str, Coefficients], moves: Sequence[tuple[str, Move]]
     ) -> BufferGrowth:
         """Compute how fast the scales of a step fill the buffers."""
-        none = torch.zeros((), dtype=torch.float64)
-        bits = dict.fromkeys(self.scaled, none)
+        bits = dict.fromkeys(self.scaled, torch.zeros((), dtype=torch.float64))
         largest = DENOMINATOR if self._state_dependent else 1
         for letter, move in moves:
             if isinstance(move, Scale) and isinstance(move.source, Coefficient):
@@ -181,9 +180,8 @@ class Lattice:
             )
         check_every = max(1, min(LONGEST_WAIT, int(spare_bits / max(fastest, 1e-9))))
         # Half a bit above the planned growth, so that a buffer that grew as planned is below it.
-        return BufferGrowth(
-            None if self._state_dependent else bits, check_every, 2.0 ** (FULL + spare_bits + 0.5)
-        )
+        limit = 2.0 ** (FULL + spare_bits + 0.5)
+        return BufferGrowth(None if self._state_dependent else bits, check_every, limit)
 
     def to_lattice(self, state: AnyState) -> AnyState:
         """Round a state to the lattice, and add empty buffers."""
@@ -208,10 +206,8 @@ class Lattice:
         return f"{name} left the lattice of the exact run, which reaches to {limit:.3g},"
 
     def _used_fractions(self, state: AnyState) -> dict[str, float]:
-        return {
-            name: self.roundings[name].used_fraction(value)
-            for name, value in self.from_lattice(state)._asdict().items()
-        }
+        fields = self.from_lattice(state)._asdict().items()
+        return {name: self.roundings[name].used_fraction(value) for name, value in fields}
 
     def spill(self, state: State, limit: float) -> tuple[State, list[Spill]]:
         """Move the low bits of full buffers to spills."""
@@ -230,10 +226,8 @@ class Lattice:
 
     def buffered_bits(self, state: AnyState) -> float:
         """Count the bits in the buffers of a state."""
-        return sum(
-            float(torch.log2(getattr(state, buffer_name(name)).double() + 1).sum())
-            for name in self.scaled
-        )
+        buffers = (getattr(state, buffer_name(name)).double() for name in self.scaled)
+        return sum(float(torch.log2(buffer + 1).sum()) for buffer in buffers)
 
 
 @dataclass(frozen=True)

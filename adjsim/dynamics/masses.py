@@ -14,9 +14,8 @@ from adjsim.core.typing import Energies, Positions
 class Masses:
     """The masses of the atoms of a system, infinite for pinned ones.
 
-    ``masses(like)`` returns them in the dtype of a field, a scalar or ``(atoms, 1)``. The trailing
-    axis keeps them per atom where the number of atoms equals dim. ``pinned`` returns which of a
-    number of atoms are pinned in addition, ``(atoms, 1)``.
+    ``masses(like)`` returns them in the dtype of a field, a scalar or ``(atoms, 1)``, also where
+    the number of atoms equals dim. ``pinned(atoms)`` says which are pinned in addition.
     """
 
     __slots__ = ("mass", "pinned")

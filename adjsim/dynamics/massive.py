@@ -13,8 +13,7 @@ from adjsim.core.typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.masses import Masses, check_per_atom
 from adjsim.dynamics.starts import as_start, check_momentum, standard_normal
-from adjsim.dynamics.term import Term
-from adjsim.dynamics.terms import Kick, Stream
+from adjsim.dynamics.terms import Kick, Stream, Term
 
 
 class MassiveDynamics(Dynamics[MomentumState]):

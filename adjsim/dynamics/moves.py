@@ -40,8 +40,8 @@ from adjsim.dynamics.sources import MoveContext, Source, as_leaves, unbroadcast
 class Move(ABC):
     """One move of a flow, which writes some fields of the state.
 
-    ``irreversible`` says why it has no inverse, and ``no_compiled_inverse`` why its inverse cannot
-    be part of a compiled loop; None for a move that has one.
+    ``irreversible`` says why it has no inverse, and ``no_compiled_inverse`` why no compiled loop
+    can have its inverse; None for a move that has one.
     """
 
     irreversible: ClassVar[Refusal | None] = None
@@ -65,17 +65,11 @@ class Move(ABC):
     def backward(
         self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None
     ) -> State:
-        """Propagate state and cotangents back through the move.
-
-        The state comes from the inverse unless ``before`` is given.
-        """
+        """Propagate state and cotangents back, by the inverse if ``before`` is None."""
 
 
 class Coupling(Move):
-    """The base class of moves of a field, or of one link of it, by a source that does not read it.
-
-    A link is an entry of the field's third-to-last axis.
-    """
+    """The base class of moves of a field or a link by a source that does not read it."""
 
     field: str
     source: Source
@@ -163,10 +157,7 @@ class Scale(Coupling):
 
 @dataclass(frozen=True)
 class Reflection(Move):
-    """A reflection ``y' = 2 x - y`` of a field y at another field x, which is its own inverse.
-
-    On a lattice that x and y share it is exact.
-    """
+    """A reflection ``y' = 2 x - y`` at another field x, its own inverse, exact on a lattice."""
 
     field: str
     centre: str

@@ -80,10 +80,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Random(_Constant):
-    """A draw of the stage's noise: standard normal numbers of the shape of position.
-
-    It is not differentiated.
-    """
+    """A draw of the stage's noise: standard normal numbers of the shape of position."""
 
     draw: int = 0
 
@@ -94,7 +91,7 @@ class Random(_Constant):
 
 @dataclass(frozen=True)
 class Time(_Constant):
-    """The time, which is not differentiated."""
+    """The time."""
 
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
         return torch.as_tensor(context.t, dtype=torch.float64, device=state[0].device)

@@ -20,7 +20,7 @@ from adjsim.dynamics.buffer import BufferGrowth, Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Coefficients
-from adjsim.dynamics.start_energy import describe_force_not_finite
+from adjsim.dynamics.starts import describe_force_not_finite
 from adjsim.solvers.base import SteppingSolver, StepPlan, VaryingSteps
 from adjsim.solvers.clock import Clock, VaryingClock
 from adjsim.solvers.implicit.newton import UnsolvedStepError

@@ -18,7 +18,7 @@ from adjsim.dynamics.base import Dynamics, named_rates
 class FieldDynamics(Dynamics[Any]):
     """The base class of ``ODE`` and ``SDE``, whose states have fields ``(*batch, n)``.
 
-    ``drift_name`` is the name of the function that computes the drift, for errors.
+    Errors call the function that computes the drift by ``drift_name``.
     """
 
     state_type = FieldState
@@ -83,12 +83,7 @@ class FieldDynamics(Dynamics[Any]):
     def checked(
         self, what: str, name: str, rates: Callable[[Any, Any], AnyState], t: float, state: AnyState
     ) -> dict[str, Tensor]:
-        """Evaluate a drift or a diffusion at a copy of the start, which it must not change.
-
-        ``name`` is that of its function in errors.
-
-        Returns:
-            its fields, by descriptions of them.
+        """Return the fields of a drift or a diffusion at the start, by descriptions of them.
 
         Raises:
             TypeError: the function fails, and a module has another dtype or device than the start.
@@ -124,11 +119,7 @@ class FieldDynamics(Dynamics[Any]):
 
 
 def register_function(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """Store a function of (t, y); a module, or the module of a bound method, is registered.
-
-    Raises:
-        TypeError: an object that cannot be called as ``function(t, y)``.
-    """
+    """Store a function of (t, y); a module, or the module of a bound method, is registered."""
     refuse_uncalled_class(name, function)
     if not callable(function):
         raise TypeError(
@@ -158,11 +149,7 @@ def register_function(module: nn.Module, name: str, function: Callable[..., Any]
 def evaluated(
     what: str, function: Callable[..., Any], t: Any, state: AnyState
 ) -> tuple[Tensor, ...]:
-    """Evaluate a function of (t, y), and return its value as one tensor a field.
-
-    Raises:
-        TypeError: a value that is not a tensor, or a tuple with one tensor a field.
-    """
+    """Evaluate a function of (t, y), and return its value as one tensor a field."""
     single = isinstance(state, FieldState)
     time = torch.as_tensor(t, dtype=state[0].dtype, device=state[0].device)
     value = function(time, state.y if single else state)

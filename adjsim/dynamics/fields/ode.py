@@ -8,13 +8,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from adjsim.core.state import AnyState
-from adjsim.dynamics.fields.base import (
-    FieldDynamics,
-    evaluated,
-    refuse_shape,
-    register_function,
-)
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.fields.base import FieldDynamics, evaluated, refuse_shape, register_function
+from adjsim.dynamics.terms import Term
 
 
 class Rate(Term[Any]):

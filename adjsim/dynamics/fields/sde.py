@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from adjsim.core.state import AnyState, in_transform
-from adjsim.dynamics.fields.base import (
-    FieldDynamics,
-    evaluated,
-    refuse_shape,
-    register_function,
-)
+from adjsim.dynamics.fields.base import FieldDynamics, evaluated, refuse_shape, register_function
 from adjsim.dynamics.fields.ode import Rate
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 
 NOISES = ("diagonal", "scalar", "additive", "general")
 
@@ -74,8 +69,8 @@ class SDE(FieldDynamics):
     general. Without noise use :class:`~adjsim.ODE`.
 
     The parameters of the modules are those of the dynamics, under the names ``drift_fun.*`` and
-    ``diffusion_fun.*``. How fast the equation forgets its start is not known beforehand, so the
-    limits of BacksolveAdjoint and of reversible_heun under contraction are not checked.
+    ``diffusion_fun.*``. The contraction of the equation is not known beforehand, so the limits of
+    BacksolveAdjoint and of reversible_heun under contraction are not checked.
 
     Args:
         drift: maps ``(t, y)`` to the drift, of the shape of y.

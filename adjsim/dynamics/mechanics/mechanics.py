@@ -22,7 +22,7 @@ from adjsim.dynamics.mechanics.friction import CoulombFriction
 from adjsim.dynamics.mechanics.prescribed import Prescribed, PrescribedStream
 from adjsim.dynamics.stable_step import largest_stable_step
 from adjsim.dynamics.starts import as_start
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.potentials.base import ForceField, force
 from adjsim.potentials.contact import Contact, SurfaceContact
 from adjsim.potentials.signals.controls import Controller
@@ -48,16 +48,16 @@ class Mechanics(MassiveDynamics[PhaseState]):
     U      :class:`~.control.Feedback`               a Controller as control
     ====== ========================================= =======================
 
-    Schemes: "BAB" (velocity Verlet) and "BA" (semi-implicit Euler, first order) without friction,
-    damping and feedback; "FDBABDF" with friction and damping. ``scheme`` is a palindrome over the
-    terms that are present. A term is present if its number is not zero, or requires grad.
+    A term is present if its number is not zero, or requires grad. ``scheme`` is a palindrome over
+    the terms that are present: "BAB" (velocity Verlet) without, and "FDBABDF" with friction and
+    damping. "BA" is semi-implicit Euler, of first order.
 
     The step is explicit, so it has a largest stable size, 2 over the largest angular frequency. A
     run with a longer one is refused, with the bound: that of the body at the start of the run, with
-    the load and the surface of that time. A body that an actuator stiffens later needs less.
-    For stiff bodies use an implicit solver.
-    Friction has no static regime: a body under a load f < mu N creeps, at v_s atanh(f/(mu N)). For
-    rigid bodies with impacts use :func:`~adjsim.solve_ivp` with events.
+    the load and the surface of that time. A body that an actuator stiffens later needs less. For
+    stiff bodies use an implicit solver, and for rigid bodies with impacts
+    :func:`~adjsim.solve_ivp` with events. Friction has no static regime, see
+    :class:`~.friction.CoulombFriction`.
 
     Reversing a step multiplies rounding errors by exp(rate dt), with the rates of damping and, for
     vertices that stick, ``mu N/(m v_s)``. :class:`~adjsim.ReversibleAdjoint` therefore stores
@@ -69,14 +69,13 @@ class Mechanics(MassiveDynamics[PhaseState]):
         contact: contact of vertices with a surface. Its force is added to that of the potential,
             and its normal force is that of friction. Contacts without friction may be part of the
             potential.
-        friction: coefficient mu of friction with the surface; scalar, ``(atoms,)`` or ``(atoms,
-            1)``.
+        friction: coefficient mu of friction with the surface, of the shapes of mass.
         smoothing: velocity v_s above which friction is that of sliding, length / time; one number.
-        damping: rate gamma at which momenta decay, 1/time; scalar, ``(atoms,)`` or ``(atoms, 1)``.
+        damping: rate gamma at which momenta decay, 1/time, of the shapes of mass.
         stiffness_damping: beta, time; one number. A mode of angular frequency w decays at the rate
             ``beta w^2 / 2``. K is that of the start, of time zero if the body depends on time.
-        control: a :class:`~adjsim.Controller`, or a force field that sees time
-            and positions alone, which is added to the potential.
+        control: a :class:`~adjsim.Controller`, or a force field that sees time and positions alone,
+            which is added to the potential.
         prescribed: ``(index, path)``: the vertices ``(vertices,)`` and a function of time whose
             values are their positions ``(vertices, dim)``. The start has to agree with it. A path
             that is not a module is a function without parameters.
@@ -149,11 +148,10 @@ class Mechanics(MassiveDynamics[PhaseState]):
     def present(self) -> str:
         """The forces whose numbers are not zero: F friction, R Rayleigh damping, V viscous."""
         numbers = {"F": "friction", "R": "stiffness_damping", "V": "damping_rate"}
-        return "".join(
-            letter
-            for letter, name in numbers.items()
-            if _is_given(name.removesuffix("_rate"), getattr(self, name))
-        )
+        given = {
+            a: _is_given(n.removesuffix("_rate"), getattr(self, n)) for a, n in numbers.items()
+        }
+        return "".join(letter for letter in given if given[letter])
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
@@ -164,9 +162,8 @@ class Mechanics(MassiveDynamics[PhaseState]):
             assert self.contact is not None
             found["F"] = CoulombFriction(masses, self.contact, self.friction, self.smoothing)
         if "R" in self.present:
-            found["D"] = RayleighDamping(
-                masses, self.body, self.damping_rate, self.stiffness_damping
-            )
+            rates = self.damping_rate, self.stiffness_damping
+            found["D"] = RayleighDamping(masses, self.body, *rates)
         elif "V" in self.present:
             found["D"] = ViscousDamping(self.damping_rate)
         if isinstance(self.control, Controller):
@@ -192,13 +189,10 @@ class Mechanics(MassiveDynamics[PhaseState]):
         *,
         velocity: PositionsLike | None = None,
     ) -> PhaseState:
-        """Make a start, at rest unless the momentum or the velocity is given.
+        """Make a start, at rest unless the momentum or the velocity is given, but not both.
 
-        All are ``(*batch, atoms, dim)``, or broadcast to the position. A velocity v becomes the
-        momentum ``m v``, differentiable in both, and zero on fixed and prescribed vertices.
-
-        Raises:
-            ValueError: both a momentum and a velocity.
+        A velocity v, ``(*batch, atoms, dim)`` as the position, becomes the momentum ``m v``,
+        differentiable in both, and zero on fixed and prescribed vertices.
         """
         if momentum is not None and velocity is not None:
             raise ValueError("init takes a momentum or a velocity, not both.")
@@ -236,13 +230,10 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
         Contact counts with the largest stiffness that the energy of the start reaches.
         """
+        q, energy = state.position.detach(), self._available_energy(state, t)
+        m, tolerance = self.masses(q).detach(), STEP_TOLERANCE
         return largest_stable_step(
-            self.body,
-            self.masses(state.position).detach(),
-            state.position.detach(),
-            contact=self.contact,
-            energy=self._available_energy(state, t),
-            tolerance=STEP_TOLERANCE,
+            self.body, m, q, contact=self.contact, energy=energy, tolerance=tolerance
         )
 
     def _available_energy(self, state: PhaseState, t: float) -> float | None:
@@ -288,17 +279,14 @@ class Mechanics(MassiveDynamics[PhaseState]):
         return term.rate(t, state) if isinstance(term, CoulombFriction) else None
 
     def energy(self, state: PhaseState) -> Energies:
-        """Compute the energy ``sum p^2/2m + U(q)``, ``(*batch,)``, with that of the contact.
-
-        Raises:
-            TypeError: forces without an energy.
-        """
-        if isinstance(self.potential, ForceField):
+        """Compute the energy ``sum p^2/2m + U(q)``, ``(*batch,)``, with that of the contact."""
+        potential = self.potential
+        if isinstance(potential, ForceField):
             raise TypeError(
                 "energy: a moving contact, a control or another force field is a force without an "
                 "energy. kinetic_energy(state) and the energies of the parts are defined."
             )
-        return self.kinetic_energy(state) + self.potential(state.position)
+        return self.kinetic_energy(state) + potential(state.position)
 
     def invariant(self, state: PhaseState) -> Energies:
         """Compute the energy, which is conserved without friction, damping, feedback and paths."""
@@ -320,9 +308,10 @@ def _check_parts(contact: Any, control: Any) -> None:
         )
 
 
-def _is_given(name: str, value: Tensor) -> bool:
-    if not bool((value.detach() >= 0).all()):
-        raise ValueError(f"{name} must not be negative; got {value.detach().tolist()}.")
-    if not bool(torch.isfinite(value.detach()).all()):
-        raise ValueError(f"{name} must be finite; got {value.detach().tolist()}.")
-    return value.requires_grad or bool((value != 0).any())
+def _is_given(name: str, number: Tensor) -> bool:
+    value = number.detach()
+    if not bool((value >= 0).all()):
+        raise ValueError(f"{name} must not be negative; got {value.tolist()}.")
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(f"{name} must be finite; got {value.tolist()}.")
+    return number.requires_grad or bool((value != 0).any())

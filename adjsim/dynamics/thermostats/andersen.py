@@ -17,7 +17,7 @@ from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.masses import Masses, check_per_atom, per_atom
 from adjsim.dynamics.moves import GeneralFlow, Move
 from adjsim.dynamics.sources import Coefficients, Random
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.dynamics.thermostats.base import Thermostat
 
 
@@ -36,8 +36,7 @@ class Collide(Term[PhaseState]):
 
         lambda_p <- 0      lambda_{sqrt(m kT)} += lambda_p . xi
 
-    Whether an atom collides does not depend on kT, mass or the state, so their pathwise gradients
-    are complete. It depends on the rate by a jump, so the rate has none.
+    Whether an atom collides depends on the rate alone, by a jump, which has no derivative.
     """
 
     draws = 2
@@ -87,11 +86,11 @@ class Andersen(Thermostat[PhaseState]):
     :class:`~adjsim.Bussi`, or a low rate. There is no conserved quantity.
 
     A collision destroys the momentum before it, so steps cannot be undone: gradients come from
-    :class:`~adjsim.CheckpointAdjoint` or :class:`~adjsim.DirectAdjoint`. It also ends the effect of
-    that momentum on the path, so collisions damp the growth of pathwise gradients in time. There
-    are pathwise gradients with respect to kT, masses, potential and start, and none with respect to
-    the rate. For it use :class:`~adjsim.FiniteDifference` with a large step, such as h=0.1: a small
-    step changes no collision, and then gives zero with an error of zero.
+    :class:`~adjsim.CheckpointAdjoint` or :class:`~adjsim.DirectAdjoint`. Collisions damp the growth
+    of pathwise gradients in time. These are complete with respect to kT, masses, potential and
+    start, and there are none with respect to the rate. For it use
+    :class:`~adjsim.FiniteDifference` with a large step, such as h=0.1: a small step changes no
+    collision, and then gives zero with an error of zero.
 
     Args:
         potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.

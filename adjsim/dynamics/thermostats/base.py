@@ -19,7 +19,7 @@ from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.moves import GeneralFlow
 from adjsim.dynamics.sources import Source
 from adjsim.dynamics.starts import as_start, check_dof
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 
 
 class Thermostat(MassiveDynamics[MomentumState]):
@@ -100,10 +100,7 @@ class Relaxing(Rescaling[PhaseState]):
 
 @dataclass(frozen=True)
 class Bath:
-    """A bath at a temperature, for systems with a number of degrees of freedom.
-
-    ``dof`` is None for those of the mobile atoms.
-    """
+    """A bath at a temperature; without ``dof`` the degrees of freedom are those of mobile atoms."""
 
     masses: Masses
     kT: Tensor
@@ -151,14 +148,9 @@ def rescaling(
 ) -> GeneralFlow:
     """Make the move ``p' = f(T) p``, with T twice the kinetic energy of a system.
 
-    Momenta that are all zero stay zero, with the identity as their derivative, since a factor
-    cannot give them a direction.
-
-    Args:
-        factor: ``factor(coefficients, T, *values) -> f``, all ``(*batch, 1, 1)``.
-        inverse: ``inverse(coefficients, T', *values) -> 1/f``, or None.
-        reads: the sources of the values.
-        irreversible: which information the move destroys.
+    The factor ``f(coefficients, T, *values)`` has the shape ``(*batch, 1, 1)``; ``inverse`` is 1/f
+    as a function of T', or None. Momenta that are all zero stay zero, with the identity as their
+    derivative, since a factor cannot give them a direction.
     """
 
     def scale(f: Callable[..., Tensor]) -> Callable[..., tuple[Tensor]]:

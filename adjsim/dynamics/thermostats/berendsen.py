@@ -11,7 +11,7 @@ from torch import Tensor
 from adjsim.core.state import PhaseState
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.dynamics.thermostats.base import Relax, Relaxing, rescaling
 
 
@@ -20,17 +20,13 @@ class WeakCoupling(Relax):
 
         dp/dt = (K_0/K - 1) p / (2 tau),     so that     dK/dt = (K_0 - K)/tau,     K_0 = dof kT/2
 
-    Its flow over h is exact. The factor depends on the momenta that it scales, so the flow is not a
-    coupling. Its inverse is the flow over -h::
+    The factor depends on the momenta that it scales, so the exact flow is not a coupling. Its
+    inverse is the flow over -h::
 
         K' = a K + (1 - a) K_0        a = exp(-h/tau)        p' = sqrt(K'/K) p
         K  = (K' - (1 - a) K_0)/a                            p  = sqrt(K/K') p'
 
-    The product follows by automatic differentiation. With f = sqrt(K'/K) it is::
-
-        lambda_p <- f lambda_p + (lambda_p . p) (a - f^2)/(2 f K) p/m
-
-    Momenta that are all zero stay zero.
+    The product follows by automatic differentiation. Momenta that are all zero stay zero.
     """
 
     def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:

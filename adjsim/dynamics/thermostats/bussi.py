@@ -15,7 +15,7 @@ from adjsim.core.state import PhaseState
 from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients, Random
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.dynamics.thermostats.base import Relax, Relaxing, rescaling
 
 
@@ -33,10 +33,10 @@ class StochasticRescale(Relax):
 
     In units of sqrt(m), u is the momentum along p after an Ornstein-Uhlenbeck step of all dof
     momenta. It may change its sign. For dof > 1 momenta keep their direction: the canonical
-    distribution is even in the momenta and does not depend on this choice, the factor is then
-    smooth in kT, tau and T, and pathwise gradients are complete. With the sign of u (Bussi and
-    Parrinello 2008) the factor would jump from one sign to the other. For dof = 1 the two signs
-    meet at zero, so the factor with the sign is the smooth one.
+    distribution is even in the momenta and does not depend on this choice, and the factor is then
+    smooth in kT, tau and T. With the sign of u (Bussi and Parrinello 2008) it would jump from one
+    sign to the other. For dof = 1 the two signs meet at zero, so the factor with the sign is the
+    smooth one.
 
     The inverse solves T' for T. For given noise T' is a parabola in sqrt(T), with its minimum
     where u = 0. It grows with T where u > 0, and there::
@@ -47,14 +47,7 @@ class StochasticRescale(Relax):
     wrong one. At equilibrium that has the probability I(dof/2, 1/2) / 2 a step, with I the
     regularised incomplete beta function at 1 - c. It is less than (h/tau)^(dof/2).
 
-    The product follows by automatic differentiation. With f = sqrt(T'/T) and lambda_f the sum of
-    lambda_p . p over a system it is::
-
-        lambda_p <- f lambda_p + lambda_f (c + g R_1 sqrt(c/T) - f^2)/(f T) p/m
-        lambda_g += lambda_f (u R_1 + g S)/(f T)
-        lambda_sqrt(c) += lambda_f u/(f sqrt(T))
-
-    Momenta that are all zero stay zero.
+    The product follows by automatic differentiation. Momenta that are all zero stay zero.
     """
 
     draws = 1

@@ -19,7 +19,7 @@ from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Combination, Field, Random, Source
 from adjsim.dynamics.starts import check_shape, standard_normal
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.dynamics.thermostats.base import Thermostat
 
 
@@ -119,10 +119,9 @@ class Bath(Term[MemoryState]):
         return torch.cat([top, torch.cat([-c.unsqueeze(1), torch.diag(r)], 1)])
 
     def flow(self, h: float) -> tuple[Tensor, Tensor]:
-        """Compute E = exp(-M h) and 1 - E E^T, float64.
+        """Compute E = exp(-M h) and 1 - E E^T, float64, by Van Loan's block exponential.
 
-        The covariance 1 - E E^T comes from Van Loan's block exponential. Subtraction would lose all
-        digits of its smallest entry, which is of order h^3.
+        Subtraction would lose all digits of the smallest entry, which is of order h^3.
         """
         M, r = self.matrix(), self.rates.double()
         source = torch.diag(torch.cat([r.new_zeros(1), 2 * r]))

@@ -15,7 +15,7 @@ from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.masses import Masses, check_per_atom, per_atom
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Random
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.dynamics.thermostats.base import Thermostat
 
 

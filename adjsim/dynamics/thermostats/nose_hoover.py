@@ -19,7 +19,7 @@ from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficients, Field, Linearised, MoveContext, unbroadcast
 from adjsim.dynamics.starts import check_shape
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.dynamics.thermostats.base import Bath, Rescaling
 
 
@@ -87,10 +87,7 @@ class Chain(Term[ChainState]):
         return {"1/Q": 1 / Q, "h/Q": h / Q, "target": target, "1/m": 1 / m}
 
     def links(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the chain's masses and target values, each ``(length, 1, 1)``.
-
-        The targets are the equilibrium values of twice the kinetic energies.
-        """
+        """Compute masses of the links and means of twice their kinetic energies."""
         count = torch.ones(self.length, 1, 1, dtype=position.dtype, device=position.device)
         count[0] = self.bath.degrees(position)
         kT, tau = self.bath.kT.to(position), self.tau.to(position)
@@ -142,10 +139,7 @@ class ChainScaling:
 
 @dataclass(frozen=True)
 class ChainForce:
-    """The force on link j over a time h, ``h G_j``.
-
-    It is multiplied by ``exp(-h b_k/2Q_k)`` if link k damps it.
-    """
+    """The force on link j over h, ``h G_j``, times ``exp(-h b_k/2Q_k)`` if link k damps it."""
 
     link: int
     h: float

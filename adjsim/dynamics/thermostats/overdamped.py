@@ -14,7 +14,7 @@ from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.density import CanonicalPositions
 from adjsim.dynamics.masses import check_per_atom, per_atom
 from adjsim.dynamics.starts import as_start
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.potentials.base import force, force_vjp
 
 POWER_ITERATIONS = 30
@@ -101,10 +101,9 @@ class OverdampedLangevin(Dynamics[PositionState]):
         return CanonicalPositions(self)
 
     def damping(self, state: PositionState) -> float:
-        """Estimate the largest curvature of the potential at the state, divided by the friction.
+        """Estimate the largest curvature of the potential at the state, over the friction.
 
-        This is the rate at which two paths with the same noise converge. It is found by power
-        iteration on the Hessian, and holds near the state only.
+        It is the rate at which two paths with the same noise converge near the state.
         """
         generator, q = torch.Generator().manual_seed(0), state.position.detach()
         v = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(q)

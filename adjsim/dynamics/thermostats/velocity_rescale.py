@@ -11,7 +11,7 @@ from torch import Tensor
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import PhaseState
 from adjsim.dynamics.moves import Move
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.dynamics.thermostats.base import Rescale, Rescaling, rescaling
 
 
@@ -21,11 +21,8 @@ class SetKineticEnergy(Rescale):
         p' = sqrt(K_0/K) p,      K_0 = dof kT/2
 
     It acts once for each R in the scheme, whatever the step, so it has no rate: its drift is empty.
-    All momenta of one direction have one image, so there is no inverse. With e = p/sqrt(K), the
-    product removes the part of a cotangent along the momentum::
-
-        lambda_p <- sqrt(K_0/K) (lambda_p - (lambda_p . p) (p/m) / 2K)
-        lambda_{K_0} += (lambda_p . e) / (2 sqrt(K_0))
+    All momenta of one direction have one image, so there is no inverse. The product removes the
+    part of a cotangent along the momentum.
     """
 
     no_equation = Refusal(
