@@ -28,7 +28,7 @@ from adjsim.core.typing import Energies, PositionsLike, Seed
 from adjsim.dynamics.density import StationaryDensity
 from adjsim.dynamics.forces import add_to
 from adjsim.dynamics.heat import HeatLimit
-from adjsim.dynamics.starts import check_potential
+from adjsim.dynamics.starts import as_start, check_potential
 from adjsim.dynamics.terms import Term
 from adjsim.potentials.contact import SurfaceContact
 
@@ -83,6 +83,13 @@ class Dynamics(nn.Module, Generic[State]):
             generator: a generator, or a seed. One seed serves the start and the run, which have
                 separate streams.
         """
+        at, p = as_start(position, momentum)
+        state = self.state_type._make(self.started(at, p, generator))
+        self.check(state)
+        return state
+
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
+        """Return the fields of a start."""
         raise TypeError(
             f"{type(self).__name__} does not define its start: write init(position, momentum, "
             "generator)."

@@ -20,14 +20,10 @@ LARGEST_DISTANCE = 0.1
 class Copies:
     """The second copy z of a state y, in fields named ``<field>_copy``.
 
-    A run starts with equal copies. Users see y alone.
-
-    Args:
-        state: the start.
-        sizes: the size of each field, for each system; a larger entry of the field replaces it.
-        remedy: says why the copies of a state at a time move apart, and what to do; it also takes
-            what to use where steps are too long.
-        limit: the distance between the copies, as a share of the size, above which a run stops.
+    A run starts with equal copies, and users see y alone. It stops where the distance between the
+    copies is above ``limit``, a share of the size of a field: the given one for each system, or the
+    largest entry if that is larger. ``remedy`` says why the copies of a state at a time move apart,
+    and what to do; it also takes what to use where steps are too long.
     """
 
     def __init__(

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_tensor
 from adjsim.core.state import AnyState
-from adjsim.core.typing import Array, Energies, Positions, PositionsLike, Seed
+from adjsim.core.typing import Array, Energies, Positions, Seed
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.moves import GeneralFlow, Move, Shear
 from adjsim.dynamics.sources import Field, Force
-from adjsim.dynamics.starts import as_start, check_shape, standard_normal
+from adjsim.dynamics.starts import check_shape, standard_normal
 from adjsim.dynamics.terms import Term
 from adjsim.potentials.base import force
 
@@ -116,7 +116,8 @@ class ESH(Dynamics[ESHState]):
     Terms: A (glide), E (turn). Scheme: "EAE". The invariant is ``U + d r``. Time averages weighted
     by the speed are canonical at kT = 1: see :func:`canonical_weights`. ESH needs at least two
     dimensions (in one, the direction never turns) and a potential for which it is ergodic. Scale
-    the potential by 1/kT for another temperature.
+    the potential by 1/kT for another temperature. A start has speed 1, along the momentum that is
+    given or a random direction.
 
     Args:
         potential: energy module, in units of kT.
@@ -129,24 +130,18 @@ class ESH(Dynamics[ESHState]):
     def terms(self) -> dict[str, Term[Any]]:
         return {"A": Glide(), "E": Turn(self.potential)}
 
-    def init(
-        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
-    ) -> ESHState:
-        """Make a start at speed 1 along ``momentum``, or along a random direction."""
-        at, p = as_start(position, momentum)
-        if _size(at) < 2:
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
+        """Return a start at speed 1 along the momentum, or along a random direction."""
+        if _size(position) < 2:
             raise ValueError(
                 "ESH needs at least two dimensions in all (atoms x dim): in one the direction "
                 "never turns. Use a Nose-Hoover chain there."
             )
-        if p is None:
-            p = standard_normal(at, generator)
+        p = standard_normal(position, generator) if p is None else p
         norm = p.pow(2).sum((-1, -2), keepdim=True).sqrt()
         if not bool((norm.detach() > 0).all()):
             raise ValueError("ESH.init: a momentum of zero has no direction.")
-        state = ESHState(at, p / norm, torch.zeros_like(at[..., 0, 0]))
-        self.check(state)
-        return state
+        return position, p / norm, torch.zeros_like(position[..., 0, 0])
 
     def check(self, state: AnyState) -> None:
         super().check(state)

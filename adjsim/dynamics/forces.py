@@ -60,14 +60,12 @@ def _flat(found: ParameterVJP) -> Iterator[DeferredVJP | list[Tensor | None]]:
 
 
 class ForceEvaluator:
-    """The force of one potential for one run or sweep, evaluated once at each position.
+    """The force of one potential (None: no forces) for one run or sweep, once at each position.
 
     States are immutable, so the identity of a position tensor is its version. The last force is
     cached for the position object at which it was evaluated.
 
     Args:
-        potential: an energy module, or a :class:`~adjsim.ForceField`; None: there are no forces.
-        rounding: that of an exact run, see :meth:`adjsim.potentials.Potential.force`.
         one_time_per_position: whether no time passes while the position stays, so that a
             time-dependent force can be cached too.
         parameters: leaves to differentiate with respect to, by name.

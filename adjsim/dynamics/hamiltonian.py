@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from adjsim.core.state import PhaseState
-from adjsim.core.typing import Energies, PositionsLike, Seed
+from adjsim.core.typing import Energies, Seed
 from adjsim.dynamics.massive import MassiveDynamics
-from adjsim.dynamics.starts import as_start
 from adjsim.dynamics.terms import Term
 
 
@@ -16,7 +17,7 @@ class Hamiltonian(MassiveDynamics[PhaseState]):
 
     Terms: A (stream), B (kick). Schemes: "BAB" (velocity Verlet), "ABA" (position Verlet). The
     invariant is the energy ``sum p^2/2m + U(q)``. It samples one energy shell; for averages at a
-    temperature use a thermostat.
+    temperature use a thermostat. ``init`` needs the momentum, which no temperature determines.
 
     Args:
         potential: energy module, or a force field (without an invariant).
@@ -27,19 +28,13 @@ class Hamiltonian(MassiveDynamics[PhaseState]):
     def terms(self) -> dict[str, Term[Any]]:
         return self.motion
 
-    def init(
-        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
-    ) -> PhaseState:
-        """Make a start. The momentum must be given: without a temperature it cannot be drawn."""
-        at, p = as_start(position, momentum)
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
         if p is None:
             raise ValueError(
                 "Hamiltonian.init needs the momentum: NVE has no temperature to draw it from. "
                 "thermal_momentum(position, kT, generator) draws one."
             )
-        state = PhaseState(at, p)
-        self.check(state)
-        return state
+        return position, p
 
     def invariant(self, state: PhaseState) -> Energies:
         """Compute the total energy."""

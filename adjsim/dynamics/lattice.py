@@ -65,17 +65,11 @@ DENOMINATOR = 2**22
 
 
 class Lattice:
-    """The lattice of one run.
+    """The lattice of one run from a start at t, for the moves of a step, by letter.
 
     Spacings are powers of two, one for each system of a batch (and each link of a field), so a
     system does not depend on its batch. They follow from the largest entry of the start, the
     thermal momentum, and the change over 256 steps at the initial drift.
-
-    Args:
-        dynamics, t, state: the dynamics, and the start with its time.
-        moves: the moves of a step, by letter.
-        dt: the step.
-        copies: the second copy of the state, if a step has one.
     """
 
     def __init__(

@@ -108,7 +108,6 @@ class Mechanics(MassiveDynamics[PhaseState]):
         control: ForceField | Controller | None = None,
         prescribed: tuple[Array, Callable[[Any], Tensor]] | None = None,
     ) -> None:
-        _check_parts(contact, control)
         super().__init__(potential, mass)
         self.contact, self.control = contact, control
         self.prescribed = None if prescribed is None else Prescribed(*prescribed)
@@ -135,8 +134,18 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     def validate(self) -> None:
         """Refuse numbers and parts that do not go together."""
-        _check_parts(self.contact, self.control)
-        if "F" in self.present and self.contact is None:
+        contact, control = self.contact, self.control
+        if contact is not None and not isinstance(contact, SurfaceContact):
+            raise TypeError(
+                f"contact must be a contact with a surface, such as PlaneContact(...); got "
+                f"{describe_type(contact)}."
+            )
+        if control is not None and not isinstance(control, ForceField | Controller):
+            raise TypeError(
+                "control must be a force field, such as OpenLoop(signal), or a Controller, such as "
+                f"NeuralController(network); got {describe_type(control)}."
+            )
+        if "F" in self.present and contact is None:
             raise ValueError("friction needs a surface: give a contact.")
         if "R" in self.present and self.prescribed is not None:
             raise ValueError(
@@ -293,19 +302,6 @@ class Mechanics(MassiveDynamics[PhaseState]):
         if len(self.terms) > 2 or self.prescribed is not None:
             return super().invariant(state)
         return self.energy(state)
-
-
-def _check_parts(contact: Any, control: Any) -> None:
-    if contact is not None and not isinstance(contact, SurfaceContact):
-        raise TypeError(
-            f"contact must be a contact with a surface, such as PlaneContact(...); got "
-            f"{describe_type(contact)}."
-        )
-    if control is not None and not isinstance(control, ForceField | Controller):
-        raise TypeError(
-            "control must be a force field, such as OpenLoop(signal), or a Controller, such as "
-            f"NeuralController(network); got {describe_type(control)}."
-        )
 
 
 def _is_given(name: str, number: Tensor) -> bool:

@@ -12,13 +12,13 @@ from adjsim.core.arguments import as_number
 from adjsim.core.parameters import register
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, MomentumState, PhaseState
-from adjsim.core.typing import Number, PositionsLike, Seed
+from adjsim.core.typing import Number, Seed
 from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.moves import GeneralFlow
 from adjsim.dynamics.sources import Source
-from adjsim.dynamics.starts import as_start, check_dof
+from adjsim.dynamics.starts import check_dof
 from adjsim.dynamics.terms import Term
 
 
@@ -31,19 +31,9 @@ class Thermostat(MassiveDynamics[MomentumState]):
         super().__init__(potential, mass)
         register(self, "kT", kT, positive=True, single=True)
 
-    def init(
-        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
-    ) -> MomentumState:
-        """Make a start; momenta not given are drawn as sqrt(m kT) xi."""
-        at, p = as_start(position, momentum)
-        p = self.thermal_momentum(at, self.kT, generator) if p is None else p
-        state = self.state_type._make((at, p, *self.bath_start(at, generator)))
-        self.check(state)
-        return state
-
-    def bath_start(self, position: Tensor, generator: Seed) -> tuple[Tensor, ...]:
-        """Return the other fields of a start."""
-        return ()
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
+        """Return position and momentum, which is drawn as sqrt(m kT) xi if it is not given."""
+        return position, self.thermal_momentum(position, self.kT, generator) if p is None else p
 
     def heat_limit(self, start: AnyState) -> HeatLimit:
         return HeatLimit(self.masses, self.kT, self.potential, start)

@@ -209,10 +209,11 @@ class GeneralizedLangevin(Thermostat[MemoryState]):
         """The term of momentum and memory."""
         return Bath(self.masses, self.kT, self.rates, self.strengths)
 
-    def bath_start(self, position: Tensor, generator: Seed) -> tuple[Tensor, ...]:
-        """Draw the memory at equilibrium."""
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
+        """Draw the memory at equilibrium, beside position and momentum."""
+        moving = super().started(position, p, generator)
         xi = standard_normal(position, generator, NoiseStream.MEMORY, (len(self.rates),))
-        return (self.masses.thermal(position, self.kT) * xi,)
+        return (*moving, self.masses.thermal(position, self.kT) * xi)
 
     def check(self, state: AnyState) -> None:
         super().check(state)

@@ -267,9 +267,9 @@ class NoseHooverChain(Rescaling[ChainState]):
         """The term of the chain."""
         return Chain(self.bath, self.tau, self.length)
 
-    def bath_start(self, position: Tensor, generator: Seed) -> tuple[Tensor, ...]:
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
         bath = position.new_zeros((*position.shape[:-2], self.length, 1, 1))
-        return bath, bath
+        return (*super().started(position, p, generator), bath, bath)
 
     def check(self, state: AnyState) -> None:
         super().check(state)

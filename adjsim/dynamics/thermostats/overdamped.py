@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.parameters import register
-from adjsim.core.typing import Number, Positions, PositionsLike, Seed
+from adjsim.core.typing import Number, Positions, Seed
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.density import CanonicalPositions
 from adjsim.dynamics.masses import check_per_atom, per_atom
-from adjsim.dynamics.starts import as_start
 from adjsim.dynamics.terms import Term
 from adjsim.potentials.base import force, force_vjp
 
@@ -27,10 +26,7 @@ class PositionState(NamedTuple):
 
 
 class Diffuse(Term[PositionState]):
-    """Diffusion, D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``.
-
-    It has no flow in closed form.
-    """
+    """Diffusion, D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``, without a closed flow."""
 
     draws = 1
     advances_time = True
@@ -87,15 +83,10 @@ class OverdampedLangevin(Dynamics[PositionState]):
     def terms(self) -> dict[str, Term[Any]]:
         return {"D": Diffuse(self.potential, self.kT, self.friction)}
 
-    def init(
-        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
-    ) -> PositionState:
-        """Make a start, without a momentum."""
-        if momentum is not None:
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
+        if p is not None:
             raise ValueError("OverdampedLangevin has no momentum; use Langevin if momenta matter.")
-        state = PositionState(as_start(position)[0])
-        self.check(state)
-        return state
+        return (position,)
 
     def stationary_density(self) -> CanonicalPositions:
         return CanonicalPositions(self)
