@@ -12,7 +12,7 @@ from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.moves import GeneralFlow, Scale, Shear
 from adjsim.dynamics.sources import MoveContext
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.potentials.base import force, force_vjp
 from adjsim.potentials.products import derivative
 
@@ -78,7 +78,7 @@ def unflow(
     state = type(state)(*(x.detach() for x in state))
     with torch.no_grad():
         for move in reversed(term.moves(h, state)):
-            state = move.backward(state, where, nothing)
+            state = move.backward(state, where, nothing, None)
     return state
 
 

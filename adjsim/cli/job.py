@@ -26,7 +26,7 @@ from adjsim.cli.sweep import Method
 from adjsim.core.state import AnyState, position_of
 from adjsim.core.trajectory import Final, TimeAverage
 from adjsim.dynamics import Dynamics, MassiveDynamics, OverdampedLangevin
-from adjsim.dynamics.start_energy import check_potential
+from adjsim.dynamics.starts import check_potential
 from adjsim.estimators import Pathwise, Simulation
 from adjsim.estimators.base import Initial
 from adjsim.io.systems import System

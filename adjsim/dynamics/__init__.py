@@ -28,7 +28,7 @@ from adjsim.dynamics.sources import (
     Time as Time,
 )
 from adjsim.dynamics.stable_step import largest_stable_step as largest_stable_step
-from adjsim.dynamics.term import Term as Term
+from adjsim.dynamics.terms import Term as Term
 from adjsim.dynamics.thermostats.andersen import Andersen
 from adjsim.dynamics.thermostats.berendsen import Berendsen
 from adjsim.dynamics.thermostats.bussi import Bussi

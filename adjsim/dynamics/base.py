@@ -1,6 +1,6 @@
 """Physics as a sum of terms.
 
-A :class:`~adjsim.dynamics.term.Term` is one summand of the equations of motion, named by a letter.
+A :class:`~adjsim.dynamics.terms.Term` is one summand of the equations of motion, named by a letter.
 It has a drift, and, if it can be solved alone, the moves of its flow over a time h. Continuous
 solvers sum the drifts, and splittings compose the flows. Both come from the same term. A
 :class:`Dynamics` is a module that owns the physical numbers and lists its terms.
@@ -8,13 +8,13 @@ solvers sum the drifts, and splittings compose the flows. Both come from the sam
 
 from __future__ import annotations
 
-from typing import Any, Generic, cast
+from typing import Any, ClassVar, Generic, cast
 
 import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import refuse_uncalled
-from adjsim.core.parameters import trainable
+from adjsim.core.parameters import check_count, trainable
 from adjsim.core.state import (
     AnyState,
     PhaseState,
@@ -23,30 +23,30 @@ from adjsim.core.state import (
     check_kind,
     check_position,
     in_transform,
-    position_of,
 )
 from adjsim.core.typing import Energies, PositionsLike, Seed
 from adjsim.dynamics.density import StationaryDensity
+from adjsim.dynamics.forces import add_to
 from adjsim.dynamics.heat import HeatLimit
-from adjsim.dynamics.start_energy import check_potential, describe_force_not_finite
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.starts import as_start, check_potential
+from adjsim.dynamics.terms import Term
+from adjsim.potentials.contact import SurfaceContact
 
 
 class Dynamics(nn.Module, Generic[State]):
     """The base class of dynamics. Subclasses set ``state_type`` and write ``terms``.
 
     ``system_axes`` is the number of trailing axes of the first field that belong to one system:
-    atoms and dim of a position. The axes before them are the batch.
+    atoms and dim of a position. The axes before them are the batch. ``potential`` is None where the
+    equations of motion have no forces.
     """
 
     state_type: type[State] = cast("type[State]", PhaseState)
     system_axes = 2
+    # Parameters that are one number, or one for each atom.
+    per_atom: ClassVar[tuple[str, ...]] = ()
     damping_name = "friction"
-    # What the message of a run that leaves the finite numbers recommends beside a smaller step.
-    remedy = "start from a configuration with smaller forces"
-    # Whether check_state is called for the states of a run.
-    checks_states = False
-    potential: nn.Module
+    potential: nn.Module | None
 
     def __init__(self, potential: nn.Module) -> None:
         super().__init__()
@@ -60,8 +60,7 @@ class Dynamics(nn.Module, Generic[State]):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # A named tuple of tensors is safe to load; torch.load then accepts it with
-        # weights_only=True.
+        # A named tuple of tensors is safe for torch.load with weights_only=True.
         torch.serialization.add_safe_globals([cls.state_type])
 
     @property
@@ -84,6 +83,13 @@ class Dynamics(nn.Module, Generic[State]):
             generator: a generator, or a seed. One seed serves the start and the run, which have
                 separate streams.
         """
+        at, p = as_start(position, momentum)
+        state = self.state_type._make(self.started(at, p, generator))
+        self.check(state)
+        return state
+
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
+        """Return the fields of a start."""
         raise TypeError(
             f"{type(self).__name__} does not define its start: write init(position, momentum, "
             "generator)."
@@ -102,13 +108,10 @@ class Dynamics(nn.Module, Generic[State]):
         total: dict[str, Tensor] = {}
         for term in self.terms.values():
             for name, rate in term.drift(t, state).items():
-                total[name] = total[name] + rate if name in total else rate
-        zeros = {
-            name: torch.zeros_like(value)
-            for name, value in state._asdict().items()
-            if name not in total
-        }
-        return type(state)(**{**zeros, **total})
+                add_to(total, name, rate)
+        fields = state._asdict().items()
+        zeros = {name: torch.zeros_like(x) for name, x in fields if name not in total}
+        return type(state)(**zeros, **total)
 
     def diffusion(self, t: Any, state: State) -> State:
         """Compute the diffusion of ``dy = drift dt + diffusion dW``, zero without noise."""
@@ -118,36 +121,24 @@ class Dynamics(nn.Module, Generic[State]):
                 amplitude[name] = value.expand_as(amplitude[name])
         return type(state)(**amplitude)
 
-    def noisy_fields(self, t: Any, state: State) -> list[bool]:
-        """Return which fields have noise."""
-        with torch.no_grad():
-            return [bool((x != 0).any()) for x in self.diffusion(t, state)]
-
     @property
     def stochastic(self) -> bool:
         """Whether the dynamics has noise."""
         return any(term.draws > 0 for term in self.terms.values())
 
     def damping(self, state: State) -> float:
-        """Return the fastest rate (1/time) at which momenta decay.
-
-        In reversed steps rounding errors grow at this rate.
-        """
+        """Return the fastest rate (1/time) of decay of momenta, and of errors of reversed steps."""
         return 0.0
 
     def error_growth(self, t: Any, state: State) -> Tensor | None:
         """Compute rates, beyond :meth:`damping`, at which rounding errors grow in reversed steps.
 
-        The result has one rate for each atom, or any other shape. None: the rates are the same in
-        all states. In a compiled loop the time is a tensor.
+        They have any shape; None: they are the same in all states. The time may be a tensor.
         """
         return None
 
     def characteristic_scales(self, t: float, state: State, time: float) -> dict[str, Tensor]:
-        """Return the sizes that fields reach over a time from the start at t, where they are known.
-
-        They determine the lattice of exact runs.
-        """
+        """Return the known sizes of fields over a time from the start, for the exact lattice."""
         return {}
 
     def invariant(self, state: State) -> Energies:
@@ -168,8 +159,10 @@ class Dynamics(nn.Module, Generic[State]):
     def check(self, state: AnyState) -> None:
         """Refuse, before any work, a state that this dynamics cannot step."""
         check_kind(state, self.state_type)
-        check_position(position_of(state))
+        check_position(state[0])
         check_fields(state)
+        for name in self.per_atom:
+            check_count(name, getattr(self, name), state[0].shape[-2])
 
     def check_rates(self, t: float, state: State) -> dict[str, Tensor]:
         """Refuse, before any work, a start at which the equations have no finite value.
@@ -178,7 +171,7 @@ class Dynamics(nn.Module, Generic[State]):
             drift and diffusion at the start, by descriptions of them, with their graphs; it may be
             empty where no graph is recorded.
         """
-        check_potential(self.potential, position_of(state))
+        check_potential(self.potential, state[0])
         if in_transform() or not torch.is_grad_enabled():
             return {}
         at = torch.tensor(t, dtype=torch.float64)
@@ -187,51 +180,26 @@ class Dynamics(nn.Module, Generic[State]):
             found |= named_rates("diffusion", self.diffusion(at, state))
         return found
 
-    def describe_first_step(self, t: float, state: AnyState) -> str | None:
-        """Return why the first step from a state is not finite; None if its rates are finite."""
-        return describe_force_not_finite(self.potential, position_of(state), t)
-
     def check_step(self, dt: float, state: State, t: float = 0.0) -> None:
         """Refuse, before any work, an explicit step that is too long to be stable at a start."""
 
-    def check_start(self, t: float, state: State) -> None:
-        """Refuse, before any work, a start that does not fit the time of the start."""
-
     def check_noise(self, t: float, state: State) -> None:
-        """Refuse noise that is not of the kind it was declared to be, at a state of a run.
-
-        It is called at the start, and with the finiteness checks of a run.
-
-        Raises:
-            ValueError: the reason; the run adds the step.
-        """
+        """Refuse noise that is not of its declared kind, whenever a run is checked as finite."""
 
     def heat_limit(self, start: AnyState) -> HeatLimit | None:
         """Return the kinetic energy above which a run has blown up; None: there is no limit.
 
-        It is checked together with the finiteness of a run. Dynamics with a bath at kT return
-        ``HeatLimit(self.masses, self.kT, self.potential, start)``.
+        With a bath at kT it is ``HeatLimit(self.masses, self.kT, self.potential, start)``.
         """
         return None
 
-    def margin(self, t: Any, state: State) -> Tensor | None:
-        """Compute distances to the states that ``check_state`` refuses, negative beyond.
+    @property
+    def limiting_surface(self) -> SurfaceContact | None:
+        """A surface behind which no state may be, checked after every step; None without one.
 
-        Compiled loops of steps compute it after each step. None: there are no such states. The
-        time may be a tensor.
+        A compiled loop is run again up to the step that ends behind it.
         """
         return None
-
-    def check_state(self, t: float, state: State) -> None:
-        """Refuse a state of a run that the model excludes, such as a body behind a wall.
-
-        It is called with the run's parameters after every step if ``checks_states`` is true; in
-        compiled runs after every loop of steps. A loop in which :meth:`margin` was negative is run
-        again up to the step where it was.
-
-        Raises:
-            ValueError: the reason; the run adds the step.
-        """
 
     def trainable(self) -> dict[str, Tensor]:
         """Collect everything registered that requires grad, by name."""

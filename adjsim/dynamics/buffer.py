@@ -24,12 +24,10 @@ WORD, FULL, LONGEST = 32, 33, 62
 
 @dataclass(frozen=True)
 class BufferGrowth:
-    """The growth of the buffers.
+    """The growth of the buffers, with a check every ``check_every`` steps.
 
-    Attributes:
-        bits: bits that a step adds, by field; None if this number depends on the state.
-        check_every: steps between two checks of the buffers.
-        limit: the upper bound of the buffers at a check.
+    ``bits`` are those that a step adds, by field; None if they depend on the state. At a check the
+    buffers are below ``limit``.
     """
 
     bits: dict[str, Tensor] | None
@@ -40,17 +38,15 @@ class BufferGrowth:
         """Return the mean number of bits that a step adds per degree of freedom."""
         if self.bits is None:
             return None
-        return (
-            sum(float(x.expand_as(getattr(state, n)).sum()) for n, x in self.bits.items())
-            / state[0].numel()
-        )
+        bits = (float(x.expand_as(getattr(state, n)).sum()) for n, x in self.bits.items())
+        return sum(bits) / state[0].numel()
 
 
 @dataclass(frozen=True)
 class Spill:
     """The low 32 bits of a field's buffers, in systems with a full buffer.
 
-    ``systems`` lists these systems as one bit for each system of the batch, or as their numbers
+    ``systems`` is one bit for each system of the batch, or the numbers of these systems
     (``numbered``), whichever is shorter.
     """
 
@@ -71,11 +67,8 @@ def buffer_name(field: str) -> str:
 def spill(state: State, field: str, systems: int, limit: float) -> tuple[State, Spill | None]:
     """Move the low bits of a field's buffers to a spill, where one is full.
 
-    All buffers of a system with a full buffer are spilled, so the buffers of a system do not depend
-    on the other systems of its batch.
-
-    Raises:
-        OverflowError: a buffer has reached the limit.
+    All buffers of the system are spilled, so they do not depend on the other systems of its batch.
+    A buffer at the limit is an OverflowError.
     """
     buffer = getattr(state, buffer_name(field))
     top = int(buffer.amax())
@@ -127,16 +120,11 @@ def fingerprint(state: AnyState) -> bytes:
 
 
 def fractions(what: str, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Find a fraction n/d near every factor.
-
-    The error is at most 1e-7 of the factor's distance from 1, and of the factor itself.
-    """
+    """Find fractions n/d, to 1e-7 of each factor and of its distance from 1."""
     values = factor.reshape(-1).tolist()
     known = {value: _fraction(what, value) for value in set(values)}
-    n, d = (
-        torch.tensor([known[v][i] for v in values], device=factor.device).reshape(factor.shape)
-        for i in (0, 1)
-    )
+    pairs = torch.tensor([known[v] for v in values], device=factor.device)
+    n, d = pairs.T.reshape(2, *factor.shape)
     return n, d
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,16 +20,10 @@ LARGEST_DISTANCE = 0.1
 class Copies:
     """The second copy z of a state y, in fields named ``<field>_copy``.
 
-    A run starts with equal copies. Users see y alone.
-
-    Args:
-        state: the start.
-        sizes: the size of each field, for each system. The distance between the copies is compared
-            with this size, or with the largest entry of the field if it is larger.
-        remedy: takes a state, its time and what to use where steps are too long, and says why its
-            copies move apart over the next steps, and what to do.
-        limit: the distance between the copies, as a share of the size of a field, above which a run
-            stops.
+    A run starts with equal copies, and users see y alone. It stops where the distance between the
+    copies is above ``limit``, a share of the size of a field: the given one for each system, or the
+    largest entry if that is larger. ``remedy`` says why the copies of a state at a time move apart,
+    and what to do; it also takes what to use where steps are too long.
     """
 
     def __init__(
@@ -40,12 +35,8 @@ class Copies:
     ) -> None:
         self.kind: type[Any] = type(state)
         self.sizes, self.remedy, self.limit = sizes, remedy, limit
-        self.both: type[Any] = _with_copies(self.kind)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The fields of the second copy."""
-        return tuple(map(copy_name, self.kind._fields))
+        self.names: tuple[str, ...] = tuple(map(copy_name, self.kind._fields))
+        self.both: type[Any] = extended(self.kind, "WithCopy", self.names)
 
     def add(self, state: AnyState) -> Any:
         """Return a state with its copy."""
@@ -58,7 +49,7 @@ class Copies:
     def distance(self, state: AnyState) -> float:
         """Return the largest distance between the copies, as a share of the size of the field."""
         shares = [self._distance(state, name) for name in self.kind._fields]
-        return max(share if share == share else float("inf") for share in shares)
+        return max(math.inf if math.isnan(share) else share for share in shares)
 
     def _distance(self, state: AnyState, name: str) -> float:
         y, z = getattr(state, name).detach(), getattr(state, copy_name(name)).detach()
@@ -72,15 +63,7 @@ class Copies:
         return self.distance(state) <= self.limit
 
     def describe(self, state: AnyState, good: AnyState, t: float, where: str, smaller: str) -> str:
-        """Describe, for an error message, copies that have moved apart, and the way out.
-
-        Args:
-            state: the state with copies that are apart.
-            good: the last state that was checked, with its copy.
-            t: its time.
-            where: the step and the time.
-            smaller: what to use where steps are too long.
-        """
+        """Describe copies that have moved apart since a good state at a time, and the way out."""
         return (
             f"the two copies of the state moved apart by {self.distance(state):.1g} of its size "
             f"{where}: {self.remedy(self.remove(good), t, smaller)}"
@@ -91,8 +74,9 @@ def copy_name(field: str) -> str:
     return f"{field}_copy"
 
 
-@lru_cache(maxsize=64)
-def _with_copies(kind: type[Any]) -> Any:
-    names: tuple[str, ...] = kind._fields
-    fields = [(name, Tensor) for name in (*names, *map(copy_name, names))]
-    return NamedTuple(f"{kind.__name__}WithCopy", fields)
+@lru_cache(maxsize=128)
+def extended(kind: type[Any], suffix: str, added: tuple[str, ...]) -> Any:
+    """Make the class of states with added fields."""
+    names: tuple[str, ...] = (*kind._fields, *added)
+    fields = [(name, Tensor) for name in names]
+    return NamedTuple(kind.__name__ + suffix, fields)

@@ -9,26 +9,19 @@ import torch
 from torch import Tensor
 
 from adjsim.core.layout import is_tracing, materialise
-from adjsim.dynamics.forces import LinearForce
+from adjsim.dynamics.forces import LinearForce, add_to
 from adjsim.potentials.products import DeferredVJP
 
-# Entries of small systems that are collected and differentiated together: an eighth of a megabyte
-# of float64.
+# Entries of small systems that are collected and differentiated together.
 STACK = 16_384
 
 
 class Cotangents:
     """The cotangents of the state, coefficients and parameters in one sweep.
 
-    The cotangents of coefficients and parameters are sums. The cotangent of the position also needs
-    the products of the forces that have received cotangents. These products are taken when the
-    cotangent of the position is read.
-
-    Args:
-        state: the cotangents of the state, by field.
-        parameters: leaves that stand for the parameters, by name.
-        coefficient_sums: sums of an earlier part of the sweep, by letter and name.
-        parameter_sums: sums of an earlier part of the sweep, by name.
+    Those of coefficients (by letter and name) and parameters are sums, which may go on from those
+    of an earlier part of the sweep. Products of forces that have received cotangents are taken when
+    the cotangent of the position is read. ``parameters`` are leaves that stand for the parameters.
     """
 
     def __init__(
@@ -73,13 +66,11 @@ class Cotangents:
 
     def add_coefficient(self, letter: str, name: str, value: Tensor) -> None:
         """Add to the cotangent of a coefficient."""
-        old = self.coefficient_sums.get((letter, name))
-        self.coefficient_sums[letter, name] = value if old is None else old + value
+        add_to(self.coefficient_sums, (letter, name), value)
 
     def add_parameter(self, name: str, value: Tensor) -> None:
         """Add to the cotangent of a parameter."""
-        old = self.parameter_sums.get(name)
-        self.parameter_sums[name] = value if old is None else old + value
+        add_to(self.parameter_sums, name, value)
 
     def add_function(self, value: Tensor, leaves: Any, cotangent: Tensor) -> dict[str, Tensor]:
         """Differentiate a value, and add the products for the state's leaves and the parameters.
@@ -91,17 +82,10 @@ class Cotangents:
         found = torch.autograd.grad(
             value, (*leaves, *self.parameters.values()), cotangent, allow_unused=True
         )
-        products = {
-            name: grad
-            for name, grad in zip(leaves._fields, found, strict=False)
-            if grad is not None
-        }
-        for name, grad in products.items():
-            self.add(name, grad)
-        for name, grad in zip(self.parameters, found[len(leaves) :], strict=True):
-            if grad is not None:
-                self.add_parameter(name, grad)
-        return products
+        add_each(self.add, leaves._fields, found[: len(leaves)])
+        add_each(self.add_parameter, self.parameters, found[len(leaves) :])
+        named = zip(leaves._fields, found, strict=False)
+        return {name: grad for name, grad in named if grad is not None}
 
     def complete(self) -> None:
         """Take all deferred products, after which the sums are complete."""
@@ -126,22 +110,16 @@ class Cotangents:
 
     def _take_products(self) -> None:
         for force in self._forces:
-            product = force.product()
-            if product is None:
-                continue
-            along, deferred, grads = product
+            along, deferred, grads = force.product()
             self._state["position"] = self._state["position"] + along
             for found in deferred:
-                self._defer(found)
+                pending = self._deferred.setdefault(found.function, [])
+                pending.append(found)
+                if is_tracing() or len(pending) * found.x.numel() >= STACK:
+                    self._differentiate(pending)
             for name, grad in grads.items():
                 self.add_parameter(name, grad)
         self._forces.clear()
-
-    def _defer(self, found: DeferredVJP) -> None:
-        pending = self._deferred.setdefault(found.function, [])
-        pending.append(found)
-        if is_tracing() or len(pending) * found.x.numel() >= STACK:
-            self._differentiate(pending)
 
     def _differentiate(self, pending: list[DeferredVJP]) -> None:
         found = pending[0]
@@ -151,20 +129,14 @@ class Cotangents:
             found = DeferredVJP(found.module, found.function, weight, x)
         pending.clear()
         grads = found.gradient(list(self.parameters.values()))
-        for name, grad in zip(self.parameters, grads, strict=True):
-            if grad is not None:
-                self.add_parameter(name, grad)
+        add_each(self.add_parameter, self.parameters, grads)
 
 
 class CotangentsUnless(Cotangents):
     """The same cotangents, to which a part of a sweep contributes unless it is absent.
 
-    An absent part may have been evaluated where its derivatives are not finite, so its
-    contributions are replaced by zero.
-
-    Args:
-        absent: whether the part is absent, a boolean number.
-        whole: the cotangents.
+    ``absent`` is a boolean number. An absent part may have been evaluated where its derivatives are
+    not finite, so zero replaces its contributions.
     """
 
     def __init__(self, absent: Tensor, whole: Cotangents) -> None:
@@ -189,8 +161,7 @@ class CotangentsUnless(Cotangents):
         super().add_parameter(name, self._present(value))
 
     def _take_products(self) -> None:
-        # The products of forces belong to all parts, and their cotangents are those of the parts
-        # that are present.
+        # Products of forces belong to all parts; absent parts have added zero to their cotangents.
         self.whole._take_products()
 
     def _present(self, value: Tensor) -> Tensor:
@@ -207,10 +178,7 @@ def add_each(
 
 
 def select_link(value: Tensor, link: int | None) -> Tensor:
-    """Return one link of a field, or all of it.
-
-    A link is an entry of the third-to-last axis.
-    """
+    """Return a link of a field, an entry of its third-to-last axis, or all of it."""
     return value if link is None else value.select(-3, link)
 
 

@@ -23,9 +23,7 @@ class AtTemperature(Protocol):
 class MassiveAtTemperature(AtTemperature, Protocol):
     """What the density of positions and momenta reads."""
 
-    def kinetic_energy(self, state: Any) -> Energies:
-        """Compute the kinetic energy, ``(*batch,)``."""
-        ...
+    def kinetic_energy(self, state: Any) -> Energies: ...
 
 
 class StationaryDensity(ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_tensor
 from adjsim.core.state import AnyState
-from adjsim.core.typing import Array, Energies, Positions, PositionsLike, Seed
+from adjsim.core.typing import Array, Energies, Positions, Seed
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.moves import GeneralFlow, Move, Shear
 from adjsim.dynamics.sources import Field, Force
-from adjsim.dynamics.starts import as_start, standard_normal
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.starts import check_shape, standard_normal
+from adjsim.dynamics.terms import Term
 from adjsim.potentials.base import force
 
 
@@ -32,10 +32,7 @@ class ESHState(NamedTuple):
 
 
 class Glide(Term[ESHState]):
-    """The glide, A: ``dq/ds = u``.
-
-    Its flow is ``q' = q + h u``.
-    """
+    """The glide, A: ``dq/ds = u``; its flow is ``q' = q + h u``."""
 
     advances_time = True
 
@@ -69,28 +66,25 @@ class Turn(Term[ESHState]):
         self.potential = potential
 
     def drift(self, t: Any, state: ESHState) -> Mapping[str, Tensor]:
-        d = state.position.shape[-1] * state.position.shape[-2]
-        e = force(self.potential, state.position, t) / d
+        e = force(self.potential, state.position, t) / _size(state.position)
         along = (state.direction * e).sum((-1, -2), keepdim=True)
         return {"direction": e - along * state.direction, "log_speed": along[..., 0, 0]}
 
     def moves(self, h: float, state: ESHState) -> Sequence[Move]:
-        return (
-            GeneralFlow(
-                ("direction", "log_speed"),
-                lambda c, force, u, r: turn(h, force, u, r),
-                lambda c, force, u, r: turn(-h, force, u, r),
-                reads=(Force(),),
-            ),
-        )
+        def along(h: float) -> Callable[..., tuple[Tensor, Tensor]]:
+            return lambda c, force, u, r: turn(h, force, u, r)
+
+        return (GeneralFlow(("direction", "log_speed"), along(h), along(-h), (Force(),)),)
+
+
+def _size(x: Tensor) -> int:
+    """Return atoms x dim."""
+    return x.shape[-1] * x.shape[-2]
 
 
 def turn(h: float, force: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the flow of :class:`Turn`.
-
-    It is written in even functions of delta, so that it is smooth at zero force.
-    """
-    a = force * (h / (force.shape[-1] * force.shape[-2]))
+    """Apply the flow of :class:`Turn`, in even functions of delta, smooth at zero force."""
+    a = force * (h / _size(force))
     square = (a * a).sum((-1, -2), keepdim=True)
     small = square < 1e-4
     delta = torch.where(small, 1.0, square).sqrt()
@@ -122,56 +116,41 @@ class ESH(Dynamics[ESHState]):
     Terms: A (glide), E (turn). Scheme: "EAE". The invariant is ``U + d r``. Time averages weighted
     by the speed are canonical at kT = 1: see :func:`canonical_weights`. ESH needs at least two
     dimensions (in one, the direction never turns) and a potential for which it is ergodic. Scale
-    the potential by 1/kT for another temperature.
+    the potential by 1/kT for another temperature. A start has speed 1, along the momentum that is
+    given or a random direction.
 
     Args:
         potential: energy module, in units of kT.
     """
 
     state_type = ESHState
-
-    def __init__(self, potential: nn.Module) -> None:
-        super().__init__(potential)
+    potential: nn.Module  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
         return {"A": Glide(), "E": Turn(self.potential)}
 
-    def init(
-        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
-    ) -> ESHState:
-        """Make a start at speed 1 along ``momentum``, or along a random direction."""
-        at, p = as_start(position, momentum)
-        if at.shape[-1] * at.shape[-2] < 2:
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
+        """Return a start at speed 1 along the momentum, or along a random direction."""
+        if _size(position) < 2:
             raise ValueError(
                 "ESH needs at least two dimensions in all (atoms x dim): in one the direction "
                 "never turns. Use a Nose-Hoover chain there."
             )
-        if p is None:
-            p = standard_normal(at, generator)
+        p = standard_normal(position, generator) if p is None else p
         norm = p.pow(2).sum((-1, -2), keepdim=True).sqrt()
         if not bool((norm.detach() > 0).all()):
             raise ValueError("ESH.init: a momentum of zero has no direction.")
-        state = ESHState(at, p / norm, torch.zeros_like(at[..., 0, 0]))
-        self.check(state)
-        return state
+        return position, p / norm, torch.zeros_like(position[..., 0, 0])
 
     def check(self, state: AnyState) -> None:
         super().check(state)
-        assert isinstance(state, ESHState)
-        if (
-            state.direction.shape != state.position.shape
-            or state.log_speed.shape != state.position.shape[:-2]
-        ):
-            raise ValueError(
-                f"direction must have the shape of position {tuple(state.position.shape)} "
-                f"and log_speed {tuple(state.position.shape[:-2])}."
-            )
+        check_shape(state, "direction", tuple(state[0].shape))
+        check_shape(state, "log_speed", tuple(state[0].shape[:-2]))
 
     def invariant(self, state: ESHState) -> Energies:
         """Compute ``U + d r``."""
-        d = state.position.shape[-1] * state.position.shape[-2]
-        return self.potential(state.position) + d * state.log_speed
+        return self.potential(state.position) + _size(state.position) * state.log_speed
 
 
 def canonical_weights(
@@ -179,10 +158,8 @@ def canonical_weights(
 ) -> Float[Tensor, "time *batch"]:
     """Compute weights that make averages over ESH frames canonical, at kT = 1.
 
-    The frames are equally spaced in scaled time.
-
-    The weight of a frame is proportional to the speed ``exp(r)``; each replica's weights sum to one
-    over time::
+    The frames are equally spaced in scaled time. The weight of a frame is proportional to the speed
+    ``exp(r)``; each replica's weights sum to one over time::
 
         w = canonical_weights(trajectory.log_speed)
         mean = (w * observable(trajectory.position)).sum(0)

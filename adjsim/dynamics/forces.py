@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,81 +10,72 @@ from torch import Tensor, nn
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.run_report import RunReport
-from adjsim.potentials.base import ForceField, force, force_vjp
+from adjsim.potentials.base import ForceField, Forces
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, VJPSum
 
 
 class LinearForce:
-    """A force at one position, and its cotangent so far.
+    """A force at one position, and the sum of the cotangents of all moves that read it.
 
-    The vector-Jacobian product is linear in the cotangent, so it is taken once, for the sum of all
-    cotangents that the moves at this position contribute.
+    The vector-Jacobian product is linear in the cotangent, so it is taken once, for the sum.
     """
 
     def __init__(self, evaluator: ForceEvaluator, position: Tensor, t: Any) -> None:
         self._evaluator = evaluator
-        self.value, self._pullback = force_vjp(
-            evaluator.potential,
-            position,
-            list(evaluator.parameters.values()),
-            t,
-            evaluator.rounding,
-        )
+        parameters = list(evaluator.parameters.values())
+        self.value, self._pullback = evaluator.forces.force_vjp(t, position, parameters)
         self.cotangent: Tensor | None = None
 
     def accumulate(self, cotangent: Tensor) -> None:
         """Add to the cotangent of the force."""
         self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
 
-    def product(self) -> tuple[Tensor, list[DeferredVJP], dict[str, Tensor]] | None:
-        """Take the vector-Jacobian product with respect to the position and the parameters.
+    def product(self) -> tuple[Tensor, list[DeferredVJP], dict[str, Tensor]]:
+        """Take the product of the cotangent for the position and the parameters.
 
-        The product for the parameters is the sum of deferred products and of a dict by name. The
-        result is None without a cotangent.
+        That for the parameters is the sum of deferred products and of a dict by name.
         """
-        if self.cotangent is None:
-            return None
         cotangent, self.cotangent = self.cotangent, None
+        assert cotangent is not None
         along, found = self._pullback(cotangent)
         self._evaluator.count()
         deferred: list[DeferredVJP] = []
         grads: dict[str, Tensor] = {}
-        self._collect(found, deferred, grads)
+        for part in _flat(found):
+            if isinstance(part, DeferredVJP):
+                deferred.append(part)
+                continue
+            for name, grad in zip(self._evaluator.parameters, part, strict=True):
+                if grad is not None:
+                    add_to(grads, name, grad)
         return along, deferred, grads
 
-    def _collect(
-        self, found: ParameterVJP, deferred: list[DeferredVJP], grads: dict[str, Tensor]
-    ) -> None:
-        if isinstance(found, DeferredVJP):
-            deferred.append(found)
-        elif isinstance(found, VJPSum):
-            for term in found.terms:
-                self._collect(term, deferred, grads)
-        else:
-            for name, grad in zip(self._evaluator.parameters, found, strict=True):
-                if grad is not None:
-                    grads[name] = grads[name] + grad if name in grads else grad
+
+def _flat(found: ParameterVJP) -> Iterator[DeferredVJP | list[Tensor | None]]:
+    if isinstance(found, VJPSum):
+        for term in found.terms:
+            yield from _flat(term)
+    else:
+        yield found
 
 
 class ForceEvaluator:
-    """The force of one potential for one run or sweep, evaluated once at each position.
+    """The force of one potential (None: no forces) for one run or sweep, once at each position.
 
-    States are immutable, so the identity of a position tensor is its version. A force is cached for
-    the position object at which it was evaluated, until the force at another is evaluated.
+    States are immutable, so the identity of a position tensor is its version. The last force is
+    cached for the position object at which it was evaluated.
 
     Args:
-        potential: an energy module, or a :class:`~adjsim.ForceField`.
-        rounding: rounding of an exact run, see :meth:`adjsim.potentials.Potential.force`.
         one_time_per_position: whether no time passes while the position stays, so that a
             time-dependent force can be cached too.
-        parameters: the potential's tensors to differentiate with respect to, as leaves, by name.
+        parameters: leaves to differentiate with respect to, by name.
         known: a position and the force there, if it was evaluated before.
         report: counts the passes over the energy: one for a force, one for a product.
     """
 
     def __init__(
         self,
-        potential: nn.Module,
+        potential: nn.Module | None,
         *,
         rounding: Rounding = UNROUNDED,
         one_time_per_position: bool = True,
@@ -92,11 +83,24 @@ class ForceEvaluator:
         known: tuple[Tensor, Tensor] | None = None,
         report: RunReport | None = None,
     ) -> None:
-        self.potential, self.rounding, self.parameters = potential, rounding, dict(parameters or {})
+        self._forces = None if potential is None else Forces(potential, rounding)
+        self.parameters = dict(parameters or {})
         self.report = RunReport() if report is None else report
         self._position, self._value = known if known is not None else (None, None)
         self._caches = one_time_per_position or not isinstance(potential, ForceField)
         self._linear: tuple[Tensor, LinearForce] | None = None
+
+    @property
+    def forces(self) -> Forces:
+        """The forces of the potential; a TypeError without one."""
+        if self._forces is None:
+            raise TypeError("a term reads the force, and the dynamics has no potential.")
+        return self._forces
+
+    @property
+    def potential(self) -> nn.Module:
+        """The potential, as it is read."""
+        return self.forces.potential
 
     def force(self, position: Tensor, t: Any) -> Tensor:
         """Evaluate the force at a position ``(*batch, atoms, dim)`` and a time."""
@@ -104,7 +108,7 @@ class ForceEvaluator:
             return self._linear[1].value
         value = self.cached(position)
         if value is None:
-            value = force(self.potential, position, t, self.rounding)
+            value = self.forces.force(t, position)
             self.count()
             self.count_backward((value,), 1)
             self._position, self._value = position, value
@@ -136,22 +140,25 @@ class ForceEvaluator:
             tracked.register_hook(counted_backward(self.report, passes))
 
     def refuse_unknown(self, output: Tensor, known: list[Tensor], what: str) -> None:
-        """Refuse a value that depends on an unknown tensor that requires grad.
-
-        An unknown tensor is neither in ``known`` nor a parameter of the run.
-        """
-        refuse_unknown(output, self.potential, [*self.parameters.values(), *known], what)
+        """Refuse a value that depends on a tensor neither in ``known`` nor a parameter."""
+        module = nn.Module() if self._forces is None else self._forces.potential
+        refuse_unknown(output, module, [*self.parameters.values(), *known], what)
 
 
 def counted_backward(report: RunReport, passes: int = 1) -> Callable[[Tensor], None]:
     """Return a tensor hook that counts backpropagation as another pass, or as several.
 
-    The hook refers to the report alone. A hook that referred to the evaluator, which keeps the
-    force, would be a cycle through autograd's graph, which Python's garbage collector cannot see:
-    the graph of a whole run would never be freed.
+    The hook refers to the report alone. A reference to the evaluator, which keeps the force, would
+    close a cycle through autograd's graph, which Python's garbage collector cannot see: the graph
+    of a whole run would never be freed.
     """
 
     def count(grad: Tensor) -> None:
         report.energy_evaluations += passes
 
     return count
+
+
+def add_to(sums: dict[Any, Tensor], key: Any, value: Tensor) -> None:
+    """Add to an entry of a dictionary, which may be new."""
+    sums[key] = sums[key] + value if key in sums else value

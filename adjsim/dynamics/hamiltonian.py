@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
 from adjsim.core.state import PhaseState
-from adjsim.core.typing import Energies, Number, PositionsLike, Seed
+from adjsim.core.typing import Energies, Seed
 from adjsim.dynamics.massive import MassiveDynamics
-from adjsim.dynamics.starts import as_start
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 
 
 class Hamiltonian(MassiveDynamics[PhaseState]):
@@ -18,33 +17,24 @@ class Hamiltonian(MassiveDynamics[PhaseState]):
 
     Terms: A (stream), B (kick). Schemes: "BAB" (velocity Verlet), "ABA" (position Verlet). The
     invariant is the energy ``sum p^2/2m + U(q)``. It samples one energy shell; for averages at a
-    temperature use a thermostat.
+    temperature use a thermostat. ``init`` needs the momentum, which no temperature determines.
 
     Args:
         potential: energy module, or a force field (without an invariant).
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        mass: see :class:`~adjsim.dynamics.MassiveDynamics`.
     """
-
-    def __init__(self, potential: nn.Module, mass: Number = 1.0) -> None:
-        super().__init__(potential, mass)
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
         return self.motion
 
-    def init(
-        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
-    ) -> PhaseState:
-        """Make a start. The momentum must be given: without a temperature it cannot be drawn."""
-        at, p = as_start(position, momentum)
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
         if p is None:
             raise ValueError(
                 "Hamiltonian.init needs the momentum: NVE has no temperature to draw it from. "
                 "thermal_momentum(position, kT, generator) draws one."
             )
-        state = PhaseState(at, p)
-        self.check(state)
-        return state
+        return position, p
 
     def invariant(self, state: PhaseState) -> Energies:
         """Compute the total energy."""

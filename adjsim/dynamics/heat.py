@@ -19,13 +19,13 @@ degree of freedom, and less for more."""
 
 
 class HeatLimit:
-    """The largest kinetic energy of each system of a run with a thermostat.
+    """The largest kinetic energy of each system of a run with a bath at kT.
+
+    The potential energy that is given up since the start may become kinetic energy. A force field
+    may do any work, so with one there is no limit.
 
     Args:
-        masses: those of the atoms.
-        kT: the temperature of the bath.
-        potential: the potential energy. A force field may do any work, so with one there is no
-            limit.
+        masses, kT, potential: those of the dynamics.
         start: the start of the run.
     """
 
@@ -77,13 +77,7 @@ class HeatLimit:
 
     @torch.no_grad()
     def describe(self, state: AnyState, where: str, smaller: str) -> str:
-        """Describe the hottest system of a state, with the likely causes.
-
-        Args:
-            state: a state beyond the limit.
-            where: the step and the time.
-            smaller: what to use where steps are too long.
-        """
+        """Describe the hottest system beyond the limit, with the likely causes and a way out."""
         kinetic, beyond = self._kinetic(state), self.exceeded(state)
         r = int(torch.where(beyond, kinetic / self.largest, 0.0).argmax())
         found = float(kinetic.flatten()[r])

@@ -28,9 +28,8 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import lru_cache
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +47,7 @@ from adjsim.dynamics.buffer import (
     refill,
     spill,
 )
-from adjsim.dynamics.copies import Copies, copy_name
+from adjsim.dynamics.copies import Copies, copy_name, extended
 from adjsim.dynamics.cotangents import select_link
 from adjsim.dynamics.moves import Move, Reflection, Scale, Shear, replace_field
 from adjsim.dynamics.sources import Coefficient, Coefficients, Force, MoveContext
@@ -66,19 +65,11 @@ DENOMINATOR = 2**22
 
 
 class Lattice:
-    """The lattice of one run.
+    """The lattice of one run from a start at t, for the moves of a step, by letter.
 
     Spacings are powers of two, one for each system of a batch (and each link of a field), so a
     system does not depend on its batch. They follow from the largest entry of the start, the
     thermal momentum, and the change over 256 steps at the initial drift.
-
-    Args:
-        dynamics: the dynamics of the run.
-        t: the time of the start.
-        state: the start.
-        moves: the moves of a step, by letter.
-        dt: the step.
-        copies: the second copy of the state, if a step has one.
     """
 
     def __init__(
@@ -92,46 +83,37 @@ class Lattice:
     ) -> None:
         _check_supported(dynamics, state, moves)
         all_moves = [(letter, move) for letter, group in moves.items() for move in group]
-        self.scaled = tuple(
-            dict.fromkeys(move.field for _, move in all_moves if isinstance(move, Scale))
-        )
+        scales = [(letter, move) for letter, move in all_moves if isinstance(move, Scale)]
+        self.scaled = tuple(dict.fromkeys(move.field for _, move in scales))
         start: Any = state if copies is None else copies.add(state)
         self.width, self.systems = len(start), dynamics.batch_shape(state).numel()
         self._kind: type[AnyState] = type(start)
-        self.kind = _lattice_type(self._kind, self.scaled)
-        scales = typical_sizes(dynamics, t, state, dt)
-        room = {name: ROOM_SCALED if name in self.scaled else ROOM for name in scales}
+        self.kind = extended(self._kind, "OnLattice", tuple(map(buffer_name, self.scaled)))
+        sizes = typical_sizes(dynamics, t, state, dt)
+        self.roundings: dict[str, Rounding] = {}
+        for name, size in sizes.items():
+            room = ROOM_SCALED if name in self.scaled else ROOM
+            self.roundings[name] = Rounding(power_of_two(size) * (room / LARGEST))
         if copies is not None:
-            scales |= {copy_name(name): size for name, size in scales.items()}
-            room |= {copy_name(name): size for name, size in room.items()}
-        self.roundings = {
-            name: Rounding(power_of_two(scale) * (room[name] / LARGEST))
-            for name, scale in scales.items()
-        }
+            self.roundings |= {copy_name(name): x for name, x in self.roundings.items()}
         kicked = [
             self.roundings[m.field]
             for _, m in all_moves
             if isinstance(m, Shear) and isinstance(m.source, Force)
         ]
-        # The rounding of contributions to forces, which have one axis more. It is at least as fine
-        # as the spacing of the momentum increments.
-        self.force_rounding = (
-            Rounding(power_of_two(kicked[0].spacing / dt).unsqueeze(-1) / 2)
-            if kicked
-            else UNROUNDED
-        )
+        self.force_rounding = UNROUNDED
         if kicked:
             _check_force(dynamics.potential)
+            # Contributions to forces have one axis more, and a spacing at least as fine as that of
+            # the momentum increments.
+            spacing = power_of_two(kicked[0].spacing / dt).unsqueeze(-1) / 2
+            self.force_rounding = Rounding(spacing)
         self._constant_factors = [
-            (a, m.source.name)
-            for a, m in all_moves
-            if isinstance(m, Scale) and isinstance(m.source, Coefficient)
+            (letter, m.source.name) for letter, m in scales if isinstance(m.source, Coefficient)
         ]
+        self._state_dependent = len(self._constant_factors) < len(scales)
         self._denominator = torch.tensor(DENOMINATOR, device=state[0].device)
         self._half = torch.tensor(0.5, dtype=torch.float64, device=state[0].device)
-        self._state_dependent = any(
-            isinstance(m, Scale) and not isinstance(m.source, Coefficient) for _, m in all_moves
-        )
 
     def spacings(self) -> dict[str, Tensor]:
         """Return the spacing of each field, and as ``"force"`` that of force contributions."""
@@ -140,10 +122,7 @@ class Lattice:
         return {**found, "force": rounding.spacing} if rounding.rounds else found
 
     def with_spacings(self, spacings: Mapping[str, Tensor]) -> Lattice:
-        """Return the same lattice with these spacings.
-
-        They are inputs of compiled code instead of constants.
-        """
+        """Return the same lattice with these spacings, as inputs of compiled code."""
         other = copy(self)
         other.roundings = {name: Rounding(spacings[name]) for name in self.roundings}
         if self.force_rounding.rounds:
@@ -160,14 +139,8 @@ class Lattice:
             return LatticeShear(
                 move.field, move.source, move.coefficient, move.link, rounding=rounding
             )
-        return LatticeScale(
-            move.field,
-            move.source,
-            move.link,
-            rounding=rounding,
-            denominator=self._denominator,
-            half=self._half,
-        )
+        fraction = {"denominator": self._denominator, "half": self._half}
+        return LatticeScale(move.field, move.source, move.link, rounding=rounding, **fraction)
 
     def rationals(self, coefficients: dict[str, Coefficients]) -> dict[str, Coefficients]:
         """Add to the coefficients a fraction n/d for each coefficient that scales a field."""
@@ -181,9 +154,7 @@ class Lattice:
         self, coefficients: dict[str, Coefficients], moves: Sequence[tuple[str, Move]]
     ) -> BufferGrowth:
         """Compute how fast the scales of a step fill the buffers."""
-        bits: dict[str, Tensor] = {
-            name: torch.zeros((), dtype=torch.float64) for name in self.scaled
-        }
+        bits = dict.fromkeys(self.scaled, torch.zeros((), dtype=torch.float64))
         largest = DENOMINATOR if self._state_dependent else 1
         for letter, move in moves:
             if isinstance(move, Scale) and isinstance(move.source, Coefficient):
@@ -192,9 +163,8 @@ class Lattice:
                 largest = max(largest, int(d.max()), int(n.max()))
         # Factors that depend on the state are assumed to be above 1/2. The check of the buffers
         # finds smaller ones.
-        fastest = max(
-            [1.0 if self._state_dependent else 0.0, *(float(x.abs().max()) for x in bits.values())]
-        )
+        rates = [float(x.abs().max()) for x in bits.values()]
+        fastest = max([float(self._state_dependent), *rates])
         spare_bits = LONGEST - FULL - math.log2(largest)
         if fastest > spare_bits:
             raise ValueError(
@@ -204,16 +174,14 @@ class Lattice:
             )
         check_every = max(1, min(LONGEST_WAIT, int(spare_bits / max(fastest, 1e-9))))
         # Half a bit above the planned growth, so that a buffer that grew as planned is below it.
-        return BufferGrowth(
-            None if self._state_dependent else bits, check_every, 2.0 ** (FULL + spare_bits + 0.5)
-        )
+        limit = 2.0 ** (FULL + spare_bits + 0.5)
+        return BufferGrowth(None if self._state_dependent else bits, check_every, limit)
 
     def to_lattice(self, state: AnyState) -> AnyState:
         """Round a state to the lattice, and add empty buffers."""
-        fields = [self.roundings[name].round(value) for name, value in state._asdict().items()]
-        buffers = [
-            torch.zeros_like(getattr(state, name), dtype=torch.int64) for name in self.scaled
-        ]
+        values = state._asdict()
+        fields = [self.roundings[name].round(value) for name, value in values.items()]
+        buffers = [torch.zeros_like(values[name], dtype=torch.int64) for name in self.scaled]
         return self.kind._make((*fields, *buffers))
 
     def from_lattice(self, state: AnyState) -> AnyState:
@@ -226,18 +194,14 @@ class Lattice:
 
     def describe(self, state: AnyState) -> str:
         """Describe, for an error message, which field has left the lattice, and its limit."""
-        used_fraction = self._used_fractions(state)
-        name = max(used_fraction, key=lambda n: used_fraction[n])
-        return (
-            f"{name} left the lattice of the exact run, which reaches to "
-            f"{self.roundings[name].limit:.3g},"
-        )
+        used = self._used_fractions(state)
+        name = max(used, key=lambda n: used[n])
+        limit = self.roundings[name].limit
+        return f"{name} left the lattice of the exact run, which reaches to {limit:.3g},"
 
     def _used_fractions(self, state: AnyState) -> dict[str, float]:
-        return {
-            name: self.roundings[name].used_fraction(value)
-            for name, value in self.from_lattice(state)._asdict().items()
-        }
+        fields = self.from_lattice(state)._asdict().items()
+        return {name: self.roundings[name].used_fraction(value) for name, value in fields}
 
     def spill(self, state: State, limit: float) -> tuple[State, list[Spill]]:
         """Move the low bits of full buffers to spills."""
@@ -256,10 +220,8 @@ class Lattice:
 
     def buffered_bits(self, state: AnyState) -> float:
         """Count the bits in the buffers of a state."""
-        return sum(
-            float(torch.log2(getattr(state, buffer_name(name)).double() + 1).sum())
-            for name in self.scaled
-        )
+        buffers = (getattr(state, buffer_name(name)).double() for name in self.scaled)
+        return sum(float(torch.log2(buffer + 1).sum()) for buffer in buffers)
 
 
 @dataclass(frozen=True)
@@ -268,16 +230,12 @@ class LatticeShear(Shear):
 
     rounding: Rounding = field(kw_only=True)
 
-    def _add(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
+    def moved(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
         if self.coefficient is not None:
             value = context.coefficients[self.coefficient] * value
-        y, increment = (
-            select_link(getattr(state, self.field), self.link),
-            self.rounding.round(value),
-        )
-        return replace_field(
-            state, self.field, self.link, y + increment if sign > 0 else y - increment
-        )
+        y, increment = self._part(state), self.rounding.round(value)
+        y = y + increment if sign > 0 else y - increment
+        return replace_field(state, self.field, self.link, y)
 
 
 @dataclass(frozen=True)
@@ -288,32 +246,25 @@ class LatticeScale(Scale):
     denominator: Tensor = field(kw_only=True)
     half: Tensor = field(kw_only=True)
 
-    def _multiply(self, state: State, factor: Tensor, context: MoveContext) -> State:
-        n, d = self._fraction(factor, context)
-        y = select_link(getattr(state, self.field), self.link)
-        out, buffer = self._rescale(state, y, n, d)
-        if y.requires_grad or factor.requires_grad:
-            out = straight_through(y * factor, out)
-        return self._replace_both(state, out, buffer)
-
-    def _divide(self, state: State, factor: Tensor, context: MoveContext) -> State:
-        n, d = self._fraction(factor, context)
-        return self._replace_both(
-            state, *self._rescale(state, select_link(getattr(state, self.field), self.link), d, n)
-        )
+    def moved(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
+        y, (n, d) = self._part(state), self._fraction(value, context)
+        # The inverse is the scale by d/n.
+        out, kept = self._rescaled(state, y, n, d) if sign > 0 else self._rescaled(state, y, d, n)
+        if sign > 0 and (y.requires_grad or value.requires_grad):
+            out = straight_through(y * value, out)
+        state = replace_field(state, self.field, self.link, out)
+        return replace_field(state, buffer_name(self.field), self.link, kept)
 
     def _fraction(self, factor: Tensor, context: MoveContext) -> tuple[Tensor, Tensor]:
-        if isinstance(self.source, Coefficient):
-            return context.coefficients[self.source.name + " n"], context.coefficients[
-                self.source.name + " d"
-            ]
+        c, source = context.coefficients, self.source
+        if isinstance(source, Coefficient):
+            return c[f"{source.name} n"], c[f"{source.name} d"]
         # Adding a half before truncation rounds to the nearest integer.
-        return torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64).clamp(
-            min=1
-        ), self.denominator
+        n = torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64).clamp(min=1)
+        return n, self.denominator
 
-    def _rescale(self, state: AnyState, y: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute y n/d and the new buffer; with n and d exchanged, the inverse."""
+    def _rescaled(self, state: AnyState, y: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute y n/d and the new buffer."""
         buffer = select_link(getattr(state, buffer_name(self.field)), self.link)
         x = ((y.detach() if y.requires_grad else y) / self.rounding.spacing).to(torch.int64)
         quotient = torch.div(x, d, rounding_mode="floor")
@@ -321,21 +272,6 @@ class LatticeScale(Scale):
         kept = torch.div(mixed, n, rounding_mode="floor")
         x = torch.addcmul(torch.addcmul(mixed, kept, n, value=-1), quotient, n)
         return x * self.rounding.spacing, kept
-
-    def _replace_both(self, state: State, y: Tensor, buffer: Tensor) -> State:
-        return replace_field(
-            replace_field(state, self.field, self.link, y),
-            buffer_name(self.field),
-            self.link,
-            buffer,
-        )
-
-
-@lru_cache(maxsize=64)
-def _lattice_type(kind: type[Any], scaled: tuple[str, ...]) -> Any:
-    names: tuple[str, ...] = kind._fields
-    fields = [(name, Tensor) for name in (*names, *map(buffer_name, scaled))]
-    return NamedTuple(f"{kind.__name__}OnLattice", fields)
 
 
 def _check_supported(
@@ -361,7 +297,7 @@ def _check_supported(
         )
 
 
-def _check_force(potential: nn.Module) -> None:
+def _check_force(potential: nn.Module | None) -> None:
     if isinstance(potential, Potential) and "rounding" not in signature(potential.force).parameters:
         raise TypeError(
             f"exact=True: {type(potential).__name__}.force(position) must also take rounding="
@@ -378,13 +314,12 @@ def typical_sizes(
     with torch.no_grad():
         known_scales = dynamics.characteristic_scales(t, start, AHEAD * dt)
         rates = dynamics.drift(t, start)._asdict()
-    found = {}
+    found, axes = {}, tuple(range(-dynamics.system_axes, 0))
     for name, value in start._asdict().items():
         sizes = [value.abs(), AHEAD * dt * rates[name].abs()]
         if name in known_scales:
             sizes.append(known_scales[name].detach().abs().expand_as(value))
         largest = torch.stack(sizes).amax(0)
-        axes = tuple(range(-dynamics.system_axes, 0))
         largest = largest.amax(axes, keepdim=True) if value.ndim >= state[0].ndim else largest
         found[name] = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
     return found

@@ -8,19 +8,14 @@ import torch
 from torch import Tensor
 
 from adjsim.core.parameters import check_count
-from adjsim.core.state import AnyState, position_of
 from adjsim.core.typing import Energies, Positions
 
 
 class Masses:
     """The masses of the atoms of a system, infinite for pinned ones.
 
-    ``masses(like)`` returns them in the dtype of a field, a scalar or ``(atoms, 1)``. The trailing
-    axis keeps them per atom where the number of atoms equals dim.
-
-    Args:
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``.
-        pinned: returns which of a number of atoms are pinned in addition, ``(atoms, 1)``.
+    ``masses(like)`` returns them in the dtype of a field, a scalar or ``(atoms, 1)``, also where
+    the number of atoms equals dim. ``pinned(atoms)`` says which are pinned in addition.
     """
 
     __slots__ = ("mass", "pinned")
@@ -44,10 +39,7 @@ class Masses:
         return float(self.mobile(position).expand(position.shape[-2], 1).sum()) * position.shape[-1]
 
     def thermal(self, like: Tensor, kT: Tensor) -> Tensor:
-        """Compute the thermal momentum sqrt(m kT), zero on pinned atoms.
-
-        It is a scalar or ``(atoms, 1)``.
-        """
+        """Compute the thermal momentum sqrt(m kT), a scalar or ``(atoms, 1)``; zero if pinned."""
         mass = self(like)
         mobile = torch.isfinite(mass.detach())
         thermal = torch.sqrt(torch.where(mobile, mass, 1.0) * kT.to(like))
@@ -69,7 +61,3 @@ def check_per_atom(name: str, value: Tensor) -> None:
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}; it must be a scalar, (atoms,) or (atoms, 1)."
         )
-
-
-def check_entries(name: str, value: Tensor, state: AnyState) -> None:
-    check_count(name, value, position_of(state).shape[-2])

@@ -11,10 +11,9 @@ from adjsim.core.parameters import NumberRule, register
 from adjsim.core.state import AnyState, MomentumState, momentum_of, position_of
 from adjsim.core.typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.masses import Masses, check_entries, check_per_atom
-from adjsim.dynamics.starts import as_start, standard_normal
-from adjsim.dynamics.term import Term
-from adjsim.dynamics.terms import Kick, Stream
+from adjsim.dynamics.masses import Masses, check_per_atom
+from adjsim.dynamics.starts import as_start, check_momentum, standard_normal
+from adjsim.dynamics.terms import Kick, Stream, Term
 
 
 class MassiveDynamics(Dynamics[MomentumState]):
@@ -26,6 +25,8 @@ class MassiveDynamics(Dynamics[MomentumState]):
             moves.
     """
 
+    per_atom = ("mass",)
+    potential: nn.Module  # pyright: ignore[reportIncompatibleVariableOverride]
     mass: Tensor
 
     def __init__(self, potential: nn.Module, mass: Number = 1.0) -> None:
@@ -49,13 +50,7 @@ class MassiveDynamics(Dynamics[MomentumState]):
 
     def check(self, state: AnyState) -> None:
         super().check(state)
-        check_entries("mass", self.mass, state)
-        momentum, position = momentum_of(state), position_of(state)
-        if momentum.shape != position.shape:
-            raise ValueError(
-                f"momentum has shape {tuple(momentum.shape)} and position "
-                f"{tuple(position.shape)}; they must be equal."
-            )
+        check_momentum(momentum_of(state), position_of(state))
 
     def thermal_momentum(
         self, position: PositionsLike, kT: Number, generator: Seed = None

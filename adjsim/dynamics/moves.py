@@ -23,8 +23,9 @@ Moves are pure: (state, coefficients, noise, time) in, state out. A source
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -32,15 +33,15 @@ from torch import Tensor
 
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, State
-from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
+from adjsim.dynamics.cotangents import Cotangents, add_each, replace_link, select_link
 from adjsim.dynamics.sources import MoveContext, Source, as_leaves, unbroadcast
 
 
 class Move(ABC):
     """One move of a flow, which writes some fields of the state.
 
-    ``irreversible`` says why it has no inverse, and ``no_compiled_inverse`` why its inverse cannot
-    be part of a compiled loop; None for a move that has one.
+    ``irreversible`` says why it has no inverse, and ``no_compiled_inverse`` why no compiled loop
+    can have its inverse; None for a move that has one.
     """
 
     irreversible: ClassVar[Refusal | None] = None
@@ -62,26 +63,31 @@ class Move(ABC):
 
     @abstractmethod
     def backward(
-        self,
-        after: State,
-        context: MoveContext,
-        cotangents: Cotangents,
-        before: State | None = None,
+        self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None
     ) -> State:
-        """Propagate state and cotangents back through the move.
-
-        The state comes from the inverse unless ``before`` is given.
-        """
+        """Propagate state and cotangents back, by the inverse if ``before`` is None."""
 
 
 class Coupling(Move):
-    """The base class of moves of one field by values that do not depend on it."""
+    """The base class of moves of a field or a link by a source that does not read it."""
 
     field: str
+    source: Source
+    link: int | None
 
     @property
     def writes(self) -> tuple[str, ...]:
         return (self.field,)
+
+    @abstractmethod
+    def moved(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
+        """Return the state after the move by a value of the source, or with sign -1 before it."""
+
+    def flow(self, state: State, context: MoveContext) -> State:
+        return self.moved(state, self.source.value(state, context), context, 1)
+
+    def _part(self, state: AnyState) -> Tensor:
+        return select_link(getattr(state, self.field), self.link)
 
 
 @dataclass(frozen=True)
@@ -96,38 +102,31 @@ class Shear(Coupling):
     coefficient: str | None = None
     link: int | None = None
 
-    def flow(self, state: State, context: MoveContext) -> State:
-        return self._add(state, self.source.value(state, context), context, 1)
-
-    def backward(
-        self,
-        after: State,
-        context: MoveContext,
-        cotangents: Cotangents,
-        before: State | None = None,
-    ) -> State:
-        value, accumulate = self.source.vjp(after, context, cotangents)
-        cotangent = select_link(cotangents[self.field], self.link)
-        if self.coefficient is None:
-            if accumulate is not None:
-                accumulate(unbroadcast(cotangent, value))
-        else:
-            c = context.coefficients[self.coefficient]
-            if accumulate is not None:
-                accumulate(unbroadcast(c * cotangent, value))
-            if c.requires_grad:
-                cotangents.add_coefficient(
-                    context.letter, self.coefficient, unbroadcast(cotangent * value, c)
-                )
-        return before if before is not None else self._add(after, value, context, -1)
-
-    def _add(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
-        y = select_link(getattr(state, self.field), self.link)
+    def moved(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
+        y = self._part(state)
         if self.coefficient is None:
             y = torch.add(y, value, alpha=sign)
         else:
             y = torch.addcmul(y, context.coefficients[self.coefficient], value, value=sign)
         return replace_field(state, self.field, self.link, y)
+
+    def backward(
+        self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None
+    ) -> State:
+        value, accumulate = self.source.vjp(after, context, cotangents)
+        cotangent = select_link(cotangents[self.field], self.link)
+        name = self.coefficient
+        if name is None:
+            if accumulate is not None:
+                accumulate(unbroadcast(cotangent, value))
+        else:
+            c = context.coefficients[name]
+            if accumulate is not None:
+                accumulate(unbroadcast(c * cotangent, value))
+            if c.requires_grad:
+                found = unbroadcast(cotangent * value, c)
+                cotangents.add_coefficient(context.letter, name, found)
+        return self.moved(after, value, context, -1) if before is None else before
 
 
 @dataclass(frozen=True)
@@ -138,65 +137,41 @@ class Scale(Coupling):
     source: Source
     link: int | None = None
 
-    def flow(self, state: State, context: MoveContext) -> State:
-        return self._multiply(state, self.source.value(state, context), context)
+    def moved(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
+        y = self._part(state)
+        return replace_field(state, self.field, self.link, y * value if sign > 0 else y / value)
 
     def backward(
-        self,
-        after: State,
-        context: MoveContext,
-        cotangents: Cotangents,
-        before: State | None = None,
+        self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None
     ) -> State:
-        factor, accumulate = self.source.vjp(after, context, cotangents)
+        value, accumulate = self.source.vjp(after, context, cotangents)
         if before is None:
-            before = self._divide(after, factor, context)
+            before = self.moved(after, value, context, -1)
         whole = cotangents[self.field]
         cotangent = select_link(whole, self.link)
-        cotangents[self.field] = replace_link(whole, self.link, cotangent * factor)
+        cotangents[self.field] = replace_link(whole, self.link, cotangent * value)
         if accumulate is not None:
-            accumulate(
-                unbroadcast(cotangent * select_link(getattr(before, self.field), self.link), factor)
-            )
+            accumulate(unbroadcast(cotangent * self._part(before), value))
         return before
-
-    def _multiply(self, state: State, factor: Tensor, context: MoveContext) -> State:
-        return replace_field(
-            state,
-            self.field,
-            self.link,
-            select_link(getattr(state, self.field), self.link) * factor,
-        )
-
-    def _divide(self, state: State, factor: Tensor, context: MoveContext) -> State:
-        return replace_field(
-            state,
-            self.field,
-            self.link,
-            select_link(getattr(state, self.field), self.link) / factor,
-        )
 
 
 @dataclass(frozen=True)
-class Reflection(Coupling):
-    """A reflection ``y' = 2 x - y`` of a field y at another field x, which is its own inverse.
-
-    On a lattice that x and y share it is exact.
-    """
+class Reflection(Move):
+    """A reflection ``y' = 2 x - y`` at another field x, its own inverse, exact on a lattice."""
 
     field: str
     centre: str
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.field,)
 
     def flow(self, state: State, context: MoveContext) -> State:
         x, y = getattr(state, self.centre), getattr(state, self.field)
         return replace_field(state, self.field, None, 2 * x - y)
 
     def backward(
-        self,
-        after: State,
-        context: MoveContext,
-        cotangents: Cotangents,
-        before: State | None = None,
+        self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None
     ) -> State:
         cotangent = cotangents[self.field]
         cotangents.add(self.centre, 2 * cotangent)
@@ -235,27 +210,18 @@ class GeneralFlow(Move):
 
     def flow(self, state: State, context: MoveContext) -> State:
         values = [source.value(state, context) for source in self.reads]
-        return self._replace(
-            state, self.function(context.coefficients, *values, *self._fields(state))
-        )
+        return self._replaced(self.function, state, context, values)
 
     def backward(
-        self,
-        after: State,
-        context: MoveContext,
-        cotangents: Cotangents,
-        before: State | None = None,
+        self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None
     ) -> State:
         # A flow that moves the position took the force at ``before``, and ``before`` is given then.
         where = after if before is None else before
         parts = [source.vjp(where, context, cotangents) for source in self.reads]
-        values = [value for value, _ in parts]
         if before is None:
             if self.inverse is None:
                 raise TypeError("this flow has no inverse; use CheckpointAdjoint or DirectAdjoint.")
-            before = self._replace(
-                after, self.inverse(context.coefficients, *values, *self._fields(after))
-            )
+            before = self._replaced(self.inverse, after, context, [value for value, _ in parts])
         read = [x.detach().requires_grad_(inner is not None) for x, inner in parts]
         fields = [x.detach().requires_grad_() for x in self._fields(before)]
         coefficients, wanted = as_leaves(context.coefficients)
@@ -263,43 +229,44 @@ class GeneralFlow(Move):
             out = self.function(coefficients, *read, *fields)
         received = [(x, inner) for x, (_, inner) in zip(read, parts, strict=True) if inner]
         parameters = context.forces.parameters if self.reads_parameters else {}
-        inputs = [
-            *fields,
-            *(x for x, _ in received),
-            *(coefficients[k] for k in wanted),
-            *parameters.values(),
-        ]
+        inputs = [*fields, *(x for x, _ in received), *(coefficients[k] for k in wanted)]
         outer = tuple(cotangents[name] for name in self.fields)
         pairs = [(value, c) for value, c in zip(out, outer, strict=True) if value.requires_grad]
+        known, what = (
+            [*read, *fields, *coefficients.values()],
+            f"the flow of term {context.letter!r}",
+        )
         for value, _ in pairs:
-            context.forces.refuse_unknown(
-                value,
-                [*read, *fields, *coefficients.values()],
-                f"the flow of term {context.letter!r}",
-            )
-        found: list[Tensor | None] = [None] * len(inputs)
+            context.forces.refuse_unknown(value, known, what)
         if pairs:
+            leaves = (*inputs, *parameters.values())
             outputs, given = zip(*pairs, strict=True)
-            found = list(torch.autograd.grad(outputs, inputs, given, allow_unused=True))
-        for name, grad in zip(parameters, found[len(inputs) - len(parameters) :], strict=True):
-            if grad is not None:
-                cotangents.add_parameter(name, grad)
+            found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+            add_each(cotangents.add_parameter, parameters, found[len(inputs) :])
+        else:
+            found = [None] * len(inputs)
         grads = [
-            torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)
+            torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=False)
         ]
         for name in self.fields:
             cotangents[name] = grads.pop(0)
         for _, inner in received:
             inner(grads.pop(0))
-        for name, grad in zip(wanted, grads, strict=False):
-            cotangents.add_coefficient(context.letter, name, grad)
+        add_each(partial(cotangents.add_coefficient, context.letter), wanted, grads)
         return before
 
     def _fields(self, state: AnyState) -> tuple[Tensor, ...]:
         return tuple(getattr(state, name) for name in self.fields)
 
-    def _replace(self, state: State, values: tuple[Tensor, ...]) -> State:
-        return state._replace(**dict(zip(self.fields, values, strict=True)))
+    def _replaced(
+        self,
+        function: Callable[..., tuple[Tensor, ...]],
+        state: State,
+        context: MoveContext,
+        values: Sequence[Tensor],
+    ) -> State:
+        found = function(context.coefficients, *values, *self._fields(state))
+        return state._replace(**dict(zip(self.fields, found, strict=True)))
 
 
 def replace_field(state: State, name: str, link: int | None, part: Tensor) -> State:

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from adjsim.core.state import AnyState, position_of
-from adjsim.dynamics.cotangents import Cotangents, select_link
+from adjsim.dynamics.cotangents import Cotangents, add_each, select_link
 from adjsim.dynamics.forces import ForceEvaluator
 
 Coefficients = Mapping[str, Tensor]
 # Takes the cotangent of a value, and adds its products to the cotangents of the value's inputs. It
 # is None if there is nothing to differentiate.
 Accumulate = Callable[[Tensor], None] | None
+Linearised: TypeAlias = tuple[Tensor, Accumulate]
 
 
 class MoveContext(NamedTuple):
@@ -49,9 +50,14 @@ class Source(Protocol):
     """
 
     def value(self, state: AnyState, context: MoveContext) -> Tensor: ...
-    def vjp(
-        self, state: AnyState, context: MoveContext, cotangents: Cotangents
-    ) -> tuple[Tensor, Accumulate]: ...
+    def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised: ...
+
+
+class _Constant(Source):
+    """A source that is not differentiated."""
+
+    def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
+        return self.value(state, context), None
 
 
 @dataclass(frozen=True)
@@ -67,20 +73,14 @@ class Field:
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
         return select_link(getattr(state, self.name), self.link)
 
-    def vjp(
-        self, state: AnyState, context: MoveContext, cotangents: Cotangents
-    ) -> tuple[Tensor, Accumulate]:
-        return self.value(state, context), lambda cotangent: cotangents.add(
-            self.name, cotangent, self.link
-        )
+    def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
+        value = self.value(state, context)
+        return value, lambda cotangent: cotangents.add(self.name, cotangent, self.link)
 
 
 @dataclass(frozen=True)
-class Random:
-    """A draw of the stage's noise: standard normal numbers of the shape of position.
-
-    It is not differentiated.
-    """
+class Random(_Constant):
+    """A draw of the stage's noise: standard normal numbers of the shape of position."""
 
     draw: int = 0
 
@@ -88,23 +88,13 @@ class Random:
         assert context.noise is not None
         return context.noise[self.draw]
 
-    def vjp(
-        self, state: AnyState, context: MoveContext, cotangents: Cotangents
-    ) -> tuple[Tensor, Accumulate]:
-        return self.value(state, context), None
-
 
 @dataclass(frozen=True)
-class Time:
-    """The time, which is not differentiated."""
+class Time(_Constant):
+    """The time."""
 
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
         return torch.as_tensor(context.t, dtype=torch.float64, device=state[0].device)
-
-    def vjp(
-        self, state: AnyState, context: MoveContext, cotangents: Cotangents
-    ) -> tuple[Tensor, Accumulate]:
-        return self.value(state, context), None
 
 
 @dataclass(frozen=True)
@@ -116,9 +106,7 @@ class Coefficient:
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
         return context.coefficients[self.name]
 
-    def vjp(
-        self, state: AnyState, context: MoveContext, cotangents: Cotangents
-    ) -> tuple[Tensor, Accumulate]:
+    def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
         value = context.coefficients[self.name]
         if not value.requires_grad:
             return value, None
@@ -140,9 +128,7 @@ class Combination:
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
         return self._sum(context, [source.value(state, context) for source in self.sources])
 
-    def vjp(
-        self, state: AnyState, context: MoveContext, cotangents: Cotangents
-    ) -> tuple[Tensor, Accumulate]:
+    def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
         c = context.coefficients[self.coefficient]
         parts = [source.vjp(state, context, cotangents) for source in self.sources]
 
@@ -171,9 +157,7 @@ class Force:
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
         return context.forces.force(position_of(state), context.t)
 
-    def vjp(
-        self, state: AnyState, context: MoveContext, cotangents: Cotangents
-    ) -> tuple[Tensor, Accumulate]:
+    def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
         linear = context.forces.linear(position_of(state), context.t)
         return linear.value, lambda cotangent: cotangents.add_to_force(linear, cotangent)
 
@@ -188,9 +172,7 @@ class Function:
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
         return self.function(context.coefficients, *(getattr(state, name) for name in self.reads))
 
-    def vjp(
-        self, state: AnyState, context: MoveContext, cotangents: Cotangents
-    ) -> tuple[Tensor, Accumulate]:
+    def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
         fields = [getattr(state, name).detach().requires_grad_() for name in self.reads]
         coefficients, wanted = as_leaves(context.coefficients)
         with torch.enable_grad():
@@ -203,12 +185,9 @@ class Function:
         def accumulate(cotangent: Tensor) -> None:
             inputs = [*fields, *(coefficients[k] for k in wanted)]
             found = torch.autograd.grad(value, inputs, cotangent, allow_unused=True)
-            for name, grad in zip(self.reads, found, strict=False):
-                if grad is not None:
-                    cotangents.add(name, grad)
-            for name, grad in zip(wanted, found[len(fields) :], strict=True):
-                if grad is not None:
-                    cotangents.add_coefficient(context.letter, name, grad)
+            add_each(cotangents.add, self.reads, found[: len(fields)])
+            add = partial(cotangents.add_coefficient, context.letter)
+            add_each(add, wanted, found[len(fields) :])
 
         return value.detach(), accumulate
 
@@ -226,9 +205,7 @@ class FunctionOfTime:
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
         return self.function(Time().value(state, context), state[0].detach())
 
-    def vjp(
-        self, state: AnyState, context: MoveContext, cotangents: Cotangents
-    ) -> tuple[Tensor, Accumulate]:
+    def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
         parameters = context.forces.parameters
         with torch.enable_grad():
             value = self.value(state, context)
@@ -237,12 +214,9 @@ class FunctionOfTime:
         context.forces.refuse_unknown(value, [], f"the function of term {context.letter!r}")
 
         def accumulate(cotangent: Tensor) -> None:
-            found = torch.autograd.grad(
-                value, list(parameters.values()), cotangent, allow_unused=True
-            )
-            for name, grad in zip(parameters, found, strict=True):
-                if grad is not None:
-                    cotangents.add_parameter(name, grad)
+            inputs = list(parameters.values())
+            found = torch.autograd.grad(value, inputs, cotangent, allow_unused=True)
+            add_each(cotangents.add_parameter, parameters, found)
 
         return value.detach(), accumulate
 

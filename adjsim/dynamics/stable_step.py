@@ -73,18 +73,16 @@ def largest_stable_step(
             raise ValueError("the Hessian of the potential is not finite at this position.")
         return root * along
 
-    system = torch.randn(
-        at.shape[-2:], generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
+    generator = torch.Generator().manual_seed(0)
+    system = torch.randn(at.shape[-2:], generator=generator, dtype=torch.float64)
     largest = largest_eigenvalue(multiply, system.to(at).expand_as(at), tolerance)
     return 2 / math.sqrt(largest) if largest > 0 else math.inf
 
 
 def _inverse_masses(mass: Number, position: Tensor) -> Tensor:
     """Compute inverse masses, a scalar or ``(atoms, 1)``, zero for pinned atoms."""
-    value = as_tensor("mass", mass).detach()
+    value, atoms = as_tensor("mass", mass).detach(), position.shape[-2]
     check_per_atom("mass", value)
-    atoms = position.shape[-2]
     if value.numel() not in (1, atoms) or not bool((value > 0).all()):
         raise ValueError(
             f"mass must be positive, one number or {atoms} of them; got {value.tolist()}."

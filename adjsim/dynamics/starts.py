@@ -1,36 +1,61 @@
-"""Starts of a run: positions and momenta from what the user gives, and random numbers."""
+"""Starts of a run: positions and momenta, their random numbers, and the check of the energy."""
 
 from __future__ import annotations
 
 import math
+from typing import cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from adjsim.core.arguments import as_tensor
+from adjsim.core.module_cache import refuse_written, version_of
+from adjsim.core.neighbour_search import closest_atoms
 from adjsim.core.noise import Noise, NoiseStream, seed_from
-from adjsim.core.state import AnyState, check_position, position_of
+from adjsim.core.state import AnyState, check_position, in_transform, position_of
 from adjsim.core.typing import Positions, PositionsLike, Seed
+from adjsim.potentials.base import ForceField, Potential, force
+from adjsim.potentials.evaluated import terms_of
+from adjsim.potentials.force_field import refuse_high_energy
 
 
 def as_start(
     position: PositionsLike, momentum: PositionsLike | None = None
 ) -> tuple[Positions, Positions | None]:
-    """Convert position and momentum to tensors of one shape, dtype and device.
-
-    Raises:
-        ValueError: a position that is not ``(*batch, atoms, dim)``, or a momentum of another shape.
-    """
+    """Convert position and momentum to tensors of one shape, dtype and device."""
     at = as_tensor("position", position)
     check_position(at)
     if momentum is None:
         return at, None
     p = as_tensor("momentum", momentum)
-    if p.shape != at.shape:
-        raise ValueError(
-            f"momentum has shape {tuple(p.shape)} and position {tuple(at.shape)}; they must be "
-            "equal."
-        )
+    check_momentum(p, at)
     return at, p.to(at)
+
+
+def check_momentum(momentum: Tensor, position: Tensor) -> None:
+    """Refuse a momentum of another shape than the position."""
+    if momentum.shape != position.shape:
+        raise ValueError(
+            f"momentum has shape {tuple(momentum.shape)} and position {tuple(position.shape)}; "
+            "they must be equal."
+        )
+
+
+def check_shape(state: AnyState, name: str, expected: tuple[int, ...]) -> None:
+    """Refuse a field of another shape."""
+    shape = tuple(getattr(state, name).shape)
+    if shape != expected:
+        raise ValueError(f"{name} has shape {shape}; it must be {expected}.")
+
+
+def check_dof(dof: float | None, state: AnyState) -> None:
+    """Refuse more degrees of freedom than coordinates, which constraints make fewer."""
+    coordinates = math.prod(position_of(state).shape[-2:])
+    if dof is not None and dof > coordinates:
+        raise ValueError(
+            f"dof is {dof:g}, more than atoms x dim = {coordinates} of one system: give at most "
+            f"{coordinates}, or None."
+        )
 
 
 def standard_normal(
@@ -39,25 +64,72 @@ def standard_normal(
     stream: NoiseStream = NoiseStream.MOMENTA,
     links: tuple[int, ...] = (),
 ) -> Tensor:
-    """Draw numbers for a start, ``(*batch, *links, atoms, dim)``.
-
-    Replica i gets the same numbers in a batch of any size.
-    """
+    """Draw ``(*batch, *links, atoms, dim)`` numbers, for a replica the same in any batch."""
     *batch, atoms, dim = position.shape
-    drawn = Noise(seed_from(generator), stream=stream)(
-        0, (math.prod(batch), math.prod((*links, atoms, dim))), position
-    )
+    noise, entries = Noise(seed_from(generator), stream=stream), math.prod((*links, atoms, dim))
+    drawn = noise(0, (math.prod(batch), entries), position)
     return drawn.reshape((*batch, *links, atoms, dim))
 
 
-def check_dof(dof: float | None, state: AnyState) -> None:
-    """Refuse more degrees of freedom than a system has coordinates.
+def check_potential(potential: nn.Module | None, position: Tensor) -> None:
+    """Refuse a potential of the wrong shape, and a start without a finite energy.
 
-    Frozen coordinates and conserved momenta make them fewer.
+    A force field has to have a finite force instead. A potential must not write into its argument,
+    and an energy in eV must not tell of wrong units.
     """
-    coordinates = math.prod(position_of(state).shape[-2:])
-    if dof is not None and dof > coordinates:
+    if potential is None:
+        return
+    # A copy, to find a potential that writes into its argument.
+    copy = position.detach().clone()
+    version = version_of(copy)
+    with torch.no_grad():
+        if isinstance(potential, ForceField):
+            value, what, expected = potential(0.0, copy), "force", copy.shape
+        else:
+            value, what, expected = potential(copy), "energy", copy.shape[:-2]
+    refuse_written(potential, copy, version)
+    if value.shape != expected:
         raise ValueError(
-            f"dof is {dof:g}, more than atoms x dim = {coordinates} of one system: give at most "
-            f"{coordinates}, or None."
+            f"the potential maps position {tuple(position.shape)} to {what} {tuple(value.shape)}; "
+            f"it must be {tuple(expected)}."
         )
+    if in_transform():
+        return
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(describe_not_finite(potential, copy, value, what))
+    parts = terms_of(potential)
+    if what == "energy" and any(map(_in_ev, (potential, *parts))):
+        refuse_high_energy(cast(Potential, potential), copy, value)
+    elif what == "force":
+        for part in filter(_in_ev, parts):
+            refuse_high_energy(cast(Potential, part), copy, part(copy).detach())
+
+
+def describe_not_finite(potential: nn.Module, position: Tensor, value: Tensor, what: str) -> str:
+    """Name the first number that is not finite, its system, and the closest atoms there."""
+    index = tuple((~torch.isfinite(value)).nonzero()[0].tolist())
+    system = index[: position.ndim - 2]
+    where = f" of system {', '.join(map(str, system))}" if system else ""
+    text = f"the {what} at the start{where} is {float(value[index]):g}"
+    remedy = f"check the parameters of {type(potential).__name__}."
+    if position.shape[-2] < 2:
+        return f"{text}: {remedy}"
+    boxes = (getattr(part, "box", None) for part in terms_of(potential))
+    box = next((box for box in boxes if box is not None), None)
+    i, j, distance = closest_atoms(position[system], box)
+    return f"{text}. The closest atoms, {i} and {j}, are {distance:g} apart: move them, or {remedy}"
+
+
+def describe_force_not_finite(
+    potential: nn.Module | None, position: Tensor, t: float
+) -> str | None:
+    """Describe a force at a start that is not finite, as that of a root at zero; None if it is."""
+    if potential is None:
+        return None
+    found = force(potential, position, t)
+    finite = bool(torch.isfinite(found).all())
+    return None if finite else describe_not_finite(potential, position, found, "force")
+
+
+def _in_ev(part: nn.Module) -> bool:
+    return isinstance(part, Potential) and part.energy_unit == "eV"

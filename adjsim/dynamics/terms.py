@@ -1,26 +1,56 @@
-"""The terms of all dynamics with masses: streaming (A) and kick (B)."""
+"""Terms, the summands of the equations of motion, and those of all dynamics with masses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.state import MomentumState
+from adjsim.core.refusal import Refusal
+from adjsim.core.state import MomentumState, State
 from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.moves import Move, Shear
 from adjsim.dynamics.sources import Field, Force
-from adjsim.dynamics.term import Term
 from adjsim.potentials.base import force
 
 
-class Stream(Term[MomentumState]):
-    """Streaming, A: ``dq/dt = p/m``.
+class Term(Generic[State]):
+    """One summand of the equations of motion.
 
-    Its flow ``q' = q + h p/m`` also advances the time.
+    ``advances_time`` marks the term whose flow advances the time (dt/dt = 1): the streaming of
+    positions. ``draws`` is the number of fields of standard normal numbers, each of the shape of
+    position, that its flow takes. ``no_equation`` says why continuous solvers cannot take the term,
+    which is not a drift with noise that is independent of the state; None if they can.
     """
+
+    advances_time = False
+    draws = 0
+    no_equation: Refusal | None = None
+
+    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        """Compute the rates of change that the term contributes, by field."""
+        raise TypeError(f"{type(self).__name__} has no drift.")
+
+    def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        """Compute the amplitude of its white noise, by field; empty without noise.
+
+        A term whose amplitude depends on the state sets ``no_equation``.
+        """
+        return {}
+
+    def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
+        """Compute the coefficients of its flow over a time h from the parameters, once a run."""
+        return {}
+
+    def moves(self, h: float, state: State) -> Sequence[Move]:
+        """List the moves of its flow over a time h, in order."""
+        raise TypeError(f"{type(self).__name__} cannot be solved alone.")
+
+
+class Stream(Term[MomentumState]):
+    """Streaming, A: ``dq/dt = p/m``; its flow ``q' = q + h p/m`` also advances the time."""
 
     advances_time = True
 
@@ -38,19 +68,14 @@ class Stream(Term[MomentumState]):
 
 
 class Kick(Term[MomentumState]):
-    """The kick, B: ``dp/dt = F(q)``, zero on pinned atoms.
-
-    Its flow is ``p' = p + h F(q)`` at fixed position.
-    """
+    """The kick, B: ``dp/dt = F(q)``, zero on pinned atoms; its flow is ``p' = p + h F(q)``."""
 
     def __init__(self, masses: Masses, potential: nn.Module) -> None:
         self.masses, self.potential = masses, potential
 
     def drift(self, t: Any, state: MomentumState) -> Mapping[str, Tensor]:
-        return {
-            "momentum": self.masses.mobile(state.position)
-            * force(self.potential, state.position, t)
-        }
+        q = state.position
+        return {"momentum": self.masses.mobile(q) * force(self.potential, q, t)}
 
     def coefficients(self, h: float, state: MomentumState) -> dict[str, Tensor]:
         with torch.no_grad():

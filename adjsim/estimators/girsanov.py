@@ -142,7 +142,8 @@ class Girsanov(ChunkedEstimator):
         copy = reading.bound(tensors)
         run = Run(reading, tensors, copy, start, times, solver, None, noise)
         report = RunReport()
-        report.pairs = pair_paths(copy.potential, start[0]) or None
+        if copy.potential is not None:
+            report.pairs = pair_paths(copy.potential, start[0]) or None
         stepper, inputs = prepare(run, report)
         average = observable if isinstance(observable, TimeAverage) else None
         recorder = Recorder(average, stepper.clock)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.parameters import trainable
@@ -29,9 +29,10 @@ STACKED_STEPS = 32
 class _ParameterVJP:
     """``v . dF/dtheta`` for every replica."""
 
-    def __init__(self, potential: nn.Module) -> None:
+    def __init__(self, potential: Any) -> None:
         self.potential = potential
-        self.parameters = {f"potential.{name}": p for name, p in trainable(potential).items()}
+        found = {} if potential is None else trainable(potential)
+        self.parameters = {f"potential.{name}": p for name, p in found.items()}
 
     def __call__(self, position: Tensor, v: Tensor, t: Any) -> dict[str, Tensor]:
         names = [name.removeprefix("potential.") for name in self.parameters]

@@ -322,18 +322,7 @@ def force(
     Raises:
         ValueError: the potential writes into the position that it is given.
     """
-    position, potential = materialise(position), read(potential)
-    version = version_of(position)
-    # A force outside of exact runs need not take a rounding.
-    given = (rounding,) if rounding.rounds else ()
-    if isinstance(potential, ForceField):
-        value = potential.force(t, position, *given)
-    elif isinstance(potential, Potential):
-        value = potential.force(position, *given)
-    else:
-        value = derived_force(potential, position, rounding)
-    refuse_written(potential, position, version)
-    return value
+    return Forces(potential, rounding).force(t, position)
 
 
 def force_vjp(
@@ -348,14 +337,44 @@ def force_vjp(
     The product is with respect to the position and ``parameters``. The position must not require
     grad; the product may be taken once.
     """
-    position, potential = materialise(position), read(potential)
-    version = version_of(position)
-    given = (rounding,) if rounding.rounds else ()
-    if isinstance(potential, ForceField):
-        value, pullback = potential.force_vjp(t, position, parameters, *given)
-    elif isinstance(potential, Potential):
-        value, pullback = potential.force_vjp(position, parameters, *given)
-    else:
-        value, pullback = energy_vjp(potential, position, parameters, rounding)
-    refuse_written(potential, position, version)
-    return value, lambda v: pullback(materialise(v))
+    return Forces(potential, rounding).force_vjp(t, position, parameters)
+
+
+class Forces:
+    """The force of a module and its product, by one interface ``(t, position)``.
+
+    The module is a :class:`Potential`, a :class:`ForceField` or another energy. It is read and
+    adapted to the interface once. A rounding is that of :meth:`Potential.force`.
+    """
+
+    def __init__(self, potential: nn.Module, rounding: Rounding = UNROUNDED) -> None:
+        self.potential = module = read(potential)
+        # A force outside of exact runs need not take a rounding.
+        given = (rounding,) if rounding.rounds else ()
+        if isinstance(module, ForceField):
+            self._force = lambda t, q: module.force(t, q, *given)
+            self._vjp = lambda t, q, parameters: module.force_vjp(t, q, parameters, *given)
+        elif isinstance(module, Potential):
+            self._force = lambda t, q: module.force(q, *given)
+            self._vjp = lambda t, q, parameters: module.force_vjp(q, parameters, *given)
+        else:
+            self._force = lambda t, q: derived_force(module, q, rounding)
+            self._vjp = lambda t, q, parameters: energy_vjp(module, q, parameters, rounding)
+
+    def force(self, t: Any, position: Positions) -> Positions:
+        """Compute the force, as :func:`force` does."""
+        position = materialise(position)
+        version = version_of(position)
+        value = self._force(t, position)
+        refuse_written(self.potential, position, version)
+        return value
+
+    def force_vjp(
+        self, t: Any, position: Positions, parameters: Sequence[Tensor]
+    ) -> tuple[Tensor, Pullback]:
+        """Compute the force and its product, as :func:`force_vjp` does."""
+        position = materialise(position)
+        version = version_of(position)
+        value, pullback = self._vjp(t, position, parameters)
+        refuse_written(self.potential, position, version)
+        return value, lambda v: pullback(materialise(v))

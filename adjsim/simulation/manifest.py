@@ -15,7 +15,6 @@ from adjsim.core.durable.manifest import describe_module, describe_object, versi
 from adjsim.core.state import State, detached, position_of
 from adjsim.core.trajectory import TimeAverage
 from adjsim.dynamics.base import Dynamics, named_rates
-from adjsim.dynamics.fields.base import FieldDynamics
 from adjsim.potentials.base import force
 from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.run import Run
@@ -77,7 +76,7 @@ def rates_at_start(
     start = detached(state)
     if change:
         start = type(state)._make(perturbed(x, change) for x in start)
-    if isinstance(dynamics, FieldDynamics):
+    if dynamics.potential is None:
         found = named_rates("drift", dynamics.drift(t, start))
         if dynamics.stochastic:
             found |= named_rates("diffusion", dynamics.diffusion(t, start))

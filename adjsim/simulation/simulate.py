@@ -231,9 +231,8 @@ def assemble(
     report = RunReport()
     if noise is not None:
         report.seed = noise.seed
-    paths = pair_paths(dynamics.potential, state[0].detach())
-    if paths:
-        report.pairs = paths
+    if dynamics.potential is not None:
+        report.pairs = pair_paths(dynamics.potential, state[0].detach()) or None
     found = Run(
         reading, tensors, dynamics, state, times, solver, record, noise, progress, compile, key=key
     )
@@ -241,14 +240,11 @@ def assemble(
 
 
 def check_start(run: Run[State]) -> None:
-    """Refuse a start that does not fit its time, and a step that is too long for the start."""
-    dynamics, start, t = run.dynamics, detached(run.state), float(run.times[0])
-    with torch.no_grad():
-        dynamics.check_start(t, start)
+    """Refuse a step that is too long for the start."""
     if isinstance(run.solver, SteppingSolver):
         plan = run.plan
         with torch.no_grad():
-            run.solver.check(plan, dynamics, start, t)
+            run.solver.check(plan, run.dynamics, detached(run.state), float(run.times[0]))
 
 
 def _seconds(every: Any) -> float:

@@ -129,7 +129,7 @@ class StepPlan:
             state = move.backward(state, context.of(stage), cotangents, known)
         return state
 
-    def forces(self, potential: nn.Module, **options: Any) -> ForceEvaluator:
+    def forces(self, potential: nn.Module | None, **options: Any) -> ForceEvaluator:
         """Make an evaluator of the potential's forces, with the rounding of this plan."""
         return ForceEvaluator(
             potential,
@@ -193,7 +193,7 @@ class StepPlan:
         good_time: float,
         where: str,
         smaller: str,
-        remedy: str,
+        dynamics: Dynamics[Any],
         reason: str | None = None,
     ) -> Exception:
         """Make the error of a run that reached a state that is not valid.
@@ -201,10 +201,14 @@ class StepPlan:
         Args:
             state, good, good_time: the state, and a valid state before it with its time.
             where: the step and the time.
-            smaller, remedy: what to use where steps are too long, and what else may help.
+            smaller: what to use where steps are too long.
+            dynamics: the dynamics of the run.
             reason: why numbers are not finite, with the way out, if it is known.
         """
         lattice, copies = self.lattice, self.copies
+        remedy = "start from a configuration with smaller forces"
+        if dynamics.potential is None:
+            remedy = "change the equation, whose solution may be unbounded or stiff"
         # Copies move apart over many steps. NaN and infinity come from the rates of one step.
         if copies is not None and all_finite(state) and not copies.together(state):
             return FloatingPointError(copies.describe(state, good, good_time, where, smaller))

@@ -15,6 +15,7 @@ from adjsim.core.state import FieldState
 from adjsim.core.tableaus import Tableau
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.dynamics.fields.sde import NOISES, SDE
+from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.continuous.sde import SDESolver
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
 from tests.fields import Diffusion, Net, Pair, equation, pair, start
@@ -139,6 +140,13 @@ def test_estimators_on_an_ornstein_uhlenbeck_process(estimator, observable):
         (found.grad["drift_fun.k"], found.grad_stderr["drift_fun.k"], slope),
     ):
         assert abs(float(value - expected)) < 0.02 + 6 * float(error)
+
+
+def test_a_vector_field_has_no_forces():
+    field = ODE(Net())
+    assert field.potential is None
+    with pytest.raises(TypeError, match="the dynamics has no potential"):
+        ForceEvaluator(field.potential).force(torch.zeros(1, 1), 0.0)
 
 
 def test_girsanov_on_an_ornstein_uhlenbeck_process():

@@ -254,7 +254,9 @@ def _is_refused(carry: ForwardCarry) -> bool:
 
 def _margin(runner: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
     dynamics: Dynamics[Any] = runner.dynamics
-    return dynamics.margin(t, runner.stepper.from_lattice(state))
+    if dynamics.limiting_surface is None:
+        return None
+    return dynamics.limiting_surface.margin(position_of(runner.stepper.from_lattice(state)), t)
 
 
 def _step(plan: StepPlan, state: AnyState, context: StepContext) -> tuple[AnyState, None]:

@@ -13,12 +13,13 @@ from adjsim.adjoints.durable.saves import ForwardSaves
 from adjsim.core.noise import Noise
 from adjsim.core.progress import with_progress
 from adjsim.core.run_report import RunReport
-from adjsim.core.state import AnyState, State, detached, in_transform
+from adjsim.core.state import AnyState, State, detached, in_transform, position_of
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import BufferGrowth, Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Coefficients
+from adjsim.dynamics.starts import describe_force_not_finite
 from adjsim.solvers.base import StepContext, SteppingSolver, StepPlan, VaryingSteps
 from adjsim.solvers.clock import Clock, VaryingClock
 from adjsim.solvers.implicit.newton import UnsolvedStepError
@@ -230,7 +231,7 @@ class Stepper:
                 state, k = driver.advance(state, k, until)
                 state, entries = self.spill(k, state)
                 spilled += sum(entry.bits for entry in entries)
-                if run.dynamics.checks_states and not in_transform():
+                if run.dynamics.limiting_surface is not None and not in_transform():
                     self._check_states(good, good_step, state, k, inputs, run.dynamics)
                 if k - good_step >= FINITE_EVERY or k == last:
                     if not self._is_sound(state, heat):
@@ -287,8 +288,11 @@ class Stepper:
             raise ValueError(f"{reason} This was found after step {step} (t = {t:g}).") from reason
 
     def _refusal(self, state: AnyState, step: int, dynamics: Dynamics[Any]) -> ValueError | None:
+        surface = dynamics.limiting_surface
+        assert surface is not None
+        position = position_of(self.from_lattice(state)).detach()
         try:
-            dynamics.check_state(self.clock.time(step), detached(self.from_lattice(state)))
+            surface.refuse_penetration(position, self.clock.time(step))
         except ValueError as reason:
             return reason
         return None
@@ -316,13 +320,12 @@ class Stepper:
         if heat is not None and self.plan.is_valid(state):
             text = heat.describe(self.from_lattice(state), where, self.clock.smaller)
             raise FloatingPointError(text)
-        reason = (
-            dynamics.describe_first_step(self.clock.time(0), detached(self.from_lattice(first)))
-            if k == 1
-            else None
-        )
+        reason = None
+        if k == 1:
+            position = self.from_lattice(first)[0].detach()
+            reason = describe_force_not_finite(dynamics.potential, position, self.clock.time(0))
         raise self.plan.failure(
-            state, first, self.clock.time(start), where, self.clock.smaller, dynamics.remedy, reason
+            state, first, self.clock.time(start), where, self.clock.smaller, dynamics, reason
         )
 
 

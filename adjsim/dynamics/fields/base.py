@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,25 +14,21 @@ from adjsim.core.state import AnyState, FieldState, as_state, check_fields, in_t
 from adjsim.core.typing import Seed
 from adjsim.dynamics.base import Dynamics, named_rates
 
-Value = TypeVar("Value")
-
-
-class NoPotential(nn.Module):
-    """Stands where other dynamics have a potential; nothing evaluates it."""
-
-    def forward(self, position: Tensor) -> NoReturn:
-        raise TypeError("a vector field has no potential and no forces.")
-
 
 class FieldDynamics(Dynamics[Any]):
-    """The base class of ``ODE`` and ``SDE``, whose states have fields ``(*batch, n)``."""
+    """The base class of ``ODE`` and ``SDE``, whose states have fields ``(*batch, n)``.
+
+    Errors call the function that computes the drift by ``drift_name``.
+    """
 
     state_type = FieldState
     system_axes = 1
-    remedy = "change the equation, whose solution may be unbounded or stiff"
+    potential = None
+    drift_name = "fun"
 
     def __init__(self) -> None:
-        super().__init__(NoPotential())
+        # Dynamics.__init__ takes a potential.
+        nn.Module.__init__(self)
 
     def init(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, y: Any, momentum: None = None, generator: Seed = None
@@ -68,14 +64,13 @@ class FieldDynamics(Dynamics[Any]):
                 f"{type(state).__name__}: make the start with init(y)."
             )
         check_fields(state)
-        batch = state[0].shape[:-1]
         for name, x in zip(state._fields, state, strict=True):
             if x.ndim < 1 or x.numel() == 0:
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}; it must be (*batch, n) with entries. One "
                     "number is (1,)."
                 )
-            if x.shape[:-1] != batch:
+            if x.shape[:-1] != state[0].shape[:-1]:
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)} and {state._fields[0]} "
                     f"{tuple(state[0].shape)}; the axes before the last are the batch and must be "
@@ -83,123 +78,82 @@ class FieldDynamics(Dynamics[Any]):
                 )
 
     def check_rates(self, t: float, state: AnyState) -> dict[str, Tensor]:
-        rate: Any = self.terms["Y"]
-        return self.checked_rates("drift", rate.name, state, lambda start: self.drift(t, start))
+        return self.checked("drift", self.drift_name, self.drift, t, state)
 
-    def checked_rates(
-        self, what: str, name: str, state: AnyState, evaluate: Callable[[Any], AnyState]
+    def checked(
+        self, what: str, name: str, rates: Callable[[Any, Any], AnyState], t: float, state: AnyState
     ) -> dict[str, Tensor]:
-        """Evaluate a drift or a diffusion at the start, and refuse numbers that are not finite.
-
-        Args:
-            what: "drift" or "diffusion".
-            name: the name of the function in errors of :meth:`checked`.
-            state: the start.
-            evaluate: computes the drift or the diffusion.
-
-        Returns:
-            its fields, by descriptions of them.
-        """
-        found = named_rates(what, self.checked(name, state, evaluate))
-        reason = None if in_transform() else _describe_not_finite(found)
-        if reason is not None:
-            raise ValueError(reason)
-        return found
-
-    def checked(self, what: str, state: AnyState, evaluate: Callable[[Any], Value]) -> Value:
-        """Evaluate a function at a copy of the start, which it must not change.
+        """Return the fields of a drift or a diffusion at the start, by descriptions of them.
 
         Raises:
             TypeError: the function fails, and a module has another dtype or device than the start.
-            ValueError: the function writes into its argument.
+            ValueError: the function writes into its argument, or a number is not finite.
         """
         if in_transform():
-            return evaluate(state)
+            return named_rates(what, rates(t, state))
         start = type(state)._make(x.clone() for x in state)
         written = [x._version for x in start]
         try:
-            found = evaluate(start)
+            found = rates(t, start)
         except RuntimeError as error:
             y = state[0]
-            for name, x in [*self.named_parameters(), *self.named_buffers()]:
+            for own, x in [*self.named_parameters(), *self.named_buffers()]:
                 if x.is_floating_point() and (x.dtype, x.device) != (y.dtype, y.device):
                     raise TypeError(
-                        f"{what} failed at the start ({error}): {name} is {x.dtype} on {x.device}, "
+                        f"{name} failed at the start ({error}): {own} is {x.dtype} on {x.device}, "
                         f"and the start {y.dtype} on {y.device}. Give both the same dtype and "
                         "device."
                     ) from error
             raise
-        for name, x, before in zip(state._fields, start, written, strict=True):
+        for field, x, before in zip(state._fields, start, written, strict=True):
             if x._version != before:
                 raise ValueError(
-                    f"{what} writes into {name} (an operation in place, such as y *= 2, or an "
+                    f"{name} writes into {field} (an operation in place, such as y *= 2, or an "
                     "assignment to y[...]), and y is the state of the run: compute new tensors."
                 )
-        return found
-
-    @torch.no_grad()
-    def describe_first_step(self, t: float, state: AnyState) -> str | None:
-        start: Any = type(state)._make(x.detach() for x in state)
-        return _describe_not_finite(named_rates("drift", self.drift(t, start)))
-
-
-def _describe_not_finite(rates: Mapping[str, Tensor]) -> str | None:
-    """Describe rates at a start that are not finite; return None if all are."""
-    for what, rate in rates.items():
-        if not is_finite(rate):
-            return f"{what} has NaN or infinite entries at the start."
-    return None
+        named = named_rates(what, found)
+        for description, rate in named.items():
+            if not is_finite(rate):
+                raise ValueError(f"{description} has NaN or infinite entries at the start.")
+        return named
 
 
-def check_function(name: str, function: Any) -> None:
-    """Refuse anything that cannot be called as ``function(t, y)``."""
+def register_function(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    """Store a function of (t, y); a module, or the module of a bound method, is registered."""
     refuse_uncalled_class(name, function)
     if not callable(function):
         raise TypeError(
             f"{name} must be a function of (t, y) or a module; got {describe_type(function)}."
         )
-    called = function.forward if isinstance(function, nn.Module) else function
+    setattr(module, name, function)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
+        setattr(module, f"{name}_module", owner)
     try:
-        signature = inspect.signature(called)
+        signature = inspect.signature(
+            function.forward if isinstance(function, nn.Module) else function
+        )
     except (TypeError, ValueError):
         # A function written in C has no signature.
         return
     try:
         signature.bind(None, None)
     except TypeError as reason:
+        given = getattr(function, "__name__", type(function).__name__)
         raise TypeError(
-            f"{name} is called with the time and the state, {name}(t, y), and "
-            f"{_name(function)} takes {signature}: wrap it in a module whose forward takes (t, y); "
-            "it may ignore t."
+            f"{name} is called with the time and the state, {name}(t, y), and {given} takes "
+            f"{signature}: wrap it in a module whose forward takes (t, y); it may ignore t."
         ) from reason
 
 
-def register_function(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """Store a function of (t, y); a module, or the module of a bound method, is registered."""
-    check_function(name, function)
-    setattr(module, name, function)
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, nn.Module):
-        setattr(module, f"{name}_module", owner)
-
-
-def as_time(t: Any, like: Tensor) -> Tensor:
-    """Convert a time to a scalar tensor in the dtype and on the device of the state."""
-    return torch.as_tensor(t, dtype=like.dtype, device=like.device)
-
-
-def argument(state: AnyState) -> Any:
-    """Return what a function of (t, y) takes: the tensor y, or the user's named tuple."""
-    return state.y if isinstance(state, FieldState) else state
-
-
-def as_fields(what: str, value: Any, state: AnyState) -> tuple[Tensor, ...]:
-    """Return the value of a function of (t, y) as one tensor a field.
-
-    Raises:
-        TypeError: a value that is not a tensor, or a tuple with one tensor a field.
-    """
-    values = (value,) if isinstance(state, FieldState) else value
+def evaluated(
+    what: str, function: Callable[..., Any], t: Any, state: AnyState
+) -> tuple[Tensor, ...]:
+    """Evaluate a function of (t, y), and return its value as one tensor a field."""
+    single = isinstance(state, FieldState)
+    time = torch.as_tensor(t, dtype=state[0].dtype, device=state[0].device)
+    value = function(time, state.y if single else state)
+    values = (value,) if single else value
     if not isinstance(values, tuple) or len(values) != len(state):
         names = ", ".join(state._fields)
         raise TypeError(
@@ -213,7 +167,7 @@ def as_fields(what: str, value: Any, state: AnyState) -> tuple[Tensor, ...]:
 
 
 def refuse_shape(what: str, name: str, value: Tensor, expected: tuple[int, ...], y: Tensor) -> None:
-    """Refuse a value of another shape or dtype than expected."""
+    """Refuse a value of another shape, device or dtype than expected."""
     if value.shape != expected:
         raise ValueError(
             f"{what} maps {name} of shape {tuple(y.shape)} to {tuple(value.shape)}; it must be "
@@ -228,7 +182,3 @@ def refuse_shape(what: str, name: str, value: Tensor, expected: tuple[int, ...],
             f"{what} maps {name} of {y.dtype} to {value.dtype}: give the start and the module the "
             "same dtype."
         )
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)

@@ -8,22 +8,12 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from adjsim.core.state import AnyState
-from adjsim.dynamics.fields.base import (
-    FieldDynamics,
-    argument,
-    as_fields,
-    as_time,
-    refuse_shape,
-    register_function,
-)
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.fields.base import FieldDynamics, evaluated, refuse_shape, register_function
+from adjsim.dynamics.terms import Term
 
 
 class Rate(Term[Any]):
-    """The whole right-hand side, Y: ``dy/dt = fun(t, y)``.
-
-    It has no flow in closed form.
-    """
+    """The whole right-hand side, Y: ``dy/dt = fun(t, y)``, without a flow in closed form."""
 
     advances_time = True
 
@@ -31,11 +21,10 @@ class Rate(Term[Any]):
         self.name, self.fun = name, fun
 
     def drift(self, t: Any, state: AnyState) -> Mapping[str, Tensor]:
-        value = self.fun(as_time(t, state[0]), argument(state))
-        rates = as_fields(self.name, value, state)
-        for field, rate, y in zip(state._fields, rates, state, strict=True):
+        rates = dict(zip(state._fields, evaluated(self.name, self.fun, t, state), strict=True))
+        for (field, rate), y in zip(rates.items(), state, strict=True):
             refuse_shape(self.name, field, rate, y.shape, y)
-        return dict(zip(state._fields, rates, strict=True))
+        return rates
 
     def moves(self, h: float, state: AnyState) -> NoReturn:
         raise TypeError(
@@ -78,4 +67,4 @@ class ODE(FieldDynamics):
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
-        return {"Y": Rate("fun", self.fun)}
+        return {"Y": Rate(self.drift_name, self.fun)}

@@ -10,16 +10,9 @@ import torch
 from torch import Tensor
 
 from adjsim.core.state import AnyState, in_transform
-from adjsim.dynamics.fields.base import (
-    FieldDynamics,
-    argument,
-    as_fields,
-    as_time,
-    refuse_shape,
-    register_function,
-)
+from adjsim.dynamics.fields.base import FieldDynamics, evaluated, refuse_shape, register_function
 from adjsim.dynamics.fields.ode import Rate
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 
 NOISES = ("diagonal", "scalar", "additive", "general")
 
@@ -29,12 +22,17 @@ class NoisyRate(Rate):
 
     draws = 1
 
-    def __init__(self, dynamics: SDE) -> None:
-        super().__init__("drift", dynamics.drift_fun)
-        self.dynamics = dynamics
+    def __init__(
+        self,
+        name: str,
+        drift: Callable[..., Any],
+        amplitudes: Callable[[Any, AnyState], tuple[Tensor, ...]],
+    ) -> None:
+        super().__init__(name, drift)
+        self.amplitudes = amplitudes
 
     def diffusion(self, t: Any, state: AnyState) -> Mapping[str, Tensor]:
-        return dict(zip(state._fields, self.dynamics.amplitudes(t, state), strict=True))
+        return dict(zip(state._fields, self.amplitudes(t, state), strict=True))
 
 
 class SDE(FieldDynamics):
@@ -71,8 +69,8 @@ class SDE(FieldDynamics):
     general. Without noise use :class:`~adjsim.ODE`.
 
     The parameters of the modules are those of the dynamics, under the names ``drift_fun.*`` and
-    ``diffusion_fun.*``. How fast the equation forgets its start is not known beforehand, so the
-    limits of BacksolveAdjoint and of reversible_heun under contraction are not checked.
+    ``diffusion_fun.*``. The contraction of the equation is not known beforehand, so the limits of
+    BacksolveAdjoint and of reversible_heun under contraction are not checked.
 
     Args:
         drift: maps ``(t, y)`` to the drift, of the shape of y.
@@ -87,6 +85,7 @@ class SDE(FieldDynamics):
             depends on y (when a run begins, or with the finiteness checks of fixed steps).
     """
 
+    drift_name = "drift"
     drift_fun: Callable[..., Any]
     diffusion_fun: Callable[..., Any]
 
@@ -106,12 +105,11 @@ class SDE(FieldDynamics):
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
-        return {"Y": NoisyRate(self)}
+        return {"Y": NoisyRate(self.drift_name, self.drift_fun, self.amplitudes)}
 
     def amplitudes(self, t: Any, state: AnyState) -> tuple[Tensor, ...]:
         """Evaluate the diffusion, by field."""
-        value = self.diffusion_fun(as_time(t, state[0]), argument(state))
-        found = as_fields("diffusion", value, state)
+        found = evaluated("diffusion", self.diffusion_fun, t, state)
         for name, g, y in zip(state._fields, found, state, strict=True):
             expected: tuple[int, ...] = tuple(y.shape)
             if self.matrix:
@@ -163,20 +161,13 @@ class SDE(FieldDynamics):
         """Return the spread of the noise over a time, from the diffusion at the start."""
         found = self.amplitudes(t, state)
         sizes = (g.norm(dim=-1) if self.matrix else g.abs() for g in found)
-        return {
-            name: math.sqrt(time) * size for name, size in zip(state._fields, sizes, strict=True)
-        }
-
-    def noisy_fields(self, t: Any, state: AnyState) -> list[bool]:
-        return [True] * len(state)
+        return dict(zip(state._fields, (math.sqrt(time) * size for size in sizes), strict=True))
 
     def check_rates(self, t: float, state: AnyState) -> dict[str, Tensor]:
         rates = super().check_rates(t, state)
         if in_transform():
             return rates
-        rates |= self.checked_rates(
-            "diffusion", "diffusion", state, lambda start: self.diffusion(t, start)
-        )
+        rates |= self.checked("diffusion", "diffusion", self.diffusion, t, state)
         self.check_noise(t, state)
         return rates
 
@@ -204,7 +195,7 @@ def _depends(values: tuple[Tensor, ...], state: AnyState) -> bool:
 
 
 def describe_cross_terms(sde: SDE, t: float, state: AnyState) -> str | None:
-    """Say which diagonal noise has an entry that depends on other entries than its own.
+    """Name the first field whose diagonal noise has off-diagonal derivatives; None without one.
 
     With a diagonal Jacobian, products with two vectors, each divided by its vector, are equal.
     """
@@ -216,10 +207,8 @@ def describe_cross_terms(sde: SDE, t: float, state: AnyState) -> str | None:
             return None
         slopes: list[list[Tensor]] = []
         for _ in range(2):
-            along = [
-                (1 + torch.rand(g.shape, generator=generator, dtype=torch.float64)).to(g)
-                for g in found
-            ]
+            drawn = [torch.rand(g.shape, generator=generator, dtype=torch.float64) for g in found]
+            along = [(1 + x).to(g) for x, g in zip(drawn, found, strict=True)]
             total = torch.stack([(g * v).sum() for g, v in zip(found, along, strict=True)]).sum()
             grads = torch.autograd.grad(
                 total, tuple(start), retain_graph=True, allow_unused=True, materialize_grads=True

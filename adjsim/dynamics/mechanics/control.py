@@ -14,11 +14,12 @@ from adjsim.core.state import PhaseState
 from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.moves import GeneralFlow, Move
 from adjsim.dynamics.sources import Coefficients, Field, Time
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.potentials.signals.controls import Controller
 
 # Iterations of the inverse. A contraction by 0.8 a step reaches rounding within them.
 ITERATIONS = 200
+ITERATES = Refusal("its inverse is an iteration whose length depends on the numbers")
 
 
 class Feedback(Term[PhaseState]):
@@ -48,18 +49,15 @@ class Feedback(Term[PhaseState]):
         return {"h": step, "1/m": 1 / self.masses(state.momentum), "mobile": mobile}
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
-        return (
-            GeneralFlow(
-                ("momentum",),
-                lambda c, q, t, p: (p + self._increment(c, q, t, p),),
-                lambda c, q, t, p: (self._solved(c, q, t, p),),
-                (Field("position"), Time()),
-                reads_parameters=True,
-                no_compiled_inverse=Refusal(
-                    "its inverse is an iteration whose length depends on the numbers"
-                ),
-            ),
+        flow = GeneralFlow(
+            ("momentum",),
+            lambda c, q, t, p: (p + self._increment(c, q, t, p),),
+            lambda c, q, t, p: (self._solved(c, q, t, p),),
+            (Field("position"), Time()),
+            reads_parameters=True,
+            no_compiled_inverse=ITERATES,
         )
+        return (flow,)
 
     def _increment(self, c: Coefficients, q: Tensor, t: Any, p: Tensor) -> Tensor:
         step = c["h"] * c["mobile"]

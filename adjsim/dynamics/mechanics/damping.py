@@ -16,7 +16,7 @@ from adjsim.core.state import PhaseState
 from adjsim.dynamics.masses import Masses, per_atom
 from adjsim.dynamics.moves import GeneralFlow, Move, Scale
 from adjsim.dynamics.sources import Coefficient, Coefficients
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.potentials.base import force
 
 # Largest error of a bound of the rates, relative to the largest rate.
@@ -87,37 +87,26 @@ class RayleighDamping(Term[PhaseState]):
         series = sizes[terms] * np.where(n[terms] % 2, -1.0, 1.0) * np.exp(-h * (centre - radius))
         back = sizes[terms] * np.exp(h * (centre + radius))
         numbers = {"series": series, "back": back, "centre": centre, "1/radius": 1 / radius}
-        return {
-            **self._parts(state),
-            "reference": state.position,
-            **{
-                name: torch.as_tensor(value, dtype=torch.float64).to(like)
-                for name, value in numbers.items()
-            },
-        }
+        found = {n: torch.as_tensor(x, dtype=torch.float64).to(like) for n, x in numbers.items()}
+        return {**self._parts(state), "reference": state.position, **found}
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
-        return (
-            GeneralFlow(
-                ("momentum",),
-                lambda c, p: (self._applied(c, c["series"], p),),
-                lambda c, p: (self._applied(c, c["back"], p),),
-                reads_parameters=True,
-            ),
-        )
+        def along(series: str) -> Callable[[Coefficients, Tensor], tuple[Tensor]]:
+            return lambda c, p: (self._applied(c, c[series], p),)
+
+        flow, inverse = along("series"), along("back")
+        return (GeneralFlow(("momentum",), flow, inverse, reads_parameters=True),)
 
     @torch.no_grad()
     def bounds(self, state: PhaseState) -> tuple[float, float]:
         """Bound the rates of damping at a start, by Lanczos iterations with a margin."""
-        parts = self._parts(state)
-        mobile = parts["mobile"]
-        root = parts["1/m"].sqrt()
-        rate = self._rate(parts, state.position)
+        parts, p = self._parts(state), state.momentum
+        root, rate = parts["1/m"].sqrt(), self._rate(parts, state.position)
         generator = torch.Generator().manual_seed(0)
-        first = torch.randn(state.momentum.shape, generator=generator, dtype=torch.float64)
+        first = torch.randn(p.shape, generator=generator, dtype=torch.float64)
         # The symmetric matrix M^-1/2 (gamma M + beta K) M^-1/2 has the same eigenvalues.
         scale = torch.where(root > 0, 1 / root, 0.0)
-        start = mobile * first.to(state.momentum)
+        start = parts["mobile"] * first.to(p)
 
         def symmetric(x: Tensor) -> Tensor:
             return root * rate(scale * x)
@@ -158,10 +147,7 @@ class RayleighDamping(Term[PhaseState]):
 
 
 def stiffness(potential: nn.Module, position: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the product of a vector with the stiffness matrix, ``v -> -dF/dq v``.
-
-    It is differentiable when grad mode is on. The force is evaluated once for all products.
-    """
+    """Return the differentiable product ``v -> -dF/dq v``; the force is evaluated once."""
     recording = torch.is_grad_enabled()
     with torch.enable_grad():
         given = position.requires_grad
@@ -172,13 +158,9 @@ def stiffness(potential: nn.Module, position: Tensor) -> Callable[[Tensor], Tens
     def product(v: Tensor) -> Tensor:
         if not value.requires_grad:
             return torch.zeros_like(v)
+        create = recording and (differentiable or v.requires_grad)
         (found,) = torch.autograd.grad(
-            value,
-            q,
-            v,
-            retain_graph=True,
-            create_graph=recording and (differentiable or v.requires_grad),
-            allow_unused=True,
+            value, q, v, retain_graph=True, create_graph=create, allow_unused=True
         )
         return torch.zeros_like(v) if found is None else -found
 

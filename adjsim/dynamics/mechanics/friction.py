@@ -13,7 +13,7 @@ from adjsim.core.state import PhaseState
 from adjsim.dynamics.masses import Masses, per_atom
 from adjsim.dynamics.moves import GeneralFlow, Move
 from adjsim.dynamics.sources import Coefficients, Field, Time
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.potentials.contact import SurfaceContact
 
 # Series in the square of the argument are used below this square. Both the first term left out of
@@ -50,15 +50,13 @@ class CoulombFriction(Term[PhaseState]):
         self.friction, self.smoothing = friction, smoothing
 
     def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
-        p = state.momentum
         slip, force = self._slip_and_force(t, state)
-        return {"momentum": -self.masses.mobile(p) * force * slip}
+        return {"momentum": -self.masses.mobile(state.momentum) * force * slip}
 
     def rate(self, t: Any, state: PhaseState) -> Tensor:
         """Compute the fastest rate at which the slip of each vertex decays, ``(*batch, atoms, 1)``.
 
-        Across the slip it is ``mu N/m tanh(x)/(x v_s)`` with ``x = abs(w)/v_s``. Along the slip it
-        is ``mu N/(m v_s cosh(x)^2)``, which is less.
+        It is ``mu N/m tanh(x)/(x v_s)`` with ``x = abs(w)/v_s``, across the slip.
         """
         return self._slip_and_force(t, state)[1] / self.masses(state.momentum)
 
@@ -73,13 +71,9 @@ class CoulombFriction(Term[PhaseState]):
     def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
         p = state.momentum
         m, width = self.masses(p), self.smoothing.to(p)
-        inverse_mass = 1 / m
-        return {
-            "h mu/(m v_s)": h * per_atom(self.friction, p) * inverse_mass / width,
-            "1/m": inverse_mass,
-            "m": torch.where(torch.isfinite(m), m, 0.0),
-            "v_s": width,
-        }
+        inverse_mass, finite = 1 / m, torch.where(torch.isfinite(m), m, 0.0)
+        rate = h * per_atom(self.friction, p) * inverse_mass / width
+        return {"h mu/(m v_s)": rate, "1/m": inverse_mass, "m": finite, "v_s": width}
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
         def along(sign: int) -> Any:

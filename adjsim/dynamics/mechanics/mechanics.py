@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import describe_type
 from adjsim.core.derived import derived
-from adjsim.core.parameters import register
+from adjsim.core.parameters import check_count, register
 from adjsim.core.reading import as_part
-from adjsim.core.state import AnyState, PhaseState
+from adjsim.core.state import AnyState, PhaseState, in_transform
 from adjsim.core.typing import Array, Energies, Number, PositionsLike, Seed
-from adjsim.dynamics.masses import Masses, check_entries, check_per_atom
+from adjsim.dynamics.masses import Masses, check_per_atom
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.mechanics.control import Feedback
 from adjsim.dynamics.mechanics.damping import RayleighDamping, ViscousDamping
@@ -22,7 +22,7 @@ from adjsim.dynamics.mechanics.friction import CoulombFriction
 from adjsim.dynamics.mechanics.prescribed import Prescribed, PrescribedStream
 from adjsim.dynamics.stable_step import largest_stable_step
 from adjsim.dynamics.starts import as_start
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.potentials.base import ForceField, force
 from adjsim.potentials.contact import Contact, SurfaceContact
 from adjsim.potentials.signals.controls import Controller
@@ -48,16 +48,16 @@ class Mechanics(MassiveDynamics[PhaseState]):
     U      :class:`~.control.Feedback`               a Controller as control
     ====== ========================================= =======================
 
-    Schemes: "BAB" (velocity Verlet) and "BA" (semi-implicit Euler, first order) without friction,
-    damping and feedback; "FDBABDF" with friction and damping. ``scheme`` is a palindrome over the
-    terms that are present. A term is present if its number is not zero, or requires grad.
+    A term is present if its number is not zero, or requires grad. ``scheme`` is a palindrome over
+    the terms that are present: "BAB" (velocity Verlet) without, and "FDBABDF" with friction and
+    damping. "BA" is semi-implicit Euler, of first order.
 
     The step is explicit, so it has a largest stable size, 2 over the largest angular frequency. A
     run with a longer one is refused, with the bound: that of the body at the start of the run, with
-    the load and the surface of that time. A body that an actuator stiffens later needs less.
-    For stiff bodies use an implicit solver.
-    Friction has no static regime: a body under a load f < mu N creeps, at v_s atanh(f/(mu N)). For
-    rigid bodies with impacts use :func:`~adjsim.solve_ivp` with events.
+    the load and the surface of that time. A body that an actuator stiffens later needs less. For
+    stiff bodies use an implicit solver, and for rigid bodies with impacts
+    :func:`~adjsim.solve_ivp` with events. Friction has no static regime, see
+    :class:`~.friction.CoulombFriction`.
 
     Reversing a step multiplies rounding errors by exp(rate dt), with the rates of damping and, for
     vertices that stick, ``mu N/(m v_s)``. :class:`~adjsim.ReversibleAdjoint` therefore stores
@@ -69,14 +69,13 @@ class Mechanics(MassiveDynamics[PhaseState]):
         contact: contact of vertices with a surface. Its force is added to that of the potential,
             and its normal force is that of friction. Contacts without friction may be part of the
             potential.
-        friction: coefficient mu of friction with the surface; scalar, ``(atoms,)`` or ``(atoms,
-            1)``.
+        friction: coefficient mu of friction with the surface, of the shapes of mass.
         smoothing: velocity v_s above which friction is that of sliding, length / time; one number.
-        damping: rate gamma at which momenta decay, 1/time; scalar, ``(atoms,)`` or ``(atoms, 1)``.
+        damping: rate gamma at which momenta decay, 1/time, of the shapes of mass.
         stiffness_damping: beta, time; one number. A mode of angular frequency w decays at the rate
             ``beta w^2 / 2``. K is that of the start, of time zero if the body depends on time.
-        control: a :class:`~adjsim.Controller`, or a force field that sees time
-            and positions alone, which is added to the potential.
+        control: a :class:`~adjsim.Controller`, or a force field that sees time and positions alone,
+            which is added to the potential.
         prescribed: ``(index, path)``: the vertices ``(vertices,)`` and a function of time whose
             values are their positions ``(vertices, dim)``. The start has to agree with it. A path
             that is not a module is a function without parameters.
@@ -109,7 +108,6 @@ class Mechanics(MassiveDynamics[PhaseState]):
         control: ForceField | Controller | None = None,
         prescribed: tuple[Array, Callable[[Any], Tensor]] | None = None,
     ) -> None:
-        _check_parts(contact, control)
         super().__init__(potential, mass)
         self.contact, self.control = contact, control
         self.prescribed = None if prescribed is None else Prescribed(*prescribed)
@@ -136,8 +134,18 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     def validate(self) -> None:
         """Refuse numbers and parts that do not go together."""
-        _check_parts(self.contact, self.control)
-        if "F" in self.present and self.contact is None:
+        contact, control = self.contact, self.control
+        if contact is not None and not isinstance(contact, SurfaceContact):
+            raise TypeError(
+                f"contact must be a contact with a surface, such as PlaneContact(...); got "
+                f"{describe_type(contact)}."
+            )
+        if control is not None and not isinstance(control, ForceField | Controller):
+            raise TypeError(
+                "control must be a force field, such as OpenLoop(signal), or a Controller, such as "
+                f"NeuralController(network); got {describe_type(control)}."
+            )
+        if "F" in self.present and contact is None:
             raise ValueError("friction needs a surface: give a contact.")
         if "R" in self.present and self.prescribed is not None:
             raise ValueError(
@@ -149,11 +157,10 @@ class Mechanics(MassiveDynamics[PhaseState]):
     def present(self) -> str:
         """The forces whose numbers are not zero: F friction, R Rayleigh damping, V viscous."""
         numbers = {"F": "friction", "R": "stiffness_damping", "V": "damping_rate"}
-        return "".join(
-            letter
-            for letter, name in numbers.items()
-            if _is_given(name.removesuffix("_rate"), getattr(self, name))
-        )
+        given = {
+            a: _is_given(n.removesuffix("_rate"), getattr(self, n)) for a, n in numbers.items()
+        }
+        return "".join(letter for letter in given if given[letter])
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
@@ -164,9 +171,8 @@ class Mechanics(MassiveDynamics[PhaseState]):
             assert self.contact is not None
             found["F"] = CoulombFriction(masses, self.contact, self.friction, self.smoothing)
         if "R" in self.present:
-            found["D"] = RayleighDamping(
-                masses, self.body, self.damping_rate, self.stiffness_damping
-            )
+            rates = self.damping_rate, self.stiffness_damping
+            found["D"] = RayleighDamping(masses, self.body, *rates)
         elif "V" in self.present:
             found["D"] = ViscousDamping(self.damping_rate)
         if isinstance(self.control, Controller):
@@ -192,13 +198,10 @@ class Mechanics(MassiveDynamics[PhaseState]):
         *,
         velocity: PositionsLike | None = None,
     ) -> PhaseState:
-        """Make a start, at rest unless the momentum or the velocity is given.
+        """Make a start, at rest unless the momentum or the velocity is given, but not both.
 
-        All are ``(*batch, atoms, dim)``, or broadcast to the position. A velocity v becomes the
-        momentum ``m v``, differentiable in both, and zero on fixed and prescribed vertices.
-
-        Raises:
-            ValueError: both a momentum and a velocity.
+        A velocity v, ``(*batch, atoms, dim)`` as the position, becomes the momentum ``m v``,
+        differentiable in both, and zero on fixed and prescribed vertices.
         """
         if momentum is not None and velocity is not None:
             raise ValueError("init takes a momentum or a velocity, not both.")
@@ -215,9 +218,9 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     def check(self, state: AnyState) -> None:
         super().check(state)
-        check_entries("friction", self.friction, state)
-        check_entries("damping", self.damping_rate, state)
         assert isinstance(state, PhaseState)
+        for name, value in (("friction", self.friction), ("damping", self.damping_rate)):
+            check_count(name, value, state.position.shape[-2])
         if self.prescribed is not None:
             self.prescribed.check_momentum(state.momentum)
 
@@ -236,13 +239,10 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
         Contact counts with the largest stiffness that the energy of the start reaches.
         """
+        q, energy = state.position.detach(), self._available_energy(state, t)
+        m, tolerance = self.masses(q).detach(), STEP_TOLERANCE
         return largest_stable_step(
-            self.body,
-            self.masses(state.position).detach(),
-            state.position.detach(),
-            contact=self.contact,
-            energy=self._available_energy(state, t),
-            tolerance=STEP_TOLERANCE,
+            self.body, m, q, contact=self.contact, energy=energy, tolerance=tolerance
         )
 
     def _available_energy(self, state: PhaseState, t: float) -> float | None:
@@ -262,20 +262,19 @@ class Mechanics(MassiveDynamics[PhaseState]):
         return found if found > 0 else None
 
     @property
-    def checks_states(self) -> bool:
-        return self.contact is not None
+    def limiting_surface(self) -> SurfaceContact | None:
+        return self.contact
 
-    def margin(self, t: Any, state: PhaseState) -> Tensor | None:
-        return None if self.contact is None else self.contact.margin(state.position, t)
-
-    def check_state(self, t: float, state: PhaseState) -> None:
-        if self.contact is not None:
-            self.contact.refuse_penetration(state.position, t)
-
-    def check_start(self, t: float, state: PhaseState) -> None:
-        if self.prescribed is not None:
-            self.prescribed.check(t, state.position)
-        self.check_state(t, state)
+    def check_rates(self, t: float, state: PhaseState) -> dict[str, Tensor]:
+        rates = super().check_rates(t, state)
+        if in_transform():
+            return rates
+        with torch.no_grad():
+            if self.prescribed is not None:
+                self.prescribed.check(t, state.position.detach())
+            if self.contact is not None:
+                self.contact.refuse_penetration(state.position.detach(), t)
+        return rates
 
     def damping(self, state: PhaseState) -> float:
         with torch.no_grad():
@@ -289,17 +288,14 @@ class Mechanics(MassiveDynamics[PhaseState]):
         return term.rate(t, state) if isinstance(term, CoulombFriction) else None
 
     def energy(self, state: PhaseState) -> Energies:
-        """Compute the energy ``sum p^2/2m + U(q)``, ``(*batch,)``, with that of the contact.
-
-        Raises:
-            TypeError: forces without an energy.
-        """
-        if isinstance(self.potential, ForceField):
+        """Compute the energy ``sum p^2/2m + U(q)``, ``(*batch,)``, with that of the contact."""
+        potential = self.potential
+        if isinstance(potential, ForceField):
             raise TypeError(
                 "energy: a moving contact, a control or another force field is a force without an "
                 "energy. kinetic_energy(state) and the energies of the parts are defined."
             )
-        return self.kinetic_energy(state) + self.potential(state.position)
+        return self.kinetic_energy(state) + potential(state.position)
 
     def invariant(self, state: PhaseState) -> Energies:
         """Compute the energy, which is conserved without friction, damping, feedback and paths."""
@@ -308,22 +304,10 @@ class Mechanics(MassiveDynamics[PhaseState]):
         return self.energy(state)
 
 
-def _check_parts(contact: Any, control: Any) -> None:
-    if contact is not None and not isinstance(contact, SurfaceContact):
-        raise TypeError(
-            f"contact must be a contact with a surface, such as PlaneContact(...); got "
-            f"{describe_type(contact)}."
-        )
-    if control is not None and not isinstance(control, ForceField | Controller):
-        raise TypeError(
-            "control must be a force field, such as OpenLoop(signal), or a Controller, such as "
-            f"NeuralController(network); got {describe_type(control)}."
-        )
-
-
-def _is_given(name: str, value: Tensor) -> bool:
-    if not bool((value.detach() >= 0).all()):
-        raise ValueError(f"{name} must not be negative; got {value.detach().tolist()}.")
-    if not bool(torch.isfinite(value.detach()).all()):
-        raise ValueError(f"{name} must be finite; got {value.detach().tolist()}.")
-    return value.requires_grad or bool((value != 0).any())
+def _is_given(name: str, number: Tensor) -> bool:
+    value = number.detach()
+    if not bool((value >= 0).all()):
+        raise ValueError(f"{name} must not be negative; got {value.tolist()}.")
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(f"{name} must be finite; got {value.tolist()}.")
+    return number.requires_grad or bool((value != 0).any())

@@ -23,17 +23,7 @@ AGREEMENT = 1e6
 
 
 class Prescribed(nn.Module):
-    """Vertices whose position follows a path.
-
-    Args:
-        index: ``(vertices,)`` integers without repetition.
-        path: a module or function from the time, a float or a tensor, to positions
-            ``(vertices, dim)``.
-
-    Raises:
-        TypeError: a path that cannot be called.
-        ValueError: an index that is negative or names a vertex twice.
-    """
+    """Vertices whose position follows a path, see :class:`~adjsim.Mechanics`."""
 
     def __init__(self, index: Array, path: Callable[[Any], Tensor]) -> None:
         super().__init__()
@@ -68,11 +58,7 @@ class Prescribed(nn.Module):
         return found.transpose(-1, -2)
 
     def check(self, t: float, position: Tensor) -> None:
-        """Refuse positions that do not agree with the path at a time.
-
-        Raises:
-            ValueError: names the vertex and its distance from the path.
-        """
+        """Refuse positions that do not agree with the path at a time."""
         target, index = self.path(t).detach().to(position), self.vertices.index
         shape = (len(index), position.shape[-1])
         if target.shape != shape:
@@ -90,11 +76,7 @@ class Prescribed(nn.Module):
             )
 
     def check_momentum(self, momentum: Tensor) -> None:
-        """Refuse momenta that do not have the vertices, or are not zero there.
-
-        Raises:
-            ValueError: names the vertex.
-        """
+        """Refuse momenta that do not have the vertices, or are not zero there."""
         atoms = momentum.shape[-2]
         if self.reach > atoms:
             raise ValueError(
@@ -109,9 +91,7 @@ class Prescribed(nn.Module):
 
 
 class PrescribedStream(Stream[PhaseState]):
-    """Streaming, A, where prescribed vertices follow their path::
-
-        dq/dt = p/m        prescribed: dq/dt = dpath/dt
+    """Streaming, A, where prescribed vertices follow their path, dq/dt = dpath/dt.
 
     The flow adds ``h p/m``, and ``path(t + h) - path(t)`` to prescribed vertices, whose mass is
     infinite. Both are shears, so the flow is exact and has an exact inverse on a lattice too.
@@ -122,9 +102,8 @@ class PrescribedStream(Stream[PhaseState]):
         self.prescribed = prescribed
 
     def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
-        prescribed = self.prescribed
         time = torch.as_tensor(t, dtype=torch.float64, device=state.position.device)
-        moved = prescribed.placed(_rate(prescribed.path, time), state.position)
+        moved = self.prescribed.placed(_rate(self.prescribed.path, time), state.position)
         return {"position": super().drift(t, state)["position"] + moved}
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
@@ -132,10 +111,10 @@ class PrescribedStream(Stream[PhaseState]):
 
     def shear(self, start: float, end: float) -> Shear:
         """Return the move along the path between two times, from the time of the stage."""
+        path, placed = self.prescribed.path, self.prescribed.placed
 
         def step(t: Tensor, like: Tensor) -> Tensor:
-            prescribed = self.prescribed
-            return prescribed.placed(prescribed.path(t + end) - prescribed.path(t + start), like)
+            return placed(path(t + end) - path(t + start), like)
 
         return Shear("position", FunctionOfTime(step))
 

@@ -11,13 +11,13 @@ from torch.autograd import forward_ad
 
 from adjsim.core.parameters import register
 from adjsim.core.refusal import Refusal
-from adjsim.core.state import AnyState, PhaseState
+from adjsim.core.state import PhaseState
 from adjsim.core.typing import Number
 from adjsim.dynamics.density import Canonical
-from adjsim.dynamics.masses import Masses, check_entries, check_per_atom, per_atom
+from adjsim.dynamics.masses import Masses, check_per_atom, per_atom
 from adjsim.dynamics.moves import GeneralFlow, Move
 from adjsim.dynamics.sources import Coefficients, Random
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.dynamics.thermostats.base import Thermostat
 
 
@@ -36,8 +36,7 @@ class Collide(Term[PhaseState]):
 
         lambda_p <- 0      lambda_{sqrt(m kT)} += lambda_p . xi
 
-    Whether an atom collides does not depend on kT, mass or the state, so their pathwise gradients
-    are complete. It depends on the rate by a jump, so the rate has none.
+    Whether an atom collides depends on the rate alone, by a jump, which has no derivative.
     """
 
     draws = 2
@@ -67,15 +66,14 @@ class Collide(Term[PhaseState]):
         }
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
+        def collide(c: Coefficients, choice: Tensor, xi: Tensor, p: Tensor) -> tuple[Tensor]:
+            return (torch.where(choice[..., :1] < c["threshold"], c["thermal"] * xi, p),)
+
         lost = Refusal("it loses the momenta before collisions")
-        return (GeneralFlow(("momentum",), _collide, None, (Random(0), Random(1)), lost),)
+        return (GeneralFlow(("momentum",), collide, None, (Random(0), Random(1)), lost),)
 
 
-def _collide(c: Coefficients, choice: Tensor, xi: Tensor, p: Tensor) -> tuple[Tensor]:
-    return (torch.where(choice[..., :1] < c["threshold"], c["thermal"] * xi, p),)
-
-
-class Andersen(Thermostat):
+class Andersen(Thermostat[PhaseState]):
     """Newton's equations, interrupted by collisions with a bath::
 
         dq/dt = p/m,    dp/dt = F(q),    and at a rate, for each atom, p = sqrt(m kT) xi
@@ -88,15 +86,14 @@ class Andersen(Thermostat):
     :class:`~adjsim.Bussi`, or a low rate. There is no conserved quantity.
 
     A collision destroys the momentum before it, so steps cannot be undone: gradients come from
-    :class:`~adjsim.CheckpointAdjoint` or :class:`~adjsim.DirectAdjoint`. It also ends the effect of
-    that momentum on the path, so collisions damp the growth of pathwise gradients in time. There
-    are pathwise gradients with respect to kT, masses, potential and start, and none with respect to
-    the rate. For it use :class:`~adjsim.FiniteDifference` with a large step, such as h=0.1: a small
-    step changes no collision, and then gives zero with an error of zero.
+    :class:`~adjsim.CheckpointAdjoint` or :class:`~adjsim.DirectAdjoint`. Collisions damp the growth
+    of pathwise gradients in time. These are complete with respect to kT, masses, potential and
+    start, and there are none with respect to the rate. For it use
+    :class:`~adjsim.FiniteDifference` with a large step, such as h=0.1: a small step changes no
+    collision, and then gives zero with an error of zero.
 
     Args:
-        potential: energy module, or a force field.
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.
         kT: temperature, energy; one number.
         rate: collisions of one atom per time, 1/time; scalar, ``(atoms,)`` or ``(atoms, 1)``.
 
@@ -106,6 +103,7 @@ class Andersen(Thermostat):
             continuous solver.
     """
 
+    per_atom = ("mass", "rate")
     rate: Tensor
 
     def __init__(
@@ -121,7 +119,3 @@ class Andersen(Thermostat):
 
     def stationary_density(self) -> Canonical:
         return Canonical(self)
-
-    def check(self, state: AnyState) -> None:
-        super().check(state)
-        check_entries("rate", self.rate, state)

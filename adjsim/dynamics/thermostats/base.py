@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_number
 from adjsim.core.parameters import register
 from adjsim.core.refusal import Refusal
-from adjsim.core.state import AnyState, PhaseState
-from adjsim.core.typing import Number, PositionsLike, Seed
+from adjsim.core.state import AnyState, MomentumState, PhaseState
+from adjsim.core.typing import Number, Seed
 from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.moves import GeneralFlow
 from adjsim.dynamics.sources import Source
-from adjsim.dynamics.starts import as_start, check_dof
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.starts import check_dof
+from adjsim.dynamics.terms import Term
 
 
-class Thermostat(MassiveDynamics[PhaseState]):
-    """The base class of thermostats whose state is position and momentum."""
+class Thermostat(MassiveDynamics[MomentumState]):
+    """The base class of thermostats. Their states begin with position and momentum."""
 
     kT: Tensor
 
@@ -31,20 +31,15 @@ class Thermostat(MassiveDynamics[PhaseState]):
         super().__init__(potential, mass)
         register(self, "kT", kT, positive=True, single=True)
 
-    def init(
-        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
-    ) -> PhaseState:
-        """Make a start; momenta not given are drawn as sqrt(m kT) xi."""
-        at, p = as_start(position, momentum)
-        state = PhaseState(at, self.thermal_momentum(at, self.kT, generator) if p is None else p)
-        self.check(state)
-        return state
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
+        """Return position and momentum, which is drawn as sqrt(m kT) xi if it is not given."""
+        return position, self.thermal_momentum(position, self.kT, generator) if p is None else p
 
     def heat_limit(self, start: AnyState) -> HeatLimit:
         return HeatLimit(self.masses, self.kT, self.potential, start)
 
 
-class Rescaling(Thermostat):
+class Rescaling(Thermostat[MomentumState]):
     """The base class of thermostats that scale all momenta of a system by one factor."""
 
     def __init__(
@@ -73,7 +68,7 @@ class Rescaling(Thermostat):
         return Bath(self.masses, self.kT, self.dof)
 
 
-class Relaxing(Rescaling):
+class Relaxing(Rescaling[PhaseState]):
     """The base class of thermostats that relax the kinetic energy of a system in a time tau."""
 
     tau: Tensor
@@ -95,13 +90,7 @@ class Relaxing(Rescaling):
 
 @dataclass(frozen=True)
 class Bath:
-    """A bath at a temperature, for systems with a number of degrees of freedom.
-
-    Attributes:
-        masses: those of the atoms.
-        kT: the temperature.
-        dof: the degrees of freedom of one system; None: those of its mobile atoms.
-    """
+    """A bath at a temperature; without ``dof`` the degrees of freedom are those of mobile atoms."""
 
     masses: Masses
     kT: Tensor
@@ -126,6 +115,21 @@ class Rescale(Term[PhaseState]):
         return {"1/m": 1 / self.bath.masses(state.momentum)}
 
 
+class Relax(Rescale):
+    """The base class of rescalings that relax the kinetic energy in a time tau."""
+
+    def __init__(self, bath: Bath, tau: Tensor) -> None:
+        super().__init__(bath)
+        self.tau = tau
+
+    def relaxation(self, p: Tensor, supply: Tensor) -> dict[str, Tensor]:
+        """Compute the drift ``(supply/T - 1) p / (2 tau)``, zero for momenta that are all zero."""
+        T = twice_kinetic(p, 1 / self.bath.masses(p))
+        moving = T > 0
+        excess = torch.where(moving, supply / torch.where(moving, T, 1.0) - 1, 0.0)
+        return {"momentum": excess * p / (2 * self.tau.to(p))}
+
+
 def rescaling(
     factor: Callable[..., Tensor],
     inverse: Callable[..., Tensor] | None,
@@ -134,14 +138,9 @@ def rescaling(
 ) -> GeneralFlow:
     """Make the move ``p' = f(T) p``, with T twice the kinetic energy of a system.
 
-    Momenta that are all zero stay zero, with the identity as their derivative, since a factor
-    cannot give them a direction.
-
-    Args:
-        factor: ``factor(coefficients, T, *values) -> f``, all ``(*batch, 1, 1)``.
-        inverse: ``inverse(coefficients, T', *values) -> 1/f``, or None.
-        reads: the sources of the values.
-        irreversible: which information the move destroys.
+    The factor ``f(coefficients, T, *values)`` has the shape ``(*batch, 1, 1)``; ``inverse`` is 1/f
+    as a function of T', or None. Momenta that are all zero stay zero, with the identity as their
+    derivative, since a factor cannot give them a direction.
     """
 
     def scale(f: Callable[..., Tensor]) -> Callable[..., tuple[Tensor]]:
@@ -154,9 +153,8 @@ def rescaling(
 
         return flow
 
-    return GeneralFlow(
-        ("momentum",), scale(factor), inverse and scale(inverse), reads, irreversible
-    )
+    back = None if inverse is None else scale(inverse)
+    return GeneralFlow(("momentum",), scale(factor), back, reads, irreversible)
 
 
 def twice_kinetic(momentum: Tensor, inverse_mass: Tensor) -> Tensor:

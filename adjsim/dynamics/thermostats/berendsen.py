@@ -11,44 +11,26 @@ from torch import Tensor
 from adjsim.core.state import PhaseState
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients
-from adjsim.dynamics.term import Term
-from adjsim.dynamics.thermostats.base import (
-    Bath,
-    Relaxing,
-    Rescale,
-    rescaling,
-    twice_kinetic,
-)
+from adjsim.dynamics.terms import Term
+from adjsim.dynamics.thermostats.base import Relax, Relaxing, rescaling
 
 
-class WeakCoupling(Rescale):
+class WeakCoupling(Relax):
     """The weak coupling, R, under which the kinetic energy K of each system relaxes::
 
         dp/dt = (K_0/K - 1) p / (2 tau),     so that     dK/dt = (K_0 - K)/tau,     K_0 = dof kT/2
 
-    Its flow over h is exact. The factor depends on the momenta that it scales, so the flow is not a
-    coupling. Its inverse is the flow over -h::
+    The factor depends on the momenta that it scales, so the exact flow is not a coupling. Its
+    inverse is the flow over -h::
 
         K' = a K + (1 - a) K_0        a = exp(-h/tau)        p' = sqrt(K'/K) p
         K  = (K' - (1 - a) K_0)/a                            p  = sqrt(K/K') p'
 
-    The product follows by automatic differentiation. With f = sqrt(K'/K) it is::
-
-        lambda_p <- f lambda_p + (lambda_p . p) (a - f^2)/(2 f K) p/m
-
-    Momenta that are all zero stay zero.
+    The product follows by automatic differentiation. Momenta that are all zero stay zero.
     """
 
-    def __init__(self, bath: Bath, tau: Tensor) -> None:
-        super().__init__(bath)
-        self.tau = tau
-
     def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
-        p, target = state.momentum, self.bath.target(state.position)
-        T = twice_kinetic(p, 1 / self.bath.masses(p))
-        moving = T > 0
-        excess = torch.where(moving, target / torch.where(moving, T, 1.0) - 1, 0.0)
-        return {"momentum": excess * p / (2 * self.tau.to(p))}
+        return self.relaxation(state.momentum, self.bath.target(state.position))
 
     def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
         exponent = -h / self.tau.to(state.position)
@@ -81,36 +63,25 @@ class Berendsen(Relaxing):
 
     See Berendsen, Postma, van Gunsteren, DiNola and Haak, J. Chem. Phys. 81, 3684 (1984).
 
-    ========= ==================================================== ================
-    symbol    meaning                                              units
-    ========= ==================================================== ================
-    kT        temperature                                          energy
-    tau       relaxation time of the kinetic energy                time
-    dof       degrees of freedom of one system                     1
-    ========= ==================================================== ================
-
     Terms: A (stream), B (kick), R (:class:`WeakCoupling`). Schemes: "BABR", or "RBABR", which is
     second order. It is also an ODE: :class:`~adjsim.ODESolver`. Without a force the kinetic energy
-    decays to K_0 as exp(-t/tau). Momenta relax half as fast as the kinetic energy, and a friction
-    rate of a Langevin equation corresponds to 1/(2 tau).
+    decays to K_0 as exp(-t/tau). Momenta relax half as fast, and a friction rate of a Langevin
+    equation corresponds to 1/(2 tau).
 
     Use it to bring a system to a temperature. It does not sample the canonical distribution, since
     the fluctuation of the kinetic energy is too small, by a factor that depends on tau. It also
-    moves energy from fast into slow motions, such as that of the whole system (the flying ice cube;
-    Harvey, Tan and Cheatham, J. Comput. Chem. 19, 726 (1998)). For averages use
-    :class:`~adjsim.Bussi`, which is the same relaxation with the noise that belongs to it. There is
-    no conserved quantity.
+    moves energy from fast into slow motions, as :class:`~adjsim.VelocityRescale` does. For averages
+    use :class:`~adjsim.Bussi`, which is the same relaxation with the noise that belongs to it.
+    There is no conserved quantity.
 
     Reversing a step multiplies errors in the kinetic energy by exp(dt/tau), so
     :class:`~adjsim.ReversibleAdjoint` stores checkpoints.
 
     Args:
-        potential: energy module, or a force field.
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.
         kT: temperature, energy; one number.
         tau: relaxation time of the kinetic energy, time.
-        dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms
-            x dim - dim when the total momentum is zero and stays so.
+        dof: degrees of freedom of one system; see :class:`~adjsim.NoseHooverChain`.
 
     Raises:
         ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.

@@ -15,17 +15,11 @@ from adjsim.core.state import PhaseState
 from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients, Random
-from adjsim.dynamics.term import Term
-from adjsim.dynamics.thermostats.base import (
-    Bath,
-    Relaxing,
-    Rescale,
-    rescaling,
-    twice_kinetic,
-)
+from adjsim.dynamics.terms import Term
+from adjsim.dynamics.thermostats.base import Relax, Relaxing, rescaling
 
 
-class StochasticRescale(Rescale):
+class StochasticRescale(Relax):
     """The stochastic rescaling, R, of the kinetic energy K of each system::
 
         dK = (K_0 - K)/tau dt + 2 sqrt(K K_0/(dof tau)) dW,      K_0 = dof kT/2
@@ -39,10 +33,10 @@ class StochasticRescale(Rescale):
 
     In units of sqrt(m), u is the momentum along p after an Ornstein-Uhlenbeck step of all dof
     momenta. It may change its sign. For dof > 1 momenta keep their direction: the canonical
-    distribution is even in the momenta and does not depend on this choice, the factor is then
-    smooth in kT, tau and T, and pathwise gradients are complete. With the sign of u (Bussi and
-    Parrinello 2008) the factor would jump from one sign to the other. For dof = 1 the two signs
-    meet at zero, so the factor with the sign is the smooth one.
+    distribution is even in the momenta and does not depend on this choice, and the factor is then
+    smooth in kT, tau and T. With the sign of u (Bussi and Parrinello 2008) it would jump from one
+    sign to the other. For dof = 1 the two signs meet at zero, so the factor with the sign is the
+    smooth one.
 
     The inverse solves T' for T. For given noise T' is a parabola in sqrt(T), with its minimum
     where u = 0. It grows with T where u > 0, and there::
@@ -53,14 +47,7 @@ class StochasticRescale(Rescale):
     wrong one. At equilibrium that has the probability I(dof/2, 1/2) / 2 a step, with I the
     regularised incomplete beta function at 1 - c. It is less than (h/tau)^(dof/2).
 
-    The product follows by automatic differentiation. With f = sqrt(T'/T) and lambda_f the sum of
-    lambda_p . p over a system it is::
-
-        lambda_p <- f lambda_p + lambda_f (c + g R_1 sqrt(c/T) - f^2)/(f T) p/m
-        lambda_g += lambda_f (u R_1 + g S)/(f T)
-        lambda_sqrt(c) += lambda_f u/(f sqrt(T))
-
-    Momenta that are all zero stay zero.
+    The product follows by automatic differentiation. Momenta that are all zero stay zero.
     """
 
     draws = 1
@@ -69,18 +56,10 @@ class StochasticRescale(Rescale):
         "take independent noises of fixed amplitude"
     )
 
-    def __init__(self, bath: Bath, tau: Tensor) -> None:
-        super().__init__(bath)
-        self.tau = tau
-
     def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
         """Compute the drift in the sense of Ito, ``((1 - 1/dof) K_0/K - 1) p / (2 tau)``."""
         p, dof = state.momentum, self.bath.degrees(state.position)
-        T = twice_kinetic(p, 1 / self.bath.masses(p))
-        moving = T > 0
-        supply = (dof - 1) * self.bath.kT.to(p) / torch.where(moving, T, 1.0)
-        excess = torch.where(moving, supply - 1, 0.0)
-        return {"momentum": excess * p / (2 * self.tau.to(p))}
+        return self.relaxation(p, (dof - 1) * self.bath.kT.to(p))
 
     def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
         position = state.position
@@ -136,14 +115,6 @@ class Bussi(Relaxing):
     Chem. Phys. 126, 014101 (2007), and for the sign of the factor, which only a single degree of
     freedom has here, Bussi and Parrinello, Comput. Phys. Commun. 179, 26 (2008).
 
-    ========= ==================================================== ================
-    symbol    meaning                                              units
-    ========= ==================================================== ================
-    kT        temperature                                          energy
-    tau       relaxation time of the kinetic energy                time
-    dof       degrees of freedom of one system, an integer         1
-    ========= ==================================================== ================
-
     Terms: A (stream), B (kick), R (:class:`StochasticRescale`). Schemes: "BABR", or "RBABR", a
     palindrome. It samples the canonical distribution for every tau, and disturbs the motion less
     than :class:`~adjsim.Langevin`, since all momenta of a system keep their direction: diffusion
@@ -164,12 +135,10 @@ class Bussi(Relaxing):
     another adjoint.
 
     Args:
-        potential: energy module, or a force field.
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.
         kT: temperature, energy; one number.
         tau: relaxation time of the kinetic energy, time.
-        dof: degrees of freedom of one system, an integer. None: atoms x dim, pinned atoms left out.
-            Pass atoms x dim - dim when the total momentum is zero and stays so.
+        dof: degrees of freedom of one system, an integer; see :class:`~adjsim.NoseHooverChain`.
 
     Raises:
         ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.

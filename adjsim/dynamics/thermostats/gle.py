@@ -13,15 +13,14 @@ from adjsim.core.arguments import as_tensor
 from adjsim.core.noise import NoiseStream
 from adjsim.core.parameters import register
 from adjsim.core.state import AnyState
-from adjsim.core.typing import Number, Positions, PositionsLike, Seed
+from adjsim.core.typing import Number, Positions, Seed
 from adjsim.dynamics.density import Canonical
-from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.masses import Masses
-from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Combination, Field, Random, Source
-from adjsim.dynamics.starts import as_start, standard_normal
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.starts import check_shape, standard_normal
+from adjsim.dynamics.terms import Term
+from adjsim.dynamics.thermostats.base import Thermostat
 
 
 class MemoryState(NamedTuple):
@@ -59,12 +58,9 @@ class Bath(Term[MemoryState]):
         self.draws = 1 + len(rates)
 
     def drift(self, t: Any, state: MemoryState) -> Mapping[str, Tensor]:
-        c, r = self._couplings(state.momentum)
-        memory_force = -(c * state.memory).sum(-3)
-        return {
-            "momentum": memory_force,
-            "memory": c * state.momentum.unsqueeze(-3) - r * state.memory,
-        }
+        p, z = state.momentum, state.memory
+        c, r = self._couplings(p)
+        return {"momentum": -(c * z).sum(-3), "memory": c * p.unsqueeze(-3) - r * z}
 
     def diffusion(self, t: Any, state: MemoryState) -> Mapping[str, Tensor]:
         _, r = self._couplings(state.momentum)
@@ -96,53 +92,36 @@ class Bath(Term[MemoryState]):
     def moves(self, h: float, state: MemoryState) -> Sequence[Move]:
         last = self.draws - 1
         fields: list[Source] = [Field("momentum"), *(Field("memory", i) for i in range(last))]
-        upper = [
-            self._add(i, Combination(f"upper {i}", tuple(fields[i + 1 :]))) for i in range(last)
-        ]
+        xi: list[Source] = [Random(i) for i in range(self.draws)]
+
+        def add(i: int, what: str, sources: list[Source], coefficient: str | None = None) -> Shear:
+            name, link = ("momentum", None) if i == 0 else ("memory", i - 1)
+            return Shear(name, Combination(f"{what} {i}", tuple(sources)), coefficient, link)
+
+        upper = [add(i, "upper", fields[i + 1 :]) for i in range(last)]
         scales = [
             Scale("momentum", Coefficient("p scale")),
             Scale("memory", Coefficient("z scale")),
         ]
-        lower = [
-            self._add(i, Combination(f"lower {i}", tuple(fields[:i]))) for i in range(last, 0, -1)
-        ]
-        noise = [
-            self._add(
-                i,
-                Combination(f"noise {i}", tuple(Random(j) for j in range(i or self.draws))),
-                "thermal",
-            )
-            for i in range(self.draws)
-        ]
+        lower = [add(i, "lower", fields[:i]) for i in range(last, 0, -1)]
+        noise = [add(i, "noise", xi[: i or self.draws], "thermal") for i in range(self.draws)]
         return (*upper, *scales, *lower, *noise)
-
-    @staticmethod
-    def _add(i: int, source: Source, coefficient: str | None = None) -> Shear:
-        if i == 0:
-            return Shear("momentum", source, coefficient)
-        return Shear("memory", source, coefficient, link=i - 1)
 
     def _couplings(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return sqrt(strengths) and rates, ``(rates, 1, 1)``."""
-        return self.strengths.to(like).sqrt().reshape(-1, 1, 1), self.rates.to(like).reshape(
-            -1, 1, 1
-        )
+        c, r = self.strengths.to(like).sqrt(), self.rates.to(like)
+        return c.reshape(-1, 1, 1), r.reshape(-1, 1, 1)
 
     def matrix(self) -> Tensor:
-        """Return M of dy = -M y dt + noise, in float64.
-
-        Its shape is ``(1 + rates, 1 + rates)``.
-        """
+        """Return M of dy = -M y dt + noise, float64, ``(1 + rates, 1 + rates)``."""
         c, r = self.strengths.double().sqrt(), self.rates.double()
-        top = torch.cat([c.new_zeros(1), c])
-        below = torch.cat([-c.unsqueeze(1), torch.diag(r)], 1)
-        return torch.cat([top.unsqueeze(0), below])
+        top = torch.cat([c.new_zeros(1), c]).unsqueeze(0)
+        return torch.cat([top, torch.cat([-c.unsqueeze(1), torch.diag(r)], 1)])
 
     def flow(self, h: float) -> tuple[Tensor, Tensor]:
-        """Compute E = exp(-M h) and 1 - E E^T, float64.
+        """Compute E = exp(-M h) and 1 - E E^T, float64, by Van Loan's block exponential.
 
-        The covariance 1 - E E^T comes from Van Loan's block exponential. Subtraction would lose all
-        digits of its smallest entry, which is of order h^3.
+        Subtraction would lose all digits of the smallest entry, which is of order h^3.
         """
         M, r = self.matrix(), self.rates.double()
         source = torch.diag(torch.cat([r.new_zeros(1), 2 * r]))
@@ -165,23 +144,17 @@ class Bath(Term[MemoryState]):
 
 
 def _ldu(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Factor into unit lower, diagonal and unit upper matrices.
-
-    Elimination does not exchange rows.
-    """
-    size = len(matrix)
-    lower = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
-    for j in range(size - 1):
+    """Factor into unit lower, diagonal and unit upper matrices, without exchanges of rows."""
+    lower = unit = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    for j in range(len(matrix) - 1):
         factors = torch.cat([matrix.new_zeros(j + 1), matrix[j + 1 :, j] / matrix[j, j]])
         matrix = matrix - torch.outer(factors, matrix[j])
-        lower = lower + torch.outer(
-            factors, torch.eye(size, dtype=matrix.dtype, device=matrix.device)[j]
-        )
+        lower = lower + torch.outer(factors, unit[j])
     pivots = matrix.diagonal()
     return lower, pivots, matrix / pivots.unsqueeze(-1)
 
 
-class GeneralizedLangevin(MassiveDynamics[MemoryState]):
+class GeneralizedLangevin(Thermostat[MemoryState]):
     """Langevin dynamics with a memory kernel, and noise by the fluctuation-dissipation theorem::
 
         dq = p/m dt
@@ -195,15 +168,13 @@ class GeneralizedLangevin(MassiveDynamics[MemoryState]):
     other word.
 
     Args:
-        potential: energy module, or a force field.
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.
         kT: temperature, energy; one number.
         rates: decay of each exponential, 1/time; numbers or a 1-D tensor.
         strengths: weight of each exponential at t = 0, 1/time^2; as many as rates.
     """
 
     state_type = MemoryState
-    kT: Tensor
     rates: Tensor
     strengths: Tensor
 
@@ -215,8 +186,7 @@ class GeneralizedLangevin(MassiveDynamics[MemoryState]):
         rates: Number = (1.0,),
         strengths: Number = (1.0,),
     ) -> None:
-        super().__init__(potential, mass)
-        register(self, "kT", kT, positive=True, single=True)
+        super().__init__(potential, mass, kT)
         for name, value in (("rates", rates), ("strengths", strengths)):
             given = as_tensor(name, value)
             if given.ndim != 1 or given.numel() == 0:
@@ -239,33 +209,16 @@ class GeneralizedLangevin(MassiveDynamics[MemoryState]):
         """The term of momentum and memory."""
         return Bath(self.masses, self.kT, self.rates, self.strengths)
 
-    def init(
-        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
-    ) -> MemoryState:
-        """Make a start with the memory drawn at equilibrium.
-
-        Momenta that are not given are drawn as sqrt(m kT) xi.
-        """
-        at, p = as_start(position, momentum)
-        if p is None:
-            p = self.thermal_momentum(at, self.kT, generator)
-        xi = standard_normal(at, generator, NoiseStream.MEMORY, (len(self.rates),))
-        state = MemoryState(at, p, self.masses.thermal(at, self.kT) * xi)
-        self.check(state)
-        return state
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
+        """Draw the memory at equilibrium, beside position and momentum."""
+        moving = super().started(position, p, generator)
+        xi = standard_normal(position, generator, NoiseStream.MEMORY, (len(self.rates),))
+        return (*moving, self.masses.thermal(position, self.kT) * xi)
 
     def check(self, state: AnyState) -> None:
         super().check(state)
-        assert isinstance(state, MemoryState)
-        *batch, atoms, dim = state.position.shape
-        expected = (*batch, len(self.rates), atoms, dim)
-        if tuple(state.memory.shape) != expected:
-            raise ValueError(
-                f"memory has shape {tuple(state.memory.shape)}; it must be {expected}."
-            )
-
-    def heat_limit(self, start: AnyState) -> HeatLimit:
-        return HeatLimit(self.masses, self.kT, self.potential, start)
+        *batch, atoms, dim = state[0].shape
+        check_shape(state, "memory", (*batch, len(self.rates), atoms, dim))
 
     def stationary_density(self) -> Canonical:
         """Declare the canonical density. Each memory variable is distributed as a momentum."""

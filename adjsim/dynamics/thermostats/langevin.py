@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.parameters import register
-from adjsim.core.state import AnyState, PhaseState
+from adjsim.core.state import PhaseState
 from adjsim.core.typing import Number
 from adjsim.dynamics.density import Canonical
-from adjsim.dynamics.masses import Masses, check_entries, check_per_atom, per_atom
+from adjsim.dynamics.masses import Masses, check_per_atom, per_atom
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Random
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.dynamics.thermostats.base import Thermostat
 
 
@@ -50,7 +50,7 @@ class OrnsteinUhlenbeck(Term[PhaseState]):
         return (Scale("momentum", Coefficient("decay")), Shear("momentum", Random(), "noise"))
 
 
-class Langevin(Thermostat):
+class Langevin(Thermostat[PhaseState]):
     """Underdamped Langevin dynamics::
 
         dq = p/m dt
@@ -66,12 +66,12 @@ class Langevin(Thermostat):
     unless the steps are exact (``Splitting("BAOAB", dt, exact=True)``).
 
     Args:
-        potential: energy module, or a force field.
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.
         kT: temperature, energy; one number.
         friction: rate at which momenta decay, 1/time; scalar, ``(atoms,)`` or ``(atoms, 1)``.
     """
 
+    per_atom = ("mass", "friction")
     friction: Tensor
 
     def __init__(
@@ -84,10 +84,6 @@ class Langevin(Thermostat):
     @property
     def terms(self) -> dict[str, Term[Any]]:
         return {**self.motion, "O": OrnsteinUhlenbeck(self.masses, self.kT, self.friction)}
-
-    def check(self, state: AnyState) -> None:
-        super().check(state)
-        check_entries("friction", self.friction, state)
 
     def stationary_density(self) -> Canonical:
         return Canonical(self)

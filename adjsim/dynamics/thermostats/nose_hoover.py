@@ -10,19 +10,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_number, as_whole
+from adjsim.core.arguments import as_whole
 from adjsim.core.parameters import register
-from adjsim.core.state import AnyMomentumState, AnyState, position_of
-from adjsim.core.typing import Energies, Number, Positions, PositionsLike, Seed
+from adjsim.core.state import AnyMomentumState, AnyState
+from adjsim.core.typing import Energies, Number, Positions, Seed
 from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
 from adjsim.dynamics.density import Canonical
-from adjsim.dynamics.heat import HeatLimit
-from adjsim.dynamics.masses import Masses
-from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.moves import Move, Scale, Shear
-from adjsim.dynamics.sources import Accumulate, Coefficients, Field, MoveContext, unbroadcast
-from adjsim.dynamics.starts import as_start, check_dof
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.sources import Coefficients, Field, Linearised, MoveContext, unbroadcast
+from adjsim.dynamics.starts import check_shape
+from adjsim.dynamics.terms import Term
+from adjsim.dynamics.thermostats.base import Bath, Rescaling
 
 
 class ChainState(NamedTuple):
@@ -68,10 +66,8 @@ class Chain(Term[ChainState]):
              = exp(-h v_{j+1}) b_j + h exp(-h v_{j+1}/2) G_j
     """
 
-    def __init__(
-        self, masses: Masses, kT: Tensor, tau: Tensor, length: int, dof: float | None
-    ) -> None:
-        self.masses, self.kT, self.tau, self.length, self.dof = masses, kT, tau, length, dof
+    def __init__(self, bath: Bath, tau: Tensor, length: int) -> None:
+        self.bath, self.tau, self.length = bath, tau, length
 
     def drift(self, t: Any, state: ChainState) -> Mapping[str, Tensor]:
         c = self.coefficients(0.0, state)
@@ -87,22 +83,14 @@ class Chain(Term[ChainState]):
 
     def coefficients(self, h: float, state: ChainState) -> dict[str, Tensor]:
         Q, target = self.links(state.position)
-        return {
-            "1/Q": 1 / Q,
-            "h/Q": h / Q,
-            "target": target,
-            "1/m": 1 / self.masses(state.momentum),
-        }
+        m = self.bath.masses(state.momentum)
+        return {"1/Q": 1 / Q, "h/Q": h / Q, "target": target, "1/m": 1 / m}
 
     def links(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the chain's masses and target values, each ``(length, 1, 1)``.
-
-        The targets are the equilibrium values of twice the kinetic energies.
-        """
-        dof = self.masses.dof(position) if self.dof is None else self.dof
+        """Compute masses of the links and means of twice their kinetic energies."""
         count = torch.ones(self.length, 1, 1, dtype=position.dtype, device=position.device)
-        count[0] = dof
-        kT, tau = self.kT.to(position), self.tau.to(position)
+        count[0] = self.bath.degrees(position)
+        kT, tau = self.bath.kT.to(position), self.tau.to(position)
         return count * (kT * tau**2), count * kT
 
     def moves(self, h: float, state: ChainState) -> Sequence[Move]:
@@ -123,10 +111,7 @@ class Chain(Term[ChainState]):
 
 
 def _chain_force(state: _WithChain, c: Coefficients, j: int) -> Tensor:
-    """Compute the force on link j of the chain.
-
-    It is twice the kinetic energy that the link controls, minus the equilibrium value.
-    """
+    """Compute twice the kinetic energy that link j controls, minus its equilibrium value."""
     if j == 0:
         return (state.momentum**2 * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][0]
     return select_link(state.bath_momentum, j - 1) ** 2 * c["1/Q"][j - 1] - c["target"][j]
@@ -147,134 +132,98 @@ class ChainScaling:
     def value(self, state: Any, context: MoveContext) -> Tensor:
         return _scaling(state, context.coefficients, self.link, self.h)
 
-    def vjp(
-        self, state: Any, context: MoveContext, cotangents: Cotangents
-    ) -> tuple[Tensor, Accumulate]:
-        value = self.value(state, context)
-        return value, lambda cotangent: _scaling_vjp(
-            self.link, self.h, cotangent * value, state, context, cotangents
-        )
+    def vjp(self, state: Any, context: MoveContext, cotangents: Cotangents) -> Linearised:
+        value, products = self.value(state, context), _ChainProducts(state, context, cotangents)
+        return value, lambda cotangent: products.add_scaling(self.link, self.h, cotangent * value)
 
 
 @dataclass(frozen=True)
 class ChainForce:
-    """The force on link j over a time h, ``h G_j``.
-
-    It is multiplied by ``exp(-h b_k/2Q_k)`` if link k damps it.
-    """
+    """The force on link j over h, ``h G_j``, times ``exp(-h b_k/2Q_k)`` if link k damps it."""
 
     link: int
     h: float
     damped_by: int | None
 
     def value(self, state: Any, context: MoveContext) -> Tensor:
-        impulse = _chain_force(state, context.coefficients, self.link) * self.h
-        return (
-            impulse
-            if self.damped_by is None
-            else impulse * _scaling(state, context.coefficients, self.damped_by, self.h / 2)
-        )
+        impulse, damping = self._factors(state, context.coefficients)
+        return impulse if damping is None else impulse * damping
 
-    def vjp(
-        self, state: Any, context: MoveContext, cotangents: Cotangents
-    ) -> tuple[Tensor, Accumulate]:
-        impulse = _chain_force(state, context.coefficients, self.link) * self.h
-        if self.damped_by is None:
-            return impulse, lambda cotangent: self._chain_force_vjp(
-                cotangent * self.h, state, context, cotangents
-            )
-        k, damping = (
-            self.damped_by,
-            _scaling(state, context.coefficients, self.damped_by, self.h / 2),
-        )
+    def vjp(self, state: Any, context: MoveContext, cotangents: Cotangents) -> Linearised:
+        impulse, damping = self._factors(state, context.coefficients)
+        products, k = _ChainProducts(state, context, cotangents), self.damped_by
+        if k is None or damping is None:
+            return impulse, lambda cotangent: products.add_force(self.link, cotangent * self.h)
         value = impulse * damping
 
         def accumulate(cotangent: Tensor) -> None:
-            _scaling_vjp(k, self.h / 2, cotangent * value, state, context, cotangents)
-            self._chain_force_vjp(cotangent * damping * self.h, state, context, cotangents)
+            products.add_scaling(k, self.h / 2, cotangent * value)
+            products.add_force(self.link, cotangent * damping * self.h)
 
         return value, accumulate
 
-    def _chain_force_vjp(
-        self, cotangent: Tensor, state: _WithChain, context: MoveContext, cotangents: Cotangents
-    ) -> None:
-        """Add the products of the cotangent of G_j to its fields and coefficients."""
-        c, j = context.coefficients, self.link
-        _add_to_link(context, cotangents, "target", j, -cotangent)
+    def _factors(self, state: Any, c: Coefficients) -> tuple[Tensor, Tensor | None]:
+        impulse, k = _chain_force(state, c, self.link) * self.h, self.damped_by
+        return impulse, None if k is None else _scaling(state, c, k, self.h / 2)
+
+
+class _ChainProducts(NamedTuple):
+    """The cotangents that a move along the chain adds to, at a state."""
+
+    state: _WithChain
+    context: MoveContext
+    cotangents: Cotangents
+
+    def add_scaling(self, j: int, h: float, cotangent: Tensor) -> None:
+        """Add the products of the cotangent of a scaling factor, times the factor."""
+        self._add_to_bath(j, cotangent * self.context.coefficients["1/Q"][j] * -h)
+        self._add_to_link("1/Q", j, cotangent * select_link(self.state.bath_momentum, j) * -h)
+
+    def add_force(self, j: int, cotangent: Tensor) -> None:
+        """Add the products of the cotangent of G_j."""
+        state, context, cotangents = self
+        c = context.coefficients
+        self._add_to_link("target", j, -cotangent)
         if j == 0:
-            scaled = state.momentum * cotangent
+            scaled, inverse_mass = state.momentum * cotangent, c["1/m"]
             cotangents["momentum"] = torch.addcmul(
-                cotangents["momentum"], scaled, c["1/m"], value=2
+                cotangents["momentum"], scaled, inverse_mass, value=2
             )
-            if c["1/m"].requires_grad:
-                cotangents.add_coefficient(
-                    context.letter, "1/m", unbroadcast(scaled * state.momentum, c["1/m"])
-                )
+            if inverse_mass.requires_grad:
+                found = unbroadcast(scaled * state.momentum, inverse_mass)
+                cotangents.add_coefficient(context.letter, "1/m", found)
         else:
             before = select_link(state.bath_momentum, j - 1)
-            _add_to_bath(cotangents, j - 1, cotangent * before * c["1/Q"][j - 1] * 2)
-            _add_to_link(context, cotangents, "1/Q", j - 1, cotangent * before**2)
+            self._add_to_bath(j - 1, cotangent * before * c["1/Q"][j - 1] * 2)
+            self._add_to_link("1/Q", j - 1, cotangent * before**2)
+
+    def _add_to_bath(self, j: int, cotangent: Tensor) -> None:
+        like = select_link(self.cotangents["bath_momentum"], j)
+        self.cotangents.add("bath_momentum", unbroadcast(cotangent, like), j)
+
+    def _add_to_link(self, name: str, j: int, cotangent: Tensor) -> None:
+        """Add to the cotangent of one link of a coefficient."""
+        whole = self.context.coefficients[name]
+        if whole.requires_grad:
+            found = replace_link(torch.zeros_like(whole), j, unbroadcast(cotangent, whole[j]))
+            self.cotangents.add_coefficient(self.context.letter, name, found)
 
 
-def _scaling_vjp(
-    j: int,
-    h: float,
-    cotangent: Tensor,
-    state: _WithChain,
-    context: MoveContext,
-    cotangents: Cotangents,
-) -> None:
-    """Add the products of the scaling factor's cotangent, times the factor, to b_j and 1/Q_j."""
-    _add_to_bath(cotangents, j, cotangent * context.coefficients["1/Q"][j] * -h)
-    _add_to_link(
-        context, cotangents, "1/Q", j, cotangent * select_link(state.bath_momentum, j) * -h
-    )
-
-
-def _add_to_bath(cotangents: Cotangents, j: int, cotangent: Tensor) -> None:
-    cotangents.add(
-        "bath_momentum", unbroadcast(cotangent, select_link(cotangents["bath_momentum"], j)), j
-    )
-
-
-def _add_to_link(
-    context: MoveContext, cotangents: Cotangents, name: str, j: int, cotangent: Tensor
-) -> None:
-    """Add to the cotangent of one link of a coefficient."""
-    whole = context.coefficients[name]
-    if whole.requires_grad:
-        cotangents.add_coefficient(
-            context.letter,
-            name,
-            replace_link(torch.zeros_like(whole), j, unbroadcast(cotangent, whole[j])),
-        )
-
-
-class NoseHooverChain(MassiveDynamics[ChainState]):
+class NoseHooverChain(Rescaling[ChainState]):
     """Canonical dynamics by a Nose-Hoover chain of thermostats.
 
     See Martyna, Klein and Tuckerman, J. Chem. Phys. 97, 2635 (1992).
 
-    ========= ==================================================== ================
-    symbol    meaning                                              units
-    ========= ==================================================== ================
-    kT        temperature                                          energy
-    tau       relaxation time of the chain                         time
-    dof       degrees of freedom of one system                     1
-    Q_1       dof kT tau^2                                         energy time^2
-    Q_j       kT tau^2, j > 1                                      energy time^2
-    ========= ==================================================== ================
-
     Terms: A (stream), B (kick), N (chain, see :class:`Chain`). Schemes: "NBABN" and other
-    palindromes. Each system of a batch has its own chain. The invariant is the extended energy
-    ``sum p^2/2m + U + sum b_j^2/2Q_j + dof kT x_1 + kT sum_{j>1} x_j``, with x_j and b_j
-    the position and momentum of link j. With length 3 or more the dynamics is ergodic even
-    for one harmonic oscillator; with length 1 it is not. It is deterministic and, in
-    practice, chaotic.
+    palindromes. Each system of a batch has its own chain. Link j has the position x_j, the momentum
+    b_j and the mass Q_j, energy time^2: Q_1 = dof kT tau^2, and Q_j = kT tau^2 for j > 1. The
+    invariant is the extended energy
+    ``sum p^2/2m + U + sum b_j^2/2Q_j + dof kT x_1 + kT sum_{j>1} x_j``. With length 3 or more the
+    dynamics is ergodic even for one harmonic oscillator; with length 1 it is not. It is
+    deterministic and, in practice, chaotic. A start has the chain at rest.
 
     Args:
-        potential: energy module.
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``.
+        potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.
         kT: temperature, energy; one number.
         tau: relaxation time; a few times the period of the slowest vibration that should be
             thermalised well.
@@ -287,7 +236,6 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
     """
 
     state_type = ChainState
-    kT: Tensor
     tau: Tensor
 
     def __init__(
@@ -299,21 +247,16 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
         length: int = 3,
         dof: float | int | None = None,
     ) -> None:
-        super().__init__(potential, mass)
-        register(self, "kT", kT, positive=True, single=True)
+        # The base class validates the length too.
+        self.length = as_whole("length", length)
+        super().__init__(potential, mass, kT, dof)
         register(self, "tau", tau, positive=True, single=True)
-        self.length, self.dof = (
-            as_whole("length", length),
-            None if dof is None else as_number("dof", dof),
-        )
-        self.validate()
 
     def validate(self) -> None:
         """Refuse a length or degrees of freedom that the constructor would refuse."""
         if self.length < 1:
             raise ValueError(f"length must be at least 1 link; got {self.length}.")
-        if self.dof is not None and not self.dof > 0:
-            raise ValueError(f"dof must be positive; got {self.dof}.")
+        super().validate()
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
@@ -322,51 +265,26 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
     @property
     def chain(self) -> Chain:
         """The term of the chain."""
-        return Chain(self.masses, self.kT, self.tau, self.length, self.dof)
+        return Chain(self.bath, self.tau, self.length)
 
-    def init(
-        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
-    ) -> ChainState:
-        """Make a start with the chain at rest.
-
-        Momenta that are not given are drawn as sqrt(m kT) xi.
-        """
-        at, p = as_start(position, momentum)
-        if p is None:
-            p = self.thermal_momentum(at, self.kT, generator)
-        bath = at.new_zeros((*at.shape[:-2], self.length, 1, 1))
-        state = ChainState(at, p, bath, bath)
-        self.check(state)
-        return state
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
+        bath = position.new_zeros((*position.shape[:-2], self.length, 1, 1))
+        return (*super().started(position, p, generator), bath, bath)
 
     def check(self, state: AnyState) -> None:
         super().check(state)
-        check_dof(self.dof, state)
-        expected = (*position_of(state).shape[:-2], self.length, 1, 1)
         for name in ("bath_position", "bath_momentum"):
-            if getattr(state, name).shape != expected:
-                raise ValueError(
-                    f"{name} has shape {tuple(getattr(state, name).shape)}; it must be {expected}."
-                )
+            check_shape(state, name, (*state[0].shape[:-2], self.length, 1, 1))
 
     def characteristic_scales(self, t: float, state: ChainState, time: float) -> dict[str, Tensor]:
         Q, target = self.chain.links(state.position)
         # In the extended energy x_1 has the weight dof kT and the other x_j have kT. So the others
         # are of order one, and x_1 is smaller.
-        return {
-            **super().characteristic_scales(t, state, time),
-            "bath_momentum": torch.sqrt(Q * target),
-            "bath_position": torch.ones_like(Q),
-        }
-
-    def heat_limit(self, start: AnyState) -> HeatLimit:
-        return HeatLimit(self.masses, self.kT, self.potential, start)
+        bath = {"bath_momentum": torch.sqrt(Q * target), "bath_position": torch.ones_like(Q)}
+        return super().characteristic_scales(t, state, time) | bath
 
     def stationary_density(self) -> Canonical:
-        """Declare the canonical density, with the weights Q_j of the chain's momenta.
-
-        The chain's positions have no stationary density.
-        """
+        """Declare the canonical density, without the chain's positions, which have none."""
         return Canonical(self, {"bath_momentum": lambda state: self.chain.links(state.position)[0]})
 
     def invariant(self, state: ChainState) -> Energies:

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.parameters import register
-from adjsim.core.state import AnyState
-from adjsim.core.typing import Number, Positions, PositionsLike, Seed
+from adjsim.core.typing import Number, Positions, Seed
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.density import CanonicalPositions
-from adjsim.dynamics.masses import check_entries, check_per_atom, per_atom
-from adjsim.dynamics.starts import as_start
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.masses import check_per_atom, per_atom
+from adjsim.dynamics.terms import Term
 from adjsim.potentials.base import force, force_vjp
 
 POWER_ITERATIONS = 30
@@ -28,10 +26,7 @@ class PositionState(NamedTuple):
 
 
 class Diffuse(Term[PositionState]):
-    """Diffusion, D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``.
-
-    It has no flow in closed form.
-    """
+    """Diffusion, D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``, without a closed flow."""
 
     draws = 1
     advances_time = True
@@ -72,7 +67,9 @@ class OverdampedLangevin(Dynamics[PositionState]):
     """
 
     state_type = PositionState
+    per_atom = ("friction",)
     damping_name = "curvature / friction"
+    potential: nn.Module  # pyright: ignore[reportIncompatibleVariableOverride]
     kT: Tensor
     friction: Tensor
 
@@ -86,38 +83,25 @@ class OverdampedLangevin(Dynamics[PositionState]):
     def terms(self) -> dict[str, Term[Any]]:
         return {"D": Diffuse(self.potential, self.kT, self.friction)}
 
-    def init(
-        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
-    ) -> PositionState:
-        """Make a start, without a momentum."""
-        if momentum is not None:
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
+        if p is not None:
             raise ValueError("OverdampedLangevin has no momentum; use Langevin if momenta matter.")
-        state = PositionState(as_start(position)[0])
-        self.check(state)
-        return state
+        return (position,)
 
     def stationary_density(self) -> CanonicalPositions:
         return CanonicalPositions(self)
 
-    def check(self, state: AnyState) -> None:
-        super().check(state)
-        check_entries("friction", self.friction, state)
-
     def damping(self, state: PositionState) -> float:
-        """Estimate the largest curvature of the potential at the state, divided by the friction.
+        """Estimate the largest curvature of the potential at the state, over the friction.
 
-        This is the rate at which two paths with the same noise converge. It is found by power
-        iteration on the Hessian, and holds near the state only.
+        It is the rate at which two paths with the same noise converge near the state.
         """
-        generator = torch.Generator().manual_seed(0)
-        v = torch.randn(state.position.shape, generator=generator, dtype=torch.float64).to(
-            state.position
-        )
-        friction = per_atom(self.friction, state.position.detach()).detach().sqrt()
-        rate = 0.0
+        generator, q = torch.Generator().manual_seed(0), state.position.detach()
+        v = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(q)
+        friction, rate = per_atom(self.friction, q).detach().sqrt(), 0.0
         for _ in range(POWER_ITERATIONS):
             v = v / v.norm()
-            _, pullback = force_vjp(self.potential, state.position.detach(), [])
+            _, pullback = force_vjp(self.potential, q, [])
             pulled = -pullback(v / friction)[0].detach() / friction
             rate = float((v * pulled).sum())
             if not float(pulled.norm()) > 0:

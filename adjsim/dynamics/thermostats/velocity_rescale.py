@@ -11,7 +11,7 @@ from torch import Tensor
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import PhaseState
 from adjsim.dynamics.moves import Move
-from adjsim.dynamics.term import Term
+from adjsim.dynamics.terms import Term
 from adjsim.dynamics.thermostats.base import Rescale, Rescaling, rescaling
 
 
@@ -21,11 +21,8 @@ class SetKineticEnergy(Rescale):
         p' = sqrt(K_0/K) p,      K_0 = dof kT/2
 
     It acts once for each R in the scheme, whatever the step, so it has no rate: its drift is empty.
-    All momenta of one direction have one image, so there is no inverse. With e = p/sqrt(K), the
-    product removes the part of a cotangent along the momentum::
-
-        lambda_p <- sqrt(K_0/K) (lambda_p - (lambda_p . p) (p/m) / 2K)
-        lambda_{K_0} += (lambda_p . e) / (2 sqrt(K_0))
+    All momenta of one direction have one image, so there is no inverse. The product removes the
+    part of a cotangent along the momentum.
     """
 
     no_equation = Refusal(
@@ -40,16 +37,11 @@ class SetKineticEnergy(Rescale):
         return {**super().coefficients(h, state), "target": target}
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
-        return (
-            rescaling(
-                lambda c, T: torch.sqrt(c["target"] / T),
-                None,
-                irreversible=Refusal("it loses the kinetic energy before the step"),
-            ),
-        )
+        lost = Refusal("it loses the kinetic energy before the step")
+        return (rescaling(lambda c, T: torch.sqrt(c["target"] / T), None, irreversible=lost),)
 
 
-class VelocityRescale(Rescaling):
+class VelocityRescale(Rescaling[PhaseState]):
     """Newton's equations, with the kinetic energy of each system set to dof kT/2 once a step.
 
     Terms: A (stream), B (kick), R (:class:`SetKineticEnergy`). Schemes: "BABR"; "RBABR" starts at
@@ -66,11 +58,9 @@ class VelocityRescale(Rescaling):
     stay zero.
 
     Args:
-        potential: energy module, or a force field.
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.
         kT: temperature, energy; one number.
-        dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms
-            x dim - dim when the total momentum is zero and stays so.
+        dof: degrees of freedom of one system; see :class:`~adjsim.NoseHooverChain`.
 
     Raises:
         ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.

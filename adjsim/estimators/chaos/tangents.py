@@ -68,7 +68,7 @@ class TangentDriver:
     """
 
     def __init__(
-        self, stepper: Stepper, inputs: Inputs, potential: nn.Module, basis: Tensor
+        self, stepper: Stepper, inputs: Inputs, potential: nn.Module | None, basis: Tensor
     ) -> None:
         self.stepper, self.inputs, self.potential = stepper, inputs, potential
         self.basis = basis

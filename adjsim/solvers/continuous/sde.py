@@ -180,10 +180,12 @@ class _Equation(torch.nn.Module):
         pairs = zip(amplitudes, self.sizes, strict=True)
         return torch.cat([g.reshape(self.rows, size, -1) for g, size in pairs], 1) * self._root
 
+    @torch.no_grad()
     def noisy(self) -> list[bool]:
-        """Return which fields have noise."""
+        """Return which fields have noise; all fields of an SDE."""
         run = self._field.run
-        return run.dynamics.noisy_fields(run.times[0], run.state)
+        amplitudes = run.dynamics.diffusion(run.times[0], run.state)
+        return [isinstance(run.dynamics, SDE) or bool((x != 0).any()) for x in amplitudes]
 
 
 class _StepNoise:

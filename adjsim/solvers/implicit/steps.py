@@ -244,6 +244,7 @@ class ImplicitSolver(SteppingSolver):
                     "EulerMaruyama(dt), StochasticHeun(dt) or SDESolver(dt=...)."
                 )
             return field_plan(dynamics, state, self.dt, self.theta, self.tol, self.order)
+        assert dynamics.potential is not None
         letters, draws = self._others(dynamics), 0
         stages = list[Stage]()
         for elapsed, part in ((0.0, letters), (1.0, letters[::-1])):

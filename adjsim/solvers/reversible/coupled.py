@@ -291,7 +291,7 @@ class Coupled(SteppingSolver):
                 step, _ = lattice.spill(step, limit)
             if not plan.is_valid(step):
                 where = f"in step {number + 1} (t = {after:g})"
-                raise plan.failure(step, before, t, where, SMALLER, dynamics.remedy)
+                raise plan.failure(step, before, t, where, SMALLER, dynamics)
             return step
 
         def plain(both: Any) -> Any:
