@@ -48,15 +48,14 @@ class StoredPieces(Fingerprints):
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
-        assert self.last is not None
-        return InversionInPieces(self, self.last)
+        return InversionInPieces(self)
 
 
 class InversionInPieces(ExactInversion):
     """Continues from a stored state where there is one, instead of the recovered state."""
 
-    def __init__(self, history: StoredPieces, last: AnyState) -> None:
-        super().__init__(history, last)
+    def __init__(self, history: StoredPieces) -> None:
+        super().__init__(history)
         self.stored = history.stored
 
     def restore(self, step: int, state: AnyState) -> AnyState:

@@ -42,5 +42,5 @@ def forth_and_back(
         Recorder(None, stepper.clock), [None] * len(start), None, 0.0, CotangentGrowth({})
     )
     rewind = history.rewind(inputs, forces, None, start)
-    found = driver.sweep(rewind.final(), Cotangents(nothing), unread, rewind, False)
+    found = driver.sweep(Cotangents(nothing), unread, rewind, False)
     return before, after, found

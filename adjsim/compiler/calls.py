@@ -18,11 +18,12 @@ from adjsim.compiler.values import (
     Gathered,
     Index,
     Indices,
-    Pointwise,
     Reinterpreted,
     Value,
     View,
+    dense_copy,
     make_buffer,
+    row_major,
 )
 
 
@@ -69,12 +70,7 @@ CALLS: dict[Any, Callable[[Sequence[Any], Sequence[torch.Tensor], Callable[..., 
 
 @dataclass(frozen=True)
 class Address:
-    """The memory of a stored value.
-
-    Attributes:
-        pointer: an expression of the address of its first element.
-        strides: for each axis.
-    """
+    """The memory of a stored value: its strides, and an expression of the address of its start."""
 
     pointer: str
     strides: tuple[int, ...]
@@ -85,19 +81,9 @@ class Address:
         return Address(self.pointer, self.strides[::-1])
 
 
-def dense_copy(value: Value, strides: Sequence[int]) -> Value:
-    """Make a copy of a value that is to be stored without padding, in the order of strides."""
-    return Pointwise(
-        value.shape, value.dtype, (value,), strides=tuple(strides), expression=lambda x: x
-    )
-
-
 def in_order(value: Value, store: Callable[..., None]) -> Value:
-    """Store a value with its axes in order and without padding, unless it is in memory like that.
-
-    It returns the stored value.
-    """
-    rows = torch.empty(value.shape, device="meta").stride()
+    """Return a value stored with its axes in order and without padding, itself if it is."""
+    rows = row_major(value.shape)
     address = address_of(value)
     if address is None or any(
         n > 1 and a != b for n, a, b in zip(value.shape, address.strides, rows, strict=True)
@@ -126,10 +112,10 @@ def address_of(value: Value) -> Address | None:
 
 
 def in_place(value: Value) -> Value | None:
-    """Return a selected part of a constant as a value that is in memory.
+    """Return a part of a constant that one stored number selects, as a value in memory.
 
-    The part is selected by one stored number, such as a row by the number of an iteration. Its
-    place stays the same if the given value is stored later. None is returned for other values.
+    Such a part is a row, by the number of an iteration. Its place stays the same if the given value
+    is stored later. Other values give None.
     """
     place = _place(value, selected=True)
     if place is None or place[0].variable or not place[0].constant:
@@ -148,12 +134,11 @@ def _place(value: Value, selected: bool = False) -> tuple[Buffer, Index, tuple[i
     if origin is None:
         return None
     buffer, begin = origin
-    strides: list[int] = []
-    for axis, length in enumerate(value.shape):
-        index = tuple(Index(int(a == axis)) for a in range(len(value.shape)))
-        found = _offset(value, index, selected) if length > 1 else origin
+    strides = [0] * len(value.shape)
+    for axis in [axis for axis, length in enumerate(value.shape) if length > 1]:
+        found = _offset(value, tuple(Index(int(a == axis)) for a in range(len(strides))), selected)
         assert found is not None
-        strides.append(found[1].const - begin.const)
+        strides[axis] = found[1].const - begin.const
     return buffer, begin, tuple(strides)
 
 
@@ -173,4 +158,4 @@ def _offset(value: Value, index: Indices, selected: bool) -> tuple[Buffer, Index
 def _scalar(numbers: Sequence[Value]) -> Index | None:
     """Return the index that one stored number is; None for other index tensors."""
     buffer = numbers[0].source.buffer if len(numbers) == 1 and numbers[0].numel == 1 else None
-    return Index(0, ((buffer.name, 1),)) if buffer is not None and buffer.variable else None
+    return Index.of(buffer.name) if buffer is not None and buffer.variable else None

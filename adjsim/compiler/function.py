@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from adjsim.compiler.calls import Call, Called
-from adjsim.compiler.costs import work_size
 from adjsim.compiler.graph import Lowering
 from adjsim.compiler.nest_groups import NestGroup, fuse, group_of, join
 from adjsim.compiler.nests import Task
@@ -116,7 +115,7 @@ class FunctionPrinter:
                 value for value in ready if all(task.work <= self.large for task in tasks[value])
             ]
             # Scalars first, so that a loop that needs one can join the loop before it.
-            scalars = [value for value in small if value.numel == work_size(value) == 1]
+            scalars = [value for value in small if value.numel == value.work == 1]
             chosen = scalars or small or self._sharing_loop(ready, tasks)
             groups.append(
                 group_of((task for value in chosen for task in tasks[value]), self.threads)

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from adjsim.compiler.calls import CALLS, Call, Called
-from adjsim.compiler.costs import CHEAP, cost, work_size
 from adjsim.compiler.indexing import SPLITS, Checked, gathered, indexed, reshaped, scattered, split
 from adjsim.compiler.operations import LOGICAL, literal
 from adjsim.compiler.pointwise import pointwise
 from adjsim.compiler.products import FEW, MatrixProduct, sum_of_products
 from adjsim.compiler.values import (
+    CHEAP,
     LANES,
     TYPES,
     Arange,
@@ -107,7 +107,7 @@ class Lowering:
 
     def _store_operand(self, operand: Value, numel: int) -> None:
         source = operand.source
-        if source.computed and source.numel < numel and (source.numel == 1 or cost(source) > 1):
+        if source.computed and source.numel < numel and (source.numel == 1 or source.cost > 1):
             self.store(source)
 
     # Lowering.
@@ -180,11 +180,11 @@ class Lowering:
 
     def _store_if_needed(self, value: Value, node: Node) -> None:
         for operand in value.operands:
-            self._store_operand(operand, work_size(value))
+            self._store_operand(operand, value.work)
         if (
             value.numel == 1
             or isinstance(value, Reduced)
-            or (value.numel <= self.large and len(node.users) > 1 and cost(value) >= CHEAP)
+            or (value.numel <= self.large and len(node.users) > 1 and value.cost >= CHEAP)
         ):
             self.store(value)
 

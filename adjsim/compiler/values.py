@@ -20,6 +20,8 @@ TYPES = {
     torch.int64: "int64_t",
     torch.bool: "bool",
 }
+# Number of operations per element from which a value that is read more than once is stored.
+CHEAP = 4
 # Rows with more than LANES / 2 and fewer than LONG elements are padded to a multiple of LANES, so
 # that a loop over a row consists of whole vectors.
 LANES = 8
@@ -37,6 +39,11 @@ class Index:
     const: int = 0
     terms: tuple[tuple[str, int], ...] = ()
 
+    @staticmethod
+    def of(name: str) -> Index:
+        """Return the value of a variable."""
+        return Index(0, ((name, 1),))
+
     def __add__(self, other: Index | int) -> Index:
         if isinstance(other, int):
             return Index(self.const + other, self.terms)
@@ -51,7 +58,7 @@ class Index:
         return Index(self.const * factor, tuple((name, f * factor) for name, f in self.terms))
 
     def factor(self, name: str) -> int:
-        """Return the factor of a variable, 0 if the variable does not occur."""
+        """Return the factor of a variable, 0 if it does not occur."""
         return dict(self.terms).get(name, 0)
 
     def __str__(self) -> str:
@@ -98,21 +105,16 @@ class Buffer:
 
     def at(self, index: Indices) -> Index:
         """Return the offset of an element."""
-        total = Index()
-        for i, stride in zip(index, self.strides, strict=True):
-            total = total + i * stride
-        return total
+        terms = (i * stride for i, stride in zip(index, self.strides, strict=True))
+        return sum(terms, start=Index())
 
 
 def make_buffer(
     name: str, dtype: torch.dtype, shape: Sequence[int], like: Sequence[int], fill: bool
 ) -> Buffer:
-    """Make a dense buffer whose axes are in the order of given strides.
+    """Make a dense buffer whose axes are in the order of the strides ``like``.
 
-    Args:
-        name, dtype, shape: those of the buffer.
-        like: strides that determine the order of the axes.
-        fill: pad short rows to whole vectors.
+    With ``fill``, short rows are padded to whole vectors.
     """
     order = sorted(range(len(shape)), key=lambda axis: (like[axis], -axis))
     order = [axis for axis in order if shape[axis] > 1]
@@ -124,6 +126,11 @@ def make_buffer(
             size = row = -(-size // LANES) * LANES
         step *= size
     return Buffer(name, dtype, tuple(shape), tuple(strides), row)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor with its axes in order."""
+    return torch.empty(tuple(shape), device="meta").stride()
 
 
 @dataclass(eq=False)
@@ -155,6 +162,23 @@ class Value:
     def computed(self) -> bool:
         """Whether reading an element needs more than a memory access."""
         return self.buffer is None
+
+    @property
+    def work(self) -> int:
+        """The number of elements that are computed for it."""
+        return self.numel
+
+    @property
+    def cost(self) -> int:
+        """The number of operations for an element, up to about :data:`CHEAP`."""
+        if not self.computed:
+            return 0
+        total = 1
+        for operand in self.operands:
+            total += operand.cost
+            if total >= CHEAP:
+                break
+        return total
 
     def load(self, body: Body, index: Indices) -> str:
         """Return an expression for an element, and print the statements that it needs."""
@@ -203,17 +227,18 @@ class View(Value):
     @cached_property
     def varies(self) -> tuple[bool, ...]:
         names = [f"i{axis}" for axis in range(len(self.shape))]
-        index = tuple(
-            Index(0, ((name, 1),)) if n > 1 else Index()
-            for name, n in zip(names, self.shape, strict=True)
-        )
-        base = self.operands[0]
-        read = [i for i, varies in zip(self.map(index), base.varies, strict=True) if varies]
+        named = zip(names, self.shape, strict=True)
+        index = self.map(tuple(Index.of(name) if n > 1 else Index() for name, n in named))
+        read = [i for i, varies in zip(index, self.operands[0].varies, strict=True) if varies]
         return tuple(any(i.factor(name) for i in read) for name in names)
 
     @property
     def computed(self) -> bool:
         return self.source.computed
+
+    @property
+    def cost(self) -> int:
+        return self.operands[0].cost
 
     def load(self, body: Body, index: Indices) -> str:
         return self.operands[0].load(body, self.map(index))
@@ -227,6 +252,13 @@ class Pointwise(Lazy):
 
     def print(self, body: Body, index: Indices) -> str:
         return self.expression(*(x.load(body, broadcast(index, x.shape)) for x in self.operands))
+
+
+def dense_copy(value: Value, strides: Sequence[int]) -> Pointwise:
+    """Make a copy of a value that is to be stored without padding, in the order of strides."""
+    return Pointwise(
+        value.shape, value.dtype, (value,), strides=tuple(strides), expression=lambda x: x
+    )
 
 
 @dataclass(eq=False)
@@ -272,10 +304,7 @@ class Gathered(Lazy):
         x, *numbers = self.operands
         width = max(len(number.shape) for number in numbers)
         where = index[self.axis : self.axis + width]
-        found = tuple(
-            Index(0, ((number.load(body, broadcast(where, number.shape)), 1),))
-            for number in numbers
-        )
+        found = (Index.of(x.load(body, broadcast(where, x.shape))) for x in numbers)
         return x.load(body, (*index[: self.axis], *found, *index[self.axis + width :]))
 
 
@@ -290,6 +319,10 @@ class Reduced(Value):
 
     axes: tuple[int, ...] = ()
     lanes: int | None = None
+
+    @property
+    def work(self) -> int:
+        return max([self.numel, *(x.numel for x in self.operands)])
 
 
 @dataclass(eq=False)

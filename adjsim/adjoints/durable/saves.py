@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -36,28 +35,31 @@ class Resumable(Stateful, Protocol):
         ...
 
 
-class _Saves(ABC):
+class Saves:
     """The saves of one pass over the steps of a run, forward or backward.
 
     Args:
         saving: where and how often.
         interruption: signals that end the run.
-        last: the number of steps of the run.
         name: the name of the pass in the store.
         objects: what is saved besides the state of the steps, by name.
         report: the report of the run, whose evaluations are saved.
+        end: the step with which the pass ends.
+        where: describes a step, for the line that ends an interrupted run.
     """
 
     def __init__(
         self,
         saving: Saving,
         interruption: Interruption,
-        last: int,
         name: str,
         objects: Mapping[str, Stateful],
         report: RunReport,
+        end: int,
+        where: str,
     ) -> None:
-        self.saving, self.interruption, self.last, self.report = saving, interruption, last, report
+        self.saving, self.interruption, self.report = saving, interruption, report
+        self.end, self.where = end, where
         self._states = SavedStates(saving.store, name, objects)
         self._written = time.monotonic()
 
@@ -81,7 +83,7 @@ class _Saves(ABC):
         In a sweep no products of forces may be outstanding.
         """
         late = time.monotonic() - self._written >= self.saving.every
-        if late or self.interruption.requested or self._is_end(step):
+        if late or self.interruption.requested or step == self.end:
             about = {
                 "step": step,
                 "state": list(state),
@@ -89,7 +91,7 @@ class _Saves(ABC):
                 "energy_evaluations": self.report.energy_evaluations,
             }
             self._states.save(about)
-            self._finish(self._where(step))
+            self._finish(self.where.format(step))
 
     def _finish(self, where: str) -> None:
         self._written = time.monotonic()
@@ -99,29 +101,21 @@ class _Saves(ABC):
                 f"interrupted {where}. Run it again with store='{folder}' to go on."
             )
 
-    @abstractmethod
-    def _is_end(self, step: int) -> bool:
-        """Return whether the pass ends with a step."""
 
-    @abstractmethod
-    def _where(self, step: int) -> str:
-        """Describe a step, for the line that ends an interrupted run."""
-
-
-class ForwardSaves(_Saves):
-    """The saves of a forward run, with the observers and the driver of its steps."""
+class ForwardSaves(Saves):
+    """The saves of a forward run of ``last`` steps, with the observers and the driver."""
 
     def __init__(
         self,
         saving: Saving,
         interruption: Interruption,
-        last: int,
         observers: Mapping[str, Stateful],
         driver: Resumable,
         report: RunReport,
+        last: int,
     ) -> None:
-        objects = {**observers, "driver": driver}
-        super().__init__(saving, interruption, last, "forward", objects, report)
+        objects, where = {**observers, "driver": driver}, f"after step {{}} of {last}"
+        super().__init__(saving, interruption, "forward", objects, report, last, where)
         self.driver = driver
         self._pace, self._advanced = 1, (last, 0.0)
 
@@ -134,22 +128,6 @@ class ForwardSaves(_Saves):
             self._pace = max(1, int(min(rate * PAUSE, 2.0 * self._pace * (1 + step - before))))
         self._advanced = (step, now)
         return min(stop, step + self._pace) if self.driver.divisible else stop
-
-    def _is_end(self, step: int) -> bool:
-        return step == self.last
-
-    def _where(self, step: int) -> str:
-        return f"after step {step} of {self.last}"
-
-
-class BackwardSaves(_Saves):
-    """The saves of a backward sweep."""
-
-    def _is_end(self, step: int) -> bool:
-        return step == 0
-
-    def _where(self, step: int) -> str:
-        return f"on the way back, before step {step}"
 
 
 @contextmanager
@@ -167,18 +145,17 @@ def forward_saves(
         return
     with saving.store.held(saving.manifest), Interruption() as interruption:
         check_numbers(saving.store, saving.measure)
-        yield ForwardSaves(saving, interruption, last, observers, driver, report)
+        yield ForwardSaves(saving, interruption, observers, driver, report, last)
 
 
 @contextmanager
 def backward_saves(
     run: Run[State],
     report: RunReport,
-    last: int,
     objects: Mapping[str, Stateful],
     cotangents: Sequence[Tensor | None],
-) -> Generator[BackwardSaves | None, None, None]:
-    """Hold the store of a run of ``last`` steps during a sweep; None without a store.
+) -> Generator[Saves | None, None, None]:
+    """Hold the store of a run during a sweep; None without a store.
 
     A sweep is found by its incoming cotangents, so that two losses of one run do not mix.
     """
@@ -190,6 +167,6 @@ def backward_saves(
     for x in cotangents:
         content = b"none" if x is None else x.detach().cpu().contiguous().numpy().tobytes()
         digest.update(hashlib.blake2b(content, digest_size=16).digest())
-    name = f"backward-{digest.hexdigest()}"
+    name, where = f"backward-{digest.hexdigest()}", "on the way back, before step {}"
     with saving.store.held(saving.manifest), Interruption() as interruption:
-        yield BackwardSaves(saving, interruption, last, name, objects, report)
+        yield Saves(saving, interruption, name, objects, report, 0, where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adjsim.adjoints.loops.compilation import LoopSpec, clone
 from adjsim.adjoints.loops.iterated import iterated_move, run_iterated
-from adjsim.adjoints.loops.loop import Loop, LoopConstants, MakeSpec
+from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import saving_step
 from adjsim.adjoints.sweep.error_budget import ErrorBudget, growth_in_step
@@ -20,13 +20,7 @@ from adjsim.adjoints.sweep.history import StateRows
 from adjsim.adjoints.sweep.recorder import Recording
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, position_of
-from adjsim.core.trajectory import sum_dtype
 from adjsim.dynamics.base import Dynamics
-from adjsim.solvers.base import StepContext, StepPlan
-
-# Runs a step, and returns the state after it, and what it stores besides the state before it; None:
-# it stores nothing.
-TakeStep = Callable[[StepPlan, AnyState, StepContext], tuple[AnyState, Sequence[Tensor] | None]]
 
 
 class ForwardCarry(NamedTuple):
@@ -54,11 +48,8 @@ class ForwardLoops:
     evaluates this force again in the loop: functions such as exp may have other last bits in torch
     than in the loops that reverse the run.
 
-    Args:
-        runner: runs the loops.
-        recording: they add to its time average; None: it is not needed.
-        error_budget: loops add the growth of errors to it; None: it is not needed.
-        state_rows: receives the states before their steps; None: no states are stored.
+    The loops add to the time average of a recording and to an error budget, and store the states
+    before their steps in ``state_rows``, where these are given.
     """
 
     def __init__(
@@ -107,7 +98,7 @@ class ForwardLoops:
                 continue
             if self.state_rows is not None:
                 self.state_rows[start] = rows
-            state, start = self._accept(carry, state, start, count)
+            state, start = self._accept(carry, start, count)
         return state, start
 
     def _advance_within(
@@ -133,7 +124,7 @@ class ForwardLoops:
         budget.add(carry.error_growth[0], start + count, budget.allowed / 2)
         if start + count not in self.runner.stops:
             insort(self.runner.stops, start + count)
-        return self._accept(carry, state, start, count)
+        return self._accept(carry, start, count)
 
     def _run(
         self, state: AnyState, start: int, count: int
@@ -142,31 +133,24 @@ class ForwardLoops:
         runner = self.runner
         averaged = self.recording if runner.averages(start + 1) else None
         total = () if averaged is None else (clone(self._total(averaged, state)),)
+        stores = self.state_rows is not None
         if iterated_move(runner) is not None:
-            stores = self.state_rows is not None
             total, state, rows = run_iterated(runner, total, state, start, count, stores)
-            return ForwardCarry(total, (), (), (), tuple(map(runner.pack, state))), rows
-        carry = ForwardCarry(
-            total,
-            () if self.force is None else (runner.pack(self.force),),
-            self._no_growth(state, start),
-            self._no_margin(state, start),
-            tuple(map(runner.pack, state)),
-        )
-        stores = SAVING if runner.saves_tensors else STORING
-        spec = FORWARD if self.state_rows is None else stores
-        return runner.run_loop(spec, averaged is not None, type(state), start, count, carry)
+            return ForwardCarry(total, (), (), (), runner.pack_state(state)), rows
+        force = () if self.force is None else (runner.pack(self.force),)
+        growth, margin = self._no_growth(state, start), self._no_margin(state, start)
+        carry = ForwardCarry(total, force, growth, margin, runner.pack_state(state))
+        kind = (SAVING if runner.saves_tensors else STORING) if stores else FORWARD
+        return runner.run_loop(kind, start, count, carry)
 
-    def _accept(
-        self, carry: ForwardCarry, state: State, start: int, count: int
-    ) -> tuple[State, int]:
+    def _accept(self, carry: ForwardCarry, start: int, count: int) -> tuple[Any, int]:
         """Continue from the end of a loop."""
         runner, recording = self.runner, self.recording
         if carry.total:
             assert recording is not None
             recording.total, recording.last_step = carry.total[0], start + count
         self.force = runner.unpack(carry.force[0]) if carry.force else None
-        return type(state)._make(map(runner.unpack, carry.state)), start + count
+        return runner.unpack_state(carry.state), start + count
 
     @torch.no_grad()
     def _no_growth(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
@@ -190,62 +174,56 @@ class ForwardLoops:
         assert recording.total is not None
         return recording.total
 
-    @staticmethod
-    def spec(
-        take_step: TakeStep,
-        runner: LoopRunner,
-        averaging: bool,
-        state_class: type[AnyState],
-        loop: Loop,
-    ) -> LoopSpec[LoopConstants, ForwardCarry]:
-        """Specify an iteration: one step.
 
-        ``take_step`` runs it and returns what it saves, besides the state before it; None: nothing
-        is stored, not even this state.
-        """
+def _specify(
+    stores: bool, saves: bool, runner: LoopRunner, loop: Loop
+) -> LoopSpec[LoopConstants, ForwardCarry]:
+    """Specify an iteration: one step.
 
-        def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
-            k = torch.zeros_like(constants.steps)
-            if runner.exact and carry.force:
-                report = RunReport()
-                position = position_of(state_class._make(map(runner.unpack, carry.state)))
-                plan = runner.plan.with_spacings(constants.spacings)
-                forces = plan.forces(runner.dynamics.potential, report=report)
-                force = forces.force(position, runner.time(constants, k)(0.0))
-                carry = carry._replace(force=(runner.pack(force),))
-                loop.fixed_evaluations += report.energy_evaluations
-            return k, carry
+    Its rows are the state before the step if it ``stores``, and tensors of autograd if it
+    ``saves``.
+    """
 
-        def more(k: Tensor, count: Tensor) -> Tensor:
-            return k < count
-
-        def body(
-            constants: LoopConstants, k: Tensor, carry: ForwardCarry
-        ) -> tuple[Tensor, ForwardCarry, Sequence[Tensor]]:
-            report, t = RunReport(), runner.time(constants, k)
-            state = state_class._make(map(runner.unpack, carry.state))
-            known = (position_of(state), runner.unpack(carry.force[0])) if carry.force else None
+    def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
+        k = torch.zeros_like(constants.steps)
+        if runner.exact and carry.force:
+            report, position = RunReport(), position_of(runner.unpack_state(carry.state))
             plan = runner.plan.with_spacings(constants.spacings)
-            forces = plan.forces(runner.dynamics.potential, known=known, report=report)
-            state, saved = take_step(plan, state, runner.context(constants, k, forces))
-            total = carry.total
-            if averaging:
-                value = runner.recorder.value(runner.stepper.from_lattice(state))
-                total = (clone(total[0] + value.to(sum_dtype(value))),)
-            force = (runner.pack(forces.force(position_of(state), t(1.0))),) if carry.force else ()
-            loop.evaluations_per_step = report.energy_evaluations
-            growth = tuple(
-                clone(x + growth_in_step(runner.dynamics, runner.clock.dt, t(1.0), state))
-                for x in carry.error_growth
-            )
-            margin = carry.margin
-            if margin and (found := _margin(runner, t(1.0), state)) is not None:
-                margin = (clone(torch.minimum(margin[0], found)),)
-            packed = tuple(map(runner.pack, state))
-            rows = () if saved is None else (*carry.state, *saved)
-            return k + 1, ForwardCarry(total, force, growth, margin, packed), rows
+            forces = plan.forces(runner.dynamics.potential, report=report)
+            force = forces.force(position, runner.time(constants, k)(0.0))
+            carry = carry._replace(force=(runner.pack(force),))
+            loop.fixed_evaluations += report.energy_evaluations
+        return k, carry
 
-        return LoopSpec(start, more, body)
+    def more(k: Tensor, count: Tensor) -> Tensor:
+        return k < count
+
+    def body(
+        constants: LoopConstants, k: Tensor, carry: ForwardCarry
+    ) -> tuple[Tensor, ForwardCarry, Sequence[Tensor]]:
+        report, t = RunReport(), runner.time(constants, k)
+        state = runner.unpack_state(carry.state)
+        known = (position_of(state), runner.unpack(carry.force[0])) if carry.force else None
+        plan = runner.plan.with_spacings(constants.spacings)
+        forces = plan.forces(runner.dynamics.potential, known=known, report=report)
+        context = runner.context(constants, k, forces)
+        state, saved = (
+            saving_step(plan, state, context) if saves else (plan.step(state, context), ())
+        )
+        total = tuple(map(clone, runner.added(carry.total, state)))
+        force = (runner.pack(forces.force(position_of(state), t(1.0))),) if carry.force else ()
+        loop.evaluations_per_step = report.energy_evaluations
+        growth = tuple(
+            clone(x + growth_in_step(runner.dynamics, runner.clock.dt, t(1.0), state))
+            for x in carry.error_growth
+        )
+        margin = carry.margin
+        if margin and (found := _margin(runner, t(1.0), state)) is not None:
+            margin = (clone(torch.minimum(margin[0], found)),)
+        after = ForwardCarry(total, force, growth, margin, runner.pack_state(state))
+        return k + 1, after, (*carry.state, *saved) if stores else ()
+
+    return LoopSpec(start, more, body)
 
 
 def _is_refused(carry: ForwardCarry) -> bool:
@@ -257,20 +235,8 @@ def _margin(runner: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
     return dynamics.margin(t, runner.stepper.from_lattice(state))
 
 
-def _step(plan: StepPlan, state: AnyState, context: StepContext) -> tuple[AnyState, None]:
-    return plan.step(state, context), None
-
-
-def _storing_step(
-    plan: StepPlan, state: AnyState, context: StepContext
-) -> tuple[AnyState, tuple[()]]:
-    return plan.step(state, context), ()
-
-
-FORWARD = MakeSpec(partial(ForwardLoops.spec, _step))
-STORING = MakeSpec(partial(ForwardLoops.spec, _storing_step))
-SAVING = MakeSpec(
-    partial(ForwardLoops.spec, saving_step),
-    differentiates=True,
-    uncompiled=partial(ForwardLoops.spec, _step),
+FORWARD = LoopKind(partial(_specify, False, False))
+STORING = LoopKind(partial(_specify, True, False))
+SAVING = LoopKind(
+    partial(_specify, True, True), differentiates=True, uncompiled=partial(_specify, False, False)
 )

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from adjsim.adjoints.loops.compilation import Constant, LoopSpec
-from adjsim.core.state import AnyState
 
 
 class LoopConstants(NamedTuple):
@@ -69,41 +68,26 @@ class Loop:
     stale: bool = False
 
 
-Make = Callable[[Any, bool, type[Any], Loop], LoopSpec[Any, Any]]
+# Specifies a loop of a runner, and counts the energy evaluations of the compiled loop.
+Specify = Callable[[Any, Loop], LoopSpec[Any, Any]]
 
 
 @dataclass(frozen=True)
-class MakeSpec:
-    """A factory of loop specifications.
+class LoopKind:
+    """A kind of loops, such as forward steps that store their states.
 
     Attributes:
-        make: returns the :class:`~.compilation.LoopSpec`. Its arguments are the runner, whether
-            the loop averages, the class of the states, and the loop, which counts energy
-            evaluations.
+        specify: specifies the loop.
         differentiates: whether autograd runs in the loop, whose parameters and coefficients are
             then leaves.
         backward: whether it is a loop of the backward pass.
-        uncompiled: makes the specification of the same steps without compilation; None: ``make``.
+        uncompiled: specifies the same steps without compilation; None: ``specify``.
         iterations: returns the number of iterations that a run has taken, from its final carry;
             None: as many as steps.
     """
 
-    make: Make
+    specify: Specify
     differentiates: bool = False
     backward: bool = False
-    uncompiled: Make | None = None
+    uncompiled: Specify | None = None
     iterations: Callable[[Any], int] | None = None
-
-
-class LoopKind(NamedTuple):
-    """The kind of a loop.
-
-    Attributes:
-        spec: makes the specification of the loop.
-        averaging: whether its steps count for a time average.
-        state_class: the class of the states.
-    """
-
-    spec: MakeSpec
-    averaging: bool
-    state_class: type[AnyState]

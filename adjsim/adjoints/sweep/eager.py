@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adjsim.adjoints.durable.saves import BackwardSaves
+from adjsim.adjoints.durable.saves import Saves
 from adjsim.adjoints.sweep.history import Rewind
 from adjsim.adjoints.sweep.recorder import RecordSweep
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, naming
@@ -14,19 +14,13 @@ from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
 
-# Steps of a sweep after which no product is outstanding, so that the sweep can be saved there. With
-# and without a store, so that its sums are the same numbers.
+# Steps of a sweep after which no product is outstanding, so that the sweep can be saved there. Also
+# done without a store, so that both runs sum in the same order.
 SETTLE_EVERY = 256
 
 
 class EagerDriver:
-    """Runs steps one by one, in Python.
-
-    Args:
-        stepper: the steps.
-        inputs: the inputs of the run.
-        forces: evaluates the forces.
-    """
+    """Runs steps one by one, in Python."""
 
     divisible = True
     # The first force of a run is evaluated again.
@@ -51,21 +45,18 @@ class EagerDriver:
 
     def sweep(
         self,
-        state: AnyState,
         cotangents: Cotangents,
         saved: RecordSweep,
         rewind: Rewind,
         progress: bool,
-        saves: BackwardSaves | None = None,
+        saves: Saves | None = None,
     ) -> AnyState:
         """Propagate the cotangents from the last state to the start, and return the start."""
-        stepper, inputs = self.stepper, self.inputs
-        last = stepper.clock.last
-        if saves is not None:
-            state, last = saved.resumed(saves, state, stepper)
+        stepper = self.stepper
+        state, last = saved.begin(rewind.final, saves, stepper)
         for step in with_progress(range(last, 0, -1), "backward", last, progress):
             saved.accumulate(step, stepper.from_lattice(state), cotangents, self.forces)
-            context = stepper.context(step - 1, inputs, self.forces)
+            context = stepper.context(step - 1, self.inputs, self.forces)
             before = rewind.before(step)
             with naming(step):
                 state = stepper.plan.backward(state, context, cotangents, before)

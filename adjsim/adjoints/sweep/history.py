@@ -13,7 +13,7 @@ from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.error_budget import ErrorBudget
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.durable.stateful import Entries, Stateful
-from adjsim.core.state import AnyState
+from adjsim.core.state import AnyState, detached
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
 
@@ -22,8 +22,11 @@ from adjsim.dynamics.forces import ForceEvaluator
 StateRows = dict[int, tuple[Tensor, ...]]
 
 
-class Rewind(ABC):
+class Rewind:
     """The source of the earlier states of a run during one backward sweep.
+
+    Args:
+        final: the last state, from which the sweep starts.
 
     Attributes:
         tolerance: allowed relative difference between values computed again and those of the run.
@@ -31,12 +34,10 @@ class Rewind(ABC):
             reconstructed.
     """
 
-    tolerance: float
     error: float | None = None
 
-    @abstractmethod
-    def final(self) -> AnyState:
-        """Return the last state, from which the sweep starts."""
+    def __init__(self, final: AnyState) -> None:
+        self.final, self.tolerance = final, rounding_tolerance(final[0].dtype)
 
     def before(self, step: int) -> Sequence[AnyState] | None:
         """Return the states before each move of the step ending at ``step``.
@@ -45,9 +46,13 @@ class Rewind(ABC):
         """
         return None
 
-    @abstractmethod
+    def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
+        """Return the rows of the loop that begins at step ``first``, if loops store states."""
+        raise NotImplementedError
+
     def restore(self, step: int, state: AnyState) -> AnyState:
         """Return the state from which the sweep continues at ``step``."""
+        return state
 
     def state(self) -> dict[str, Any]:
         return {"error": self.error}
@@ -56,20 +61,13 @@ class Rewind(ABC):
         self.error = state["error"]
 
 
-class StatesRewind(Rewind):
-    """A rewind that has the states before the steps of compiled loops."""
-
-    @abstractmethod
-    def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
-        """Return the states before the steps of the loop that begins at step ``first``."""
-
-
 class History(Stateful, ABC):
     """The stored data of one run, collected by observing its states.
 
     It makes a :class:`Rewind` for each backward sweep.
 
     Attributes:
+        checkpoints: stored states, by the number of steps before them.
         error_budget: observes the growth of errors, on which the stored steps depend; None where
             they do not.
         block_length: the number of steps before which compiled loops store states at a time,
@@ -80,6 +78,10 @@ class History(Stateful, ABC):
     error_budget: ErrorBudget | None = None
     block_length: int = 0
     state_rows: StateRows | None = None
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+        self.checkpoints: dict[int, AnyState] = {}
 
     @abstractmethod
     def stops(self, stepper: Stepper) -> Iterable[int]:
@@ -102,17 +104,17 @@ class History(Stateful, ABC):
             final: the last state of the dynamics.
         """
 
+    def store(self, step: int, state: AnyState) -> None:
+        self.checkpoints[step] = detached(state)
+
+    def state(self) -> dict[str, Any]:
+        return {"checkpoints": Entries([[step, *x] for step, x in self.checkpoints.items()])}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        stored = state["checkpoints"]
+        self.checkpoints = {step: self.stepper.state_of(fields) for step, *fields in stored}
+
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
     """Return the allowed relative difference between two computations of one number."""
     return 100 * torch.finfo(dtype).eps ** 0.5
-
-
-def state_entries(states: Mapping[int, AnyState]) -> Entries:
-    """Return stored states with their steps, for a save."""
-    return Entries([[step, *state] for step, state in states.items()])
-
-
-def states_of(entries: Iterable[Sequence[Any]], stepper: Stepper) -> dict[int, AnyState]:
-    """Return the states of :func:`state_entries`."""
-    return {step: stepper.state_of(fields) for step, *fields in entries}

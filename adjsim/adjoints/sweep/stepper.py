@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -49,7 +49,6 @@ class StepNoise:
     """The noise of a run's steps.
 
     Attributes:
-        noise: the noise of the run.
         draws: number of noise fields that a step draws.
         noise_steps: number of steps whose draws one step uses, including its own.
         batch: the shape of the batch.
@@ -127,8 +126,6 @@ class Stepper:
     """The steps of one run: immutable, functions of a state and of the run's inputs.
 
     Attributes:
-        plan: the moves of a step.
-        clock: the times of steps and saves.
         kind: the class of the states of the dynamics.
         noise: the noise of the steps; None without noise.
         buffer_growth: how the buffers of an exact run fill; None for any other run.
@@ -149,10 +146,7 @@ class Stepper:
         return self.plan.kind(self.kind)._make(fields)
 
     def to_lattice(self, state: AnyState) -> AnyState:
-        """Convert the start to that of the steps: with its copy, and on the lattice with buffers.
-
-        Without copies and lattice, return it unchanged.
-        """
+        """Convert the start to one of the steps: with copies, or on a lattice with buffers."""
         plan = self.plan
         state = state if plan.copies is None else plan.copies.add(state)
         state = state if plan.lattice is None else plan.lattice.to_lattice(state)
@@ -219,8 +213,8 @@ class Stepper:
         observed = {k for observer in observers for k in observer.stops(self) if 0 < k <= last}
         stops = driver.stops({last, *observed})
         state, k, spilled = (start, 0, 0) if saves is None else saves.begin(start, 0)
-        good, good_step = detached(state), k
         heat = run.dynamics.heat_limit(self.from_lattice(start)) if not in_transform() else None
+        checks = _StateChecks(self, inputs, run.dynamics, heat, detached(state), k)
         if k == 0:
             for observer in observers:
                 observer.visit(0, start, ())
@@ -231,99 +225,105 @@ class Stepper:
                 state, k = driver.advance(state, k, until)
                 state, entries = self.spill(k, state)
                 spilled += sum(entry.bits for entry in entries)
-                if run.dynamics.checks_states and not in_transform():
-                    self._check_states(good, good_step, state, k, inputs, run.dynamics)
-                if k - good_step >= FINITE_EVERY or k == last:
-                    if not self._is_sound(state, heat):
-                        self._raise_at_step(good, good_step, k, inputs, run.dynamics, heat)
-                    good, good_step = detached(state), k
-                    self._check_noise(good, k, run.dynamics)
+                checks.check(state, k)
                 for observer in observers:
                     observer.visit(k, state, entries)
                 if saves is not None:
                     saves.after(k, state, spilled)
         if lattice is not None:
-            report.buffer_bits = (
-                (spilled + lattice.buffered_bits(state) - lattice.buffered_bits(start))
-                / (last * state[0].numel())
-                if last
-                else 0.0
-            )
+            bits = spilled + lattice.buffered_bits(state) - lattice.buffered_bits(start)
+            report.buffer_bits = bits / (last * state[0].numel()) if last else 0.0
         return state
 
-    @torch.no_grad()
-    def _check_states(
-        self,
-        good: AnyState,
-        good_step: int,
-        state: AnyState,
-        step: int,
-        inputs: Inputs,
-        dynamics: Dynamics[Any],
-    ) -> None:
-        """Refuse a state that the dynamics excludes, and name the first step that reached one.
 
-        Raises:
-            ValueError: the reason of the dynamics, and the step.
-        """
-        reason = self._refusal(state, step, dynamics)
-        if reason is None:
-            return
-        first, forces = step, self.plan.forces(dynamics.potential)
-        for k in range(good_step, step - 1):
-            good, _ = self.spill(k + 1, self.step(k, good, inputs, forces))
-            found = self._refusal(good, k + 1, dynamics)
-            if found is not None:
-                first, reason = k + 1, found
-                break
-        raise ValueError(
-            f"{reason} This happened in step {first} (t = {self.clock.time(first):g})."
-        ) from reason
+@dataclass
+class _StateChecks:
+    """The checks of a run's states.
 
-    def _check_noise(self, state: AnyState, step: int, dynamics: Dynamics[Any]) -> None:
-        t = self.clock.time(step)
+    Attributes:
+        heat: the temperature from which on a run has blown up; None: none is known.
+        good: the last state that was found sound.
+        step: the number of steps before it.
+    """
+
+    stepper: Stepper
+    inputs: Inputs
+    dynamics: Dynamics[Any]
+    heat: HeatLimit | None
+    good: AnyState
+    step: int
+
+    def check(self, state: AnyState, step: int) -> None:
+        """Refuse a state that the dynamics excludes, and now and then one that is not sound."""
+        if self.dynamics.checks_states and not in_transform():
+            reason = self._refusal(state, step)
+            if reason is not None:
+                self._raise_refusal(reason, step)
+        if step - self.step >= FINITE_EVERY or step == self.stepper.clock.last:
+            if not self._is_sound(state):
+                self._raise_unsound(step)
+            self.good, self.step = detached(state), step
+            self._check_noise(step)
+
+    def _check_noise(self, step: int) -> None:
+        t = self.stepper.clock.time(step)
         try:
-            dynamics.check_noise(t, self.from_lattice(state))
+            self.dynamics.check_noise(t, self.stepper.from_lattice(self.good))
         except ValueError as reason:
             raise ValueError(f"{reason} This was found after step {step} (t = {t:g}).") from reason
 
-    def _refusal(self, state: AnyState, step: int, dynamics: Dynamics[Any]) -> ValueError | None:
+    @torch.no_grad()
+    def _refusal(self, state: AnyState, step: int) -> ValueError | None:
         try:
-            dynamics.check_state(self.clock.time(step), detached(self.from_lattice(state)))
+            here = detached(self.stepper.from_lattice(state))
+            self.dynamics.check_state(self.stepper.clock.time(step), here)
         except ValueError as reason:
             return reason
         return None
 
-    def _is_sound(self, state: AnyState, heat: HeatLimit | None) -> bool:
+    def _is_sound(self, state: AnyState) -> bool:
         """Return whether a state is valid, and no hotter than bath and potential allow."""
-        valid = self.plan.is_valid(state)
-        return valid and (heat is None or not heat.is_exceeded(self.from_lattice(detached(state))))
+        valid, heat = self.stepper.plan.is_valid(state), self.heat
+        return valid and (
+            heat is None or not heat.is_exceeded(self.stepper.from_lattice(detached(state)))
+        )
 
     @torch.no_grad()
-    def _raise_at_step(
-        self,
-        state: AnyState,
-        start: int,
-        stop: int,
-        inputs: Inputs,
-        dynamics: Dynamics[Any],
-        heat: HeatLimit | None,
-    ) -> None:
-        first, k, forces = state, start, self.plan.forces(dynamics.potential)
-        while self._is_sound(state, heat) and k < stop:
-            state, _ = self.spill(k + 1, self.step(k, state, inputs, forces))
+    def _first(self, is_wrong: Callable[[AnyState, int], bool], stop: int) -> tuple[AnyState, int]:
+        """Run again from the good state to the first wrong one, or to ``stop``."""
+        state, k, stepper = self.good, self.step, self.stepper
+        forces = stepper.plan.forces(self.dynamics.potential)
+        while k < stop and not is_wrong(state, k):
+            state, _ = stepper.spill(k + 1, stepper.step(k, state, self.inputs, forces))
             k += 1
-        where = f"in step {k} (t = {self.clock.time(k):g})"
-        if heat is not None and self.plan.is_valid(state):
-            text = heat.describe(self.from_lattice(state), where, self.clock.smaller)
+        return state, k
+
+    def _raise_refusal(self, reason: ValueError, step: int) -> NoReturn:
+        state, first = self._first(lambda x, k: self._refusal(x, k) is not None, step - 1)
+        earlier = self._refusal(state, first)
+        first, reason = (step, reason) if earlier is None else (first, earlier)
+        t = self.stepper.clock.time(first)
+        raise ValueError(f"{reason} This happened in step {first} (t = {t:g}).") from reason
+
+    @torch.no_grad()
+    def _raise_unsound(self, stop: int) -> NoReturn:
+        stepper, clock = self.stepper, self.stepper.clock
+        state, k = self._first(lambda x, _: not self._is_sound(x), stop)
+        where = f"in step {k} (t = {clock.time(k):g})"
+        if self.heat is not None and stepper.plan.is_valid(state):
+            text = self.heat.describe(stepper.from_lattice(state), where, clock.smaller)
             raise FloatingPointError(text)
-        reason = (
-            dynamics.describe_first_step(self.clock.time(0), detached(self.from_lattice(first)))
-            if k == 1
-            else None
-        )
-        raise self.plan.failure(
-            state, first, self.clock.time(start), where, self.clock.smaller, dynamics.remedy, reason
+        start, reason = detached(stepper.from_lattice(self.good)), None
+        if k == 1:
+            reason = self.dynamics.describe_first_step(clock.time(0), start)
+        raise stepper.plan.failure(
+            state,
+            self.good,
+            clock.time(self.step),
+            where,
+            clock.smaller,
+            self.dynamics.remedy,
+            reason,
         )
 
 
@@ -341,10 +341,8 @@ def prepare(
 ) -> tuple[Stepper, Inputs]:
     """Prepare the steps of a run and its inputs, with their graph.
 
-    Args:
-        run: the run.
-        report: receives what is known before the first step.
-        connected: the same run on the values of which the inputs are made; None: the run itself.
+    The report receives what is known before the first step. ``connected`` is the same run on the
+    values of which the inputs are made; None: the run itself.
     """
     connected = run if connected is None else connected
     solver, dynamics, state = run.solver, run.dynamics, run.state
@@ -362,9 +360,8 @@ def prepare(
         report.step_times = clock.ends
     elif lattice is not None:
         coefficients = lattice.rationals(coefficients)
-        buffer_growth = lattice.growth(
-            coefficients, [(stage.letter, move) for stage, move in plan.moves]
-        )
+        moves = [(stage.letter, move) for stage, move in plan.moves]
+        buffer_growth = lattice.growth(coefficients, moves)
     if buffer_growth is not None:
         report.buffer_bits, report.buffer_bound = None, buffer_growth.mean(state)
     noise = None
@@ -379,9 +376,8 @@ def prepare(
             state[0].detach(),
             clock.last + plan.noise_steps - 1,
         )
-    if end is not None and end.check_every != (
-        None if buffer_growth is None else buffer_growth.check_every
-    ):
+    check_every = None if buffer_growth is None else buffer_growth.check_every
+    if end is not None and end.check_every != check_every:
         raise ValueError(
             "continues=: the friction or the coefficients have changed since the run, and the "
             "buffers of an exact run belong to those that it had. Start a new run at "
