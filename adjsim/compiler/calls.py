@@ -93,11 +93,16 @@ def in_order(value: Value, store: Callable[..., None]) -> Value:
     return value
 
 
-def pointer_to(value: Value) -> str:
-    """Return an expression of the address of the first element of a stored value."""
+def stored_address(value: Value) -> Address:
+    """Return where a stored value is in memory."""
     address = address_of(value)
     assert address is not None
-    return address.pointer
+    return address
+
+
+def pointer_to(value: Value) -> str:
+    """Return an expression of the address of the first element of a stored value."""
+    return stored_address(value).pointer
 
 
 def address_of(value: Value) -> Address | None:

@@ -14,6 +14,7 @@ All other values, such as matrices of pairs, are computed where they are read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ from adjsim.compiler.values import (
     UnprintableError,
     Value,
     View,
+    dense_copy,
     make_buffer,
+    row_major,
 )
 from adjsim.compiler.views import VIEWS, expanded, unsqueezed
 
@@ -47,6 +50,19 @@ KNOWN = {
     "alpha", "value", "rounding_mode", "min", "max", "dtype", "layout", "device", "pin_memory",
     "memory_format", "non_blocking", "decimals", "implicit", "copy",
 }  # fmt: skip
+
+# Operations that return the numbers of their operand, perhaps in another type.
+COPIES = (
+    *("clone", "_to_copy", "alias", "detach"),
+    *("contiguous", "lift_fresh", "lift_fresh_copy", "to"),
+)
+# Operations whose elements are one number, and that number.
+FILLED = {
+    **dict.fromkeys(("zeros_like", "zeros", "new_zeros", "empty_like", "empty", "new_empty"), 0),
+    **dict.fromkeys(("ones_like", "ones", "new_ones"), 1),
+}
+# The same for a number among their arguments, and its place there.
+FILLED_WITH = {"scalar_tensor": 0, "full": 1, "full_like": 1, "fill": 1, "new_full": 2}
 
 
 class Lowering:
@@ -195,39 +211,20 @@ class Lowering:
             return View(shape, dtype, (args[0],), map=view(args[0].shape, shape, *args[1:]))
         if base in ("view", "_unsafe_view", "reshape") and dtype == args[0].dtype:
             return reshaped(self.store, args[0], meta)
-        if base in (
-            "clone",
-            "_to_copy",
-            "alias",
-            "detach",
-            "contiguous",
-            "lift_fresh",
-            "lift_fresh_copy",
-            "to",
-        ):
+        if base in COPIES:
             return self._converted(args[0], meta)
         if base == "as_strided":
-            source, rows = node.args[0].meta["val"], torch.empty(shape, device="meta").stride()
-            if (
-                shape != args[0].shape
-                or tuple(source.stride()) != rows
-                or tuple(args[2]) != rows
-                or args[3:]
-            ):
+            source, rows = node.args[0].meta["val"], row_major(shape)
+            same = source.stride() == rows == tuple(args[2]) and shape == args[0].shape
+            if not same or args[3:]:
                 raise UnprintableError(name)
-            kept = Pointwise(
-                shape, dtype, (args[0],), strides=tuple(meta.stride()), expression=lambda x: x
-            )
+            kept = dense_copy(args[0], meta.stride())
             self.store(kept)
             return kept
-        if base in ("zeros_like", "zeros", "new_zeros", "empty_like", "empty", "new_empty"):
-            return Literal(shape, dtype, text=literal(0, dtype))
-        if base in ("ones_like", "ones", "new_ones"):
-            return Literal(shape, dtype, text=literal(1, dtype))
-        if base in ("full", "full_like", "new_full", "scalar_tensor", "fill"):
-            number = (
-                args[0] if base == "scalar_tensor" else args[1] if base != "new_full" else args[2]
-            )
+        if base in FILLED:
+            return Literal(shape, dtype, text=literal(FILLED[base], dtype))
+        if base in FILLED_WITH:
+            number = args[FILLED_WITH[base]]
             if not isinstance(number, (int, float, bool)):
                 raise UnprintableError(name)
             return Literal(shape, dtype, text=literal(number, dtype))
@@ -242,28 +239,7 @@ class Lowering:
             indices = [None if x is None else self.values[x] for x in args[1]]
             return indexed(self.store, self.checked, meta, args[0], indices)
         if base in ("cat", "stack"):
-            axis = args[1] % len(shape) if len(args) > 1 else 0
-            parts = [self.values[part] for part in args[0]]
-            sources = [x for x, part in zip(args[0], parts, strict=True) if part.numel]
-            parts = [part for part in parts if part.numel]
-            if base == "stack":
-                rows = (*shape[:axis], 1, *shape[axis + 1 :])
-                parts = [
-                    View(rows, dtype, (part,), map=unsqueezed((), rows, axis)) for part in parts
-                ]
-            # A concatenation that is read here alone needs no memory of its own.
-            parts = [
-                inner
-                for part, source in zip(parts, sources, strict=True)
-                for inner in (
-                    part.operands
-                    if isinstance(part, Joined) and part.axis == axis and len(source.users) == 1
-                    else (part,)
-                )
-            ]
-            joined = Joined(shape, dtype, tuple(parts), strides=tuple(meta.stride()), axis=axis)
-            self.store(joined)
-            return joined
+            return self._joined(base, node, meta, args)
         if base in ("select_scatter", "slice_scatter"):
             return scattered(self.store, base, meta, *args)
         if base in ("select_backward", "slice_backward"):
@@ -276,40 +252,52 @@ class Lowering:
             return self._reduced(meta, args)
         return self._pointwise(base, name, node, meta, args)
 
+    def _joined(self, base: str, node: Any, meta: Tensor, args: list[Any]) -> Value:
+        shape, dtype = tuple(meta.shape), meta.dtype
+        axis = args[1] % len(shape) if len(args) > 1 else 0
+        parts: list[Value] = []
+        for source in args[0]:
+            part = self.values[source]
+            if not part.numel:
+                continue
+            if base == "stack":
+                row = (*shape[:axis], 1, *shape[axis + 1 :])
+                part = View(row, dtype, (part,), map=unsqueezed((), row, axis))
+            # A concatenation that is read here alone needs no memory of its own.
+            merged = isinstance(part, Joined) and part.axis == axis and len(source.users) == 1
+            parts += part.operands if merged else (part,)
+        joined = Joined(shape, dtype, tuple(parts), strides=meta.stride(), axis=axis)
+        self.store(joined)
+        return joined
+
+    def _cast(self, x: Value, dtype: torch.dtype) -> Value:
+        return self._converted(x, torch.empty(x.shape, dtype=dtype, device="meta"))
+
     def _converted(self, x: Value, meta: Tensor) -> Value:
         if x.dtype == meta.dtype:
             return View(tuple(meta.shape), meta.dtype, (x,))
         to_integer = meta.dtype == torch.int64 and x.dtype.is_floating_point
         convert = "integer" if to_integer else f"({TYPES[meta.dtype]})"
-        return Pointwise(
-            tuple(meta.shape),
-            meta.dtype,
-            (x,),
-            strides=tuple(meta.stride()),
-            expression=lambda x: f"{convert}({x})",
-        )
+        value = dense_copy(x, meta.stride())
+        return replace(value, dtype=meta.dtype, expression=lambda x: f"{convert}({x})")
 
     def _reduced(self, meta: Tensor, args: list[Any]) -> Value:
         x, axes = args[0], args[1] if len(args) > 1 and args[1] else range(len(args[0].shape))
         axes = tuple(sorted({axis % len(x.shape) for axis in axes})) if x.shape else ()
         if x.dtype != meta.dtype:
             if x.dtype == torch.bool or meta.dtype in (torch.float64, torch.float32):
-                x = self._converted(x, torch.empty(x.shape, dtype=meta.dtype, device="meta"))
+                x = self._cast(x, meta.dtype)
             else:
                 raise UnprintableError(f"sum of {x.dtype} to {meta.dtype}")
         if x.numel == 0:
             return Literal(tuple(meta.shape), meta.dtype, text=literal(0, meta.dtype))
         # The sums have the memory order of their operand.
-        strides = x.strides if len(meta.shape) == len(x.shape) else _without_axes(x.strides, axes)
-        lanes = self._lanes(x, axes) if self.exact else None
-        return Reduced(
-            tuple(meta.shape), meta.dtype, (x,), strides=tuple(strides), axes=axes, lanes=lanes
-        )
-
-    def _lanes(self, x: Value, axes: Sequence[int]) -> int:
-        """Choose the number of partial sums by what does not depend on other values."""
+        dropped = () if len(meta.shape) == len(x.shape) else axes
+        strides = tuple(stride for axis, stride in enumerate(x.strides) if axis not in dropped)
+        # An exact sum has a number of partial sums that does not depend on other values.
         along = any(x.strides[axis] == 1 and x.shape[axis] > LANES for axis in axes)
-        return LANES if along else 1
+        lanes = (LANES if along else 1) if self.exact else None
+        return Reduced(tuple(meta.shape), meta.dtype, (x,), strides=strides, axes=axes, lanes=lanes)
 
     def _pointwise(self, base: str, name: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
         dtype = meta.dtype
@@ -321,17 +309,12 @@ class Lowering:
         # The condition of `where` stays bool; all other operands are computed in the common type.
         conditions = 1 if base == "where" else 0
         cast = [
-            x
-            if i < conditions or x.dtype == common
-            else self._converted(x, torch.empty(x.shape, dtype=common, device="meta"))
+            x if i < conditions or x.dtype == common else self._cast(x, common)
             for i, x in enumerate(operands)
         ]
         # Along an axis where no operand varies, the result is computed once and expanded.
         shape, axes = tuple(meta.shape), len(meta.shape)
-        varies = [
-            any(x.varies[a - axes + len(x.shape)] for x in cast if a >= axes - len(x.shape))
-            for a in range(axes)
-        ]
+        varies = [any(x.varies[a] for x in cast if -a <= len(x.shape)) for a in range(-axes, 0)]
         short = tuple(n if v else 1 for n, v in zip(shape, varies, strict=True))
         value = Pointwise(
             short, dtype, tuple(cast), strides=tuple(meta.stride()), expression=expression
@@ -360,10 +343,6 @@ def _overwrites_its_own(node: Node) -> bool:
             or not any(result.alias_info for result in made.target._schema.returns)
         )
     )
-
-
-def _without_axes(strides: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(stride for axis, stride in enumerate(strides) if axis not in axes)
 
 
 def _examples(args: Sequence[Any]) -> list[Any]:

@@ -51,12 +51,7 @@ class LoopInvariant:
 
 
 def hoist_invariants(graph: GraphModule, constants: Sequence[Node]) -> list[LoopInvariant]:
-    """Turn values of constants alone into the last inputs of a graph, and return them.
-
-    Args:
-        graph: the graph.
-        constants: its placeholders of the constants of the loop.
-    """
+    """Turn values of constants alone into the last inputs of a graph, and return them."""
     _name_transposes(graph, constants)
     found: dict[Any, tuple[Node, LoopInvariant]] = {}
     after = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]

@@ -35,13 +35,9 @@ def folder() -> Path:
     a temporary folder of this process is used.
     """
     try:
+        caches = os.environ.get("XDG_CACHE_HOME")
         given = os.environ.get("ADJSIM_CACHE")
-        found = (
-            Path(given)
-            if given
-            else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adjsim"
-        )
-        found = found.absolute()
+        found = Path(given or Path(caches or Path.home() / ".cache") / "adjsim").absolute()
         found.mkdir(parents=True, exist_ok=True)
         if os.access(found, os.W_OK | os.X_OK):
             return found
@@ -60,9 +56,7 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 def compiled(source: str, threads: bool) -> ctypes.CDLL:
     """Load the library of a source, and compile it if it is not cached.
 
-    Args:
-        source: the C++ source.
-        threads: whether it has loops that threads share.
+    ``threads`` is whether it has loops that threads share.
 
     Raises:
         CompilerError: there is no C++ compiler, or it rejects the source.
@@ -106,11 +100,8 @@ def _build(source: str, command: list[str], path: Path) -> None:
 
 
 def _flags(threads: bool) -> list[str]:
-    flags = [
-        flag
-        for flag in FLAGS
-        if "vector-width" not in flag or platform.machine() in ("x86_64", "AMD64")
-    ]
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    flags = [flag for flag in FLAGS if "vector-width" not in flag or is_x86]
     return [*flags, "-fopenmp"] if threads else flags
 
 

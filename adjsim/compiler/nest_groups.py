@@ -20,13 +20,7 @@ Space = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(eq=False)
 class NestGroup:
-    """A call, or loop nests.
-
-    Attributes:
-        call: the statements of the call.
-        called: the buffers that it fills.
-        nests: the nests by their spaces.
-    """
+    """The statements of a call and the buffers that it fills, or loop nests by their spaces."""
 
     call: list[str] = field(default_factory=list)
     called: list[Buffer] = field(default_factory=list)
@@ -53,10 +47,8 @@ def join(
 ) -> None:
     """Move each value into the earlier nest that computes the last of its operands.
 
-    Args:
-        groups: in the order in which they run; changed in place.
-        operands: the buffers from which a value is computed.
-        threads: the number of threads that share a large nest.
+    The groups, in the order in which they run, are changed in place. ``operands`` returns the
+    buffers from which a value is computed.
     """
     # The group that fills each buffer, and the space of the nest there that fills it by itself.
     made: dict[str, tuple[int, Space | None]] = {}
@@ -101,11 +93,9 @@ def _computes_operands(nest: Nest, task: Task) -> bool:
 
 
 def fuse(groups: list[NestGroup], needed: set[str]) -> None:
-    """Compute values in the one nest that reads them.
+    """Compute values in the one nest that reads them, and change the groups in place.
 
-    Args:
-        groups: in the order in which they run; changed in place.
-        needed: the names of buffers that are read by more than nests.
+    ``needed`` has the names of buffers that are read by more than nests.
     """
     readers: dict[str, set[tuple[int, Space]]] = {}
     for at in reversed(range(len(groups))):

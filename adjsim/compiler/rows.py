@@ -37,10 +37,7 @@ def declaration(buffer: Buffer, target: str) -> str:
 def store_in(value: Value, row: Buffer, rows: Sequence[Buffer]) -> bool:
     """Store a value in a row if it is stored in that layout anyway; return whether it is.
 
-    Args:
-        value: the value that the row is to hold.
-        row: the row.
-        rows: all rows. A value that one of them holds is not moved to another.
+    A value that one of the rows holds is not moved to another.
     """
     source, address = value.source, address_of(value)
     if (
@@ -62,10 +59,6 @@ class RowMemory:
 
     The first access of memory that is new to the process takes longer than writing it. So when
     rows are no longer in use, their memory is kept for the next run of the loop.
-
-    Args:
-        capacity: the number of rows.
-        examples: examples of the stored tensors.
     """
 
     def __init__(self, capacity: int, examples: Sequence[Tensor]) -> None:

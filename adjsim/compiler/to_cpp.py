@@ -22,13 +22,7 @@ from adjsim.compiler.invariants import LoopInvariant
 from adjsim.compiler.library import compiled
 from adjsim.compiler.mathematics import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim.compiler.rows import RowMemory, declaration, store_in, stored_examples
-from adjsim.compiler.values import (
-    TYPES,
-    Body,
-    Buffer,
-    UnprintableError,
-    make_buffer,
-)
+from adjsim.compiler.values import TYPES, Body, Buffer, UnprintableError, make_buffer, row_major
 
 # A compiled loop of constants and carry, which returns the final carry and the rows.
 Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
@@ -47,13 +41,7 @@ STATUS: dict[int, tuple[type[Exception], str]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """A graph, and its last inputs: captured tensors, and values of constants alone.
-
-    Attributes:
-        graph: the graph.
-        baked: the captured tensors.
-        once: the values of constants alone.
-    """
+    """A graph, and its last inputs: captured tensors, and values of constants alone."""
 
     graph: GraphModule
     baked: Sequence[Tensor] = ()
@@ -178,6 +166,9 @@ class _CppLoop:
         body_fixed = self._function(
             "body", parts.body, [number, *current, *consts], next_carry, "int64_t", rows
         )
+        self.fixed = len(start_fixed) + len(body_fixed)
+        start = [*consts, *carry_in, *start_fixed, *current]
+        body = [*current, *consts, *body_fixed, *next_carry, *rows]
         all_constants = [*consts, *start_fixed, *body_fixed]
         self.source = "\n".join(
             [
@@ -185,19 +176,10 @@ class _CppLoop:
                 REPRODUCIBLE if exact else VECTORISED,
                 *sorted(self.declarations),
                 *self.functions,
-                *self._run(
-                    consts,
-                    start_fixed,
-                    body_fixed,
-                    carry_in,
-                    current,
-                    next_carry,
-                    rows,
-                ),
+                *self._run(all_constants, carry_in, current, next_carry, rows, start, body),
             ]
         )
         self.parallel = "omp parallel" in self.source
-        self.fixed = len(all_constants) - len(constants)
 
     def _function(
         self,
@@ -208,13 +190,10 @@ class _CppLoop:
         result: str,
         rows: Sequence[Buffer] = (),
     ) -> list[Buffer]:
-        """Print the function of one graph.
+        """Print the function of one graph, and return the buffers of the last inputs of the part.
 
-        It returns the first output, of the C++ type ``result``. It writes the other outputs and,
-        after them, the rows.
-
-        Returns:
-            the buffers of its last inputs: captured tensors, and values of constants alone.
+        The function returns the first output, of the C++ type ``result``. It writes the other
+        outputs and, after them, the rows.
         """
         examples = [*part.baked, *(x.example for x in part.once)]
         fixed = [_constant_buffer(f"c_{name}{i}", x) for i, x in enumerate(examples)]
@@ -228,12 +207,7 @@ class _CppLoop:
         ]
         self.checked[name] = {x.buffer.name: x for x in lowering.checked}
         function = FunctionPrinter(
-            lowering,
-            targets,
-            self.threads,
-            lowering.outputs[0],
-            len(self.addresses),
-            rows,
+            lowering, targets, self.threads, lowering.outputs[0], len(self.addresses), rows
         )
         for call in lowering.calls:
             self.addresses += call.addresses
@@ -241,42 +215,31 @@ class _CppLoop:
         # Kernels of pairs declare the type of their numbers as a macro.
         if len([text for text in self.declarations if text.startswith("#define")]) > 1:
             raise UnprintableError("calls with different declarations")
-        at, lines = 0, []
-        for buffer in function.scratch:
-            kind = TYPES[buffer.dtype]
-            lines.append(f"{kind}* __restrict {buffer.name} = ({kind}*)(work + {at});")
-            at += _bytes(buffer)
-        lines += function.lines
-        body = Body("r")
+        scratch, at = _pointers(function.scratch, "__restrict ", "work", 0)
+        self.work, body = max(self.work, at), Body("r")
         text = lowering.outputs[0].load(body, ())
-        lines += [*body.lines, f"return {text};"]
-        self.work = max(self.work, at)
-        names = [_parameter(b, const=True) for b in inputs] + [
-            _parameter(b, const=False) for b in (*outputs, *rows)
+        parameters = [
+            *(_parameter(b, const=True) for b in inputs),
+            *(_parameter(b, const=False) for b in (*outputs, *rows)),
+            *(_parameter(x.buffer, const=True) for x in self.checked[name].values()),
+            *EXTRA,
         ]
-        names += [_parameter(x.buffer, const=True) for x in self.checked[name].values()]
-        self.functions.append(
-            "\n".join(
-                [
-                    f"static {result} {name}({', '.join([*names, *EXTRA])}) {{",
-                    *lines,
-                    "}",
-                ]
-            )
-        )
+        head = f"static {result} {name}({', '.join(parameters)}) {{"
+        lines = [head, *scratch, *function.lines, *body.lines, f"return {text};", "}"]
+        self.functions.append("\n".join(lines))
         return fixed
 
     def _run(
         self,
-        consts: list[Buffer],
-        start_fixed: list[Buffer],
-        body_fixed: list[Buffer],
+        constants: list[Buffer],
         carry_in: list[Buffer],
         current: list[Buffer],
         next_carry: list[Buffer],
         rows: list[Buffer],
+        start: list[Buffer],
+        body: list[Buffer],
     ) -> list[str]:
-        constants = [*consts, *start_fixed, *body_fixed]
+        """Print the function ``run``, which calls the others with buffers as their arguments."""
         lines, at = [], 0
         for i, buffer in enumerate(constants):
             kind, name = TYPES[buffer.dtype], buffer.name
@@ -285,63 +248,69 @@ class _CppLoop:
             elif buffer.row:
                 size, row = buffer.inner, buffer.row
                 count = torch.Size(buffer.shape).numel() // size
-                lines.append(f"{kind}* {name} = ({kind}*)(memory + {at});")
-                lines.append(
+                copy, at = _pointers([buffer], "", "memory", at)
+                lines += [
+                    *copy,
                     f"for (int64_t r = 0; r < {count}; ++r) memcpy({name} + r * {row}, "
-                    f"(const {kind}*)in[{i}] + r * {size}, {size} * sizeof({kind}));"
-                )
-                at += _bytes(buffer)
+                    f"(const {kind}*)in[{i}] + r * {size}, {size} * sizeof({kind}));",
+                ]
             else:
                 lines.append(f"const {kind}* {name} = (const {kind}*)in[{i}];")
         checked = {name: x for found in self.checked.values() for name, x in found.items()}
-        for buffer in [*(x.buffer for x in checked.values()), *current, *next_carry]:
-            kind = TYPES[buffer.dtype]
-            lines.append(f"{kind}* {buffer.name} = ({kind}*)(memory + {at});")
-            at += _bytes(buffer)
+        buffers = [*(x.buffer for x in checked.values()), *current, *next_carry]
+        pointers, at = _pointers(buffers, "", "memory", at)
+        lines += pointers
         for i, buffer in enumerate(carry_in):
             kind = TYPES[buffer.dtype]
             lines.append(f"{kind}* {buffer.name} = ({kind}*)in[{len(constants) + i}];")
             lines.append(f"{kind}* y{i} = ({kind}*)out[{i}];")
 
-        def call(function: str, *buffers: Buffer | str) -> str:
-            names = [b if isinstance(b, str) else b.name for b in buffers]
-            names += self.checked[function]
-            return f"{function}({', '.join([*names, 'work', '&refused', 'functions'])})"
+        def call(function: str, *arguments: str) -> str:
+            given = [*arguments, *self.checked[function], "work", "&refused", "functions"]
+            return f"{function}({', '.join(given)})"
 
-        lines += [
-            f"char* work = memory + {at};",
-            "int refused = 0;",
-            *(line for x in checked.values() for line in x.lines),
-            *(["if (refused) { free(block); return refused; }"] if checked else []),
-            f"int64_t k = {call('start', *consts, *carry_in, *start_fixed, *current)};",
-            f"while ({call('more', 'k', consts[0])}) {{",
-            *(declaration(buffer, f"out[{len(current) + i}]") for i, buffer in enumerate(rows)),
-            f"k = {call('body', 'k', *current, *consts, *body_fixed, *next_carry, *rows)};",
-            *(f"exchange({a.name}, {n.name});" for a, n in zip(current, next_carry, strict=True)),
-            "}",
-            *(_copy_out(buffer, f"y{i}") for i, buffer in enumerate(current)),
-        ]
         return [
             'extern "C" int run(const void* const* in, void* const* out, void* const* functions) {',
             f"char* block = (char*)calloc({at + self.work + 64}, 1);",
             "if (!block) return 1;",
             "char* memory = block + (64 - (uintptr_t)block % 64);",
             *lines,
+            f"char* work = memory + {at};",
+            "int refused = 0;",
+            *(line for x in checked.values() for line in x.lines),
+            *(["if (refused) { free(block); return refused; }"] if checked else []),
+            f"int64_t k = {call('start', *(b.name for b in start))};",
+            f"while ({call('more', 'k', constants[0].name)}) {{",
+            *(declaration(buffer, f"out[{len(current) + i}]") for i, buffer in enumerate(rows)),
+            f"k = {call('body', 'k', *(b.name for b in body))};",
+            *(f"exchange({a.name}, {n.name});" for a, n in zip(current, next_carry, strict=True)),
+            "}",
+            *(_copy_out(buffer, f"y{i}") for i, buffer in enumerate(current)),
             "free(block);",
             "return refused;",
             "}",
         ]
 
 
+def _pointers(
+    buffers: Sequence[Buffer], restrict: str, memory: str, at: int
+) -> tuple[list[str], int]:
+    """Print the pointers of buffers in a block of memory from a place on; return the end too."""
+    lines: list[str] = []
+    for buffer in buffers:
+        kind = TYPES[buffer.dtype]
+        lines.append(f"{kind}* {restrict}{buffer.name} = ({kind}*)({memory} + {at});")
+        # Whole cache lines.
+        at += -(-buffer.size * buffer.dtype.itemsize // 64) * 64
+    return lines, at
+
+
 def _buffer(name: str, x: Tensor, fill: bool) -> Buffer:
-    return make_buffer(name, x.dtype, x.shape, torch.empty(x.shape, device="meta").stride(), fill)
+    return make_buffer(name, x.dtype, x.shape, row_major(x.shape), fill)
 
 
 def _constant_buffer(name: str, x: Tensor) -> Buffer:
-    """Make the buffer of a constant.
-
-    A scalar is a variable. Rows are padded unless the constant is large.
-    """
+    """Make the buffer of a constant: a variable for a scalar, else rows, padded unless large."""
     if x.numel() == 1:
         return Buffer(name, x.dtype, tuple(x.shape), (0,) * x.ndim, variable=True, constant=True)
     return replace(_buffer(name, x, fill=x.numel() <= COPY_LIMIT), constant=True)
@@ -355,11 +324,6 @@ def _copy_out(buffer: Buffer, result: str) -> str:
         f"for (int64_t r = 0; r < {numbers // max(1, size)}; ++r) memcpy({result} + r * {size}, "
         f"{buffer.name} + r * {pitch}, {size} * sizeof({kind}));"
     )
-
-
-def _bytes(buffer: Buffer) -> int:
-    """Return the size of a buffer in bytes, rounded up to whole cache lines."""
-    return -(-buffer.size * buffer.dtype.itemsize // 64) * 64
 
 
 def _parameter(buffer: Buffer, const: bool) -> str:

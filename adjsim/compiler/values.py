@@ -105,8 +105,12 @@ class Buffer:
 
     def at(self, index: Indices) -> Index:
         """Return the offset of an element."""
-        terms = (i * stride for i, stride in zip(index, self.strides, strict=True))
-        return sum(terms, start=Index())
+        return offset(index, self.strides)
+
+
+def offset(index: Indices, strides: Sequence[int]) -> Index:
+    """Return the offset of an element in memory of these strides."""
+    return sum((i * n for i, n in zip(index, strides, strict=True)), start=Index())
 
 
 def make_buffer(

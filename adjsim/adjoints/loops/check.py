@@ -37,13 +37,9 @@ MARGIN = 16.0
 
 @dataclass(frozen=True)
 class LoopCheck:
-    """The check of a loop at one carry.
+    """The check of a loop at one carry, with the constants of one step.
 
-    Args:
-        loop: the loop.
-        constants: its inputs for one step.
-        carry: its initial carry.
-        uncompiled: takes the step without compilation, from a carry, and returns the next carry.
+    ``uncompiled`` takes the step without compilation, from a carry, and returns the next carry.
     """
 
     loop: Loop
@@ -116,10 +112,7 @@ def one_step_uncompiled(
 ) -> list[Tensor]:
     """Take the steps of a loop without compilation, and return the tensors of the final carry.
 
-    Args:
-        spec: the definition of the loop.
-        within: the context in which the steps run, which returns their constants.
-        carry: the initial carry.
+    They run in the context ``within``, which returns their constants.
     """
     with within as constants:
         k, after = spec.start(constants, _mapped(clone, carry))

@@ -23,10 +23,8 @@ class CotangentGrowth:
     field is no larger than the sum of their norms. The growth is the largest
     ``|lambda| / sum_i |c_i|`` of the sweep, for the field in which this ratio is smallest. Fields
     to which the outputs give nothing do not count. So units do not matter, and neither do the
-    number of outputs or the length of a time average.
-
-    Args:
-        injected: the norms of the cotangents that the fields begin with, by name.
+    number of outputs or the length of a time average. ``injected`` has the norms of the cotangents
+    that the fields begin with.
     """
 
     def __init__(self, injected: Mapping[str, Tensor]) -> None:

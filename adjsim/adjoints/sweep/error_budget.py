@@ -29,9 +29,6 @@ class ErrorBudget:
         clock: the times of the steps.
         constant: the growth in each step that does not vary along the run.
         allowed: the growth allowed between stored states.
-
-    Attributes:
-        ahead: the growth that is expected until the driver stops next.
     """
 
     def __init__(
@@ -41,6 +38,7 @@ class ErrorBudget:
         # The sum since the last stored state, and the last step in it.
         self._since: Tensor | None = None
         self._step = 0
+        # The growth that is expected until the driver stops next.
         self.ahead = 0.0
 
     @property
