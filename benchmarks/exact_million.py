@@ -21,12 +21,11 @@ from adjsim.adjoints import Adjoint, ReversibleAdjoint
 from adjsim.adjoints.base import Result
 from adjsim.adjoints.sweep.backward import run_swept
 from adjsim.adjoints.sweep.exact_inversion import ExactInversion, Fingerprints
-from adjsim.adjoints.sweep.history import Rewind
-from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.adjoints.sweep.history import Rewind, SweepStart
+from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState
 from adjsim.dynamics.buffer import Spill
-from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.io.systems import cluster
 from adjsim.solvers.run import Run
 
@@ -45,9 +44,7 @@ class StoredPieces(Fingerprints):
         if self.every is not None and step % self.every == 0:
             self.stored[step] = state
 
-    def rewind(
-        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
-    ) -> Rewind:
+    def rewind(self, given: SweepStart) -> Rewind:
         return InversionInPieces(self)
 
 

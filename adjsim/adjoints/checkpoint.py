@@ -12,7 +12,13 @@ from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.loops.forward import ForwardLoops
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.backward import run_swept
-from adjsim.adjoints.sweep.history import History, Rewind, StateRows, rounding_tolerance
+from adjsim.adjoints.sweep.history import (
+    History,
+    Rewind,
+    StateRows,
+    SweepStart,
+    rounding_tolerance,
+)
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.arguments import as_whole
 from adjsim.core.run_report import RunReport
@@ -79,10 +85,8 @@ class Checkpoints(History):
         start = step // self.length * self.length
         return start, min(start + self.length, self.stepper.clock.last)
 
-    def rewind(
-        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
-    ) -> Rewind:
-        return Recompute(self, inputs, forces)
+    def rewind(self, given: SweepStart) -> Rewind:
+        return Recompute(self, given.inputs, given.forces)
 
 
 class Recompute(Rewind):

@@ -11,13 +11,12 @@ from adjsim.adjoints.base import Adjoint, Result
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.backward import run_swept
 from adjsim.adjoints.sweep.forward import run_forward
-from adjsim.adjoints.sweep.history import History, Rewind, StateRows
-from adjsim.adjoints.sweep.stepper import Inputs, Stepper, prepare
+from adjsim.adjoints.sweep.history import History, Rewind, StateRows, SweepStart
+from adjsim.adjoints.sweep.stepper import Stepper, prepare
 from adjsim.core.durable.stateful import Entries
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.buffer import Spill
-from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.continuous.base import ContinuousSolver
 from adjsim.solvers.run import Run
 
@@ -78,9 +77,7 @@ class AllStates(History):
         super().load_state(state)
         self.rows.update({first: tuple(rows) for first, *rows in state["rows"]})
 
-    def rewind(
-        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
-    ) -> Rewind:
+    def rewind(self, given: SweepStart) -> Rewind:
         return StoredRewind(self.rows, self.checkpoints[self.stepper.clock.last])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,12 @@ from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.sweep.backward import run_swept
 from adjsim.adjoints.sweep.error_budget import ErrorBudget
 from adjsim.adjoints.sweep.exact_inversion import Fingerprints
-from adjsim.adjoints.sweep.history import History, Rewind
-from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.adjoints.sweep.history import History, Rewind, SweepStart
+from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.arguments import as_number, as_whole
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, magnitudes, select
 from adjsim.dynamics.buffer import Spill
-from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.moves import Reflection, Scale, Shear
 from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.clock import Clock, VaryingClock
@@ -114,12 +113,8 @@ def _spacing(
 class Resets(History):
     """The states from which a reversed run continues: the start, saved frames and checkpoints.
 
-    Args:
-        stepper: the steps of the run.
-        every: steps between checkpoints; None: no checkpoints.
-        tol: relative error above which the sweep raises.
-        report: receives the error, and what is stored.
-        error_budget: it determines the checkpoints instead of ``every``.
+    An error budget, if there is one, determines the checkpoints instead of ``every``. A sweep
+    raises if relative errors are above ``tol``. The report receives the error, and what is stored.
     """
 
     def __init__(
@@ -130,15 +125,10 @@ class Resets(History):
         report: RunReport,
         error_budget: ErrorBudget | None,
     ) -> None:
-        super().__init__(stepper)
-        self.every, self.tol, self.report = every, tol, report
-        self.error_budget = error_budget
+        super().__init__(stepper, every)
+        self.tol, self.report, self.error_budget = tol, report, error_budget
         # The largest entry of each field at checkpoints and save times; errors are relative to it.
         self.scale: list[torch.Tensor] = []
-
-    def stops(self, stepper: Stepper) -> Iterable[int]:
-        regular = () if self.every is None else range(0, stepper.clock.last, self.every)
-        return {*stepper.clock.saves, *regular}
 
     def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         last = self.stepper.clock.last
@@ -153,7 +143,7 @@ class Resets(History):
 
     def _is_due(self, step: int) -> bool:
         if self.error_budget is None:
-            return self.every is not None and step % self.every == 0
+            return self.is_regular(step)
         if not self.error_budget.due:
             return False
         self.error_budget.restart()
@@ -169,24 +159,19 @@ class Resets(History):
         self.scale, self.report.checkpoint_every = state["scale"], state["every"]
         self.report.checkpoints = len(self.checkpoints)
 
-    def rewind(
-        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
-    ) -> Rewind:
-        clock = self.stepper.clock
+    def rewind(self, given: SweepStart) -> Rewind:
+        clock, frames = self.stepper.clock, given.frames
         if self.stepper.plan.copies is not None:
             return FloatInversion(self, self.checkpoints, self.checkpoints[clock.last])
         saves = enumerate(clock.saves)
         known = {} if frames is None else {step: select(frames, i) for i, step in saves}
-        return FloatInversion(self, {**known, **self.checkpoints}, final)
+        return FloatInversion(self, {**known, **self.checkpoints}, given.final)
 
 
 class FloatInversion(Rewind):
     """Earlier states, recovered by inverting the moves in floating point, and their error.
 
-    Args:
-        history: the stored states of the run.
-        known: the true states, by step.
-        final: the last state.
+    ``known`` has the true states, by step.
     """
 
     def __init__(self, history: Resets, known: Mapping[int, AnyState], final: AnyState) -> None:

@@ -35,17 +35,13 @@ class Called(Value):
 
 
 class Call(ABC):
-    """A call of compiled functions.
-
-    Attributes:
-        inputs: the values that it reads.
-        outputs: the values that it writes, which have dense buffers.
-        addresses: the addresses of its functions.
-    """
+    """A call of compiled functions at ``addresses``, whose outputs have dense buffers."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Called, ...]
-    addresses: tuple[int, ...]
+    addresses: tuple[int, ...] = ()
+    # C++ declarations that the call needs, the same for all calls of a loop.
+    declarations: str
 
     def output(self, example: torch.Tensor) -> Called:
         """Make an output of the shape and memory order of an example."""
@@ -56,11 +52,6 @@ class Call(ABC):
     @abstractmethod
     def lines(self, functions: Sequence[str]) -> list[str]:
         """Print the call; the functions are expressions of type ``void*``."""
-
-    @property
-    @abstractmethod
-    def declarations(self) -> str:
-        """C++ declarations that the call needs, the same for all calls of a loop."""
 
 
 # From an operator to a function that makes its call, from the operator's arguments as values, the

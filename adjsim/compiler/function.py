@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from adjsim.compiler.calls import Call, Called
 from adjsim.compiler.graph import Lowering
@@ -30,34 +29,25 @@ from adjsim.compiler.values import (
 _NAME = re.compile(r"\b[br]\d+\b")
 
 
-@dataclass(frozen=True)
-class Output:
-    """An output of a graph, and the buffer to which it is written."""
-
-    value: Value
-    buffer: Buffer
-
-
 class FunctionPrinter:
-    """The C++ statements of a graph.
+    """The C++ statements of a lowered graph.
 
     Args:
-        lowering: the lowered graph.
-        outputs: its outputs with their buffers.
+        lowering: the graph.
+        outputs: fill the buffers of its outputs.
         threads: the number of threads that share large loops.
         result: a value that the function returns in addition.
         first_function: the number of the first function that is called.
         rows: the buffers of stored values that the caller reads.
 
     Attributes:
-        lines: the statements.
         scratch: the buffers that stored values share, which the caller allocates.
     """
 
     def __init__(
         self,
         lowering: Lowering,
-        outputs: Sequence[Output],
+        outputs: list[Task],
         threads: int,
         result: Value,
         first_function: int,
@@ -70,19 +60,18 @@ class FunctionPrinter:
             self.functions[call] = [f"functions[{i}]" for i in range(first_function, last)]
             first_function = last
         tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
-        output_tasks = [Task(output.buffer, output.value) for output in outputs]
-        groups = self._order(tasks, output_tasks, result)
+        groups = self._order(tasks, outputs, result)
         buffers = [value.buffer for value in tasks]
         own = [b for b in buffers if b and not b.variable and b not in rows]
         self.scratch, self.lines = _share([list(group.lines) for group in groups], own)
 
     def _order(
-        self, tasks: dict[Value, list[Task]], output_tasks: list[Task], result: Value
+        self, tasks: dict[Value, list[Task]], outputs: list[Task], result: Value
     ) -> list[NestGroup]:
         needs = {value: _stored_operands(value, below=True) & tasks.keys() for value in tasks}
         wanted: set[Value] = set()
         todo = [value for value in tasks if value.buffer in self.rows]
-        for root in (result, *(task.value for task in output_tasks)):
+        for root in (result, *(task.value for task in outputs)):
             todo += _stored_operands(root) & tasks.keys()
         while todo:
             value = todo.pop()
@@ -110,7 +99,7 @@ class FunctionPrinter:
                 groups.append(group_of(together, self.threads))
             done.update(chosen)
             remaining = [value for value in remaining if value not in done]
-        groups.append(group_of(output_tasks, self.threads))
+        groups.append(group_of(outputs, self.threads))
         others = [need for value in tasks if isinstance(value, Called) for need in needs[value]]
         others += _stored_operands(result)
         join(groups, lambda x: [y.buffer for y in _stored_operands(x) if y.buffer], self.threads)

@@ -66,19 +66,17 @@ FILLED_WITH = {"scalar_tensor": 0, "full": 1, "full_like": 1, "fill": 1, "new_fu
 
 
 class Lowering:
-    """The values of one graph.
+    """The values of a graph of tensors of known shapes on the CPU, without dead code.
 
     Args:
-        graph: a graph of tensors of known shapes on the CPU, without dead code.
+        graph: the graph.
         inputs: the buffers of its placeholders.
         large: values with more elements are not stored merely for being read more than once.
         exact: whether sums must have the same bits in every program.
 
     Attributes:
         stored: the stored values, in the order of the graph.
-        calls: the calls of compiled functions.
         checked: the constants that are indices.
-        outputs: the values of the graph's outputs.
     """
 
     def __init__(
@@ -92,10 +90,8 @@ class Lowering:
         placeholders = iter(inputs)
         for node in graph.graph.nodes:
             if node.op == "placeholder":
-                buffer = next(placeholders)
-                self.values[node] = Value(
-                    buffer.shape, buffer.dtype, buffer=buffer, strides=buffer.strides
-                )
+                x = next(placeholders)
+                self.values[node] = Value(x.shape, x.dtype, buffer=x, strides=x.strides)
             elif node.op == "call_function":
                 self.values[node] = self._lower(node)
             elif node.op == "output":
@@ -105,28 +101,22 @@ class Lowering:
             else:
                 raise UnprintableError(node.op)
 
-    # Storing.
-
     def store(self, value: Value, fill: bool = True) -> None:
         """Store a value in a buffer, or in a variable if it is a scalar."""
         value = value.source
         if value.buffer is not None or isinstance(value, Literal):
             return
-        name = f"b{len(self.stored)}"
+        name, shape = f"b{len(self.stored)}", value.shape
         if value.numel == 1:
-            value.buffer = Buffer(
-                name, value.dtype, value.shape, (0,) * len(value.shape), variable=True
-            )
+            value.buffer = Buffer(name, value.dtype, shape, (0,) * len(shape), variable=True)
         else:
-            value.buffer = make_buffer(name, value.dtype, value.shape, value.strides, fill)
+            value.buffer = make_buffer(name, value.dtype, shape, value.strides, fill)
         self.stored.append(value)
 
     def _store_operand(self, operand: Value, numel: int) -> None:
         source = operand.source
         if source.computed and source.numel < numel and (source.numel == 1 or source.cost > 1):
             self.store(source)
-
-    # Lowering.
 
     def _lower(self, node: Any) -> Any:
         if node.target.__class__.__name__ == "builtin_function_or_method":
@@ -300,9 +290,7 @@ class Lowering:
         return Reduced(tuple(meta.shape), meta.dtype, (x,), strides=strides, axes=axes, lanes=lanes)
 
     def _pointwise(self, base: str, name: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
-        dtype = meta.dtype
-        tensors = [x for x in args if isinstance(x, Value)]
-        common = dtype
+        tensors, common = [x for x in args if isinstance(x, Value)], meta.dtype
         if base in LOGICAL and tensors:
             common = torch.result_type(*_examples(args)) if len(args) > 1 else tensors[0].dtype
         operands, expression = pointwise(base, name, args, node.kwargs, common)
@@ -317,12 +305,12 @@ class Lowering:
         varies = [any(x.varies[a] for x in cast if -a <= len(x.shape)) for a in range(-axes, 0)]
         short = tuple(n if v else 1 for n, v in zip(shape, varies, strict=True))
         value = Pointwise(
-            short, dtype, tuple(cast), strides=tuple(meta.stride()), expression=expression
+            short, meta.dtype, tuple(cast), strides=meta.stride(), expression=expression
         )
         if short == shape:
             return value
         self._store_if_needed(value, node)
-        return View(shape, dtype, (value,), map=expanded(short, shape))
+        return View(shape, meta.dtype, (value,), map=expanded(short, shape))
 
 
 def _overwrites_its_own(node: Node) -> bool:

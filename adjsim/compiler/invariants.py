@@ -31,10 +31,9 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 @dataclass(frozen=True)
 class LoopInvariant:
-    """The evaluation of an operator.
+    """The evaluation of an operator of a constant.
 
     Attributes:
-        operator: the operator.
         number: which of the constants is its first argument.
         settings: its other arguments.
         example: a tensor of the shape and type of its value.

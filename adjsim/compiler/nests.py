@@ -38,7 +38,6 @@ class Task:
     """The computation of a buffer, or of one part of a concatenated buffer.
 
     Attributes:
-        buffer: the buffer.
         value: the value whose elements are written to the buffer, or summed into it.
         axes: the axes of the value that are summed.
         begin: the index in the buffer at which a part of a concatenated buffer begins.
@@ -149,10 +148,7 @@ class Nest:
 
     @cached_property
     def innermost(self) -> tuple[str, int]:
-        """The variable of the innermost loop, and where that loop ends.
-
-        The variable is chosen by the number of contiguous accesses.
-        """
+        """The loop variable with the most contiguous accesses, and where its loop ends."""
         names, places = list(self.length), [at for _, at in self._places]
 
         def score(name: str) -> tuple[int, int]:

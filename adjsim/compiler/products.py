@@ -170,8 +170,7 @@ class MatrixProduct(Call):
         UnprintableError: a product of integers, or a large one.
     """
 
-    addresses = ()
-    declarations = DECLARATIONS  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    declarations = DECLARATIONS
 
     def __init__(
         self, left: Value, right: Value, example: torch.Tensor, store: Callable[..., None]

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from adjsim.compiler.function import FunctionPrinter, Output
+from adjsim.compiler.function import FunctionPrinter
 from adjsim.compiler.graph import Lowering
 from adjsim.compiler.indexing import Checked
 from adjsim.compiler.invariants import LoopInvariant
 from adjsim.compiler.library import compiled
 from adjsim.compiler.mathematics import HEADER, REPRODUCIBLE, VECTORISED
+from adjsim.compiler.nests import Task
 from adjsim.compiler.rows import RowMemory, declaration, store_in, stored_examples
 from adjsim.compiler.values import TYPES, Body, Buffer, UnprintableError, make_buffer, row_major
 
@@ -125,11 +126,9 @@ def last_inputs(parts: Sequence[Part], constants: Sequence[Tensor]) -> list[list
 
 
 class _CppLoop:
-    """The C++ source of a loop.
+    """The C++ source of a loop, with a function ``run``.
 
     Attributes:
-        source: the source, with
-            ``int run(const void* const* inputs, void* const* outputs, void* const* functions)``.
         parallel: whether it has a loop that threads share.
         fixed: the number of inputs after the constants: captured tensors and values of constants.
         addresses: the addresses of the functions that it calls.
@@ -201,7 +200,7 @@ class _CppLoop:
         part.graph.graph.eliminate_dead_code()
         lowering = Lowering(part.graph, inputs, self.large, self.exact)
         targets = [
-            Output(v, b)
+            Task(b, v)
             for v, b in zip(lowering.outputs[1:], [*outputs, *rows], strict=True)
             if b not in rows or not store_in(v, b, rows)
         ]

@@ -75,7 +75,6 @@ class Buffer:
 
     Attributes:
         row: the padded length of a row along the innermost axis; 0 without padding.
-        variable: whether it is a variable.
         constant: whether its numbers are the same in all iterations of a loop.
     """
 
@@ -90,18 +89,14 @@ class Buffer:
     @property
     def size(self) -> int:
         """The number of elements in memory, including padding."""
-        return (
-            1
-            + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-            + max(0, self.row - self.inner)
-        )
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return 1 + last + max(0, self.row - self.inner)
 
     @property
     def inner(self) -> int:
         """The length of the innermost axis."""
-        return next(
-            (n for n, s in zip(self.shape, self.strides, strict=True) if s == 1 and n > 1), 1
-        )
+        axes = zip(self.shape, self.strides, strict=True)
+        return next((n for n, s in axes if s == 1 and n > 1), 1)
 
     def at(self, index: Indices) -> Index:
         """Return the offset of an element."""
@@ -316,9 +311,7 @@ class Gathered(Lazy):
 class Reduced(Value):
     """A sum over axes, which are kept with length one or dropped; always stored.
 
-    Attributes:
-        axes: the axes.
-        lanes: the number of partial sums, if it must be the same in every program; else None.
+    It has ``lanes`` partial sums if their number must be the same in every program.
     """
 
     axes: tuple[int, ...] = ()
@@ -354,7 +347,6 @@ class Body:
     Attributes:
         name: the prefix of its variables.
         own: the stored values that this loop itself computes, at the places where it reads them.
-        lines: the statements.
         reads: the buffers and offsets that are read.
     """
 
@@ -363,7 +355,7 @@ class Body:
     lines: list[str] = field(default_factory=list)
     reads: list[tuple[Buffer, Index]] = field(default_factory=list)
     _known: dict[tuple[Value, Indices], str] = field(default_factory=dict)
-    _expressions: dict[str, str] = field(default_factory=dict)
+    _expressions: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def read(self, buffer: Buffer, index: Indices) -> str:
         """Return the variable that holds an element of a buffer."""
@@ -382,9 +374,8 @@ class Body:
 
     def define(self, dtype: torch.dtype, expression: str) -> str:
         """Return the variable that holds an expression."""
-        expression_of_type = f"{TYPES[dtype]} {expression}"
-        if expression_of_type not in self._expressions:
-            variable = f"{self.name}{len(self._expressions)}"
-            self._expressions[expression_of_type] = variable
-            self.lines.append(f"const {TYPES[dtype]} {variable} = {expression};")
-        return self._expressions[expression_of_type]
+        key = TYPES[dtype], expression
+        if key not in self._expressions:
+            self._expressions[key] = f"{self.name}{len(self._expressions)}"
+            self.lines.append(f"const {TYPES[dtype]} {self._expressions[key]} = {expression};")
+        return self._expressions[key]

@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -24,6 +24,19 @@ from adjsim.solvers.run import Run
 
 # Seconds of compiled steps between two looks at the clock and at signals.
 PAUSE = 0.25
+
+
+class AttributeState(Stateful):
+    """An object whose state is some of its attributes."""
+
+    saved_attributes: ClassVar[tuple[str, ...]] = ()
+
+    def state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.saved_attributes}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name in self.saved_attributes:
+            setattr(self, name, state[name])
 
 
 class Resumable(Stateful, Protocol):
@@ -42,8 +55,8 @@ class Saves:
         saving: where and how often.
         interruption: signals that end the run.
         name: the name of the pass in the store.
-        objects: what is saved besides the state of the steps, by name.
-        report: the report of the run, whose evaluations are saved.
+        objects: what is saved besides the state of the steps and their evaluations.
+        report: the report of the run.
         end: the step with which the pass ends.
         where: describes a step, for the line that ends an interrupted run.
     """

@@ -29,6 +29,7 @@ from adjsim.compiler.invariants import hoist_invariants
 from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
 from adjsim.compiler.values import UnprintableError
 from adjsim.compiler.versions import untested_torch
+from adjsim.core.module_cache import version_of
 from adjsim.potentials.pairs.kernels.merging import merge_pairs
 
 # Operations of a step above which a warning precedes a compilation by Inductor.
@@ -161,7 +162,7 @@ class Constant:
     """A captured tensor of a loop, neither an input nor registered on a module."""
 
     def __init__(self, x: Tensor) -> None:
-        self.tensor, self.version = ref(x), _version(x)
+        self.tensor, self.version = ref(x), version_of(x)
 
     def check(self) -> None:
         """Refuse a tensor that requires grad, since its gradient would be lost."""
@@ -176,7 +177,7 @@ class Constant:
     def changed(self) -> bool:
         """Test whether the tensor has been modified in place since the trace."""
         x = self.tensor()
-        return x is not None and _version(x) != self.version
+        return x is not None and version_of(x) != self.version
 
 
 class NoCapture(TorchFunctionMode):
@@ -229,13 +230,14 @@ def filled(tree: Any, tensors: Iterator[Tensor]) -> Any:
     return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
 
 
+def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return the same nesting of a function's values."""
+    return filled(tree, map(function, leaves(tree)))
+
+
 def clone(x: Tensor) -> Tensor:
     """Copy a tensor, since no inputs or outputs of a loop may share memory."""
     return x.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
 
 
 def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Tensor) -> Part:

@@ -44,12 +44,10 @@ class ForwardCarry(NamedTuple):
 class ForwardLoops:
     """Run forward steps in compiled loops.
 
-    A loop that shares forces between steps begins with a force that is given. An exact run
-    evaluates this force again in the loop: functions such as exp may have other last bits in torch
-    than in the loops that reverse the run.
-
-    The loops add to the time average of a recording and to an error budget, and store the states
-    before their steps in ``state_rows``, where these are given.
+    They add to the time average of a recording and to an error budget, and store the states before
+    their steps in ``state_rows``, where these are given. A loop that shares forces between steps
+    begins with a force that is given. An exact run evaluates this force again in the loop:
+    functions such as exp may have other last bits in torch than in the loops that reverse the run.
     """
 
     def __init__(
@@ -104,10 +102,7 @@ class ForwardLoops:
     def _advance_within(
         self, budget: ErrorBudget, state: State, start: int, count: int
     ) -> tuple[State, int]:
-        """Run as many steps, up to ``count``, as errors may grow in; one at least.
-
-        A loop in which they have grown by more is run again with fewer steps.
-        """
+        """Run as many steps, up to ``count``, as errors may grow in; if need be, again."""
         if self.pace > 0:
             count = max(1, min(count, int(budget.left / self.pace)))
         while True:
@@ -129,7 +124,7 @@ class ForwardLoops:
     def _run(
         self, state: AnyState, start: int, count: int
     ) -> tuple[ForwardCarry, tuple[Tensor, ...]]:
-        """Run a loop of ``count`` steps, and return the stored states too."""
+        """Run a loop of ``count`` steps, and return the final carry and the stored rows."""
         runner = self.runner
         averaged = self.recording if runner.averages(start + 1) else None
         total = () if averaged is None else (clone(self._total(averaged, state)),)
@@ -138,7 +133,7 @@ class ForwardLoops:
             total, state, rows = run_iterated(runner, total, state, start, count, stores)
             return ForwardCarry(total, (), (), (), runner.pack_state(state)), rows
         force = () if self.force is None else (runner.pack(self.force),)
-        growth, margin = self._no_growth(state, start), self._no_margin(state, start)
+        growth, margin = self._beginning(state, start)
         carry = ForwardCarry(total, force, growth, margin, runner.pack_state(state))
         kind = (SAVING if runner.saves_tensors else STORING) if stores else FORWARD
         return runner.run_loop(kind, start, count, carry)
@@ -153,17 +148,14 @@ class ForwardLoops:
         return runner.unpack_state(carry.state), start + count
 
     @torch.no_grad()
-    def _no_growth(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
-        if self.error_budget is None:
-            return ()
-        clock = self.runner.clock
-        like = growth_in_step(self.runner.dynamics, clock.dt, clock.time(start), state)
-        return (torch.zeros_like(clone(like)),)
-
-    @torch.no_grad()
-    def _no_margin(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
-        found = _margin(self.runner, self.runner.clock.time(start), state)
-        return () if found is None else (torch.full_like(clone(found), torch.inf),)
+    def _beginning(self, state: AnyState, start: int) -> tuple[tuple[Tensor, ...], ...]:
+        """Return the growth of errors and the margin before the first step, where they are used."""
+        runner, t = self.runner, self.runner.clock.time(start)
+        growth, margin = (), _margin(runner, t, state)
+        if self.error_budget is not None:
+            like = growth_in_step(runner.dynamics, runner.clock.dt, t, state)
+            growth = (torch.zeros_like(clone(like)),)
+        return growth, () if margin is None else (torch.full_like(clone(margin), torch.inf),)
 
     def _total(self, recording: Recording, state: AnyState) -> Tensor:
         """Return the sum of the time average so far."""
@@ -178,11 +170,7 @@ class ForwardLoops:
 def _specify(
     stores: bool, saves: bool, runner: LoopRunner, loop: Loop
 ) -> LoopSpec[LoopConstants, ForwardCarry]:
-    """Specify an iteration: one step.
-
-    Its rows are the state before the step if it ``stores``, and tensors of autograd if it
-    ``saves``.
-    """
+    """Specify an iteration: a step, which stores the state before it and saves tensors."""
 
     def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
         k = torch.zeros_like(constants.steps)

@@ -16,8 +16,7 @@ class LoopConstants(NamedTuple):
     """The inputs that do not change in a loop.
 
     Attributes:
-        steps: the number of steps of the loop.
-        first: the number of its first step.
+        steps, first: the number of steps of the loop, and the number of the first.
         begin: the time of step 0.
         coefficients: the coefficients, by letter and name.
         parameters: all tensors of the dynamics.
@@ -45,7 +44,7 @@ class Loop:
 
     Attributes:
         function: the compiled function of constants and carry.
-        path: how it was compiled, for the statistics of a run.
+        path: how it was compiled.
         fixed_evaluations: energy evaluations outside of its iterations.
         evaluations_per_step: energy evaluations in each iteration.
         constants: the tensors that it has captured.
@@ -77,13 +76,10 @@ class LoopKind:
     """A kind of loops, such as forward steps that store their states.
 
     Attributes:
-        specify: specifies the loop.
-        differentiates: whether autograd runs in the loop, whose parameters and coefficients are
-            then leaves.
+        differentiates: whether autograd runs in it, so that parameters and coefficients are leaves.
         backward: whether it is a loop of the backward pass.
         uncompiled: specifies the same steps without compilation; None: ``specify``.
-        iterations: returns the number of iterations that a run has taken, from its final carry;
-            None: as many as steps.
+        iterations: returns the number of iterations, from the final carry; None: one for each step.
     """
 
     specify: Specify

@@ -6,14 +6,22 @@ import time
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.loops.check import LoopCheck, is_due, one_step_uncompiled
-from adjsim.adjoints.loops.compilation import CompileError, NoCapture, clone, compile_loop, leaves
+from adjsim.adjoints.loops.check import LoopCheck, is_due
+from adjsim.adjoints.loops.compilation import (
+    CompileError,
+    NoCapture,
+    clone,
+    compile_loop,
+    leaves,
+    mapped,
+)
 from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind
 from adjsim.adjoints.loops.saved_tensors import MOST_STEPS
 from adjsim.adjoints.sweep.recorder import Recorder
@@ -27,7 +35,7 @@ from adjsim.core.trajectory import TimeAverage, sum_dtype
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.base import StepContext, TimeInStep
 from adjsim.solvers.clock import Clock
-from adjsim.solvers.run import Run, bound_record
+from adjsim.solvers.run import Run
 from adjsim.solvers.stochastic.drift_move import DriftMove
 
 # Largest number of noise entries passed to a loop at once: four megabytes of float64.
@@ -90,20 +98,21 @@ class LoopRunner:
         self.exact = lattice is not None
         self.state_class = self.plan.kind(stepper.kind)
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.fixed = LoopConstants(
+        fixed = LoopConstants(
             zero,
-            zero.clone(),
+            zero,
             torch.tensor(self.clock.begin, dtype=torch.float64, device=self.device),
-            {
-                letter: {name: clone(c) for name, c in group.items()}
-                for letter, group in coefficients.items()
-            },
-            tuple(clone(x) for x in inputs.parameters),
-            {} if lattice is None else {name: clone(x) for name, x in lattice.spacings().items()},
+            {letter: dict(group) for letter, group in coefficients.items()},
+            inputs.parameters,
+            {} if lattice is None else lattice.spacings(),
         )
+        self.fixed: LoopConstants = mapped(clone, fixed)
         self.cache_key = self._cache_key() if run.key is None else run.key
-        self.solver_key = self._solver_key()
-        self.stops: list[int] = []
+        try:
+            self.solver_key = object_key(run.solver, "the solver")
+        except UninspectableError as error:
+            raise CompileError(f"compile=True: {error}") from error
+        self.what, self.stops = f"a step of {type(self.dynamics).__name__}", list[int]()
         # The loops that this run has called.
         self.used: set[Loop] = set()
         self._noise: tuple[int, int, Tensor] | None = None
@@ -145,10 +154,9 @@ class LoopRunner:
         and ``states`` the stored rows.
         """
         began = time.perf_counter()
-        numbers = [torch.tensor(x, device=self.device) for x in (count, self.clock.before + first)]
         constants = self.fixed._replace(
-            steps=numbers[0],
-            first=numbers[1],
+            steps=torch.tensor(count, device=self.device),
+            first=torch.tensor(self.clock.before + first, device=self.device),
             noise=self._drawn(first, count),
             average=tuple(map(clone, average)),
             states=states,
@@ -271,22 +279,16 @@ class LoopRunner:
         inside the context ``capture``.
         """
         if differentiates:
-            leaves = [
-                x.detach().requires_grad_(i in self.reading.wanted)
-                for i, x in enumerate(constants.parameters)
-            ]
-            coefficients = {
-                letter: {
-                    name: x.detach().requires_grad_((letter, name) in self.wanted)
-                    for name, x in group.items()
-                }
-                for letter, group in constants.coefficients.items()
-            }
-            constants = constants._replace(parameters=tuple(leaves), coefficients=coefficients)
+            parameters = mapped(Tensor.detach, constants.parameters)
+            coefficients = mapped(Tensor.detach, constants.coefficients)
+            constants = constants._replace(parameters=parameters, coefficients=coefficients)
+            for i in self.reading.wanted:
+                constants.parameters[i].requires_grad_()
+            for letter, name in self.wanted:
+                constants.coefficients[letter][name].requires_grad_()
         self.reading.put(constants.parameters, self.dynamics)
-        record = self.run.record
-        record = bound_record(record, self.reading, self.dynamics, constants.parameters)
-        self.recorder = Recorder(record, self.clock)
+        run = replace(self.run, tensors=constants.parameters)
+        self.recorder = Recorder(run.bound_record, self.clock)
         with torch.no_grad(), capture:
             yield constants
 
@@ -329,15 +331,19 @@ class LoopRunner:
 
         def uncompiled(carry: Any) -> list[Tensor]:
             # Of the stored rows, an uncompiled step reads the state alone.
-            within = traced._within(kind.differentiates, nullcontext(), self._plain(one))
-            return one_step_uncompiled(spec, within, carry)
+            plain = self._plain(one)
+            with traced._within(kind.differentiates, nullcontext(), plain) as given:
+                k, after = spec.start(given, mapped(clone, carry))
+                while bool(spec.more(k, given.steps)):
+                    k, after, _ = spec.body(given, k, after)
+                return leaves(after)
 
         check = LoopCheck(loop, one, carry, uncompiled)
         if check.agrees():
             return loop
         again = self._compile(kind, constants, carry)
         if check.agrees_with(again):
-            check.learn(self._what)
+            check.learn(self.what)
             return loop
         for old in cache.drop(self.reading.source):
             old.stale = True
@@ -349,12 +355,8 @@ class LoopRunner:
                 "cannot be inspected). Run it again, and call backward before the next change."
             )
         cache.put(self.reading.source, self._key(kind, constants, carry), again)
-        LoopCheck(again, one, carry, uncompiled).learn(self._what)
+        LoopCheck(again, one, carry, uncompiled).learn(self.what)
         return again
-
-    @property
-    def _what(self) -> str:
-        return f"a step of {type(self.dynamics).__name__}"
 
     def _compile(self, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
         started, loop, traced = time.perf_counter(), Loop(), self._traced()
@@ -367,7 +369,7 @@ class LoopRunner:
             exact=self.exact,
             # For these rows scalar code is faster, and compiles in half the time.
             short=self.row < VECTOR,
-            what=self._what,
+            what=self.what,
             capacity=self.capacity,
         )
         self.report.compile_seconds += time.perf_counter() - started
@@ -377,12 +379,6 @@ class LoopRunner:
         record = self.run.record
         function = record.function if isinstance(record, TimeAverage) else None
         return cache_key(self.dynamics, function)
-
-    def _solver_key(self) -> Any:
-        try:
-            return object_key(self.run.solver, "the solver")
-        except UninspectableError as error:
-            raise CompileError(f"compile=True: {error}") from error
 
 
 def _row(rows: Tensor, k: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.eager import EagerDriver
 from adjsim.adjoints.sweep.forward import run_forward
-from adjsim.adjoints.sweep.history import History
+from adjsim.adjoints.sweep.history import History, SweepStart
 from adjsim.adjoints.sweep.recorder import Recorder, RecordSweep
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, prepare
 from adjsim.core.autocast import autocast_state, restored_autocast
@@ -49,10 +49,7 @@ from adjsim.solvers.run import Run
 def run_swept(
     run: Run[State], report: RunReport, make_history: Callable[[Stepper], History]
 ) -> Result[State]:
-    """Run a simulation with a constant-memory gradient.
-
-    The report receives what it costs, forward and backward.
-    """
+    """Run a simulation with a constant-memory gradient, and report its cost in both directions."""
     refuse_trained_box(run.dynamics)
     stepper, inputs = prepare(run, report, run.connected())
     swept = _SweptRun(run, report, stepper, make_history(stepper), inputs)
@@ -68,13 +65,7 @@ def run_swept(
 
 
 class _SweptRun:
-    """The shared data of a forward run and its backward sweeps.
-
-    It is written during the forward run only.
-
-    Attributes:
-        end: the end of the forward run.
-    """
+    """The shared data of a forward run and its backward sweeps, written by the former alone."""
 
     end: RunEnd | None = None
 
@@ -88,13 +79,11 @@ class _SweptRun:
     ) -> None:
         self.run, self.report, self.stepper, self.history = run, report, stepper, history
         self.width, self.kind = len(run.state), type(run.state)
-        self.keys = [
-            (letter, name) for letter, group in inputs.coefficients.items() for name in group
-        ]
+        self.keys = [(letter, name) for letter, x in inputs.coefficients.items() for name in x]
         self.autocast = autocast_state()
-        self.runner = (
-            LoopRunner(stepper, inputs, run, report, history.block_length) if run.compile else None
-        )
+        self.runner = None
+        if run.compile:
+            self.runner = LoopRunner(stepper, inputs, run, report, history.block_length)
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """List the tensors that autograd sees: start, coefficients and trainable parameters."""
@@ -141,7 +130,7 @@ class _SweptRun:
             run.dynamics.potential, parameters=trainable, report=self.report
         )
         frames = self.kind._make(outputs[: self.width]) if run.record is None else None
-        rewind = self.history.rewind(inputs, forces, frames, final)
+        rewind = self.history.rewind(SweepStart(inputs, forces, frames, final))
         if rewind.error is not None:
             self.report.reconstruction_error = rewind.error
         growth = CotangentGrowth({name: norm(x) for name, x in received.items()})

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from adjsim.adjoints.durable.saves import Saves
+from adjsim.adjoints.durable.saves import AttributeState, Saves
 from adjsim.adjoints.sweep.history import Rewind
 from adjsim.adjoints.sweep.recorder import RecordSweep
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, naming
@@ -19,7 +18,7 @@ from adjsim.dynamics.forces import ForceEvaluator
 SETTLE_EVERY = 256
 
 
-class EagerDriver:
+class EagerDriver(AttributeState):
     """Runs steps one by one, in Python."""
 
     divisible = True
@@ -36,12 +35,6 @@ class EagerDriver:
         for step in range(start, stop):
             state = self.stepper.step(step, state, self.inputs, self.forces)
         return state, stop
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        return
 
     def sweep(
         self,

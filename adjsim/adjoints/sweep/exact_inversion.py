@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from adjsim.adjoints.base import ReconstructionError
-from adjsim.adjoints.sweep.history import History, Rewind
-from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.adjoints.sweep.history import History, Rewind, SweepStart
+from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.durable.stateful import Entries
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.buffer import Spill, fingerprint
-from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.run import Run
 
 
@@ -27,19 +26,15 @@ class Fingerprints(History):
     """
 
     def __init__(self, stepper: Stepper, every: int | None, run: Run[State]) -> None:
-        super().__init__(stepper)
-        self.every, self.run = every, run
+        super().__init__(stepper, every)
+        self.run = run
         self.spills: dict[int, Sequence[Spill]] = {}
         self.fingerprints: dict[int, bytes] = {}
-
-    def stops(self, stepper: Stepper) -> Iterable[int]:
-        regular = () if self.every is None else range(0, stepper.clock.last + 1, self.every)
-        return {*stepper.clock.saves, *regular}
 
     def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         if spills:
             self.spills[step] = spills
-        if step in self.stepper.clock.saves or (self.every is not None and step % self.every == 0):
+        if step in self.stepper.clock.saves or self.is_regular(step):
             self.fingerprints[step] = fingerprint(state)
         if step == self.stepper.clock.last:
             self.store(step, state)
@@ -56,9 +51,7 @@ class Fingerprints(History):
         self.spills = {step: [Spill(*x) for x in found] for step, found in state["spills"]}
         self.fingerprints = dict(state["fingerprints"])
 
-    def rewind(
-        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
-    ) -> Rewind:
+    def rewind(self, given: SweepStart) -> Rewind:
         return ExactInversion(self)
 
 

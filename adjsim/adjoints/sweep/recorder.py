@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.base import ReconstructionError
-from adjsim.adjoints.durable.saves import Saves
+from adjsim.adjoints.durable.saves import AttributeState, Saves
 from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.durable.stateful import Entries
+from adjsim.core.module_cache import version_of
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import Record, TimeAverage, check_shape, floating, sum_dtype
 from adjsim.dynamics.buffer import Spill
@@ -49,11 +50,11 @@ class Recorder:
     def value(self, state: AnyState) -> Tensor:
         """Evaluate the function on a state of the dynamics."""
         assert self.function is not None
-        versions = [None if x.is_inference() else x._version for x in state]
+        versions = list(map(version_of, state))
         value = self.function(state)
         if self.average is not None:
             value = floating(value, state)
-        if any(v is not None and x._version != v for x, v in zip(state, versions, strict=True)):
+        if list(map(version_of, state)) != versions:
             raise ValueError(
                 "the record writes into the state that it is given, which would change the run. "
                 "Use clone() in the record."
@@ -133,7 +134,7 @@ class Recording:
         return None, next(stacks)
 
 
-class RecordSweep:
+class RecordSweep(AttributeState):
     """The contributions of the saved frames or record to one backward sweep.
 
     The sweep evaluates a recorded function again and compares the values with the saved values,
@@ -142,30 +143,26 @@ class RecordSweep:
     Args:
         recorder: the recorder of the run.
         cotangents: the cotangents of the saved fields, or of the record.
-        saved: the record, if the run saved one.
+        record: the saved record, if the run has one.
         tolerance: allowed relative difference between the values and the saved values.
         growth: receives the sizes of the contributions.
     """
+
+    saved_attributes = ("total",)
 
     def __init__(
         self,
         recorder: Recorder,
         cotangents: Sequence[Tensor | None],
-        saved: Tensor | None,
+        record: Tensor | None,
         tolerance: float,
         growth: CotangentGrowth,
     ) -> None:
-        self.recorder, self.cotangents, self.saved = recorder, cotangents, saved
+        self.recorder, self.cotangents, self.record = recorder, cotangents, record
         self.tolerance, self.growth = tolerance, growth
         self.total: Tensor | None = None
         # The last state in the sum of a time average.
         self.summed: AnyState | None = None
-
-    def state(self) -> dict[str, Any]:
-        return {"total": self.total}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.total = state["total"]
 
     def begin(self, final: State, saves: Saves | None, stepper: Stepper) -> tuple[State, int]:
         """Return the state and the step from which a sweep goes on."""
@@ -205,8 +202,8 @@ class RecordSweep:
                     self.growth.inject(name, cotangent[frame].norm())
         elif frame is not None and self.cotangents[0] is not None:
             value = self.add_function(state, self.cotangents[0][frame], cotangents, forces)
-            assert self.saved is not None
-            self._compare(value, self.saved[frame], f"the record after step {step}", state)
+            assert self.record is not None
+            self._compare(value, self.record[frame], f"the record after step {step}", state)
 
     def add_function(
         self, state: AnyState, cotangent: Tensor, cotangents: Cotangents, forces: ForceEvaluator
@@ -222,9 +219,9 @@ class RecordSweep:
 
     def finish(self) -> None:
         """Compare a time average with the saved one."""
-        if self.total is not None and self.saved is not None:
-            found = (self.total * self.recorder.weight).to(self.saved.dtype)
-            self._compare(found, self.saved, "the time average", self.summed)
+        if self.total is not None and self.record is not None:
+            found = (self.total * self.recorder.weight).to(self.record.dtype)
+            self._compare(found, self.record, "the time average", self.summed)
 
     def _compare(self, found: Tensor, saved: Tensor, what: str, state: AnyState | None) -> None:
         known = torch.isfinite(saved)

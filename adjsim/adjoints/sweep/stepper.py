@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,14 +31,7 @@ FINITE_EVERY = 64
 
 
 class Inputs(NamedTuple):
-    """The inputs of a run, read once at its start.
-
-    Attributes:
-        state: the initial state.
-        coefficients: the coefficients of the terms, by letter and name.
-        parameters: the tensors of the dynamics, each once, in the order of
-            :class:`adjsim.core.reading.Reading`.
-    """
+    """The start of a run, the coefficients of its terms, and the tensors of its reading."""
 
     state: AnyState
     coefficients: Mapping[str, Coefficients]
@@ -49,8 +43,6 @@ class StepNoise:
     """The noise of a run's steps.
 
     Attributes:
-        draws: number of noise fields that a step draws.
-        noise_steps: number of steps whose draws one step uses, including its own.
         batch: the shape of the batch.
         shape: the shape of one draw for one system, such as ``(atoms, dim)``.
         like: a field, for its dtype and device.
@@ -58,8 +50,7 @@ class StepNoise:
     """
 
     noise: Noise
-    draws: int
-    noise_steps: int
+    plan: StepPlan
     batch: torch.Size
     shape: torch.Size
     like: Tensor
@@ -67,43 +58,39 @@ class StepNoise:
 
     def of_step(self, step: int) -> tuple[Tensor, ...]:
         """Return the noise that step number ``step`` uses, the same in every call."""
-        return tuple(draw for k in range(step, step + self.noise_steps) for draw in self._drawn(k))
+        steps = range(step, step + self.plan.noise_steps)
+        return tuple(draw for k in steps for draw in self._drawn(k))
 
     def of_steps(self, step: int, count: int) -> list[Tensor]:
         """Return the draws of ``count`` steps from number ``step``, in parts of several steps.
 
         The shape of a part is ``(steps, draws, *batch, *shape)``.
         """
-        axes = len(self.batch)
-        return [
-            rows.reshape(len(rows), *self.batch, self.draws, *self.shape).movedim(1 + axes, 1)
-            for rows in self.noise.span(step, count, self._rows, self.like, self.end)
-        ]
+        shape, axis = (*self.batch, self.plan.draws, *self.shape), 1 + len(self.batch)
+        parts = self.noise.span(step, count, self._rows, self.like, self.end)
+        return [rows.reshape(len(rows), *shape).movedim(axis, 1) for rows in parts]
 
     def _drawn(self, step: int) -> Sequence[Tensor]:
         drawn = self.noise(step, self._rows, self.like)
-        if self.draws == 1:
+        if self.plan.draws == 1:
             return (drawn.reshape(*self.batch, *self.shape),)
-        return drawn.reshape(*self.batch, self.draws, *self.shape).unbind(len(self.batch))
+        return drawn.reshape(*self.batch, self.plan.draws, *self.shape).unbind(len(self.batch))
 
     @property
     def _rows(self) -> tuple[int, int]:
-        return self.batch.numel(), self.draws * self.shape.numel()
+        return self.batch.numel(), self.plan.draws * self.shape.numel()
 
 
 class Observer(Protocol):
     """Observes the states of a run."""
 
+    @abstractmethod
     def stops(self, stepper: Stepper) -> Iterable[int]:
         """Return the numbers of steps after which it observes the state."""
-        ...
 
+    @abstractmethod
     def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
-        """Observe the state and the buffers' spills after ``step`` steps.
-
-        The state is on the lattice, if there is one.
-        """
-        ...
+        """Observe the state, on the lattice if there is one, and the spills of its buffers."""
 
 
 class Driver(Protocol):
@@ -114,10 +101,7 @@ class Driver(Protocol):
         ...
 
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
-        """Run from the state after ``start`` steps up to ``stop`` steps or fewer.
-
-        Returns the last state and its number of steps.
-        """
+        """Run from ``start`` steps up to ``stop`` or fewer; return the state and their number."""
         ...
 
 
@@ -159,16 +143,12 @@ class Stepper:
         return state if plan.copies is None else plan.copies.remove(state)
 
     def step(self, number: int, state: State, inputs: Inputs, forces: ForceEvaluator) -> State:
-        """Run step number ``number``.
-
-        Raises:
-            UnsolvedStepError: an implicit step has no solution; the message names the step.
-        """
+        """Run a step; an error that it has no solution names it."""
         with naming(number + 1):
             return self.plan.step(state, self.context(number, inputs, forces))
 
     def context(self, number: int, inputs: Inputs, forces: ForceEvaluator) -> StepContext:
-        """Return the context of step number ``number``."""
+        """Return the context of a step."""
         coefficients = inputs.coefficients
         if self.varying is not None:
             assert isinstance(self.clock, VaryingClock)
@@ -177,15 +157,11 @@ class Stepper:
         return StepContext(self.clock.time_in_step(number), coefficients, noise, forces)
 
     def spill(self, step: int, state: State) -> tuple[State, list[Spill]]:
-        """Spill the buffers of an exact run that are full.
-
-        This is a function of the step and the state alone.
-        """
-        if self.plan.lattice is None or self.buffer_growth is None:
+        """Spill the full buffers of an exact run, as a function of step and state alone."""
+        lattice, growth = self.plan.lattice, self.buffer_growth
+        if lattice is None or growth is None or (self.clock.before + step) % growth.check_every:
             return state, []
-        if (self.clock.before + step) % self.buffer_growth.check_every:
-            return state, []
-        return self.plan.lattice.spill(state, self.buffer_growth.limit)
+        return lattice.spill(state, growth.limit)
 
     def run(
         self,
@@ -197,17 +173,15 @@ class Stepper:
         report: RunReport,
         saves: ForwardSaves | None = None,
     ) -> AnyState:
-        """Run all steps, call the observers, and return the final state.
+        """Run all steps from a start on the lattice, call the observers, and return the last state.
 
-        The initial state is on the lattice, if there is one. With saves, the run goes on from the
-        last one.
+        With saves, the run goes on from the last one. The messages of errors name the step.
 
         Raises:
             FloatingPointError: a number is not finite, the two copies of a state have moved apart,
-                or a run with a thermostat has blown up; the message names the step.
-            ValueError: a state that the dynamics excludes; the message names the step.
-            OverflowError: a number is outside of the lattice of an exact run; the message names the
-                step.
+                or a run with a thermostat has blown up.
+            ValueError: a state that the dynamics excludes.
+            OverflowError: a number is outside of the lattice of an exact run.
         """
         last, lattice = self.clock.last, self.plan.lattice
         observed = {k for observer in observers for k in observer.stops(self) if 0 < k <= last}
@@ -238,13 +212,7 @@ class Stepper:
 
 @dataclass
 class _StateChecks:
-    """The checks of a run's states.
-
-    Attributes:
-        heat: the temperature from which on a run has blown up; None: none is known.
-        good: the last state that was found sound.
-        step: the number of steps before it.
-    """
+    """The checks of a run's states, and the last sound one, ``good``, after ``step`` steps."""
 
     stepper: Stepper
     inputs: Inputs
@@ -339,10 +307,9 @@ def naming(step: int) -> Generator[None, None, None]:
 def prepare(
     run: Run[State], report: RunReport, connected: Run[State] | None = None
 ) -> tuple[Stepper, Inputs]:
-    """Prepare the steps of a run and its inputs, with their graph.
+    """Prepare the steps of a run, and its inputs with their graph.
 
-    The report receives what is known before the first step. ``connected`` is the same run on the
-    values of which the inputs are made; None: the run itself.
+    The inputs are made of the values of ``connected``, the same run on other values.
     """
     connected = run if connected is None else connected
     solver, dynamics, state = run.solver, run.dynamics, run.state
@@ -369,8 +336,7 @@ def prepare(
         assert run.noise is not None
         noise = StepNoise(
             run.noise,
-            plan.draws,
-            plan.noise_steps,
+            plan,
             dynamics.batch_shape(state),
             dynamics.draw_shape(float(run.times[0]), state),
             state[0].detach(),
