@@ -12,13 +12,7 @@ from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.loops.forward import ForwardLoops
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.backward import run_swept
-from adjsim.adjoints.sweep.history import (
-    History,
-    Rewind,
-    StateRows,
-    SweepStart,
-    rounding_tolerance,
-)
+from adjsim.adjoints.sweep.history import History, Rewind, StateRows, SweepStart, rounding_tolerance
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.arguments import as_whole
 from adjsim.core.run_report import RunReport
@@ -57,13 +51,11 @@ class CheckpointAdjoint(Adjoint):
 
     def run(self, run: Run[State], report: RunReport) -> Result[State]:
         def history(stepper: Stepper) -> History:
-            return Checkpoints(stepper, self._length(stepper.clock.last))
+            last = stepper.clock.last
+            segments = self.segments or max(1, round(math.sqrt(last)))
+            return Checkpoints(stepper, math.ceil(last / segments))
 
         return run_swept(run, report, history)
-
-    def _length(self, last: int) -> int:
-        """Return the number of steps in a segment."""
-        return math.ceil(last / (self.segments or max(1, round(math.sqrt(last)))))
 
 
 class Checkpoints(History):

@@ -104,11 +104,7 @@ def reshaped(store: Store, x: Value, meta: Tensor) -> Value:
 
 
 def indexed(
-    store: Store,
-    checked: list[Checked],
-    meta: Tensor,
-    x: Value,
-    indices: Sequence[Value | None],
+    store: Store, checked: list[Checked], meta: Tensor, x: Value, indices: Sequence[Value | None]
 ) -> Value:
     """Lower indexing by index tensors along adjacent axes."""
     numbers = {axis: index for axis, index in enumerate(indices) if index is not None}

@@ -28,11 +28,7 @@ OF_FRACTIONS = ("reciprocal", "sqrt", "rsqrt", "floor", "ceil", "trunc")
 
 
 def pointwise(
-    base: str,
-    name: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    dtype: torch.dtype,
+    base: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[list[Value], Printer]:
     """Return the operands of an elementwise operation, and the printer of its expression.
 

@@ -13,14 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from adjsim.compiler.calls import Call, address_of, in_place, stored_address
-from adjsim.compiler.values import (
-    TYPES,
-    Pointwise,
-    UnprintableError,
-    Value,
-    View,
-    dense_copy,
-)
+from adjsim.compiler.values import TYPES, Pointwise, UnprintableError, Value, View, dense_copy
 from adjsim.compiler.views import slicing
 
 # Products of more multiplications are left to torch, whose libraries divide them into blocks for

@@ -59,6 +59,7 @@ class Saves:
         report: the report of the run.
         end: the step with which the pass ends.
         where: describes a step, for the line that ends an interrupted run.
+        divisible: whether steps may be divided in any way.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class Saves:
         report: RunReport,
         end: int,
         where: str,
+        divisible: bool = False,
     ) -> None:
         self.saving, self.interruption, self.report = saving, interruption, report
-        self.end, self.where = end, where
+        self.end, self.where, self.divisible = end, where, divisible
         self._states = SavedStates(saving.store, name, objects)
         self._written = time.monotonic()
+        self._pace, self._advanced = 1, (end, 0.0)
 
     def begin(self, state: State, step: int) -> tuple[State, int, int]:
         """Return the state, the step and the spilled bits of the last save.
@@ -114,24 +117,6 @@ class Saves:
                 f"interrupted {where}. Run it again with store='{folder}' to go on."
             )
 
-
-class ForwardSaves(Saves):
-    """The saves of a forward run of ``last`` steps, with the observers and the driver."""
-
-    def __init__(
-        self,
-        saving: Saving,
-        interruption: Interruption,
-        observers: Mapping[str, Stateful],
-        driver: Resumable,
-        report: RunReport,
-        last: int,
-    ) -> None:
-        objects, where = {**observers, "driver": driver}, f"after step {{}} of {last}"
-        super().__init__(saving, interruption, "forward", objects, report, last, where)
-        self.driver = driver
-        self._pace, self._advanced = 1, (last, 0.0)
-
     def next_stop(self, step: int, stop: int) -> int:
         """Return the step up to which the driver may advance before the next look at the clock."""
         now = time.monotonic()
@@ -140,7 +125,7 @@ class ForwardSaves(Saves):
             rate = (step - before) / max(now - at, 1e-9)
             self._pace = max(1, int(min(rate * PAUSE, 2.0 * self._pace * (1 + step - before))))
         self._advanced = (step, now)
-        return min(stop, step + self._pace) if self.driver.divisible else stop
+        return min(stop, step + self._pace) if self.divisible else stop
 
 
 @contextmanager
@@ -150,7 +135,7 @@ def forward_saves(
     last: int,
     observers: Mapping[str, Stateful],
     driver: Resumable,
-) -> Generator[ForwardSaves | None, None, None]:
+) -> Generator[Saves | None, None, None]:
     """Hold the store of a run of ``last`` steps while it runs forward; None without a store."""
     saving = run.saving
     if saving is None:
@@ -158,7 +143,9 @@ def forward_saves(
         return
     with saving.store.held(saving.manifest), Interruption() as interruption:
         check_numbers(saving.store, saving.measure)
-        yield ForwardSaves(saving, interruption, observers, driver, report, last)
+        objects, where = {**observers, "driver": driver}, f"after step {{}} of {last}"
+        given = (objects, report, last, where, driver.divisible)
+        yield Saves(saving, interruption, "forward", *given)
 
 
 @contextmanager

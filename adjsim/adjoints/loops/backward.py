@@ -28,12 +28,8 @@ from adjsim.solvers.base import StepContext
 class BackwardCarry(NamedTuple):
     """The carry of the backward pass.
 
-    Attributes:
-        coefficients: the sums of the cotangents of coefficients.
-        parameters: the sums of the cotangents of parameters.
-        cotangents: the cotangents of the fields.
-        injected: the norms of the cotangents that outputs have given to the fields.
-        state: the fields of the state.
+    These are sums of the cotangents of coefficients and parameters, the cotangents of the fields,
+    the norms of those that outputs have given to the fields, and the state.
     """
 
     coefficients: dict[tuple[str, str], Tensor]
@@ -44,10 +40,7 @@ class BackwardCarry(NamedTuple):
 
 
 class BackwardLoops:
-    """Run the backward pass in compiled loops.
-
-    ``forces`` evaluates the forces of its uncompiled parts.
-    """
+    """Run the backward pass in compiled loops, and its other parts with ``forces``."""
 
     def __init__(self, runner: LoopRunner, forces: ForceEvaluator) -> None:
         self.runner, self.forces = runner, forces

@@ -24,14 +24,13 @@ from adjsim.dynamics.base import Dynamics
 
 
 class ForwardCarry(NamedTuple):
-    """The carry of forward steps.
+    """The carry of forward steps, of which parts that a run lacks are empty.
 
     Attributes:
-        total: the sum of a time average; empty without one.
-        force: the force that the next step begins with; empty if steps do not share forces.
-        error_growth: the growth of rounding errors; empty where it does not vary.
-        margin: the smallest distances to states that the dynamics refuses; empty without such.
-        state: the fields of the state.
+        total: the sum of a time average.
+        force: the force that the next step begins with, if steps share forces.
+        error_growth: the growth of rounding errors, where it varies.
+        margin: the smallest distances to states that the dynamics refuses.
     """
 
     total: tuple[Tensor, ...]

@@ -26,12 +26,8 @@ from adjsim.solvers.implicit.newton_iteration import Newton, first_iteration, it
 class IteratedCarry(NamedTuple):
     """The carry of iterations.
 
-    Attributes:
-        total: the sum of a time average; empty without one.
-        state: the fields of the state before the step.
-        newton: the iteration of the step.
-        completed: the number of completed steps of the loop.
-        iterations: the number of iterations of the loop.
+    These are the sum of a time average (empty without one), the state before the step, the
+    iteration of the step, and the numbers of completed steps and of iterations of the loop.
     """
 
     total: tuple[Tensor, ...]

@@ -45,12 +45,8 @@ class _Saved(NamedTuple):
 class SavedTensors:
     """The saved tensors of one step, while it is traced.
 
-    Args:
-        saved_tensors: in a backward loop, those that the forward loop has saved; None: a forward
-            loop.
-
-    Attributes:
-        rows: in a forward loop, what it is to store.
+    In a forward loop, ``rows`` are those that it is to store. In a backward loop, ``saved_tensors``
+    are those that the forward loop has stored.
     """
 
     def __init__(self, saved_tensors: Sequence[Tensor] | None = None) -> None:

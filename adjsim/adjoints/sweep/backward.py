@@ -70,12 +70,7 @@ class _SweptRun:
     end: RunEnd | None = None
 
     def __init__(
-        self,
-        run: Run[State],
-        report: RunReport,
-        stepper: Stepper,
-        history: History,
-        inputs: Inputs,
+        self, run: Run[State], report: RunReport, stepper: Stepper, history: History, inputs: Inputs
     ) -> None:
         self.run, self.report, self.stepper, self.history = run, report, stepper, history
         self.width, self.kind = len(run.state), type(run.state)

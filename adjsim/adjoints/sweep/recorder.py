@@ -174,10 +174,7 @@ class RecordSweep(AttributeState):
 
     @property
     def average_cotangent(self) -> Tensor | None:
-        """The cotangent of the averaged function's value at each step that counts.
-
-        For steps of varying size it is that of a weight of one.
-        """
+        """The cotangent of the averaged function at a step that counts, for a varying weight of 1."""
         cotangent = self.cotangents[0] if self.recorder.average is not None else None
         return None if cotangent is None else cotangent * self.recorder.weight
 

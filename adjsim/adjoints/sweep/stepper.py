@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.durable.saves import ForwardSaves
+from adjsim.adjoints.durable.saves import Saves
 from adjsim.core.noise import Noise
 from adjsim.core.progress import with_progress
 from adjsim.core.run_report import RunReport
@@ -171,7 +171,7 @@ class Stepper:
         observers: Sequence[Observer],
         run: Run[State],
         report: RunReport,
-        saves: ForwardSaves | None = None,
+        saves: Saves | None = None,
     ) -> AnyState:
         """Run all steps from a start on the lattice, call the observers, and return the last state.
 
