@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from adjsim.compiler.calls import CALLS, Call, Called
 from adjsim.compiler.indexing import SPLITS, Checked, gathered, indexed, reshaped, scattered, split
@@ -131,7 +132,7 @@ class Lowering:
         unknown = node.kwargs.keys() - KNOWN
         if unknown:
             raise UnprintableError(f"{name} with {', '.join(sorted(unknown))}")
-        args = [self.values[x] if isinstance(x, Node) else x for x in node.args]
+        args = list(self._arguments(node))
         if isinstance(meta, (list, tuple)):
             if base not in SPLITS:
                 raise UnprintableError(name)
@@ -150,16 +151,16 @@ class Lowering:
         return value
 
     def _called(self, node: Any) -> Called | tuple[Called, ...]:
-        def values(x: Any) -> Any:
-            if isinstance(x, (list, tuple)):
-                return [values(y) for y in x]
-            return self.values[x] if isinstance(x, Node) else x
-
         example = node.meta["val"]
         single = isinstance(example, Tensor)
         examples = [example] if single else example
-        outputs = self._add_call(CALLS[node.target](values(node.args), examples, self.store))
+        call = CALLS[node.target](self._arguments(node), examples, self.store)
+        outputs = self._add_call(call)
         return outputs[0] if single else outputs
+
+    def _arguments(self, node: Node) -> tuple[Any, ...]:
+        """Return the arguments of an operation, with values in the place of nodes."""
+        return map_arg(node.args, lambda x: self.values[x])
 
     def _add_call(self, call: Call) -> tuple[Called, ...]:
         self.calls.append(call)
@@ -226,8 +227,7 @@ class Lowering:
             axis %= len(x.shape)
             return gathered(self.store, self.checked, meta, x, axis, [number], wraps=False)
         if base == "index":
-            indices = [None if x is None else self.values[x] for x in args[1]]
-            return indexed(self.store, self.checked, meta, args[0], indices)
+            return indexed(self.store, self.checked, meta, *args)
         if base in ("cat", "stack"):
             return self._joined(base, node, meta, args)
         if base in ("select_scatter", "slice_scatter"):
@@ -246,8 +246,7 @@ class Lowering:
         shape, dtype = tuple(meta.shape), meta.dtype
         axis = args[1] % len(shape) if len(args) > 1 else 0
         parts: list[Value] = []
-        for source in args[0]:
-            part = self.values[source]
+        for source, part in zip(node.args[0], args[0], strict=True):
             if not part.numel:
                 continue
             if base == "stack":

@@ -37,10 +37,7 @@ Store = Callable[..., None]
 class Checked:
     """Constants of a loop that are indices, and their copy in the range from 0 to length - 1.
 
-    Attributes:
-        source: the constants.
-        least: the least index that is allowed. Negative ones count from the end.
-        length: the number of places.
+    Indices from ``least`` on are allowed. Negative ones count from the end.
     """
 
     source: Buffer

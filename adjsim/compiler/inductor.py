@@ -48,8 +48,8 @@ def compile_with_inductor(
     would copy all rows in each. So does a loop with an operation that only checks its operands, as
     ``torch.linalg.solve`` has one: Inductor does not compile it inside a ``while_loop``.
 
-    The arguments are those of :func:`adjsim.compiler.to_cpp.compile_to_cpp`, and whether contiguous
-    rows are shorter than a vector.
+    Rows are ``short`` if they are shorter than a vector; see
+    :func:`~adjsim.compiler.to_cpp.compile_to_cpp` for the other arguments.
     """
     # Importing Inductor takes a second, and most runs do not need it.
     from torch._inductor import compile as inductor

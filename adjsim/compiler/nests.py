@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from adjsim.compiler.values import (
     LANES,
@@ -201,44 +202,40 @@ class Nest:
 
     def _rows(self, innermost: str, limit: int) -> list[str]:
         """Print sums along rows, a vector of terms at a time."""
-        lines = self._heads(self.kept_loops)
         length, whole = self.length[innermost], limit % LANES == 0
-        sums = self._sums(LANES if length > LANES else 1)
-        for total, kind, lanes in sums:
-            lines.append(f"{f'partial_sums<{kind}>' if lanes > 1 else kind} {total} = {{}};")
+        sums, lines = self._sums(LANES if length > LANES else 1), self._heads(self.kept_loops)
+        for s in sums:
+            kind = f"partial_sums<{s.kind}>" if s.lanes > 1 else s.kind
+            lines.append(f"{kind} {s.name} = {{}};")
         if length <= LANES:
             lines += [self._head(innermost), *self.body.lines]
-            lines += [
-                f"{total} += {text};"
-                for (total, *_), (_, text, _) in zip(sums, self.results, strict=True)
-            ]
-            lines.append("}")
+            lines += [f"{s.name} += {s.term};" for s in sums]
         else:
             stop = f"{LANES}" if whole else f"{limit} - b < {LANES} ? {limit} - b : {LANES}"
-            lines.append(f"for (int64_t b = 0; b < {limit}; b += {LANES}) {{")
-            lines.append(f"const int64_t end = {stop};")
-            lines += [f"alignas(64) {kind} {total}t[{LANES}] = {{}};" for total, kind, _ in sums]
             lines += [
+                f"for (int64_t b = 0; b < {limit}; b += {LANES}) {{",
+                f"const int64_t end = {stop};",
+                *(f"alignas(64) {s.kind} {s.name}t[{LANES}] = {{}};" for s in sums),
                 "#pragma omp simd",
                 f"for (int64_t l = 0; l < {LANES if whole else 'end'}; ++l) {{",
                 f"const int64_t {innermost} = b + l;",
                 *self.body.lines,
             ]
-            for (total, kind, _), (_, text, _) in zip(sums, self.results, strict=True):
-                term = f"({innermost} < {length} ? {text} : ({kind})0)" if limit > length else text
-                lines.append(f"{total}t[l] = {term};")
+            for s in sums:
+                inside = f"({innermost} < {length} ? {s.term} : ({s.kind})0)"
+                lines.append(f"{s.name}t[l] = {inside if limit > length else s.term};")
             lines.append("}")
             # A sum that starts at zero is never -0, and adding zero does not change it.
-            for total, kind, lanes in sums:
-                lines.append(
-                    f"{total} += *(const partial_sums<{kind}>*){total}t;"
-                    if lanes > 1
-                    else f"for (int64_t l = 0; l < end; ++l) {total} += {total}t[l];"
-                )
-            lines.append("}")
-        for (total, _, lanes), (task, _, at) in zip(sums, self.results, strict=True):
-            terms = [total] if lanes == 1 else [f"{total}[{lane}]" for lane in range(lanes)]
-            lines.append(f"{_element(task.buffer, at)} = {_tree(terms)};")
+            lines += [
+                f"{s.name} += *(const partial_sums<{s.kind}>*){s.name}t;"
+                if s.lanes > 1
+                else f"for (int64_t l = 0; l < end; ++l) {s.name} += {s.name}t[l];"
+                for s in sums
+            ]
+        lines.append("}")
+        for s in sums:
+            parts = [s.name] if s.lanes == 1 else [f"{s.name}[{n}]" for n in range(s.lanes)]
+            lines.append(f"{s.target} = {_tree(parts)};")
         return lines + ["}"] * len(self.kept_loops)
 
     def _blocks(self, innermost: str, limit: int) -> list[str]:
@@ -248,50 +245,57 @@ class Nest:
         block = min(BLOCK, limit)
         whole = limit % block == 0
         end = str(block) if whole else f"{limit} - b < {block} ? {limit} - b : {block}"
-        lines = [*self._heads(others), f"for (int64_t b = 0; b < {limit}; b += {block}) {{"]
-        lines.append(f"const int64_t end = {end};")
         stop = str(block) if whole else "end"
         head = f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {innermost} = b + l;"
-        sums = list(zip(self._sums(1), self.results, strict=True))
+        sums = self._sums(1)
+        lines = [
+            *self._heads(others),
+            f"for (int64_t b = 0; b < {limit}; b += {block}) {{",
+            f"const int64_t end = {end};",
+            *(f"alignas(64) {s.kind} {s.name}[{s.lanes * block}] = {{}};" for s in sums),
+        ]
         # One partial sum after the other, unless a sum has to take its terms in order.
-        apart = all(lanes > 1 for (_, _, lanes), _ in sums)
-        for (total, kind, lanes), _ in sums:
-            lines.append(f"alignas(64) {kind} {total}[{lanes * block}] = {{}};")
+        apart = all(s.lanes > 1 for s in sums)
         if apart:
-            lines.append(f"for (int64_t lane = 0; lane < {LANES}; ++lane) {{")
             lines += [
-                f"alignas(64) {kind} {total}p[{block}] = {{}};" for (total, kind, _), _ in sums
-            ]
-            lines.append(
+                f"for (int64_t lane = 0; lane < {LANES}; ++lane) {{",
+                *(f"alignas(64) {s.kind} {s.name}p[{block}] = {{}};" for s in sums),
                 f"for (int64_t {summed} = lane; {summed} < {self.length[summed]}; "
-                f"{summed} += {LANES}) {{"
-            )
+                f"{summed} += {LANES}) {{",
+            ]
         else:
             lines.append(self._head(summed))
         lines += ["#pragma omp simd", head, *self.body.lines]
-        for (total, _, lanes), (_, text, _) in sums:
-            lane = f"{summed} % {LANES} * {block} + l" if lanes > 1 else "l"
-            lines.append(f"{total}p[l] += {text};" if apart else f"{total}[{lane}] += {text};")
+        for s in sums:
+            lane = f"{summed} % {LANES} * {block} + l" if s.lanes > 1 else "l"
+            lines.append(f"{s.name}{'p[l]' if apart else f'[{lane}]'} += {s.term};")
         lines += ["}", "}"]
         if apart:
             lines.append(f"for (int64_t l = 0; l < {stop}; ++l) {{")
-            lines += [f"{total}[lane * {block} + l] = {total}p[l];" for (total, *_), _ in sums]
+            lines += [f"{s.name}[lane * {block} + l] = {s.name}p[l];" for s in sums]
             lines += ["}", "}"]
         lines.append(head)
-        for (total, _, lanes), (task, _, at) in sums:
-            terms = [f"{total}[{n * block} + l]" for n in range(lanes)]
-            lines.append(f"{task.buffer.name}[{at}] = {_tree(terms)};")
+        for s in sums:
+            parts = [f"{s.name}[{n * block} + l]" for n in range(s.lanes)]
+            lines.append(f"{s.target} = {_tree(parts)};")
         return lines + ["}"] * (len(others) + 2)
 
-    def _sums(self, lanes: int) -> list[tuple[str, str, int]]:
-        """Return the names and types of the sums, and the numbers of their partial sums.
-
-        ``lanes`` is the number where a sum may have any.
-        """
+    def _sums(self, lanes: int) -> list[_Sum]:
+        """Return the sums, with ``lanes`` partial sums where a sum may have any number."""
         return [
-            (f"s{n}", TYPES[task.buffer.dtype], task.lanes or lanes)
-            for n, task in enumerate(self.tasks)
+            _Sum(f"s{n}", TYPES[t.buffer.dtype], t.lanes or lanes, term, _element(t.buffer, at))
+            for n, (t, term, at) in enumerate(self.results)
         ]
+
+
+class _Sum(NamedTuple):
+    """A sum: its variable, type, number of partial sums, term, and the place of its value."""
+
+    name: str
+    kind: str
+    lanes: int
+    term: str
+    target: str
 
 
 def _element(buffer: Buffer, at: Index) -> str:

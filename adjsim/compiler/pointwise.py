@@ -32,10 +32,7 @@ def pointwise(
 ) -> tuple[list[Value], Printer]:
     """Return the operands of an elementwise operation, and the printer of its expression.
 
-    Args:
-        base, name: the operation without its overload, and with it.
-        args, kwargs: its arguments, with tensors as values.
-        dtype: the dtype in which it is computed.
+    ``base`` is its name without the overload. It is computed in the type ``dtype``.
 
     Raises:
         UnprintableError: the operation is not supported.

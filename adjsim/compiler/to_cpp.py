@@ -56,8 +56,7 @@ class Parts:
     Attributes:
         start: (constants, carry) to (number of the first iteration, carry).
         more: (number of an iteration, number of steps) to whether the iteration is run.
-        body: (number, carry, constants) to (next number, carry, rows); rows are the tensors that
-            each iteration stores.
+        body: (number, carry, constants) to (next number, carry, tensors that it stores).
     """
 
     start: Part
@@ -73,17 +72,11 @@ def compile_to_cpp(
     threads: int,
     capacity: int = 0,
 ) -> Compiled:
-    """Compile a loop to a function of constants and carry.
+    """Compile a loop to a function of constants and carry, of which there are examples.
 
-    It returns the final carry, and for each stored tensor a tensor ``(capacity, *shape)`` whose row
-    k was stored by the last iteration of number k.
-
-    Args:
-        parts: the graphs of the loop.
-        constants, carry: example tensors; the first constant is the number of steps.
-        exact: whether functions such as exp, and sums, must have the same bits in every program.
-        threads: the number of threads that share large loops.
-        capacity: the largest number of steps of a loop that stores rows.
+    The function returns the final carry, and for each stored tensor a tensor ``(capacity, *shape)``
+    whose row k was stored by the last iteration of number k. The first constant is the number of
+    steps. With ``exact``, functions such as exp, and sums, have the same bits in every program.
 
     Raises:
         UnprintableError: the loop has unsupported operations, or there is no compiler.

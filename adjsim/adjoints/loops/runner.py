@@ -97,6 +97,7 @@ class LoopRunner:
         lattice = self.plan.lattice
         self.exact = lattice is not None
         self.state_class = self.plan.kind(stepper.kind)
+        self.width = len(self.state_class._fields)
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
         fixed = LoopConstants(
             zero,
@@ -251,15 +252,11 @@ class LoopRunner:
 
     def state_before(self, constants: LoopConstants, k: Tensor) -> Any:
         """Return the stored state before step number ``k`` of the loop."""
-        return self.unpack_state(_row(x, k) for x in self._plain(constants).states)
+        return self.unpack_state(_row(x, k) for x in constants.states[: self.width])
 
     def saved_by(self, constants: LoopConstants, k: Tensor) -> list[Tensor]:
         """Return what step number ``k`` of the loop has saved besides the state before it."""
-        return [_row(x, k) for x in constants.states[len(self.state_class._fields) :]]
-
-    def _plain(self, constants: LoopConstants) -> LoopConstants:
-        """Leave out all rows but those of the states."""
-        return constants._replace(states=constants.states[: len(self.state_class._fields)])
+        return [_row(x, k) for x in constants.states[self.width :]]
 
     def _traced(self) -> LoopRunner:
         """Return a runner for one trace, with a copy of the dynamics that only the trace uses."""
@@ -331,7 +328,7 @@ class LoopRunner:
 
         def uncompiled(carry: Any) -> list[Tensor]:
             # Of the stored rows, an uncompiled step reads the state alone.
-            plain = self._plain(one)
+            plain = one._replace(states=one.states[: self.width])
             with traced._within(kind.differentiates, nullcontext(), plain) as given:
                 k, after = spec.start(given, mapped(clone, carry))
                 while bool(spec.more(k, given.steps)):

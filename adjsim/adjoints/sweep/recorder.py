@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -73,8 +73,10 @@ class Recorder:
         return value if self.weights is None else value * float(self.weights[step])
 
 
-class Recording:
+class Recording(AttributeState):
     """An observer of the states of one run, which saves frames or values."""
+
+    saved_attributes = ("frames", "total", "dtype", "last_step")
 
     def __init__(self, recorder: Recorder, stepper: Stepper) -> None:
         self.recorder, self.stepper = recorder, stepper
@@ -112,16 +114,7 @@ class Recording:
         self.total, self.last_step = value if self.total is None else self.total + value, step
 
     def state(self) -> dict[str, Any]:
-        return {
-            "frames": Entries(self.frames, stacked=True),
-            "total": self.total,
-            "dtype": self.dtype,
-            "last_step": self.last_step,
-        }
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.frames, self.total = state["frames"], state["total"]
-        self.dtype, self.last_step = state["dtype"], state["last_step"]
+        return {**super().state(), "frames": Entries(self.frames, stacked=True)}
 
     def result(self) -> tuple[AnyState | None, Tensor | None]:
         """Return the stacked states, or the record."""
@@ -174,7 +167,7 @@ class RecordSweep(AttributeState):
 
     @property
     def average_cotangent(self) -> Tensor | None:
-        """The cotangent of the averaged function at a step that counts, for a varying weight of 1."""
+        """The cotangent of the averaged function at a step that counts, if its weight is fixed."""
         cotangent = self.cotangents[0] if self.recorder.average is not None else None
         return None if cotangent is None else cotangent * self.recorder.weight
 
