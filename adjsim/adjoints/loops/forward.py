@@ -60,7 +60,6 @@ class ForwardLoops:
         self.state_rows = state_rows
         # The growth in a step, as far as it is known.
         self.pace = 0.0
-        self.forces = runner.plan.forces(runner.dynamics.potential, report=runner.report)
         # The force with which the next step begins; None where it is evaluated again.
         self.force: Tensor | None = None
 
@@ -78,47 +77,49 @@ class ForwardLoops:
         self.force, self.pace, self.runner.stops = state["force"], state["pace"], state["stops"]
 
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
-        runner = self.runner
+        runner, budget = self.runner, self.error_budget
         if start == 0 and self.force is None and runner.plan.shares_force:
+            forces = runner.plan.forces(runner.dynamics.potential, report=runner.report)
             with torch.no_grad():
-                self.forces.force(position_of(state), runner.clock.time(0))
+                forces.force(position_of(state), runner.clock.time(0))
             # None where the force depends on a time that passes while the position stays.
-            self.force = self.forces.cached(position_of(state))
+            self.force = forces.cached(position_of(state))
         while start < stop:
-            count = min(runner.length, stop - start)
-            if self.error_budget is not None:
-                return self._advance_within(self.error_budget, state, start, count)
-            carry, rows = self._run(state, start, count)
-            if _is_refused(carry) and count > 1:
-                # Half of the loop is run again, down to the step that ends in a refused state.
-                stop = start + count // 2
-                continue
+            wanted = min(runner.length, stop - start)
+            carry, rows, count = self._run_sound(state, start, wanted)
             if self.state_rows is not None:
                 self.state_rows[start] = rows
             state, start = self._accept(carry, start, count)
+            if budget is not None:
+                # Half of the budget is left for the next loop.
+                budget.add(carry.error_growth[0], start, budget.allowed / 2)
+                if start not in runner.stops:
+                    insort(runner.stops, start)
+            if budget is not None or count < wanted:
+                break
         return state, start
 
-    def _advance_within(
-        self, budget: ErrorBudget, state: State, start: int, count: int
-    ) -> tuple[State, int]:
-        """Run as many steps, up to ``count``, as errors may grow in; if need be, again."""
-        if self.pace > 0:
+    def _run_sound(
+        self, state: AnyState, start: int, count: int
+    ) -> tuple[ForwardCarry, tuple[Tensor, ...], int]:
+        """Run up to ``count`` steps, one at least: down to one that ends in a refused state.
+
+        Errors grow by what the budget allows at most. A loop that is too long is run again.
+        """
+        budget = self.error_budget
+        if budget is not None and self.pace > 0:
             count = max(1, min(count, int(budget.left / self.pace)))
         while True:
-            carry, _ = self._run(state, start, count)
-            found = budget.largest(carry.error_growth[0], count)
-            self.pace = found / count
-            if count == 1 or (found <= budget.left and not _is_refused(carry)):
-                break
-            shorter = count // 2
-            if found > budget.left:
-                shorter = min(shorter, int(budget.left / self.pace))
-            count = max(1, shorter)
-        # Half of the budget is left for the next loop.
-        budget.add(carry.error_growth[0], start + count, budget.allowed / 2)
-        if start + count not in self.runner.stops:
-            insort(self.runner.stops, start + count)
-        return self._accept(carry, start, count)
+            carry, rows = self._run(state, start, count)
+            allowed = count // 2 if _is_refused(carry) else count
+            if budget is not None:
+                found = budget.largest(carry.error_growth[0], count)
+                self.pace = found / count
+                if found > budget.left:
+                    allowed = min(count // 2, int(budget.left / self.pace))
+            if allowed == count or count == 1:
+                return carry, rows, count
+            count = max(1, allowed)
 
     def _run(
         self, state: AnyState, start: int, count: int
