@@ -33,10 +33,9 @@ class FunctionPrinter:
     """The C++ statements of a lowered graph.
 
     Args:
-        lowering: the graph.
-        outputs: fill the buffers of its outputs.
+        lowering: the graph, whose first output the function returns.
+        outputs: fill the buffers of its other outputs.
         threads: the number of threads that share large loops.
-        result: a value that the function returns in addition.
         first_function: the number of the first function that is called.
         rows: the buffers of stored values that the caller reads.
 
@@ -49,7 +48,6 @@ class FunctionPrinter:
         lowering: Lowering,
         outputs: list[Task],
         threads: int,
-        result: Value,
         first_function: int,
         rows: Sequence[Buffer],
     ) -> None:
@@ -60,7 +58,7 @@ class FunctionPrinter:
             self.functions[call] = [f"functions[{i}]" for i in range(first_function, last)]
             first_function = last
         tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
-        groups = self._order(tasks, outputs, result)
+        groups = self._order(tasks, outputs, lowering.outputs[0])
         buffers = [value.buffer for value in tasks]
         own = [b for b in buffers if b and not b.variable and b not in rows]
         self.scratch, self.lines = _share([list(group.lines) for group in groups], own)

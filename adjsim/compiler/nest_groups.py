@@ -81,15 +81,9 @@ def _computes_operands(nest: Nest, task: Task) -> bool:
     if nest.summed_loops or not nest.kept_loops or task.buffer.variable:
         return False
     alone = Nest(*task.space, [task], nest.threads)
-    own = {x.buffer.name: x for x in nest.tasks}
-    reads = [(own[b.name], b, at) for b, at in alone.body.reads if b.name in own]
-    return alone.innermost == nest.innermost and all(
-        isinstance(x.value, StoredExpression)
-        and x.buffer is buffer
-        and buffer.dtype.is_floating_point
-        and at == x.target(x.index(nest.kept_loops, nest.summed_loops))
-        for x, buffer, at in reads
-    )
+    read = {buffer.name for buffer, _ in alone.body.reads}
+    own = [x for x in nest.tasks if x.buffer.name in read]
+    return alone.innermost == nest.innermost and all(_reads_once(alone, x) for x in own)
 
 
 def fuse(groups: list[NestGroup], needed: set[str]) -> None:

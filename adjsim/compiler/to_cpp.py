@@ -147,30 +147,19 @@ class _CppLoop:
         self.checked: dict[str, dict[str, Checked]] = {}
         self.work = 0
         consts = [_constant_buffer(f"c{i}", x) for i, x in enumerate(constants)]
-        carry_in = [_buffer(f"x{i}", x, fill=False) for i, x in enumerate(carry)]
-        current = [_buffer(f"a{i}", x, fill=True) for i, x in enumerate(carry)]
-        next_carry = [_buffer(f"n{i}", x, fill=True) for i, x in enumerate(carry)]
-        rows = [_buffer(f"row{i}", x, fill=False) for i, x in enumerate(stored)]
+        self.carry_in = [_buffer(f"x{i}", x, fill=False) for i, x in enumerate(carry)]
+        self.current = [_buffer(f"a{i}", x, fill=True) for i, x in enumerate(carry)]
+        self.next_carry = [_buffer(f"n{i}", x, fill=True) for i, x in enumerate(carry)]
+        self.rows = [_buffer(f"row{i}", x, fill=False) for i, x in enumerate(stored)]
         number = Buffer("k", torch.int64, (), (), variable=True)
         count = Buffer("count", torch.int64, (), (), variable=True)
-        start_fixed = self._function("start", parts.start, [*consts, *carry_in], current, "int64_t")
+        start = self._function("start", parts.start, [*consts, *self.carry_in], self.current)
         self._function("more", parts.more, [number, count], [], "bool")
-        body_fixed = self._function(
-            "body", parts.body, [number, *current, *consts], next_carry, "int64_t", rows
-        )
-        self.fixed = len(start_fixed) + len(body_fixed)
-        start = [*consts, *carry_in, *start_fixed, *current]
-        body = [*current, *consts, *body_fixed, *next_carry, *rows]
-        all_constants = [*consts, *start_fixed, *body_fixed]
-        self.source = "\n".join(
-            [
-                HEADER,
-                REPRODUCIBLE if exact else VECTORISED,
-                *sorted(self.declarations),
-                *self.functions,
-                *self._run(all_constants, carry_in, current, next_carry, rows, start, body),
-            ]
-        )
+        inputs = [number, *self.current, *consts]
+        body = self._function("body", parts.body, inputs, self.next_carry, rows=self.rows)
+        self.fixed = len(start) + len(body)
+        functions = [*sorted(self.declarations), *self.functions, *self._run(consts, start, body)]
+        self.source = "\n".join([HEADER, REPRODUCIBLE if exact else VECTORISED, *functions])
         self.parallel = "omp parallel" in self.source
 
     def _function(
@@ -179,7 +168,7 @@ class _CppLoop:
         part: Part,
         inputs: list[Buffer],
         outputs: list[Buffer],
-        result: str,
+        result: str = "int64_t",
         rows: Sequence[Buffer] = (),
     ) -> list[Buffer]:
         """Print the function of one graph, and return the buffers of the last inputs of the part.
@@ -198,9 +187,8 @@ class _CppLoop:
             if b not in rows or not store_in(v, b, rows)
         ]
         self.checked[name] = {x.buffer.name: x for x in lowering.checked}
-        function = FunctionPrinter(
-            lowering, targets, self.threads, lowering.outputs[0], len(self.addresses), rows
-        )
+        first_function = len(self.addresses)
+        function = FunctionPrinter(lowering, targets, self.threads, first_function, rows)
         for call in lowering.calls:
             self.addresses += call.addresses
             self.declarations.add(call.declarations)
@@ -221,17 +209,9 @@ class _CppLoop:
         self.functions.append("\n".join(lines))
         return fixed
 
-    def _run(
-        self,
-        constants: list[Buffer],
-        carry_in: list[Buffer],
-        current: list[Buffer],
-        next_carry: list[Buffer],
-        rows: list[Buffer],
-        start: list[Buffer],
-        body: list[Buffer],
-    ) -> list[str]:
-        """Print the function ``run``, which calls the others with buffers as their arguments."""
+    def _run(self, consts: list[Buffer], start: list[Buffer], body: list[Buffer]) -> list[str]:
+        """Print the function ``run``; the parts have the last inputs ``start`` and ``body``."""
+        constants = [*consts, *start, *body]
         lines, at = [], 0
         for i, buffer in enumerate(constants):
             kind, name = TYPES[buffer.dtype], buffer.name
@@ -249,17 +229,21 @@ class _CppLoop:
             else:
                 lines.append(f"const {kind}* {name} = (const {kind}*)in[{i}];")
         checked = {name: x for found in self.checked.values() for name, x in found.items()}
-        buffers = [*(x.buffer for x in checked.values()), *current, *next_carry]
+        buffers = [*(x.buffer for x in checked.values()), *self.current, *self.next_carry]
         pointers, at = _pointers(buffers, "", "memory", at)
         lines += pointers
-        for i, buffer in enumerate(carry_in):
+        for i, buffer in enumerate(self.carry_in):
             kind = TYPES[buffer.dtype]
             lines.append(f"{kind}* {buffer.name} = ({kind}*)in[{len(constants) + i}];")
             lines.append(f"{kind}* y{i} = ({kind}*)out[{i}];")
 
-        def call(function: str, *arguments: str) -> str:
-            given = [*arguments, *self.checked[function], "work", "&refused", "functions"]
-            return f"{function}({', '.join(given)})"
+        def call(function: str, *arguments: str, buffers: Sequence[Buffer]) -> str:
+            given = [*arguments, *(b.name for b in buffers), *self.checked[function]]
+            return f"{function}({', '.join([*given, 'work', '&refused', 'functions'])})"
+
+        at_start = [*consts, *self.carry_in, *start, *self.current]
+        at_body = [*self.current, *consts, *body, *self.next_carry, *self.rows]
+        pairs = zip(self.current, self.next_carry, strict=True)
 
         return [
             'extern "C" int run(const void* const* in, void* const* out, void* const* functions) {',
@@ -271,13 +255,13 @@ class _CppLoop:
             "int refused = 0;",
             *(line for x in checked.values() for line in x.lines),
             *(["if (refused) { free(block); return refused; }"] if checked else []),
-            f"int64_t k = {call('start', *(b.name for b in start))};",
-            f"while ({call('more', 'k', constants[0].name)}) {{",
-            *(declaration(buffer, f"out[{len(current) + i}]") for i, buffer in enumerate(rows)),
-            f"k = {call('body', 'k', *(b.name for b in body))};",
-            *(f"exchange({a.name}, {n.name});" for a, n in zip(current, next_carry, strict=True)),
+            f"int64_t k = {call('start', buffers=at_start)};",
+            f"while ({call('more', 'k', buffers=consts[:1])}) {{",
+            *(declaration(row, f"out[{len(self.current) + i}]") for i, row in enumerate(self.rows)),
+            f"k = {call('body', 'k', buffers=at_body)};",
+            *(f"exchange({a.name}, {n.name});" for a, n in pairs),
             "}",
-            *(_copy_out(buffer, f"y{i}") for i, buffer in enumerate(current)),
+            *(_copy_out(buffer, f"y{i}") for i, buffer in enumerate(self.current)),
             "free(block);",
             "return refused;",
             "}",

@@ -334,14 +334,9 @@ def prepare(
     noise = None
     if plan.draws:
         assert run.noise is not None
-        noise = StepNoise(
-            run.noise,
-            plan,
-            dynamics.batch_shape(state),
-            dynamics.draw_shape(float(run.times[0]), state),
-            state[0].detach(),
-            clock.last + plan.noise_steps - 1,
-        )
+        end_of_draws = clock.last + plan.noise_steps - 1
+        batch, shape = dynamics.batch_shape(state), dynamics.draw_shape(float(run.times[0]), state)
+        noise = StepNoise(run.noise, plan, batch, shape, state[0].detach(), end_of_draws)
     check_every = None if buffer_growth is None else buffer_growth.check_every
     if end is not None and end.check_every != check_every:
         raise ValueError(
