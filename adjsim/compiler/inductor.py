@@ -84,7 +84,7 @@ def compile_with_inductor(
     if stepwise:
         function, examples = iteration, [constants[0].clone(), *carry, *constants]
     graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
-    like = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    like = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     # For rows shorter than a vector, scalar code is faster and compiles in half the time.
     options = {**OPTIONS, **(EXACT if exact else SCALAR if short else {})}
     with tracing(TracingContext(like[0].fake_mode)):

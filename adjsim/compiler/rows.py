@@ -24,7 +24,7 @@ ALIGNMENT = 64
 
 def stored_examples(body: GraphModule, carry_size: int) -> list[Tensor]:
     """Return examples of the tensors that an iteration stores, the last outputs of its graph."""
-    (output,) = (node for node in body.graph.nodes if node.op == "output")
+    (output,) = body.graph.find_nodes(op="output")
     return [node.meta["val"] for node in output.args[0][1 + carry_size :]]
 
 

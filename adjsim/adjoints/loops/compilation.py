@@ -256,14 +256,14 @@ def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Ten
     graph = trace(*inputs)
     merge_pairs(graph)
     baked = _lift(graph)
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    return Part(graph, baked, hoist_invariants(graph, placeholders[: len(inputs)][constants]))
+    placeholders = graph.graph.find_nodes(op="placeholder")[: len(inputs)]
+    return Part(graph, baked, hoist_invariants(graph, placeholders[constants]))
 
 
 def _lift(graph: Any) -> list[Tensor]:
     """Turn the captured constants of a graph into inputs, and return them."""
-    constants, after = [], [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
-    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+    constants, (*_, after) = [], graph.graph.find_nodes(op="placeholder")
+    for node in graph.graph.find_nodes(op="get_attr"):
         constants.append(clone(getattr(graph, node.target)))
         with graph.graph.inserting_after(after):
             after = graph.graph.placeholder(f"constant_{len(constants)}")

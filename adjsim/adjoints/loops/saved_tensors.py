@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 
+from adjsim.compiler.invariants import PRODUCTS, undetached
 from adjsim.compiler.mathematics import FUNCTIONS
 from adjsim.compiler.products import FEW
 from adjsim.core.state import State, detached
@@ -123,7 +124,7 @@ class SavedTensors:
         total, seen, todo = 0, {node}, [node]
         while todo:
             node = todo.pop()
-            if node.target in _PRODUCTS:
+            if node.target in PRODUCTS:
                 left: Any = node.args[-2]
                 inner = left.meta["val"].shape[-1]
                 total += inner * node.meta["val"].numel() if inner > FEW else 0
@@ -145,7 +146,6 @@ def saving_step(plan: StepPlan, state: State, context: StepContext) -> tuple[Sta
 
 
 _OTHERS = "a step saves other tensors backward than forward."
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _COSTLY = {getattr(torch.ops.aten, name).default for name in (*FUNCTIONS, "sigmoid")}
 
 
@@ -155,7 +155,4 @@ def _node(x: Tensor) -> Node:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode: Any = get_proxy_mode()
-    node: Any = get_proxy_slot(x, mode.tracer).proxy.node
-    while node.target is torch.ops.aten.detach.default:
-        node = node.args[0]
-    return node
+    return undetached(get_proxy_slot(x, mode.tracer).proxy.node)
