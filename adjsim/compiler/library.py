@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from adjsim.compiler.values import UnprintableError
@@ -64,11 +65,9 @@ def compiled(source: str, threads: bool) -> ctypes.CDLL:
     compiler, flags = _compiler(), _flags(threads)
     try:
         path = path_of(source, threads)
-        if path.exists():
-            try:
-                return ctypes.CDLL(str(path))
-            except OSError:
-                pass  # A truncated file, or one from another system, is built again.
+        # A truncated file, or one from another system, is built again.
+        with suppress(OSError):
+            return ctypes.CDLL(str(path))
         _build(source, [*compiler, *flags], path)
         return ctypes.CDLL(str(path))
     except OSError as error:

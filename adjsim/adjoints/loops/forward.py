@@ -102,9 +102,9 @@ class ForwardLoops:
     def _run_sound(
         self, state: AnyState, start: int, count: int
     ) -> tuple[ForwardCarry, tuple[Tensor, ...], int]:
-        """Run up to ``count`` steps, one at least: down to one that ends in a refused state.
+        """Run up to ``count`` steps, fewer where a state is refused or errors exceed their budget.
 
-        Errors grow by what the budget allows at most. A loop that is too long is run again.
+        A loop that was too long is run again with fewer steps, at least one.
         """
         budget = self.error_budget
         if budget is not None and self.pace > 0:
@@ -170,7 +170,10 @@ class ForwardLoops:
 def _specify(
     stores: bool, saves: bool, runner: LoopRunner, loop: Loop
 ) -> LoopSpec[LoopConstants, ForwardCarry]:
-    """Specify an iteration: a step, which stores the state before it and saves tensors."""
+    """Specify an iteration: one step.
+
+    Its rows are the state before it (``stores``), and tensors of autograd (``saves``).
+    """
 
     def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
         k = torch.zeros_like(constants.steps)

@@ -121,9 +121,8 @@ class _SweptRun:
             zeros = map(torch.zeros_like, final)
             received |= dict(zip(copies.names, zeros, strict=True))
         sums = Cotangents(received, trainable)
-        forces = stepper.plan.forces(
-            run.dynamics.potential, parameters=trainable, report=self.report
-        )
+        potential = run.dynamics.potential
+        forces = stepper.plan.forces(potential, parameters=trainable, report=self.report)
         frames = self.kind._make(outputs[: self.width]) if run.record is None else None
         rewind = self.history.rewind(SweepStart(inputs, forces, frames, final))
         if rewind.error is not None:
@@ -147,9 +146,8 @@ class _SweptRun:
             backward_saves(run, self.report, objects, cotangents) as saves,
         ):
             driver.sweep(sums, saved, rewind, run.progress, saves)
-            saved.accumulate(
-                0, stepper.from_lattice(stepper.to_lattice(inputs.state)), sums, forces
-            )
+            start = stepper.from_lattice(stepper.to_lattice(inputs.state))
+            saved.accumulate(0, start, sums, forces)
             saved.finish()
             sums.complete()
         run.refuse_written()
@@ -157,12 +155,12 @@ class _SweptRun:
         if rewind.error is not None:
             # After a resume, earlier processes have restored a part of the states.
             self.report.reconstruction_error = rewind.error
-        start = [sums[name] for name in final._fields]
+        found = [sums[name] for name in final._fields]
         if copies is not None:
             # A run starts with equal copies.
-            start = [x + sums[name] for x, name in zip(start, copies.names, strict=True)]
+            found = [x + sums[name] for x, name in zip(found, copies.names, strict=True)]
         return (
-            *start,
+            *found,
             *(sums.coefficient_sums.get(key) for key in self.keys),
             *(sums.parameter_sums.get(name) for name in trainable),
         )

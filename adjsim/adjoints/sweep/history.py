@@ -23,7 +23,7 @@ StateRows = dict[int, tuple[Tensor, ...]]
 
 
 class SweepStart(NamedTuple):
-    """The inputs of a run, forces of a sweep, the saved states if they are whole, and the last."""
+    """The inputs of a run, the forces of a sweep, frames of whole states, and the final state."""
 
     inputs: Inputs
     forces: ForceEvaluator

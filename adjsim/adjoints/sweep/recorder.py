@@ -167,7 +167,7 @@ class RecordSweep(AttributeState):
 
     @property
     def average_cotangent(self) -> Tensor | None:
-        """The cotangent of the averaged function at a step; of weight 1 if the weights vary."""
+        """The cotangent of the averaged function at a step of weight one, or at any that counts."""
         cotangent = self.cotangents[0] if self.recorder.average is not None else None
         return None if cotangent is None else cotangent * self.recorder.weight
 

@@ -143,7 +143,7 @@ class Stepper:
         return state if plan.copies is None else plan.copies.remove(state)
 
     def step(self, number: int, state: State, inputs: Inputs, forces: ForceEvaluator) -> State:
-        """Run a step; an error that it has no solution names it."""
+        """Run a step; the error of a step without a solution names its number."""
         with naming(number + 1):
             return self.plan.step(state, self.context(number, inputs, forces))
 
