@@ -167,7 +167,10 @@ class RecordSweep(AttributeState):
 
     @property
     def average_cotangent(self) -> Tensor | None:
-        """The cotangent of the averaged function at a step of weight one, or at any that counts."""
+        """The cotangent of the averaged function at each step that counts.
+
+        For steps of varying size it is that of a weight of one.
+        """
         cotangent = self.cotangents[0] if self.recorder.average is not None else None
         return None if cotangent is None else cotangent * self.recorder.weight
 
