@@ -303,7 +303,7 @@ class Gathered(Lazy):
         x, *numbers = self.operands
         width = max(len(number.shape) for number in numbers)
         where = index[self.axis : self.axis + width]
-        found = (Index.of(x.load(body, broadcast(where, x.shape))) for x in numbers)
+        found = (Index.of(n.load(body, broadcast(where, n.shape))) for n in numbers)
         return x.load(body, (*index[: self.axis], *found, *index[self.axis + width :]))
 
 
