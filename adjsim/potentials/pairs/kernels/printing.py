@@ -13,10 +13,11 @@ from adjsim.compiler.calls import (
     Address,
     Call,
     address_of,
+    dense_copy,
     in_order,
     pointer_to,
 )
-from adjsim.compiler.values import TYPES, UnprintableError, Value, dense_copy
+from adjsim.compiler.values import TYPES, UnprintableError, Value
 from adjsim.potentials.pairs.kernels.kernel import (
     ENERGY,
     FORCE,
