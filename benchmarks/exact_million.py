@@ -21,12 +21,11 @@ from adjsim.adjoints import Adjoint, ReversibleAdjoint
 from adjsim.adjoints.base import Result
 from adjsim.adjoints.sweep.backward import run_swept
 from adjsim.adjoints.sweep.exact_inversion import ExactInversion, Fingerprints
-from adjsim.adjoints.sweep.history import Rewind
-from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.adjoints.sweep.history import Rewind, SweepStart
+from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState
 from adjsim.dynamics.buffer import Spill
-from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.io.systems import cluster
 from adjsim.solvers.run import Run
 
@@ -45,18 +44,15 @@ class StoredPieces(Fingerprints):
         if self.every is not None and step % self.every == 0:
             self.stored[step] = state
 
-    def rewind(
-        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
-    ) -> Rewind:
-        assert self.last is not None
-        return InversionInPieces(self, self.last)
+    def rewind(self, given: SweepStart) -> Rewind:
+        return InversionInPieces(self)
 
 
 class InversionInPieces(ExactInversion):
     """Continues from a stored state where there is one, instead of the recovered state."""
 
-    def __init__(self, history: StoredPieces, last: AnyState) -> None:
-        super().__init__(history, last)
+    def __init__(self, history: StoredPieces) -> None:
+        super().__init__(history)
         self.stored = history.stored
 
     def restore(self, step: int, state: AnyState) -> AnyState:

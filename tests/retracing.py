@@ -7,6 +7,7 @@ import torch
 from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.eager import EagerDriver
 from adjsim.adjoints.sweep.exact_inversion import Fingerprints
+from adjsim.adjoints.sweep.history import SweepStart
 from adjsim.adjoints.sweep.recorder import Recorder, RecordSweep
 from adjsim.adjoints.sweep.stepper import prepare
 from adjsim.core.noise import Noise
@@ -41,6 +42,6 @@ def forth_and_back(
     unread = RecordSweep(
         Recorder(None, stepper.clock), [None] * len(start), None, 0.0, CotangentGrowth({})
     )
-    rewind = history.rewind(inputs, forces, None, start)
-    found = driver.sweep(rewind.final(), Cotangents(nothing), unread, rewind, False)
+    rewind = history.rewind(SweepStart(inputs, forces, None, start))
+    found = driver.sweep(Cotangents(nothing), unread, rewind, False)
     return before, after, found

@@ -50,16 +50,12 @@ class BacksolveAdjoint(Adjoint):
         run.solver.check(run, self._options())
 
     def run(self, run: Run[State], report: RunReport) -> Result[State]:
-        connected = run.connected()
-        states, record, final = run.solver.solve(connected, report, self._options())
-        kind = type(final)
-        guarded = (
-            None if states is None else kind._make(_OnceDifferentiable.apply(x) for x in states)
-        )
+        states, record, final = run.solver.solve(run.connected(), report, self._options())
+        once, make = _OnceDifferentiable.apply, type(final)._make
         return (
-            guarded,
-            None if record is None else _OnceDifferentiable.apply(record),
-            kind._make(_OnceDifferentiable.apply(x) for x in final),
+            None if states is None else make(map(once, states)),
+            None if record is None else once(record),
+            make(map(once, final)),
             None,
         )
 

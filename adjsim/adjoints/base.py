@@ -22,10 +22,7 @@ class ReconstructionError(RuntimeError):
 
 
 class Adjoint(ABC):
-    """A method to compute a gradient.
-
-    ``accepts`` lists the solver classes that it can be combined with.
-    """
+    """A method to compute a gradient, combined with solvers of the classes ``accepts``."""
 
     accepts: ClassVar[tuple[type, ...]] = (SteppingSolver, ContinuousSolver)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,19 +12,11 @@ from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.loops.forward import ForwardLoops
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.backward import run_swept
-from adjsim.adjoints.sweep.history import (
-    History,
-    Rewind,
-    StateRows,
-    StatesRewind,
-    rounding_tolerance,
-    state_entries,
-    states_of,
-)
+from adjsim.adjoints.sweep.history import History, Rewind, StateRows, SweepStart, rounding_tolerance
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.arguments import as_whole
 from adjsim.core.run_report import RunReport
-from adjsim.core.state import AnyState, State, detached
+from adjsim.core.state import AnyState, State
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.base import SteppingSolver
@@ -52,83 +43,60 @@ class CheckpointAdjoint(Adjoint):
     accepts = (SteppingSolver,)
 
     def __init__(self, segments: int | None = None) -> None:
-        segments = None if segments is None else as_whole("segments", segments)
+        if segments is not None:
+            segments = as_whole("segments", segments)
         if segments is not None and segments < 1:
             raise ValueError(f"segments must be at least 1; got {segments}.")
         self.segments = segments
 
     def run(self, run: Run[State], report: RunReport) -> Result[State]:
         def history(stepper: Stepper) -> History:
-            return Checkpoints(stepper, self._length(stepper.clock.last))
+            last = stepper.clock.last
+            segments = self.segments or max(1, round(math.sqrt(last)))
+            return Checkpoints(stepper, math.ceil(last / segments))
 
         return run_swept(run, report, history)
 
-    def _length(self, last: int) -> int:
-        """Return the number of steps in a segment."""
-        return math.ceil(last / (self.segments or max(1, round(math.sqrt(last)))))
-
 
 class Checkpoints(History):
-    """The states at the ends of segments.
-
-    Args:
-        stepper: the steps of the run.
-        length: steps of a segment.
-    """
+    """The states at the ends of segments of ``length`` steps."""
 
     def __init__(self, stepper: Stepper, length: int) -> None:
-        self.stepper, self.length, self.block_length = stepper, length, length
-        self.checkpoints: dict[int, AnyState] = {}
+        super().__init__(stepper)
+        self.length = self.block_length = length
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
         return {*range(0, stepper.clock.last, self.length), stepper.clock.last}
 
     def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         if step % self.length == 0 or step == self.stepper.clock.last:
-            self.checkpoints[step] = detached(state)
+            self.store(step, state)
 
-    def state(self) -> dict[str, Any]:
-        return {"checkpoints": state_entries(self.checkpoints)}
+    def segment_of(self, step: int) -> tuple[int, int]:
+        """Return the first and the last step of the segment in which a step begins."""
+        start = step // self.length * self.length
+        return start, min(start + self.length, self.stepper.clock.last)
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.checkpoints = states_of(state["checkpoints"], self.stepper)
-
-    def rewind(
-        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
-    ) -> Rewind:
-        return Recompute(self, inputs, forces)
+    def rewind(self, given: SweepStart) -> Rewind:
+        return Recompute(self, given.inputs, given.forces)
 
 
-class Recompute(StatesRewind):
-    """Earlier states, recovered by running a segment again.
-
-    Args:
-        history: the states at the ends of segments.
-        inputs: the inputs of the run.
-        forces: evaluates the forces of the segments.
-    """
+class Recompute(Rewind):
+    """Earlier states, recovered by running a segment again."""
 
     def __init__(self, history: Checkpoints, inputs: Inputs, forces: ForceEvaluator) -> None:
-        self.history, self.stepper, self.inputs, self.forces = (
-            history,
-            history.stepper,
-            inputs,
-            forces,
-        )
-        self.tolerance = rounding_tolerance(inputs.state[0].dtype)
+        super().__init__(history.checkpoints[history.stepper.clock.last])
+        self.history, self.stepper = history, history.stepper
+        self.inputs, self.forces = inputs, forces
         # For the current segment: the states before each move of each of its steps.
         self.segment: list[Sequence[AnyState]] = []
         # The same of compiled loops.
         self.states: StateRows = {}
 
-    def final(self) -> AnyState:
-        return self.history.checkpoints[self.stepper.clock.last]
-
     def before(self, step: int) -> Sequence[AnyState]:
         if not self.segment:
-            start = (step - 1) // self.history.length * self.history.length
-            end = min(start + self.history.length, self.stepper.clock.last)
-            self._run_again(start, end)
+            start, stop = self.history.segment_of(step - 1)
+            self._run_again(start, stop)
             # A sweep that was interrupted goes on in the middle of a segment.
             del self.segment[step - start :]
         return self.segment.pop()
@@ -136,21 +104,17 @@ class Recompute(StatesRewind):
     def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
         if first not in self.states:
             self.states.clear()
-            self._run_loops_again(first // self.history.length * self.history.length, runner)
+            self._run_loops_again(*self.history.segment_of(first), runner)
         return self.states[first]
 
-    def restore(self, step: int, state: AnyState) -> AnyState:
-        return state
-
     @torch.no_grad()
-    def _run_loops_again(self, start: int, runner: LoopRunner) -> None:
-        end = min(start + self.history.length, self.stepper.clock.last)
+    def _run_loops_again(self, start: int, end: int, runner: LoopRunner) -> None:
         loops = ForwardLoops(runner, None, state_rows=self.states)
         state, k = self.history.checkpoints[start], start
         for stop in (step for step in runner.stops if start < step <= end):
             state, k = loops.advance(state, k, stop)
             state, _ = self.stepper.spill(k, state)
-        self._compare(state, self.history.checkpoints[end], start, end)
+        self._compare(state, start, end)
 
     @torch.no_grad()
     def _run_again(self, start: int, stop: int) -> None:
@@ -160,20 +124,19 @@ class Recompute(StatesRewind):
             *before, state = stepper.plan.intermediate_states(state, context)
             self.segment.append(before)
             state, _ = stepper.spill(k + 1, state)
-        self._compare(state, self.history.checkpoints[stop], start, stop)
+        self._compare(state, start, stop)
 
-    @staticmethod
-    def _compare(found: AnyState, stored: AnyState, start: int, stop: int) -> None:
+    def _compare(self, found: AnyState, start: int, stop: int) -> None:
         # The same operations on the same numbers give the same bits, except for kernels that sum in
         # varying order. A chaotic segment amplifies their differences in the last bits.
+        stored = self.history.checkpoints[stop]
         for name, x, y in zip(stored._fields, found, stored, strict=True):
-            allowed = rounding_tolerance(
-                torch.float64 if not y.is_floating_point() else y.dtype
-            ) * float(y.abs().amax())
-            if not float((x - y).abs().amax()) <= allowed:
+            dtype = y.dtype if y.is_floating_point() else torch.float64
+            distance = float((x - y).abs().amax())
+            if not distance <= rounding_tolerance(dtype) * float(y.abs().amax()):
                 raise ReconstructionError(
                     f"running steps {start} to {stop} again did not recover their end ({name} is "
-                    f"{float((x - y).abs().amax()):.1e} off), so the gradient would be wrong. The "
-                    "force is random (dropout?), or reads a value that has changed since the run "
-                    "(a plain attribute, a mode). Make it reproducible, or use DirectAdjoint()."
+                    f"{distance:.1e} off), so the gradient would be wrong. The force is random "
+                    "(dropout?), or reads a value that has changed since the run (a plain "
+                    "attribute, a mode). Make it reproducible, or use DirectAdjoint()."
                 )

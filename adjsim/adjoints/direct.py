@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from adjsim.adjoints.base import Adjoint, Result
-from adjsim.adjoints.durable.run_end import run_end
-from adjsim.adjoints.durable.saves import forward_saves
-from adjsim.adjoints.loops.forward import ForwardLoops
 from adjsim.adjoints.loops.runner import LoopRunner
-from adjsim.adjoints.sweep.all_states import AllStates
 from adjsim.adjoints.sweep.backward import run_swept
-from adjsim.adjoints.sweep.eager import EagerDriver
-from adjsim.adjoints.sweep.recorder import Recorder, Recording
-from adjsim.adjoints.sweep.stepper import prepare
+from adjsim.adjoints.sweep.forward import run_forward
+from adjsim.adjoints.sweep.history import History, Rewind, StateRows, SweepStart
+from adjsim.adjoints.sweep.stepper import Stepper, prepare
+from adjsim.core.durable.stateful import Entries
 from adjsim.core.run_report import RunReport
-from adjsim.core.state import State
+from adjsim.core.state import AnyState, State
+from adjsim.dynamics.buffer import Spill
 from adjsim.solvers.continuous.base import ContinuousSolver
 from adjsim.solvers.run import Run
 
@@ -48,18 +49,44 @@ class DirectAdjoint(Adjoint):
             run.refuse_written()
             return (*found, None)
         stepper, inputs = prepare(run, report)
-        recording = Recording(Recorder(run.bound_record, stepper.clock), stepper)
-        if run.compile:
-            runner = LoopRunner(stepper, inputs, run, report)
-            driver: EagerDriver | ForwardLoops = ForwardLoops(runner, recording)
-        else:
-            forces = stepper.plan.forces(run.dynamics.potential, report=report)
-            driver = EagerDriver(stepper, inputs, forces)
-        start = stepper.to_lattice(inputs.state)
-        record, last = {"record": recording}, stepper.clock.last
-        with forward_saves(run, report, last, record, driver) as saves:
-            final = stepper.run(start, inputs, driver, [recording], run, report, saves)
-        run.refuse_written()
-        end = run_end(run, stepper, final, driver.force)
-        result = (*recording.result(), stepper.from_lattice(final), end)
-        return cast("Result[State]", result)
+        runner = LoopRunner(stepper, inputs, run, report) if run.compile else None
+        return run_forward(run, report, stepper, inputs, runner)
+
+
+class AllStates(History):
+    """The states before all steps, which the compiled loops of the run store."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        super().__init__(stepper)
+        self.block_length = stepper.clock.last
+        self.rows: StateRows = {}
+        self.state_rows = self.rows
+
+    def stops(self, stepper: Stepper) -> Iterable[int]:
+        return (stepper.clock.last,)
+
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+        if step == self.stepper.clock.last:
+            self.store(step, state)
+
+    def state(self) -> dict[str, Any]:
+        rows = [[first, *rows] for first, rows in self.rows.items()]
+        return {**super().state(), "rows": Entries(rows)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self.rows.update({first: tuple(rows) for first, *rows in state["rows"]})
+
+    def rewind(self, given: SweepStart) -> Rewind:
+        return StoredRewind(self.rows, self.checkpoints[self.stepper.clock.last])
+
+
+class StoredRewind(Rewind):
+    """Earlier states, as they were stored."""
+
+    def __init__(self, rows: StateRows, final: AnyState) -> None:
+        super().__init__(final)
+        self.rows = rows
+
+    def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
+        return self.rows[first]

@@ -18,11 +18,12 @@ from adjsim.compiler.values import (
     Gathered,
     Index,
     Indices,
-    Pointwise,
     Reinterpreted,
     Value,
     View,
+    dense_copy,
     make_buffer,
+    row_major,
 )
 
 
@@ -34,17 +35,13 @@ class Called(Value):
 
 
 class Call(ABC):
-    """A call of compiled functions.
-
-    Attributes:
-        inputs: the values that it reads.
-        outputs: the values that it writes, which have dense buffers.
-        addresses: the addresses of its functions.
-    """
+    """A call of compiled functions at ``addresses``, whose outputs have dense buffers."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Called, ...]
-    addresses: tuple[int, ...]
+    addresses: tuple[int, ...] = ()
+    # C++ declarations that the call needs, the same for all calls of a loop.
+    declarations: str
 
     def output(self, example: torch.Tensor) -> Called:
         """Make an output of the shape and memory order of an example."""
@@ -56,11 +53,6 @@ class Call(ABC):
     def lines(self, functions: Sequence[str]) -> list[str]:
         """Print the call; the functions are expressions of type ``void*``."""
 
-    @property
-    @abstractmethod
-    def declarations(self) -> str:
-        """C++ declarations that the call needs, the same for all calls of a loop."""
-
 
 # From an operator to a function that makes its call, from the operator's arguments as values, the
 # example tensors of its outputs, and a function that stores a value.
@@ -69,12 +61,7 @@ CALLS: dict[Any, Callable[[Sequence[Any], Sequence[torch.Tensor], Callable[..., 
 
 @dataclass(frozen=True)
 class Address:
-    """The memory of a stored value.
-
-    Attributes:
-        pointer: an expression of the address of its first element.
-        strides: for each axis.
-    """
+    """The memory of a stored value: its strides, and an expression of the address of its start."""
 
     pointer: str
     strides: tuple[int, ...]
@@ -85,19 +72,9 @@ class Address:
         return Address(self.pointer, self.strides[::-1])
 
 
-def dense_copy(value: Value, strides: Sequence[int]) -> Value:
-    """Make a copy of a value that is to be stored without padding, in the order of strides."""
-    return Pointwise(
-        value.shape, value.dtype, (value,), strides=tuple(strides), expression=lambda x: x
-    )
-
-
 def in_order(value: Value, store: Callable[..., None]) -> Value:
-    """Store a value with its axes in order and without padding, unless it is in memory like that.
-
-    It returns the stored value.
-    """
-    rows = torch.empty(value.shape, device="meta").stride()
+    """Return a value stored with its axes in order and without padding, itself if it is."""
+    rows = row_major(value.shape)
     address = address_of(value)
     if address is None or any(
         n > 1 and a != b for n, a, b in zip(value.shape, address.strides, rows, strict=True)
@@ -107,11 +84,16 @@ def in_order(value: Value, store: Callable[..., None]) -> Value:
     return value
 
 
-def pointer_to(value: Value) -> str:
-    """Return an expression of the address of the first element of a stored value."""
+def stored_address(value: Value) -> Address:
+    """Return where a stored value is in memory."""
     address = address_of(value)
     assert address is not None
-    return address.pointer
+    return address
+
+
+def pointer_to(value: Value) -> str:
+    """Return an expression of the address of the first element of a stored value."""
+    return stored_address(value).pointer
 
 
 def address_of(value: Value) -> Address | None:
@@ -126,10 +108,10 @@ def address_of(value: Value) -> Address | None:
 
 
 def in_place(value: Value) -> Value | None:
-    """Return a selected part of a constant as a value that is in memory.
+    """Return a part of a constant that one stored number selects, as a value in memory.
 
-    The part is selected by one stored number, such as a row by the number of an iteration. Its
-    place stays the same if the given value is stored later. None is returned for other values.
+    Such a part is a row, by the number of an iteration. Its place stays the same if the given value
+    is stored later. Other values give None.
     """
     place = _place(value, selected=True)
     if place is None or place[0].variable or not place[0].constant:
@@ -148,12 +130,11 @@ def _place(value: Value, selected: bool = False) -> tuple[Buffer, Index, tuple[i
     if origin is None:
         return None
     buffer, begin = origin
-    strides: list[int] = []
-    for axis, length in enumerate(value.shape):
-        index = tuple(Index(int(a == axis)) for a in range(len(value.shape)))
-        found = _offset(value, index, selected) if length > 1 else origin
+    strides = [0] * len(value.shape)
+    for axis in [axis for axis, length in enumerate(value.shape) if length > 1]:
+        found = _offset(value, tuple(Index(int(a == axis)) for a in range(len(strides))), selected)
         assert found is not None
-        strides.append(found[1].const - begin.const)
+        strides[axis] = found[1].const - begin.const
     return buffer, begin, tuple(strides)
 
 
@@ -173,4 +154,4 @@ def _offset(value: Value, index: Indices, selected: bool) -> tuple[Buffer, Index
 def _scalar(numbers: Sequence[Value]) -> Index | None:
     """Return the index that one stored number is; None for other index tensors."""
     buffer = numbers[0].source.buffer if len(numbers) == 1 and numbers[0].numel == 1 else None
-    return Index(0, ((buffer.name, 1),)) if buffer is not None and buffer.variable else None
+    return Index.of(buffer.name) if buffer is not None and buffer.variable else None

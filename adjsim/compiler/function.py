@@ -8,11 +8,9 @@ only one later loop reads, element by element, is then computed in that loop and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from adjsim.compiler.calls import Call, Called
-from adjsim.compiler.costs import work_size
 from adjsim.compiler.graph import Lowering
 from adjsim.compiler.nest_groups import NestGroup, fuse, group_of, join
 from adjsim.compiler.nests import Task
@@ -31,73 +29,56 @@ from adjsim.compiler.values import (
 _NAME = re.compile(r"\b[br]\d+\b")
 
 
-@dataclass(frozen=True)
-class Output:
-    """An output of a graph, and the buffer to which it is written."""
-
-    value: Value
-    buffer: Buffer
-
-
 class FunctionPrinter:
-    """The C++ statements of a graph.
+    """The C++ statements of a lowered graph.
 
     Args:
-        lowering: the lowered graph.
-        outputs: its outputs with their buffers.
+        lowering: the graph, whose first output the function returns.
+        outputs: fill the buffers of its other outputs.
         threads: the number of threads that share large loops.
-        result: a value that the function returns in addition.
         first_function: the number of the first function that is called.
         rows: the buffers of stored values that the caller reads.
 
     Attributes:
-        lines: the statements.
         scratch: the buffers that stored values share, which the caller allocates.
     """
 
     def __init__(
         self,
         lowering: Lowering,
-        outputs: Sequence[Output],
+        outputs: list[Task],
         threads: int,
-        result: Value,
         first_function: int,
         rows: Sequence[Buffer],
     ) -> None:
         self.large, self.threads, self.rows = lowering.large, threads, rows
-        self.scratch: list[Buffer] = []
-        self.functions = {
-            call: [f"functions[{first_function + i}]" for i in range(at, at + len(call.addresses))]
-            for call, at in _numbered(lowering.calls)
-        }
+        self.functions: dict[Call, list[str]] = {}
+        for call in lowering.calls:
+            last = first_function + len(call.addresses)
+            self.functions[call] = [f"functions[{i}]" for i in range(first_function, last)]
+            first_function = last
         tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
-        output_tasks = [Task(output.buffer, output.value) for output in outputs]
-        groups = self._order(tasks, output_tasks, result)
-        buffers = [
-            value.buffer
-            for value in tasks
-            if value.buffer and not value.buffer.variable and value.buffer not in rows
-        ]
-        self.scratch, self.lines = _share([list(group.lines) for group in groups], buffers)
+        groups = self._order(tasks, outputs, lowering.outputs[0])
+        buffers = [value.buffer for value in tasks]
+        own = [b for b in buffers if b and not b.variable and b not in rows]
+        self.scratch, self.lines = _share([list(group.lines) for group in groups], own)
 
     def _order(
-        self, tasks: dict[Value, list[Task]], output_tasks: list[Task], result: Value
+        self, tasks: dict[Value, list[Task]], outputs: list[Task], result: Value
     ) -> list[NestGroup]:
         needs = {value: _stored_operands(value, below=True) & tasks.keys() for value in tasks}
         wanted: set[Value] = set()
-        todo = [
-            value
-            for root in (result, *(task.value for task in output_tasks))
-            for value in _stored_operands(root) & tasks.keys()
-        ]
-        todo += [value for value in tasks if value.buffer in self.rows]
+        todo = [value for value in tasks if value.buffer in self.rows]
+        for root in (result, *(task.value for task in outputs)):
+            todo += _stored_operands(root) & tasks.keys()
         while todo:
             value = todo.pop()
             if value not in wanted:
                 wanted.add(value)
                 todo.extend(needs[value])
-                # A call writes all of its outputs.
-                todo.extend(_written_with(value))
+                if isinstance(value, Called) and value.call:
+                    # A call writes all of its outputs.
+                    todo.extend(value.call.outputs)
         for value in tasks.keys() - wanted:
             del tasks[value]
         # The order of the graph makes the generated source reproducible.
@@ -109,21 +90,14 @@ class FunctionPrinter:
             if called is not None:
                 filled = [x.buffer for x in called.outputs if x.buffer]
                 groups.append(NestGroup(called.lines(self.functions[called]), filled))
-                done.update(called.outputs)
-                remaining = [value for value in remaining if value not in done]
-                continue
-            small = [
-                value for value in ready if all(task.work <= self.large for task in tasks[value])
-            ]
-            # Scalars first, so that a loop that needs one can join the loop before it.
-            scalars = [value for value in small if value.numel == work_size(value) == 1]
-            chosen = scalars or small or self._sharing_loop(ready, tasks)
-            groups.append(
-                group_of((task for value in chosen for task in tasks[value]), self.threads)
-            )
+                chosen: Sequence[Value] = called.outputs
+            else:
+                chosen = self._next(ready, tasks)
+                together = (task for value in chosen for task in tasks[value])
+                groups.append(group_of(together, self.threads))
             done.update(chosen)
             remaining = [value for value in remaining if value not in done]
-        groups.append(group_of(output_tasks, self.threads))
+        groups.append(group_of(outputs, self.threads))
         others = [need for value in tasks if isinstance(value, Called) for need in needs[value]]
         others += _stored_operands(result)
         join(groups, lambda x: [y.buffer for y in _stored_operands(x) if y.buffer], self.threads)
@@ -131,23 +105,15 @@ class FunctionPrinter:
         fuse(groups, names | {buffer.name for buffer in self.rows})
         return groups
 
-    def _sharing_loop(self, ready: list[Value], tasks: dict[Value, list[Task]]) -> list[Value]:
-        """Select large sums that share one loop with the first."""
+    def _next(self, ready: list[Value], tasks: dict[Value, list[Task]]) -> list[Value]:
+        """Select the values that are computed next: scalars, small ones, or sums in one loop."""
+        small = [value for value in ready if all(task.work <= self.large for task in tasks[value])]
+        # Scalars first, so that a loop that needs one can join the loop before it.
+        scalars = [value for value in small if value.numel == value.work == 1]
+        if small:
+            return scalars or small
         space = tasks[ready[0]][0].space
         return [value for value in ready if tasks[value][0].space == space]
-
-
-def _numbered(calls: Iterable[Call]) -> Iterator[tuple[Call, int]]:
-    """Number the functions of calls."""
-    at = 0
-    for call in calls:
-        yield call, at
-        at += len(call.addresses)
-
-
-def _written_with(value: Value) -> Sequence[Value]:
-    """Return the outputs of the call that writes a value."""
-    return value.call.outputs if isinstance(value, Called) and value.call else ()
 
 
 def _tasks(value: Value) -> list[Task]:
@@ -159,10 +125,9 @@ def _tasks(value: Value) -> list[Task]:
     if isinstance(value, Joined):
         tasks, at = [], 0
         for part in value.operands:
-            begin = tuple(
-                Index(at) if axis == value.axis else Index() for axis in range(len(value.shape))
-            )
-            tasks.append(Task(value.buffer, part, begin=begin))
+            begin = [Index()] * len(value.shape)
+            begin[value.axis] = Index(at)
+            tasks.append(Task(value.buffer, part, begin=tuple(begin)))
             at += part.shape[value.axis]
         return tasks
     assert isinstance(value, Lazy)
@@ -194,13 +159,8 @@ def _share(
 ) -> tuple[list[Buffer], list[str]]:
     """Let buffers that are not needed at the same time share memory, which then stays in caches.
 
-    Args:
-        groups: the statements of each group.
-        buffers: the buffers that they use.
-
-    Returns:
-        the buffers that are left, and the statements with their names. One name for one memory
-        keeps its pointer the only one to it, as ``__restrict`` promises.
+    Returned are the buffers that are left, and the statements of all groups with their names. One
+    name for one memory keeps its pointer the only one to it, as ``__restrict`` promises.
     """
     known = {buffer.name: buffer for buffer in buffers}
     uses = [
@@ -214,17 +174,13 @@ def _share(
     for at, names in enumerate(uses):
         for name in names:
             if name not in shared:
-                shared[name] = _smallest(free, known[name])
-                (free.remove if shared[name] in free else left.append)(shared[name])
+                buffer = known[name]
+                fit = [x for x in free if x.dtype == buffer.dtype and x.size >= buffer.size]
+                shared[name] = min(fit, key=lambda x: x.size, default=buffer)
+                (free.remove if fit else left.append)(shared[name])
         free += [shared[name] for name in names if last[name] == at]
     return left, [
         _NAME.sub(lambda x: shared[x[0]].name if x[0] in shared else x[0], line)
         for lines in groups
         for line in lines
     ]
-
-
-def _smallest(free: Sequence[Buffer], buffer: Buffer) -> Buffer:
-    """Return the smallest free buffer that is large enough, or the given one."""
-    fit = [x for x in free if x.dtype == buffer.dtype and x.size >= buffer.size]
-    return min(fit, key=lambda x: x.size, default=buffer)

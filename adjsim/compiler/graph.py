@@ -14,19 +14,21 @@ All other values, such as matrices of pairs, are computed where they are read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from adjsim.compiler.calls import CALLS, Call, Called
-from adjsim.compiler.costs import CHEAP, cost, work_size
 from adjsim.compiler.indexing import SPLITS, Checked, gathered, indexed, reshaped, scattered, split
 from adjsim.compiler.operations import LOGICAL, literal
 from adjsim.compiler.pointwise import pointwise
 from adjsim.compiler.products import FEW, MatrixProduct, sum_of_products
 from adjsim.compiler.values import (
+    CHEAP,
     LANES,
     TYPES,
     Arange,
@@ -38,7 +40,9 @@ from adjsim.compiler.values import (
     UnprintableError,
     Value,
     View,
+    dense_copy,
     make_buffer,
+    row_major,
 )
 from adjsim.compiler.views import VIEWS, expanded, unsqueezed
 
@@ -48,21 +52,32 @@ KNOWN = {
     "memory_format", "non_blocking", "decimals", "implicit", "copy",
 }  # fmt: skip
 
+# Operations that return the numbers of their operand, perhaps in another type.
+COPIES = (
+    *("clone", "_to_copy", "alias", "detach"),
+    *("contiguous", "lift_fresh", "lift_fresh_copy", "to"),
+)
+# Operations whose elements are one number, and that number.
+FILLED = {
+    **dict.fromkeys(("zeros_like", "zeros", "new_zeros", "empty_like", "empty", "new_empty"), 0),
+    **dict.fromkeys(("ones_like", "ones", "new_ones"), 1),
+}
+# The same for a number among their arguments, and its place there.
+FILLED_WITH = {"scalar_tensor": 0, "full": 1, "full_like": 1, "fill": 1, "new_full": 2}
+
 
 class Lowering:
-    """The values of one graph.
+    """The values of a graph of tensors of known shapes on the CPU, without dead code.
 
     Args:
-        graph: a graph of tensors of known shapes on the CPU, without dead code.
+        graph: the graph.
         inputs: the buffers of its placeholders.
         large: values with more elements are not stored merely for being read more than once.
         exact: whether sums must have the same bits in every program.
 
     Attributes:
         stored: the stored values, in the order of the graph.
-        calls: the calls of compiled functions.
         checked: the constants that are indices.
-        outputs: the values of the graph's outputs.
     """
 
     def __init__(
@@ -76,10 +91,8 @@ class Lowering:
         placeholders = iter(inputs)
         for node in graph.graph.nodes:
             if node.op == "placeholder":
-                buffer = next(placeholders)
-                self.values[node] = Value(
-                    buffer.shape, buffer.dtype, buffer=buffer, strides=buffer.strides
-                )
+                x = next(placeholders)
+                self.values[node] = Value(x.shape, x.dtype, buffer=x, strides=x.strides)
             elif node.op == "call_function":
                 self.values[node] = self._lower(node)
             elif node.op == "output":
@@ -89,28 +102,22 @@ class Lowering:
             else:
                 raise UnprintableError(node.op)
 
-    # Storing.
-
     def store(self, value: Value, fill: bool = True) -> None:
         """Store a value in a buffer, or in a variable if it is a scalar."""
         value = value.source
         if value.buffer is not None or isinstance(value, Literal):
             return
-        name = f"b{len(self.stored)}"
+        name, shape = f"b{len(self.stored)}", value.shape
         if value.numel == 1:
-            value.buffer = Buffer(
-                name, value.dtype, value.shape, (0,) * len(value.shape), variable=True
-            )
+            value.buffer = Buffer(name, value.dtype, shape, (0,) * len(shape), variable=True)
         else:
-            value.buffer = make_buffer(name, value.dtype, value.shape, value.strides, fill)
+            value.buffer = make_buffer(name, value.dtype, shape, value.strides, fill)
         self.stored.append(value)
 
     def _store_operand(self, operand: Value, numel: int) -> None:
         source = operand.source
-        if source.computed and source.numel < numel and (source.numel == 1 or cost(source) > 1):
+        if source.computed and source.numel < numel and (source.numel == 1 or source.cost > 1):
             self.store(source)
-
-    # Lowering.
 
     def _lower(self, node: Any) -> Any:
         if node.target.__class__.__name__ == "builtin_function_or_method":
@@ -125,7 +132,7 @@ class Lowering:
         unknown = node.kwargs.keys() - KNOWN
         if unknown:
             raise UnprintableError(f"{name} with {', '.join(sorted(unknown))}")
-        args = [self.values[x] if isinstance(x, Node) else x for x in node.args]
+        args = list(self._arguments(node))
         if isinstance(meta, (list, tuple)):
             if base not in SPLITS:
                 raise UnprintableError(name)
@@ -144,16 +151,16 @@ class Lowering:
         return value
 
     def _called(self, node: Any) -> Called | tuple[Called, ...]:
-        def values(x: Any) -> Any:
-            if isinstance(x, (list, tuple)):
-                return [values(y) for y in x]
-            return self.values[x] if isinstance(x, Node) else x
-
         example = node.meta["val"]
         single = isinstance(example, Tensor)
         examples = [example] if single else example
-        outputs = self._add_call(CALLS[node.target](values(node.args), examples, self.store))
+        call = CALLS[node.target](self._arguments(node), examples, self.store)
+        outputs = self._add_call(call)
         return outputs[0] if single else outputs
+
+    def _arguments(self, node: Node) -> tuple[Any, ...]:
+        """Return the arguments of an operation, with values in the place of nodes."""
+        return map_arg(node.args, lambda x: self.values[x])
 
     def _add_call(self, call: Call) -> tuple[Called, ...]:
         self.calls.append(call)
@@ -180,11 +187,11 @@ class Lowering:
 
     def _store_if_needed(self, value: Value, node: Node) -> None:
         for operand in value.operands:
-            self._store_operand(operand, work_size(value))
+            self._store_operand(operand, value.work)
         if (
             value.numel == 1
             or isinstance(value, Reduced)
-            or (value.numel <= self.large and len(node.users) > 1 and cost(value) >= CHEAP)
+            or (value.numel <= self.large and len(node.users) > 1 and value.cost >= CHEAP)
         ):
             self.store(value)
 
@@ -195,39 +202,20 @@ class Lowering:
             return View(shape, dtype, (args[0],), map=view(args[0].shape, shape, *args[1:]))
         if base in ("view", "_unsafe_view", "reshape") and dtype == args[0].dtype:
             return reshaped(self.store, args[0], meta)
-        if base in (
-            "clone",
-            "_to_copy",
-            "alias",
-            "detach",
-            "contiguous",
-            "lift_fresh",
-            "lift_fresh_copy",
-            "to",
-        ):
+        if base in COPIES:
             return self._converted(args[0], meta)
         if base == "as_strided":
-            source, rows = node.args[0].meta["val"], torch.empty(shape, device="meta").stride()
-            if (
-                shape != args[0].shape
-                or tuple(source.stride()) != rows
-                or tuple(args[2]) != rows
-                or args[3:]
-            ):
+            source, rows = node.args[0].meta["val"], row_major(shape)
+            same = source.stride() == rows == tuple(args[2]) and shape == args[0].shape
+            if not same or args[3:]:
                 raise UnprintableError(name)
-            kept = Pointwise(
-                shape, dtype, (args[0],), strides=tuple(meta.stride()), expression=lambda x: x
-            )
+            kept = dense_copy(args[0], meta.stride())
             self.store(kept)
             return kept
-        if base in ("zeros_like", "zeros", "new_zeros", "empty_like", "empty", "new_empty"):
-            return Literal(shape, dtype, text=literal(0, dtype))
-        if base in ("ones_like", "ones", "new_ones"):
-            return Literal(shape, dtype, text=literal(1, dtype))
-        if base in ("full", "full_like", "new_full", "scalar_tensor", "fill"):
-            number = (
-                args[0] if base == "scalar_tensor" else args[1] if base != "new_full" else args[2]
-            )
+        if base in FILLED:
+            return Literal(shape, dtype, text=literal(FILLED[base], dtype))
+        if base in FILLED_WITH:
+            number = args[FILLED_WITH[base]]
             if not isinstance(number, (int, float, bool)):
                 raise UnprintableError(name)
             return Literal(shape, dtype, text=literal(number, dtype))
@@ -239,31 +227,9 @@ class Lowering:
             axis %= len(x.shape)
             return gathered(self.store, self.checked, meta, x, axis, [number], wraps=False)
         if base == "index":
-            indices = [None if x is None else self.values[x] for x in args[1]]
-            return indexed(self.store, self.checked, meta, args[0], indices)
+            return indexed(self.store, self.checked, meta, *args)
         if base in ("cat", "stack"):
-            axis = args[1] % len(shape) if len(args) > 1 else 0
-            parts = [self.values[part] for part in args[0]]
-            sources = [x for x, part in zip(args[0], parts, strict=True) if part.numel]
-            parts = [part for part in parts if part.numel]
-            if base == "stack":
-                rows = (*shape[:axis], 1, *shape[axis + 1 :])
-                parts = [
-                    View(rows, dtype, (part,), map=unsqueezed((), rows, axis)) for part in parts
-                ]
-            # A concatenation that is read here alone needs no memory of its own.
-            parts = [
-                inner
-                for part, source in zip(parts, sources, strict=True)
-                for inner in (
-                    part.operands
-                    if isinstance(part, Joined) and part.axis == axis and len(source.users) == 1
-                    else (part,)
-                )
-            ]
-            joined = Joined(shape, dtype, tuple(parts), strides=tuple(meta.stride()), axis=axis)
-            self.store(joined)
-            return joined
+            return self._joined(base, node, meta, args)
         if base in ("select_scatter", "slice_scatter"):
             return scattered(self.store, base, meta, *args)
         if base in ("select_backward", "slice_backward"):
@@ -276,70 +242,74 @@ class Lowering:
             return self._reduced(meta, args)
         return self._pointwise(base, name, node, meta, args)
 
+    def _joined(self, base: str, node: Any, meta: Tensor, args: list[Any]) -> Value:
+        shape, dtype = tuple(meta.shape), meta.dtype
+        axis = args[1] % len(shape) if len(args) > 1 else 0
+        parts: list[Value] = []
+        for source, part in zip(node.args[0], args[0], strict=True):
+            if not part.numel:
+                continue
+            if base == "stack":
+                row = (*shape[:axis], 1, *shape[axis + 1 :])
+                part = View(row, dtype, (part,), map=unsqueezed((), row, axis))
+            # A concatenation that is read here alone needs no memory of its own.
+            merged = isinstance(part, Joined) and part.axis == axis and len(source.users) == 1
+            parts += part.operands if merged else (part,)
+        joined = Joined(shape, dtype, tuple(parts), strides=meta.stride(), axis=axis)
+        self.store(joined)
+        return joined
+
+    def _cast(self, x: Value, dtype: torch.dtype) -> Value:
+        return self._converted(x, torch.empty(x.shape, dtype=dtype, device="meta"))
+
     def _converted(self, x: Value, meta: Tensor) -> Value:
         if x.dtype == meta.dtype:
             return View(tuple(meta.shape), meta.dtype, (x,))
         to_integer = meta.dtype == torch.int64 and x.dtype.is_floating_point
         convert = "integer" if to_integer else f"({TYPES[meta.dtype]})"
-        return Pointwise(
-            tuple(meta.shape),
-            meta.dtype,
-            (x,),
-            strides=tuple(meta.stride()),
-            expression=lambda x: f"{convert}({x})",
-        )
+        value = dense_copy(x, meta.stride())
+        return replace(value, dtype=meta.dtype, expression=lambda x: f"{convert}({x})")
 
     def _reduced(self, meta: Tensor, args: list[Any]) -> Value:
         x, axes = args[0], args[1] if len(args) > 1 and args[1] else range(len(args[0].shape))
         axes = tuple(sorted({axis % len(x.shape) for axis in axes})) if x.shape else ()
         if x.dtype != meta.dtype:
             if x.dtype == torch.bool or meta.dtype in (torch.float64, torch.float32):
-                x = self._converted(x, torch.empty(x.shape, dtype=meta.dtype, device="meta"))
+                x = self._cast(x, meta.dtype)
             else:
                 raise UnprintableError(f"sum of {x.dtype} to {meta.dtype}")
         if x.numel == 0:
             return Literal(tuple(meta.shape), meta.dtype, text=literal(0, meta.dtype))
         # The sums have the memory order of their operand.
-        strides = x.strides if len(meta.shape) == len(x.shape) else _without_axes(x.strides, axes)
-        lanes = self._lanes(x, axes) if self.exact else None
-        return Reduced(
-            tuple(meta.shape), meta.dtype, (x,), strides=tuple(strides), axes=axes, lanes=lanes
-        )
-
-    def _lanes(self, x: Value, axes: Sequence[int]) -> int:
-        """Choose the number of partial sums by what does not depend on other values."""
+        dropped = () if len(meta.shape) == len(x.shape) else axes
+        strides = tuple(stride for axis, stride in enumerate(x.strides) if axis not in dropped)
+        # An exact sum has a number of partial sums that does not depend on other values.
         along = any(x.strides[axis] == 1 and x.shape[axis] > LANES for axis in axes)
-        return LANES if along else 1
+        lanes = (LANES if along else 1) if self.exact else None
+        return Reduced(tuple(meta.shape), meta.dtype, (x,), strides=strides, axes=axes, lanes=lanes)
 
     def _pointwise(self, base: str, name: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
-        dtype = meta.dtype
-        tensors = [x for x in args if isinstance(x, Value)]
-        common = dtype
+        tensors, common = [x for x in args if isinstance(x, Value)], meta.dtype
         if base in LOGICAL and tensors:
             common = torch.result_type(*_examples(args)) if len(args) > 1 else tensors[0].dtype
         operands, expression = pointwise(base, name, args, node.kwargs, common)
         # The condition of `where` stays bool; all other operands are computed in the common type.
         conditions = 1 if base == "where" else 0
         cast = [
-            x
-            if i < conditions or x.dtype == common
-            else self._converted(x, torch.empty(x.shape, dtype=common, device="meta"))
+            x if i < conditions or x.dtype == common else self._cast(x, common)
             for i, x in enumerate(operands)
         ]
         # Along an axis where no operand varies, the result is computed once and expanded.
         shape, axes = tuple(meta.shape), len(meta.shape)
-        varies = [
-            any(x.varies[a - axes + len(x.shape)] for x in cast if a >= axes - len(x.shape))
-            for a in range(axes)
-        ]
+        varies = [any(x.varies[a] for x in cast if -a <= len(x.shape)) for a in range(-axes, 0)]
         short = tuple(n if v else 1 for n, v in zip(shape, varies, strict=True))
         value = Pointwise(
-            short, dtype, tuple(cast), strides=tuple(meta.stride()), expression=expression
+            short, meta.dtype, tuple(cast), strides=meta.stride(), expression=expression
         )
         if short == shape:
             return value
         self._store_if_needed(value, node)
-        return View(shape, dtype, (value,), map=expanded(short, shape))
+        return View(shape, meta.dtype, (value,), map=expanded(short, shape))
 
 
 def _overwrites_its_own(node: Node) -> bool:
@@ -360,10 +330,6 @@ def _overwrites_its_own(node: Node) -> bool:
             or not any(result.alias_info for result in made.target._schema.returns)
         )
     )
-
-
-def _without_axes(strides: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(stride for axis, stride in enumerate(strides) if axis not in axes)
 
 
 def _examples(args: Sequence[Any]) -> list[Any]:

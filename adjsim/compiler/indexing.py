@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,11 +20,13 @@ from adjsim.compiler.values import (
     Index,
     Indices,
     Joined,
-    Pointwise,
     Reinterpreted,
     UnprintableError,
     Value,
     View,
+    dense_copy,
+    offset,
+    row_major,
 )
 from adjsim.compiler.views import selecting, slicing, unsqueezed
 
@@ -35,10 +37,7 @@ Store = Callable[..., None]
 class Checked:
     """Constants of a loop that are indices, and their copy in the range from 0 to length - 1.
 
-    Attributes:
-        source: the constants.
-        least: the least index that is allowed. Negative ones count from the end.
-        length: the number of places.
+    Indices from ``least`` on are allowed. Negative ones count from the end.
     """
 
     source: Buffer
@@ -66,9 +65,8 @@ SPLITS = ("split", "split_with_sizes", "chunk", "unbind")
 
 def split(base: str, meta: Sequence[Tensor], x: Value, *args: Any) -> list[Value]:
     """Lower one of :data:`SPLITS`."""
-    axis = (args[-1] if base == "unbind" and args else args[1] if len(args) > 1 else 0) % len(
-        x.shape
-    )
+    given = args if base == "unbind" else args[1:]
+    axis = (given[0] if given else 0) % len(x.shape)
     pieces, at = [], 0
     for part in meta:
         shape = tuple(part.shape)
@@ -92,33 +90,18 @@ def reshaped(store: Store, x: Value, meta: Tensor) -> Value:
 
         return View(tuple(meta.shape), meta.dtype, (x,), map=squeezed)
     # A stored copy with contiguous rows can be reinterpreted with other axes.
-    flat = Pointwise(
-        x.shape,
-        x.dtype,
-        (x,),
-        strides=torch.empty(x.shape, device="meta").stride(),
-        expression=lambda x: x,
-    )
+    flat, strides = dense_copy(x, row_major(x.shape)), row_major(meta.shape)
     store(flat, fill=False)
-    strides = torch.empty(meta.shape, device="meta").stride()
-
-    def merged(index: Indices) -> Indices:
-        total = Index()
-        for i, stride in zip(index, strides, strict=True):
-            total = total + i * stride
-        return (total,)
-
     assert flat.buffer is not None
-    flat_memory = Reinterpreted((x.numel,), x.dtype, (flat,), buffer=_flattened(flat.buffer))
-    return View(tuple(meta.shape), meta.dtype, (flat_memory,), map=merged)
+    row = Buffer(flat.buffer.name, x.dtype, (flat.buffer.size,), (1,))
+    memory = Reinterpreted((x.numel,), x.dtype, (flat,), buffer=row)
+    return View(
+        tuple(meta.shape), meta.dtype, (memory,), map=lambda index: (offset(index, strides),)
+    )
 
 
 def indexed(
-    store: Store,
-    checked: list[Checked],
-    meta: Tensor,
-    x: Value,
-    indices: Sequence[Value | None],
+    store: Store, checked: list[Checked], meta: Tensor, x: Value, indices: Sequence[Value | None]
 ) -> Value:
     """Lower indexing by index tensors along adjacent axes."""
     numbers = {axis: index for axis, index in enumerate(indices) if index is not None}
@@ -152,18 +135,8 @@ def gathered(
             places.append(_reading(number, checked[-1].buffer))
             continue
 
-        def in_range(text: str, length: int = length, least: int = least) -> str:
-            return _in_range(text, least, length, "refused")
-
-        places.append(
-            Pointwise(
-                number.shape,
-                torch.int64,
-                (number,),
-                strides=number.strides,
-                expression=in_range,
-            )
-        )
+        expression = partial(_in_range, least=least, length=length, refused="refused")
+        places.append(replace(dense_copy(number, number.strides), expression=expression))
         # Rows of indices are not padded, since the padding would be read as indices.
         store(places[-1], fill=False)
     return Gathered(tuple(meta.shape), meta.dtype, (x, *places), axis=axis)
@@ -196,19 +169,13 @@ def scattered(store: Store, base: str, meta: Tensor, x: Value, patch: Value, *ar
     """
     axis, shape = (args[0] if args else 0) % len(x.shape), x.shape
     if base == "select_scatter":
-        start, step = args[1] % shape[axis], 1
-        stop = start + 1
-        kept = View(
-            (*shape[:axis], 1, *shape[axis + 1 :]),
-            x.dtype,
-            (patch,),
-            map=unsqueezed((), shape, axis),
-        )
-        patch = kept
+        start = args[1] % shape[axis]
+        stop, row = start + 1, (*shape[:axis], 1, *shape[axis + 1 :])
+        patch = View(row, x.dtype, (patch,), map=unsqueezed((), shape, axis))
     else:
         start, stop, step = slice(*(*args[1:4], None, None, None)[:3]).indices(shape[axis])
-    if step != 1:
-        raise UnprintableError(base)
+        if step != 1:
+            raise UnprintableError(base)
 
     def part(begin: int, end: int) -> list[Value]:
         short = (*shape[:axis], end - begin, *shape[axis + 1 :])
@@ -219,8 +186,3 @@ def scattered(store: Store, base: str, meta: Tensor, x: Value, patch: Value, *ar
     joined = Joined(shape, meta.dtype, parts, strides=tuple(meta.stride()), axis=axis)
     store(joined)
     return joined
-
-
-def _flattened(buffer: Buffer) -> Buffer:
-    """Reinterpret a buffer without padding as one row."""
-    return Buffer(buffer.name, buffer.dtype, (buffer.size,), (1,))

@@ -48,12 +48,8 @@ def compile_with_inductor(
     would copy all rows in each. So does a loop with an operation that only checks its operands, as
     ``torch.linalg.solve`` has one: Inductor does not compile it inside a ``while_loop``.
 
-    Args:
-        parts: the graphs of the loop.
-        constants, carry: example tensors.
-        exact: whether results must have the same bits in every program.
-        short: whether contiguous rows are shorter than a vector.
-        capacity: the largest number of steps of a loop that stores rows.
+    Rows are ``short`` if they are shorter than a vector; see
+    :func:`~adjsim.compiler.to_cpp.compile_to_cpp` for the other arguments.
     """
     # Importing Inductor takes a second, and most runs do not need it.
     from torch._inductor import compile as inductor
@@ -82,14 +78,13 @@ def compile_with_inductor(
         at_body = last_inputs((start, body), values[1 + carry_size :])[1]
         return body.graph(*values, *at_body)
 
-    examples = [*constants, *carry]
     checks = any(node.op == "call_function" and node.is_impure() for node in body.graph.graph.nodes)
     stepwise = bool(rows) or checks
+    function, examples = loop, [*constants, *carry]
     if stepwise:
-        examples = [constants[0].clone(), *carry, *constants]
-    function = iteration if stepwise else loop
+        function, examples = iteration, [constants[0].clone(), *carry, *constants]
     graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
-    like = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    like = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     # For rows shorter than a vector, scalar code is faster and compiles in half the time.
     options = {**OPTIONS, **(EXACT if exact else SCALAR if short else {})}
     with tracing(TracingContext(like[0].fake_mode)):

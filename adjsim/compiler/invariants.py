@@ -26,15 +26,14 @@ def transposed(x: Tensor) -> Tensor:
 
 
 ONCE: set[Any] = {transposed}
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 @dataclass(frozen=True)
 class LoopInvariant:
-    """The evaluation of an operator.
+    """The evaluation of an operator of a constant.
 
     Attributes:
-        operator: the operator.
         number: which of the constants is its first argument.
         settings: its other arguments.
         example: a tensor of the shape and type of its value.
@@ -51,39 +50,34 @@ class LoopInvariant:
 
 
 def hoist_invariants(graph: GraphModule, constants: Sequence[Node]) -> list[LoopInvariant]:
-    """Turn values of constants alone into the last inputs of a graph, and return them.
-
-    Args:
-        graph: the graph.
-        constants: its placeholders of the constants of the loop.
-    """
+    """Turn values of constants alone into the last inputs of a graph, and return them."""
     _name_transposes(graph, constants)
-    found: dict[Any, tuple[Node, LoopInvariant]] = {}
-    after = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]
+    found: dict[LoopInvariant, Node] = {}
+    *_, after = graph.graph.find_nodes(op="placeholder")
     for node in [node for node in graph.graph.nodes if node.target in ONCE]:
         source, *settings = node.args
-        source = _undetached(source)
+        source = undetached(source)
         if source not in constants:
             continue
-        key = node.target, constants.index(source), tuple(settings)
-        if key not in found:
-            with graph.graph.inserting_after(after[0]):
-                after = [graph.graph.placeholder(f"once_{len(found)}")]
-            after[0].meta["val"] = node.meta["val"]
-            found[key] = after[0], LoopInvariant(*key, node.meta["val"])
-        node.replace_all_uses_with(found[key][0])
+        example = node.meta["val"]
+        once = LoopInvariant(node.target, constants.index(source), tuple(settings), example)
+        if once not in found:
+            with graph.graph.inserting_after(after):
+                found[once] = after = graph.graph.placeholder(f"once_{len(found)}")
+            after.meta["val"] = example
+        node.replace_all_uses_with(found[once])
         graph.graph.erase_node(node)
     graph.recompile()
-    return [once for _, once in found.values()]
+    return list(found)
 
 
 def _name_transposes(graph: GraphModule, constants: Sequence[Node]) -> None:
     """Call :func:`transposed` for the transposed constants by which a graph multiplies."""
-    for node in [node for node in graph.graph.nodes if node.target in _PRODUCTS]:
-        factor = _undetached(node.args[-1])
+    for node in [node for node in graph.graph.nodes if node.target in PRODUCTS]:
+        factor = undetached(node.args[-1])
         if factor.target is not torch.ops.aten.t.default:
             continue
-        source = _undetached(factor.args[0])
+        source = undetached(factor.args[0])
         if source in constants:
             with graph.graph.inserting_before(node):
                 made = graph.graph.call_function(transposed, (source,))
@@ -91,7 +85,8 @@ def _name_transposes(graph: GraphModule, constants: Sequence[Node]) -> None:
             node.replace_input_with(node.args[-1], made)
 
 
-def _undetached(node: Any) -> Any:
+def undetached(node: Any) -> Any:
+    """Return the node whose value a node detaches, or itself."""
     while node.target is torch.ops.aten.detach.default:
         node = node.args[0]
     return node

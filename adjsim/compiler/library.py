@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from adjsim.compiler.values import UnprintableError
@@ -35,13 +36,9 @@ def folder() -> Path:
     a temporary folder of this process is used.
     """
     try:
+        caches = os.environ.get("XDG_CACHE_HOME")
         given = os.environ.get("ADJSIM_CACHE")
-        found = (
-            Path(given)
-            if given
-            else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adjsim"
-        )
-        found = found.absolute()
+        found = Path(given or Path(caches or Path.home() / ".cache") / "adjsim").absolute()
         found.mkdir(parents=True, exist_ok=True)
         if os.access(found, os.W_OK | os.X_OK):
             return found
@@ -60,9 +57,7 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 def compiled(source: str, threads: bool) -> ctypes.CDLL:
     """Load the library of a source, and compile it if it is not cached.
 
-    Args:
-        source: the C++ source.
-        threads: whether it has loops that threads share.
+    ``threads`` is whether it has loops that threads share.
 
     Raises:
         CompilerError: there is no C++ compiler, or it rejects the source.
@@ -70,11 +65,9 @@ def compiled(source: str, threads: bool) -> ctypes.CDLL:
     compiler, flags = _compiler(), _flags(threads)
     try:
         path = path_of(source, threads)
-        if path.exists():
-            try:
-                return ctypes.CDLL(str(path))
-            except OSError:
-                pass  # A truncated file, or one from another system, is built again.
+        # A truncated file, or one from another system, is built again.
+        with suppress(OSError):
+            return ctypes.CDLL(str(path))
         _build(source, [*compiler, *flags], path)
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -106,11 +99,8 @@ def _build(source: str, command: list[str], path: Path) -> None:
 
 
 def _flags(threads: bool) -> list[str]:
-    flags = [
-        flag
-        for flag in FLAGS
-        if "vector-width" not in flag or platform.machine() in ("x86_64", "AMD64")
-    ]
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    flags = [flag for flag in FLAGS if "vector-width" not in flag or is_x86]
     return [*flags, "-fopenmp"] if threads else flags
 
 

@@ -112,12 +112,10 @@ TANH = {
 
 
 def _tanh(kind: str, integer: str, fraction: int, bias: int, largest: int) -> str:
-    """Print the function of one type.
+    """Print the function of one type, and of the integer of the same size.
 
-    Args:
-        kind, integer: the type, and the integer of the same size.
-        fraction, bias: the bits of its fraction, and the bias of its exponent.
-        largest: the number from which on tanh(x) is 1.
+    The type has so many bits of its fraction, and a bias of its exponent. From the number
+    ``largest`` on, tanh(x) is 1.
     """
     *lower, highest = TANH[kind]
     return f"""

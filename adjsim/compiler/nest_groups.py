@@ -20,13 +20,7 @@ Space = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(eq=False)
 class NestGroup:
-    """A call, or loop nests.
-
-    Attributes:
-        call: the statements of the call.
-        called: the buffers that it fills.
-        nests: the nests by their spaces.
-    """
+    """The statements of a call and the buffers that it fills, or loop nests by their spaces."""
 
     call: list[str] = field(default_factory=list)
     called: list[Buffer] = field(default_factory=list)
@@ -53,10 +47,8 @@ def join(
 ) -> None:
     """Move each value into the earlier nest that computes the last of its operands.
 
-    Args:
-        groups: in the order in which they run; changed in place.
-        operands: the buffers from which a value is computed.
-        threads: the number of threads that share a large nest.
+    The groups, in the order in which they run, are changed in place. ``operands`` returns the
+    buffers from which a value is computed.
     """
     # The group that fills each buffer, and the space of the nest there that fills it by itself.
     made: dict[str, tuple[int, Space | None]] = {}
@@ -89,23 +81,15 @@ def _computes_operands(nest: Nest, task: Task) -> bool:
     if nest.summed_loops or not nest.kept_loops or task.buffer.variable:
         return False
     alone = Nest(*task.space, [task], nest.threads)
-    own = {x.buffer.name: x for x in nest.tasks}
-    reads = [(own[b.name], b, at) for b, at in alone.body.reads if b.name in own]
-    return alone.innermost == nest.innermost and all(
-        isinstance(x.value, StoredExpression)
-        and x.buffer is buffer
-        and buffer.dtype.is_floating_point
-        and at == x.target(x.index(nest.kept_loops, nest.summed_loops))
-        for x, buffer, at in reads
-    )
+    read = {buffer.name for buffer, _ in alone.body.reads}
+    own = [x for x in nest.tasks if x.buffer.name in read]
+    return alone.innermost == nest.innermost and all(_reads_once(alone, x) for x in own)
 
 
 def fuse(groups: list[NestGroup], needed: set[str]) -> None:
-    """Compute values in the one nest that reads them.
+    """Compute values in the one nest that reads them, and change the groups in place.
 
-    Args:
-        groups: in the order in which they run; changed in place.
-        needed: the names of buffers that are read by more than nests.
+    ``needed`` has the names of buffers that are read by more than nests.
     """
     readers: dict[str, set[tuple[int, Space]]] = {}
     for at in reversed(range(len(groups))):

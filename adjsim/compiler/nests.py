@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from adjsim.compiler.values import (
     LANES,
@@ -38,7 +39,6 @@ class Task:
     """The computation of a buffer, or of one part of a concatenated buffer.
 
     Attributes:
-        buffer: the buffer.
         value: the value whose elements are written to the buffer, or summed into it.
         axes: the axes of the value that are summed.
         begin: the index in the buffer at which a part of a concatenated buffer begins.
@@ -90,8 +90,7 @@ class Task:
         """Build the index of the value from the names of the loop variables."""
         names = dict(zip([*self.kept, *self.summed], [*kept, *summed], strict=True))
         return tuple(
-            Index(0, ((names[a], 1),)) if a in names else Index()
-            for a in range(len(self.value.shape))
+            Index.of(names[a]) if a in names else Index() for a in range(len(self.value.shape))
         )
 
     def target(self, index: Indices) -> Index:
@@ -107,11 +106,6 @@ class Task:
 class Nest:
     """A loop nest over kept and summed axes that several tasks share.
 
-    Args:
-        kept, summed: the lengths of the axes.
-        tasks: the tasks.
-        threads: the number of threads that share a large nest.
-
     Attributes:
         kept_loops, summed_loops: the variables of the loops over the kept and the summed axes. Any
             of them may be the innermost.
@@ -126,9 +120,8 @@ class Nest:
         self.tasks, self.threads = tasks, threads
         self.kept_loops = [f"i{n}" for n in range(len(kept))]
         self.summed_loops = [f"j{n}" for n in range(len(summed))]
-        self.length = dict(
-            zip([*self.kept_loops, *self.summed_loops], [*kept, *summed], strict=True)
-        )
+        loops = [*self.kept_loops, *self.summed_loops]
+        self.length = dict(zip(loops, [*kept, *summed], strict=True))
         own = {task.value.value for task in tasks if isinstance(task.value, StoredExpression)}
         self.body = Body("v", own)
         self.results = []
@@ -139,142 +132,110 @@ class Nest:
     def lines(self) -> list[str]:
         """Print the nest."""
         if not self.length:
-            return self._single()
-        name, limit = self.innermost
-        if name in self.summed_loops:
-            lines = self._rows(name, limit)
-        elif self.summed_loops:
-            lines = self._blocks(name, limit)
+            lines = self.body.lines + [
+                f"{_element(task.buffer, at)} = {text};" for task, text, at in self.results
+            ]
         else:
-            lines = self._elements(name, limit)
-        return (
-            ["{", *lines, "}"] if not self._variables() else [*self._variables(), "{", *lines, "}"]
-        )
+            name, limit = self.innermost
+            if name in self.summed_loops:
+                lines = self._rows(name, limit)
+            elif self.summed_loops:
+                lines = self._blocks(name, limit)
+            else:
+                lines = self._elements(name, limit)
+        variables = [t.buffer for t in self.tasks if t.buffer.variable]
+        # A block of its own, since variables of other bodies have the same names.
+        return [*(f"{TYPES[b.dtype]} {b.name};" for b in variables), "{", *lines, "}"]
 
     @cached_property
     def innermost(self) -> tuple[str, int]:
-        """The variable of the innermost loop, and where that loop ends.
-
-        The variable is chosen by the number of contiguous accesses.
-        """
-        places = [at for _, at in self.body.reads] + [
-            at for task, _, at in self.results if not task.buffer.variable
-        ]
+        """The loop variable with the most contiguous accesses, and where its loop ends."""
+        names, places = list(self.length), [at for _, at in self._places]
 
         def score(name: str) -> tuple[int, int]:
             factors = [abs(at.factor(name)) for at in places]
-            return sum(f == 1 for f in factors) - 2 * sum(f > 1 for f in factors), list(
-                self.length
-            ).index(name)
+            contiguous = sum(f == 1 for f in factors) - 2 * sum(f > 1 for f in factors)
+            return contiguous, names.index(name)
 
-        name = max((name for name in self.length if self.length[name] > 1), key=score)
+        name = max((name for name in names if self.length[name] > 1), key=score)
         return name, self._limit(name)
 
-    def _limit(self, name: str) -> int:
-        """Return the end of the innermost loop.
+    @property
+    def _places(self) -> list[tuple[Buffer, Index]]:
+        """The buffers and offsets that are read and written."""
+        written = [(t.buffer, at) for t, _, at in self.results if not t.buffer.variable]
+        return [*self.body.reads, *written]
 
-        This is the padded length of the row if all accesses are to padded rows.
-        """
+    def _limit(self, name: str) -> int:
+        """Return the end of the innermost loop, padded if all accesses are to padded rows."""
         n = self.length[name]
         row = -(-n // LANES) * LANES
-        places = [
-            *self.body.reads,
-            *((t.buffer, at) for t, _, at in self.results if not t.buffer.variable),
-        ]
-        touched = [(buffer, at) for buffer, at in places if at.factor(name)]
+        touched = [(buffer, at) for buffer, at in self._places if at.factor(name)]
         filled = all(
             b.row == row and at.factor(name) == 1 and at.const % row == 0 for b, at in touched
         )
         # Padding of one part of a concatenated row would overwrite the next part.
-        filled &= all(
-            t.buffer.inner == self.length[name] for t, _, at in self.results if at.factor(name)
-        )
+        filled &= all(t.buffer.inner == n for t, _, at in self.results if at.factor(name))
         # The padding holds arbitrary numbers, which must not be reported as errors.
         refuses = any("refused" in line for line in self.body.lines)
         return row if filled and not refuses else n
 
-    def _variables(self) -> list[str]:
-        """Print the declarations of sums that are scalars."""
-        return [
-            f"{TYPES[t.buffer.dtype]} {t.buffer.name};" for t in self.tasks if t.buffer.variable
-        ]
-
-    def _single(self) -> list[str]:
-        """Print scalars, without a loop."""
-        lines, declared = [], [t for t in self.tasks if t.buffer.variable]
-        lines += [f"{TYPES[t.buffer.dtype]} {t.buffer.name};" for t in declared]
-        # A block of its own, since variables of other bodies have the same names.
-        lines += ["{", *self.body.lines]
-        for task, text, at in self.results:
-            lines.append(
-                f"{task.buffer.name} = {text};"
-                if task.buffer.variable
-                else f"{task.buffer.name}[{at}] = {text};"
-            )
-        return [*lines, "}"]
-
     def _head(self, name: str, limit: int | None = None) -> str:
         return f"for (int64_t {name} = 0; {name} < {limit or self.length[name]}; ++{name}) {{"
 
-    def _parallel_pragma(self, names: list[str]) -> list[str]:
-        work = math.prod(self.length.values())
-        if self.threads > 1 and names and work >= PARALLEL_WORK:
-            return [f"#pragma omp parallel for schedule(static) num_threads({self.threads})"]
-        return []
+    def _heads(self, names: list[str]) -> list[str]:
+        """Print the heads of outer loops, of which threads share the first if it is large."""
+        shared = self.threads > 1 and names and math.prod(self.length.values()) >= PARALLEL_WORK
+        pragma = f"#pragma omp parallel for schedule(static) num_threads({self.threads})"
+        return [*([pragma] if shared else []), *map(self._head, names)]
 
     def _elements(self, innermost: str, limit: int) -> list[str]:
         others = [name for name in self.kept_loops if name != innermost]
-        lines = self._parallel_pragma(others) + [self._head(name) for name in others]
-        lines += [
+        return [
+            *self._heads(others),
             "#pragma omp simd",
             self._head(innermost, limit),
             *self.body.lines,
+            *(f"{task.buffer.name}[{at}] = {text};" for task, text, at in self.results),
+            *["}"] * (len(others) + 1),
         ]
-        lines += [f"{task.buffer.name}[{at}] = {text};" for task, text, at in self.results]
-        return lines + ["}"] * (len(others) + 1)
 
     def _rows(self, innermost: str, limit: int) -> list[str]:
         """Print sums along rows, a vector of terms at a time."""
-        lines = self._parallel_pragma(self.kept_loops) + [
-            self._head(name) for name in self.kept_loops
-        ]
         length, whole = self.length[innermost], limit % LANES == 0
-        sums = self._sums(LANES if length > LANES else 1)
-        for total, kind, lanes in sums:
-            lines.append(f"{f'partial_sums<{kind}>' if lanes > 1 else kind} {total} = {{}};")
+        sums, lines = self._sums(LANES if length > LANES else 1), self._heads(self.kept_loops)
+        for s in sums:
+            kind = f"partial_sums<{s.kind}>" if s.lanes > 1 else s.kind
+            lines.append(f"{kind} {s.name} = {{}};")
         if length <= LANES:
             lines += [self._head(innermost), *self.body.lines]
-            lines += [
-                f"{total} += {text};"
-                for (total, *_), (_, text, _) in zip(sums, self.results, strict=True)
-            ]
-            lines.append("}")
+            lines += [f"{s.name} += {s.term};" for s in sums]
         else:
             stop = f"{LANES}" if whole else f"{limit} - b < {LANES} ? {limit} - b : {LANES}"
-            lines.append(f"for (int64_t b = 0; b < {limit}; b += {LANES}) {{")
-            lines.append(f"const int64_t end = {stop};")
-            lines += [f"alignas(64) {kind} {total}t[{LANES}] = {{}};" for total, kind, _ in sums]
             lines += [
+                f"for (int64_t b = 0; b < {limit}; b += {LANES}) {{",
+                f"const int64_t end = {stop};",
+                *(f"alignas(64) {s.kind} {s.name}t[{LANES}] = {{}};" for s in sums),
                 "#pragma omp simd",
                 f"for (int64_t l = 0; l < {LANES if whole else 'end'}; ++l) {{",
                 f"const int64_t {innermost} = b + l;",
                 *self.body.lines,
             ]
-            for (total, kind, _), (_, text, _) in zip(sums, self.results, strict=True):
-                term = f"({innermost} < {length} ? {text} : ({kind})0)" if limit > length else text
-                lines.append(f"{total}t[l] = {term};")
+            for s in sums:
+                inside = f"({innermost} < {length} ? {s.term} : ({s.kind})0)"
+                lines.append(f"{s.name}t[l] = {inside if limit > length else s.term};")
             lines.append("}")
             # A sum that starts at zero is never -0, and adding zero does not change it.
-            for total, kind, lanes in sums:
-                lines.append(
-                    f"{total} += *(const partial_sums<{kind}>*){total}t;"
-                    if lanes > 1
-                    else f"for (int64_t l = 0; l < end; ++l) {total} += {total}t[l];"
-                )
-            lines.append("}")
-        for (total, _, lanes), (task, _, at) in zip(sums, self.results, strict=True):
-            name = task.buffer.name if task.buffer.variable else f"{task.buffer.name}[{at}]"
-            lines.append(f"{name} = {_total(total, lanes)};")
+            lines += [
+                f"{s.name} += *(const partial_sums<{s.kind}>*){s.name}t;"
+                if s.lanes > 1
+                else f"for (int64_t l = 0; l < end; ++l) {s.name} += {s.name}t[l];"
+                for s in sums
+            ]
+        lines.append("}")
+        for s in sums:
+            parts = [s.name] if s.lanes == 1 else [f"{s.name}[{n}]" for n in range(s.lanes)]
+            lines.append(f"{s.target} = {_tree(parts)};")
         return lines + ["}"] * len(self.kept_loops)
 
     def _blocks(self, innermost: str, limit: int) -> list[str]:
@@ -284,59 +245,61 @@ class Nest:
         block = min(BLOCK, limit)
         whole = limit % block == 0
         end = str(block) if whole else f"{limit} - b < {block} ? {limit} - b : {block}"
-        lines = self._parallel_pragma(others) + [self._head(name) for name in others]
-        lines += [
-            f"for (int64_t b = 0; b < {limit}; b += {block}) {{",
-            f"const int64_t end = {end};",
-        ]
         stop = str(block) if whole else "end"
         head = f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {innermost} = b + l;"
-        sums = list(zip(self._sums(1), self.results, strict=True))
+        sums = self._sums(1)
+        lines = [
+            *self._heads(others),
+            f"for (int64_t b = 0; b < {limit}; b += {block}) {{",
+            f"const int64_t end = {end};",
+            *(f"alignas(64) {s.kind} {s.name}[{s.lanes * block}] = {{}};" for s in sums),
+        ]
         # One partial sum after the other, unless a sum has to take its terms in order.
-        apart = all(lanes > 1 for (_, _, lanes), _ in sums)
-        for (total, kind, lanes), _ in sums:
-            lines.append(f"alignas(64) {kind} {total}[{lanes * block}] = {{}};")
+        apart = all(s.lanes > 1 for s in sums)
         if apart:
-            lines.append(f"for (int64_t lane = 0; lane < {LANES}; ++lane) {{")
             lines += [
-                f"alignas(64) {kind} {total}p[{block}] = {{}};" for (total, kind, _), _ in sums
-            ]
-            lines.append(
+                f"for (int64_t lane = 0; lane < {LANES}; ++lane) {{",
+                *(f"alignas(64) {s.kind} {s.name}p[{block}] = {{}};" for s in sums),
                 f"for (int64_t {summed} = lane; {summed} < {self.length[summed]}; "
-                f"{summed} += {LANES}) {{"
-            )
+                f"{summed} += {LANES}) {{",
+            ]
         else:
             lines.append(self._head(summed))
         lines += ["#pragma omp simd", head, *self.body.lines]
-        for (total, _, lanes), (_, text, _) in sums:
-            lane = f"{summed} % {LANES} * {block} + l" if lanes > 1 else "l"
-            lines.append(f"{total}p[l] += {text};" if apart else f"{total}[{lane}] += {text};")
+        for s in sums:
+            lane = f"{summed} % {LANES} * {block} + l" if s.lanes > 1 else "l"
+            lines.append(f"{s.name}{'p[l]' if apart else f'[{lane}]'} += {s.term};")
         lines += ["}", "}"]
         if apart:
             lines.append(f"for (int64_t l = 0; l < {stop}; ++l) {{")
-            lines += [f"{total}[lane * {block} + l] = {total}p[l];" for (total, *_), _ in sums]
+            lines += [f"{s.name}[lane * {block} + l] = {s.name}p[l];" for s in sums]
             lines += ["}", "}"]
         lines.append(head)
-        for (total, _, lanes), (task, _, at) in sums:
-            terms = [f"{total}[{n * block} + l]" for n in range(lanes)]
-            lines.append(f"{task.buffer.name}[{at}] = {_tree(terms)};")
+        for s in sums:
+            parts = [f"{s.name}[{n * block} + l]" for n in range(s.lanes)]
+            lines.append(f"{s.target} = {_tree(parts)};")
         return lines + ["}"] * (len(others) + 2)
 
-    def _sums(self, lanes: int) -> list[tuple[str, str, int]]:
-        """Return the names and types of the sums, and the numbers of their partial sums.
-
-        Args:
-            lanes: the number where a sum may have any.
-        """
+    def _sums(self, lanes: int) -> list[_Sum]:
+        """Return the sums, with ``lanes`` partial sums where a sum may have any number."""
         return [
-            (f"s{n}", TYPES[task.buffer.dtype], task.lanes or lanes)
-            for n, task in enumerate(self.tasks)
+            _Sum(f"s{n}", TYPES[t.buffer.dtype], t.lanes or lanes, term, _element(t.buffer, at))
+            for n, (t, term, at) in enumerate(self.results)
         ]
 
 
-def _total(name: str, lanes: int) -> str:
-    """Print the sum of partial sums in a vector, or a sum that has one part."""
-    return name if lanes == 1 else _tree([f"{name}[{lane}]" for lane in range(lanes)])
+class _Sum(NamedTuple):
+    """A sum: its variable, type, number of partial sums, term, and the place of its value."""
+
+    name: str
+    kind: str
+    lanes: int
+    term: str
+    target: str
+
+
+def _element(buffer: Buffer, at: Index) -> str:
+    return buffer.name if buffer.variable else f"{buffer.name}[{at}]"
 
 
 def _tree(terms: list[str]) -> str:

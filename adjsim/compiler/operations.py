@@ -1,9 +1,8 @@
 """The C++ expressions of the elementwise operations of a traced graph.
 
-The tables at the end have a line for each operation whose arguments are all operands. Operations
-with options (``alpha``, ``rounding_mode``, a bound that may be absent) are in
-:mod:`adjsim.compiler.pointwise`, and those that a trace replaces by others in
-:mod:`adjsim.compiler.decompositions`.
+The tables at the end have a line for each operation. Operations with options (``rounding_mode``, a
+bound that may be absent) are in :mod:`adjsim.compiler.pointwise`, and those that a trace replaces
+by others in :mod:`adjsim.compiler.decompositions`.
 
 Arithmetic follows IEEE 754 in the order of the traced operations, so results agree bit for bit.
 The exceptions are the order of sums, the last bits of functions such as exp and of higher powers,
@@ -82,6 +81,8 @@ def _product(x: str, exponent: int) -> str:
 # computed in the dtype of their result.
 EXACT: dict[str, Printer] = {
     "mul": lambda x, y: f"{x} * {y}",
+    "div": lambda x, y: f"{x} / {y}",
+    "square": lambda x: f"{x} * {x}",
     "neg": lambda x: f"-{x}",
     "reciprocal": lambda x: f"1 / {x}",
     "where": lambda c, x, y: f"{c} ? {x} : {y}",
@@ -99,6 +100,14 @@ EXACT: dict[str, Printer] = {
     "sgn": lambda x: f"({x} > 0) - ({x} < 0)",
     "relu": lambda x: f"{x} < 0 ? 0 : {x}",
     "sigmoid_backward": lambda g, y: f"{g} * (1 - {y}) * {y}",
+}
+# The same with a factor of an operand, which the first argument prints.
+SCALED: dict[str, Printer] = {
+    "add": lambda scale, x, y: f"{x} + {scale(y)}",
+    "sub": lambda scale, x, y: f"{x} - {scale(y)}",
+    "rsub": lambda scale, x, y: f"{y} - {scale(x)}",
+    "addcmul": lambda scale, x, y, z: f"{x} + {scale(y)} * {z}",
+    "addcdiv": lambda scale, x, y, z: f"{x} + {scale(y)} / {z}",
 }
 # Operations that are computed in the common dtype of their operands, and whose result is bool.
 LOGICAL: dict[str, Printer] = {

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from adjsim.compiler.calls import Address, Call, Called, address_of, dense_copy, in_place
-from adjsim.compiler.values import TYPES, Pointwise, UnprintableError, Value, View, make_buffer
+from adjsim.compiler.calls import Call, address_of, in_place, stored_address
+from adjsim.compiler.values import TYPES, Pointwise, UnprintableError, Value, View, dense_copy
 from adjsim.compiler.views import slicing
 
 # Products of more multiplications are left to torch, whose libraries divide them into blocks for
@@ -130,13 +130,7 @@ void product(int64_t M, int64_t N, int64_t K, const T* a, int64_t am, int64_t ak
 def sum_of_products(
     left: Value, right: Value, example: torch.Tensor, store: Callable[..., None]
 ) -> Pointwise:
-    """Return a product of small inner length, each element by a sum that is not stored.
-
-    Args:
-        left, right: the matrices, as values.
-        example: an example of the product.
-        store: stores a value.
-    """
+    """Return a product of small inner length, each element by a sum that is not stored."""
     (rows, inner), columns = left.shape, right.shape[1]
     address = address_of(right)
     if address is None or address.strides[1] > 1:
@@ -153,26 +147,23 @@ def sum_of_products(
             total = f"math::fused({a}, {b}, {total})"
         return total
 
-    strides = tuple(example.stride())
     return Pointwise(
-        tuple(example.shape), example.dtype, tuple(factors), strides=strides, expression=expression
+        tuple(example.shape),
+        example.dtype,
+        tuple(factors),
+        strides=example.stride(),
+        expression=expression,
     )
 
 
 class MatrixProduct(Call):
     """The product of two matrices.
 
-    Args:
-        left, right: the matrices, as values.
-        example: an example of the product.
-        store: stores a value.
-
     Raises:
         UnprintableError: a product of integers, or a large one.
     """
 
-    addresses = ()
-    declarations = DECLARATIONS  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    declarations = DECLARATIONS
 
     def __init__(
         self, left: Value, right: Value, example: torch.Tensor, store: Callable[..., None]
@@ -184,18 +175,21 @@ class MatrixProduct(Call):
         if self.rows * self.inner * self.columns > LARGEST:
             raise UnprintableError(f"a product of {left.shape} and {right.shape} matrices")
         self.inputs = (_stored(left, store), _stored(right, store))
-        first, second = map(_address, self.inputs)
+        first, second = map(stored_address, self.inputs)
         fits = self._is_whole(self.columns, second.strides[1])
         # The transpose of C from those of A and B, whose rows need no copy, or are longer vectors.
         self.transposed = self._is_whole(self.rows, first.strides[0]) and not (
             fits and self.columns * self.dtype.itemsize >= VECTOR_BYTES
         )
         self.row = self._padded(self.rows if self.transposed else self.columns)
-        copied = [] if fits or self.transposed else [(self.inner, self.row)]
-        self.outputs = tuple(map(self._output, [(self.rows, self.columns), *copied]))
+        shapes = [(self.rows, self.columns)]
+        if not fits and not self.transposed:
+            shapes.append((self.inner, self.row))
+        examples = [torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes]
+        self.outputs = tuple(map(self.output, examples))
 
     def lines(self, functions: Sequence[str]) -> list[str]:
-        left, right, out, *padded = map(_address, (*self.inputs, *self.outputs))
+        left, right, out, *padded = map(stored_address, (*self.inputs, *self.outputs))
         rows, columns = self.rows, self.columns
         if self.transposed:
             left, right, out = right.mT, left.mT, out.mT
@@ -218,11 +212,6 @@ class MatrixProduct(Call):
         """Return whether rows of this length and stride are whole vectors."""
         return stride == 1 and length == self._padded(length)
 
-    def _output(self, shape: tuple[int, ...]) -> Called:
-        strides = (shape[1], 1)
-        buffer = make_buffer("", self.dtype, shape, strides, fill=False)
-        return Called(shape, self.dtype, self.inputs, buffer, strides, call=self)
-
 
 def _stored(value: Value, store: Callable[..., None]) -> Value:
     if address_of(value) is None and (part := in_place(value)) is not None:
@@ -233,9 +222,3 @@ def _stored(value: Value, store: Callable[..., None]) -> Value:
         value = dense_copy(value, value.strides)
         store(value, fill=False)
     return value
-
-
-def _address(value: Value) -> Address:
-    address = address_of(value)
-    assert address is not None
-    return address

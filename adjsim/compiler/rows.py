@@ -24,7 +24,7 @@ ALIGNMENT = 64
 
 def stored_examples(body: GraphModule, carry_size: int) -> list[Tensor]:
     """Return examples of the tensors that an iteration stores, the last outputs of its graph."""
-    (output,) = (node for node in body.graph.nodes if node.op == "output")
+    (output,) = body.graph.find_nodes(op="output")
     return [node.meta["val"] for node in output.args[0][1 + carry_size :]]
 
 
@@ -37,10 +37,7 @@ def declaration(buffer: Buffer, target: str) -> str:
 def store_in(value: Value, row: Buffer, rows: Sequence[Buffer]) -> bool:
     """Store a value in a row if it is stored in that layout anyway; return whether it is.
 
-    Args:
-        value: the value that the row is to hold.
-        row: the row.
-        rows: all rows. A value that one of them holds is not moved to another.
+    A value that one of the rows holds is not moved to another.
     """
     source, address = value.source, address_of(value)
     if (
@@ -62,10 +59,6 @@ class RowMemory:
 
     The first access of memory that is new to the process takes longer than writing it. So when
     rows are no longer in use, their memory is kept for the next run of the loop.
-
-    Args:
-        capacity: the number of rows.
-        examples: examples of the stored tensors.
     """
 
     def __init__(self, capacity: int, examples: Sequence[Tensor]) -> None:

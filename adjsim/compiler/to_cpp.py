@@ -15,20 +15,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from adjsim.compiler.function import FunctionPrinter, Output
+from adjsim.compiler.function import FunctionPrinter
 from adjsim.compiler.graph import Lowering
 from adjsim.compiler.indexing import Checked
 from adjsim.compiler.invariants import LoopInvariant
 from adjsim.compiler.library import compiled
 from adjsim.compiler.mathematics import HEADER, REPRODUCIBLE, VECTORISED
+from adjsim.compiler.nests import Task
 from adjsim.compiler.rows import RowMemory, declaration, store_in, stored_examples
-from adjsim.compiler.values import (
-    TYPES,
-    Body,
-    Buffer,
-    UnprintableError,
-    make_buffer,
-)
+from adjsim.compiler.values import TYPES, Body, Buffer, UnprintableError, make_buffer, row_major
 
 # A compiled loop of constants and carry, which returns the final carry and the rows.
 Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
@@ -47,13 +42,7 @@ STATUS: dict[int, tuple[type[Exception], str]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """A graph, and its last inputs: captured tensors, and values of constants alone.
-
-    Attributes:
-        graph: the graph.
-        baked: the captured tensors.
-        once: the values of constants alone.
-    """
+    """A graph, and its last inputs: captured tensors, and values of constants alone."""
 
     graph: GraphModule
     baked: Sequence[Tensor] = ()
@@ -67,8 +56,7 @@ class Parts:
     Attributes:
         start: (constants, carry) to (number of the first iteration, carry).
         more: (number of an iteration, number of steps) to whether the iteration is run.
-        body: (number, carry, constants) to (next number, carry, rows); rows are the tensors that
-            each iteration stores.
+        body: (number, carry, constants) to (next number, carry, tensors that it stores).
     """
 
     start: Part
@@ -84,17 +72,11 @@ def compile_to_cpp(
     threads: int,
     capacity: int = 0,
 ) -> Compiled:
-    """Compile a loop to a function of constants and carry.
+    """Compile a loop to a function of constants and carry, of which there are examples.
 
-    It returns the final carry, and for each stored tensor a tensor ``(capacity, *shape)`` whose row
-    k was stored by the last iteration of number k.
-
-    Args:
-        parts: the graphs of the loop.
-        constants, carry: example tensors; the first constant is the number of steps.
-        exact: whether functions such as exp, and sums, must have the same bits in every program.
-        threads: the number of threads that share large loops.
-        capacity: the largest number of steps of a loop that stores rows.
+    The function returns the final carry, and for each stored tensor a tensor ``(capacity, *shape)``
+    whose row k was stored by the last iteration of number k. The first constant is the number of
+    steps. With ``exact``, functions such as exp, and sums, have the same bits in every program.
 
     Raises:
         UnprintableError: the loop has unsupported operations, or there is no compiler.
@@ -137,11 +119,9 @@ def last_inputs(parts: Sequence[Part], constants: Sequence[Tensor]) -> list[list
 
 
 class _CppLoop:
-    """The C++ source of a loop.
+    """The C++ source of a loop, with a function ``run``.
 
     Attributes:
-        source: the source, with
-            ``int run(const void* const* inputs, void* const* outputs, void* const* functions)``.
         parallel: whether it has a loop that threads share.
         fixed: the number of inputs after the constants: captured tensors and values of constants.
         addresses: the addresses of the functions that it calls.
@@ -167,37 +147,20 @@ class _CppLoop:
         self.checked: dict[str, dict[str, Checked]] = {}
         self.work = 0
         consts = [_constant_buffer(f"c{i}", x) for i, x in enumerate(constants)]
-        carry_in = [_buffer(f"x{i}", x, fill=False) for i, x in enumerate(carry)]
-        current = [_buffer(f"a{i}", x, fill=True) for i, x in enumerate(carry)]
-        next_carry = [_buffer(f"n{i}", x, fill=True) for i, x in enumerate(carry)]
-        rows = [_buffer(f"row{i}", x, fill=False) for i, x in enumerate(stored)]
+        self.carry_in = [_buffer(f"x{i}", x, fill=False) for i, x in enumerate(carry)]
+        self.current = [_buffer(f"a{i}", x, fill=True) for i, x in enumerate(carry)]
+        self.next_carry = [_buffer(f"n{i}", x, fill=True) for i, x in enumerate(carry)]
+        self.rows = [_buffer(f"row{i}", x, fill=False) for i, x in enumerate(stored)]
         number = Buffer("k", torch.int64, (), (), variable=True)
         count = Buffer("count", torch.int64, (), (), variable=True)
-        start_fixed = self._function("start", parts.start, [*consts, *carry_in], current, "int64_t")
+        start = self._function("start", parts.start, [*consts, *self.carry_in], self.current)
         self._function("more", parts.more, [number, count], [], "bool")
-        body_fixed = self._function(
-            "body", parts.body, [number, *current, *consts], next_carry, "int64_t", rows
-        )
-        all_constants = [*consts, *start_fixed, *body_fixed]
-        self.source = "\n".join(
-            [
-                HEADER,
-                REPRODUCIBLE if exact else VECTORISED,
-                *sorted(self.declarations),
-                *self.functions,
-                *self._run(
-                    consts,
-                    start_fixed,
-                    body_fixed,
-                    carry_in,
-                    current,
-                    next_carry,
-                    rows,
-                ),
-            ]
-        )
+        inputs = [number, *self.current, *consts]
+        body = self._function("body", parts.body, inputs, self.next_carry, rows=self.rows)
+        self.fixed = len(start) + len(body)
+        functions = [*sorted(self.declarations), *self.functions, *self._run(consts, start, body)]
+        self.source = "\n".join([HEADER, REPRODUCIBLE if exact else VECTORISED, *functions])
         self.parallel = "omp parallel" in self.source
-        self.fixed = len(all_constants) - len(constants)
 
     def _function(
         self,
@@ -205,16 +168,13 @@ class _CppLoop:
         part: Part,
         inputs: list[Buffer],
         outputs: list[Buffer],
-        result: str,
+        result: str = "int64_t",
         rows: Sequence[Buffer] = (),
     ) -> list[Buffer]:
-        """Print the function of one graph.
+        """Print the function of one graph, and return the buffers of the last inputs of the part.
 
-        It returns the first output, of the C++ type ``result``. It writes the other outputs and,
-        after them, the rows.
-
-        Returns:
-            the buffers of its last inputs: captured tensors, and values of constants alone.
+        The function returns the first output, of the C++ type ``result``. It writes the other
+        outputs and, after them, the rows.
         """
         examples = [*part.baked, *(x.example for x in part.once)]
         fixed = [_constant_buffer(f"c_{name}{i}", x) for i, x in enumerate(examples)]
@@ -222,61 +182,36 @@ class _CppLoop:
         part.graph.graph.eliminate_dead_code()
         lowering = Lowering(part.graph, inputs, self.large, self.exact)
         targets = [
-            Output(v, b)
+            Task(b, v)
             for v, b in zip(lowering.outputs[1:], [*outputs, *rows], strict=True)
             if b not in rows or not store_in(v, b, rows)
         ]
         self.checked[name] = {x.buffer.name: x for x in lowering.checked}
-        function = FunctionPrinter(
-            lowering,
-            targets,
-            self.threads,
-            lowering.outputs[0],
-            len(self.addresses),
-            rows,
-        )
+        first_function = len(self.addresses)
+        function = FunctionPrinter(lowering, targets, self.threads, first_function, rows)
         for call in lowering.calls:
             self.addresses += call.addresses
             self.declarations.add(call.declarations)
         # Kernels of pairs declare the type of their numbers as a macro.
         if len([text for text in self.declarations if text.startswith("#define")]) > 1:
             raise UnprintableError("calls with different declarations")
-        at, lines = 0, []
-        for buffer in function.scratch:
-            kind = TYPES[buffer.dtype]
-            lines.append(f"{kind}* __restrict {buffer.name} = ({kind}*)(work + {at});")
-            at += _bytes(buffer)
-        lines += function.lines
-        body = Body("r")
+        scratch, at = _pointers(function.scratch, "__restrict ", "work", 0)
+        self.work, body = max(self.work, at), Body("r")
         text = lowering.outputs[0].load(body, ())
-        lines += [*body.lines, f"return {text};"]
-        self.work = max(self.work, at)
-        names = [_parameter(b, const=True) for b in inputs] + [
-            _parameter(b, const=False) for b in (*outputs, *rows)
+        parameters = [
+            *(_parameter(b, const=True) for b in inputs),
+            *(_parameter(b, const=False) for b in (*outputs, *rows)),
+            *(_parameter(x.buffer, const=True) for x in self.checked[name].values()),
+            *EXTRA,
         ]
-        names += [_parameter(x.buffer, const=True) for x in self.checked[name].values()]
-        self.functions.append(
-            "\n".join(
-                [
-                    f"static {result} {name}({', '.join([*names, *EXTRA])}) {{",
-                    *lines,
-                    "}",
-                ]
-            )
-        )
+        head = f"static {result} {name}({', '.join(parameters)}) {{"
+        lines = [head, *scratch, *function.lines, *body.lines, f"return {text};", "}"]
+        self.functions.append("\n".join(lines))
         return fixed
 
-    def _run(
-        self,
-        consts: list[Buffer],
-        start_fixed: list[Buffer],
-        body_fixed: list[Buffer],
-        carry_in: list[Buffer],
-        current: list[Buffer],
-        next_carry: list[Buffer],
-        rows: list[Buffer],
-    ) -> list[str]:
-        constants = [*consts, *start_fixed, *body_fixed]
+    def _run(self, consts: list[Buffer], start: list[Buffer], body: list[Buffer]) -> list[str]:
+        """Print the function ``run``; the parts have the last inputs ``start`` and ``body``."""
+        constants = [*consts, *start, *body]
         lines, at = [], 0
         for i, buffer in enumerate(constants):
             kind, name = TYPES[buffer.dtype], buffer.name
@@ -285,63 +220,73 @@ class _CppLoop:
             elif buffer.row:
                 size, row = buffer.inner, buffer.row
                 count = torch.Size(buffer.shape).numel() // size
-                lines.append(f"{kind}* {name} = ({kind}*)(memory + {at});")
-                lines.append(
+                copy, at = _pointers([buffer], "", "memory", at)
+                lines += [
+                    *copy,
                     f"for (int64_t r = 0; r < {count}; ++r) memcpy({name} + r * {row}, "
-                    f"(const {kind}*)in[{i}] + r * {size}, {size} * sizeof({kind}));"
-                )
-                at += _bytes(buffer)
+                    f"(const {kind}*)in[{i}] + r * {size}, {size} * sizeof({kind}));",
+                ]
             else:
                 lines.append(f"const {kind}* {name} = (const {kind}*)in[{i}];")
         checked = {name: x for found in self.checked.values() for name, x in found.items()}
-        for buffer in [*(x.buffer for x in checked.values()), *current, *next_carry]:
-            kind = TYPES[buffer.dtype]
-            lines.append(f"{kind}* {buffer.name} = ({kind}*)(memory + {at});")
-            at += _bytes(buffer)
-        for i, buffer in enumerate(carry_in):
+        buffers = [*(x.buffer for x in checked.values()), *self.current, *self.next_carry]
+        pointers, at = _pointers(buffers, "", "memory", at)
+        lines += pointers
+        for i, buffer in enumerate(self.carry_in):
             kind = TYPES[buffer.dtype]
             lines.append(f"{kind}* {buffer.name} = ({kind}*)in[{len(constants) + i}];")
             lines.append(f"{kind}* y{i} = ({kind}*)out[{i}];")
 
-        def call(function: str, *buffers: Buffer | str) -> str:
-            names = [b if isinstance(b, str) else b.name for b in buffers]
-            names += self.checked[function]
-            return f"{function}({', '.join([*names, 'work', '&refused', 'functions'])})"
+        def call(function: str, *arguments: str, buffers: Sequence[Buffer]) -> str:
+            given = [*arguments, *(b.name for b in buffers), *self.checked[function]]
+            return f"{function}({', '.join([*given, 'work', '&refused', 'functions'])})"
 
-        lines += [
-            f"char* work = memory + {at};",
-            "int refused = 0;",
-            *(line for x in checked.values() for line in x.lines),
-            *(["if (refused) { free(block); return refused; }"] if checked else []),
-            f"int64_t k = {call('start', *consts, *carry_in, *start_fixed, *current)};",
-            f"while ({call('more', 'k', consts[0])}) {{",
-            *(declaration(buffer, f"out[{len(current) + i}]") for i, buffer in enumerate(rows)),
-            f"k = {call('body', 'k', *current, *consts, *body_fixed, *next_carry, *rows)};",
-            *(f"exchange({a.name}, {n.name});" for a, n in zip(current, next_carry, strict=True)),
-            "}",
-            *(_copy_out(buffer, f"y{i}") for i, buffer in enumerate(current)),
-        ]
+        at_start = [*consts, *self.carry_in, *start, *self.current]
+        at_body = [*self.current, *consts, *body, *self.next_carry, *self.rows]
+        pairs = zip(self.current, self.next_carry, strict=True)
+
         return [
             'extern "C" int run(const void* const* in, void* const* out, void* const* functions) {',
             f"char* block = (char*)calloc({at + self.work + 64}, 1);",
             "if (!block) return 1;",
             "char* memory = block + (64 - (uintptr_t)block % 64);",
             *lines,
+            f"char* work = memory + {at};",
+            "int refused = 0;",
+            *(line for x in checked.values() for line in x.lines),
+            *(["if (refused) { free(block); return refused; }"] if checked else []),
+            f"int64_t k = {call('start', buffers=at_start)};",
+            f"while ({call('more', 'k', buffers=consts[:1])}) {{",
+            *(declaration(row, f"out[{len(self.current) + i}]") for i, row in enumerate(self.rows)),
+            f"k = {call('body', 'k', buffers=at_body)};",
+            *(f"exchange({a.name}, {n.name});" for a, n in pairs),
+            "}",
+            *(_copy_out(buffer, f"y{i}") for i, buffer in enumerate(self.current)),
             "free(block);",
             "return refused;",
             "}",
         ]
 
 
+def _pointers(
+    buffers: Sequence[Buffer], restrict: str, memory: str, at: int
+) -> tuple[list[str], int]:
+    """Print the pointers of buffers in a block of memory from a place on; return the end too."""
+    lines: list[str] = []
+    for buffer in buffers:
+        kind = TYPES[buffer.dtype]
+        lines.append(f"{kind}* {restrict}{buffer.name} = ({kind}*)({memory} + {at});")
+        # Whole cache lines.
+        at += -(-buffer.size * buffer.dtype.itemsize // 64) * 64
+    return lines, at
+
+
 def _buffer(name: str, x: Tensor, fill: bool) -> Buffer:
-    return make_buffer(name, x.dtype, x.shape, torch.empty(x.shape, device="meta").stride(), fill)
+    return make_buffer(name, x.dtype, x.shape, row_major(x.shape), fill)
 
 
 def _constant_buffer(name: str, x: Tensor) -> Buffer:
-    """Make the buffer of a constant.
-
-    A scalar is a variable. Rows are padded unless the constant is large.
-    """
+    """Make the buffer of a constant: a variable for a scalar, else rows, padded unless large."""
     if x.numel() == 1:
         return Buffer(name, x.dtype, tuple(x.shape), (0,) * x.ndim, variable=True, constant=True)
     return replace(_buffer(name, x, fill=x.numel() <= COPY_LIMIT), constant=True)
@@ -355,11 +300,6 @@ def _copy_out(buffer: Buffer, result: str) -> str:
         f"for (int64_t r = 0; r < {numbers // max(1, size)}; ++r) memcpy({result} + r * {size}, "
         f"{buffer.name} + r * {pitch}, {size} * sizeof({kind}));"
     )
-
-
-def _bytes(buffer: Buffer) -> int:
-    """Return the size of a buffer in bytes, rounded up to whole cache lines."""
-    return -(-buffer.size * buffer.dtype.itemsize // 64) * 64
 
 
 def _parameter(buffer: Buffer, const: bool) -> str:

@@ -20,6 +20,8 @@ TYPES = {
     torch.int64: "int64_t",
     torch.bool: "bool",
 }
+# Number of operations per element from which a value that is read more than once is stored.
+CHEAP = 4
 # Rows with more than LANES / 2 and fewer than LONG elements are padded to a multiple of LANES, so
 # that a loop over a row consists of whole vectors.
 LANES = 8
@@ -37,6 +39,11 @@ class Index:
     const: int = 0
     terms: tuple[tuple[str, int], ...] = ()
 
+    @staticmethod
+    def of(name: str) -> Index:
+        """Return the value of a variable."""
+        return Index(0, ((name, 1),))
+
     def __add__(self, other: Index | int) -> Index:
         if isinstance(other, int):
             return Index(self.const + other, self.terms)
@@ -51,7 +58,7 @@ class Index:
         return Index(self.const * factor, tuple((name, f * factor) for name, f in self.terms))
 
     def factor(self, name: str) -> int:
-        """Return the factor of a variable, 0 if the variable does not occur."""
+        """Return the factor of a variable, 0 if it does not occur."""
         return dict(self.terms).get(name, 0)
 
     def __str__(self) -> str:
@@ -68,7 +75,6 @@ class Buffer:
 
     Attributes:
         row: the padded length of a row along the innermost axis; 0 without padding.
-        variable: whether it is a variable.
         constant: whether its numbers are the same in all iterations of a loop.
     """
 
@@ -83,36 +89,31 @@ class Buffer:
     @property
     def size(self) -> int:
         """The number of elements in memory, including padding."""
-        return (
-            1
-            + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-            + max(0, self.row - self.inner)
-        )
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return 1 + last + max(0, self.row - self.inner)
 
     @property
     def inner(self) -> int:
         """The length of the innermost axis."""
-        return next(
-            (n for n, s in zip(self.shape, self.strides, strict=True) if s == 1 and n > 1), 1
-        )
+        axes = zip(self.shape, self.strides, strict=True)
+        return next((n for n, s in axes if s == 1 and n > 1), 1)
 
     def at(self, index: Indices) -> Index:
         """Return the offset of an element."""
-        total = Index()
-        for i, stride in zip(index, self.strides, strict=True):
-            total = total + i * stride
-        return total
+        return offset(index, self.strides)
+
+
+def offset(index: Indices, strides: Sequence[int]) -> Index:
+    """Return the offset of an element in memory of these strides."""
+    return sum((i * n for i, n in zip(index, strides, strict=True)), start=Index())
 
 
 def make_buffer(
     name: str, dtype: torch.dtype, shape: Sequence[int], like: Sequence[int], fill: bool
 ) -> Buffer:
-    """Make a dense buffer whose axes are in the order of given strides.
+    """Make a dense buffer whose axes are in the order of the strides ``like``.
 
-    Args:
-        name, dtype, shape: those of the buffer.
-        like: strides that determine the order of the axes.
-        fill: pad short rows to whole vectors.
+    With ``fill``, short rows are padded to whole vectors.
     """
     order = sorted(range(len(shape)), key=lambda axis: (like[axis], -axis))
     order = [axis for axis in order if shape[axis] > 1]
@@ -124,6 +125,11 @@ def make_buffer(
             size = row = -(-size // LANES) * LANES
         step *= size
     return Buffer(name, dtype, tuple(shape), tuple(strides), row)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor with its axes in order."""
+    return torch.empty(tuple(shape), device="meta").stride()
 
 
 @dataclass(eq=False)
@@ -155,6 +161,23 @@ class Value:
     def computed(self) -> bool:
         """Whether reading an element needs more than a memory access."""
         return self.buffer is None
+
+    @property
+    def work(self) -> int:
+        """The number of elements that are computed for it."""
+        return self.numel
+
+    @property
+    def cost(self) -> int:
+        """The number of operations for an element, up to about :data:`CHEAP`."""
+        if not self.computed:
+            return 0
+        total = 1
+        for operand in self.operands:
+            total += operand.cost
+            if total >= CHEAP:
+                break
+        return total
 
     def load(self, body: Body, index: Indices) -> str:
         """Return an expression for an element, and print the statements that it needs."""
@@ -203,17 +226,18 @@ class View(Value):
     @cached_property
     def varies(self) -> tuple[bool, ...]:
         names = [f"i{axis}" for axis in range(len(self.shape))]
-        index = tuple(
-            Index(0, ((name, 1),)) if n > 1 else Index()
-            for name, n in zip(names, self.shape, strict=True)
-        )
-        base = self.operands[0]
-        read = [i for i, varies in zip(self.map(index), base.varies, strict=True) if varies]
+        named = zip(names, self.shape, strict=True)
+        index = self.map(tuple(Index.of(name) if n > 1 else Index() for name, n in named))
+        read = [i for i, varies in zip(index, self.operands[0].varies, strict=True) if varies]
         return tuple(any(i.factor(name) for i in read) for name in names)
 
     @property
     def computed(self) -> bool:
         return self.source.computed
+
+    @property
+    def cost(self) -> int:
+        return self.operands[0].cost
 
     def load(self, body: Body, index: Indices) -> str:
         return self.operands[0].load(body, self.map(index))
@@ -227,6 +251,13 @@ class Pointwise(Lazy):
 
     def print(self, body: Body, index: Indices) -> str:
         return self.expression(*(x.load(body, broadcast(index, x.shape)) for x in self.operands))
+
+
+def dense_copy(value: Value, strides: Sequence[int]) -> Pointwise:
+    """Make a copy of a value that is to be stored without padding, in the order of strides."""
+    return Pointwise(
+        value.shape, value.dtype, (value,), strides=tuple(strides), expression=lambda x: x
+    )
 
 
 @dataclass(eq=False)
@@ -272,10 +303,7 @@ class Gathered(Lazy):
         x, *numbers = self.operands
         width = max(len(number.shape) for number in numbers)
         where = index[self.axis : self.axis + width]
-        found = tuple(
-            Index(0, ((number.load(body, broadcast(where, number.shape)), 1),))
-            for number in numbers
-        )
+        found = (Index.of(n.load(body, broadcast(where, n.shape))) for n in numbers)
         return x.load(body, (*index[: self.axis], *found, *index[self.axis + width :]))
 
 
@@ -283,13 +311,15 @@ class Gathered(Lazy):
 class Reduced(Value):
     """A sum over axes, which are kept with length one or dropped; always stored.
 
-    Attributes:
-        axes: the axes.
-        lanes: the number of partial sums, if it must be the same in every program; else None.
+    It has ``lanes`` partial sums if their number must be the same in every program.
     """
 
     axes: tuple[int, ...] = ()
     lanes: int | None = None
+
+    @property
+    def work(self) -> int:
+        return max([self.numel, *(x.numel for x in self.operands)])
 
 
 @dataclass(eq=False)
@@ -317,7 +347,6 @@ class Body:
     Attributes:
         name: the prefix of its variables.
         own: the stored values that this loop itself computes, at the places where it reads them.
-        lines: the statements.
         reads: the buffers and offsets that are read.
     """
 
@@ -326,7 +355,7 @@ class Body:
     lines: list[str] = field(default_factory=list)
     reads: list[tuple[Buffer, Index]] = field(default_factory=list)
     _known: dict[tuple[Value, Indices], str] = field(default_factory=dict)
-    _expressions: dict[str, str] = field(default_factory=dict)
+    _expressions: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def read(self, buffer: Buffer, index: Indices) -> str:
         """Return the variable that holds an element of a buffer."""
@@ -345,9 +374,8 @@ class Body:
 
     def define(self, dtype: torch.dtype, expression: str) -> str:
         """Return the variable that holds an expression."""
-        expression_of_type = f"{TYPES[dtype]} {expression}"
-        if expression_of_type not in self._expressions:
-            variable = f"{self.name}{len(self._expressions)}"
-            self._expressions[expression_of_type] = variable
-            self.lines.append(f"const {TYPES[dtype]} {variable} = {expression};")
-        return self._expressions[expression_of_type]
+        key = TYPES[dtype], expression
+        if key not in self._expressions:
+            self._expressions[key] = f"{self.name}{len(self._expressions)}"
+            self.lines.append(f"const {TYPES[dtype]} {self._expressions[key]} = {expression};")
+        return self._expressions[key]

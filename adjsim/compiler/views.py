@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from adjsim.compiler.values import Index, Indices
+from adjsim.compiler.values import Index, Indices, broadcast
 
 IndexMap = Callable[[Indices], Indices]
 
@@ -56,10 +56,7 @@ def unsqueezed(old: Sequence[int], new: Sequence[int], axis: int) -> IndexMap:
 
 def expanded(old: Sequence[int], new: Sequence[int], *_: Any) -> IndexMap:
     """Map the index of a tensor expanded along axes to the operand's index."""
-    lead = len(new) - len(old)
-    return lambda index: tuple(
-        Index() if n == 1 else i for i, n in zip(index[lead:], old, strict=True)
-    )
+    return lambda index: broadcast(index, tuple(old))
 
 
 def _select(old: Sequence[int], new: Sequence[int], axis: int, at: int) -> IndexMap:

@@ -77,7 +77,7 @@ class Run(Generic[State]):
         if not in_transform():
             self.reading.refuse_written(self.dynamics, self.tensors)
 
-    @property
+    @cached_property
     def bound_record(self) -> Record[State]:
         """The record, which reads the values of the run where it names the user's dynamics."""
         return bound_record(self.record, self.reading, self.dynamics, self.tensors)

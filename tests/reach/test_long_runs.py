@@ -54,7 +54,7 @@ def run_of(steps, kind, store=None, **options):
 )
 def test_interrupted_runs_end_with_the_same_bits(kind, tmp_path, monkeypatch):
     """A run that is killed after some saves forward, and after every save backward."""
-    steps, finish = 520, saves._Saves._finish
+    steps, finish = 520, saves.Saves._finish
     expected = numbers(*run_of(steps, kind))
     forward, backward = [], []
 
@@ -66,7 +66,7 @@ def test_interrupted_runs_end_with_the_same_bits(kind, tmp_path, monkeypatch):
                 raise KilledError
         finish(self, where)
 
-    monkeypatch.setattr(saves._Saves, "_finish", killed)
+    monkeypatch.setattr(saves.Saves, "_finish", killed)
     attempts, found = 0, None
     while found is None:
         attempts += 1

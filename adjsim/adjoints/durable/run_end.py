@@ -19,18 +19,11 @@ def run_end(
 ) -> RunEnd | None:
     """Describe the end of a run, from which another can go on; None for steps of varying size.
 
-    Args:
-        run: the run that was run.
-        stepper: its steps.
-        state: the last state of the steps.
-        force: the force with which the next step begins, if it is not evaluated again.
+    ``state`` is the last state of the steps, and ``force`` the force with which the next step
+    begins, if it is not evaluated again.
     """
-    clock, noise, lattice, growth = (
-        stepper.clock,
-        run.noise,
-        stepper.plan.lattice,
-        stepper.buffer_growth,
-    )
+    clock, noise = stepper.clock, run.noise
+    lattice, growth = stepper.plan.lattice, stepper.buffer_growth
     if isinstance(clock, VaryingClock):
         return None
     known = run.state._fields

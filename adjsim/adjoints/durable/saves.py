@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -27,6 +26,19 @@ from adjsim.solvers.run import Run
 PAUSE = 0.25
 
 
+class AttributeState(Stateful):
+    """An object whose state is some of its attributes."""
+
+    saved_attributes: ClassVar[tuple[str, ...]] = ()
+
+    def state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.saved_attributes}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name in self.saved_attributes:
+            setattr(self, name, state[name])
+
+
 class Resumable(Stateful, Protocol):
     """A driver that can go on in the middle of a run."""
 
@@ -36,30 +48,36 @@ class Resumable(Stateful, Protocol):
         ...
 
 
-class _Saves(ABC):
+class Saves:
     """The saves of one pass over the steps of a run, forward or backward.
 
     Args:
         saving: where and how often.
         interruption: signals that end the run.
-        last: the number of steps of the run.
         name: the name of the pass in the store.
-        objects: what is saved besides the state of the steps, by name.
-        report: the report of the run, whose evaluations are saved.
+        objects: what is saved besides the state of the steps and their evaluations.
+        report: the report of the run.
+        end: the step with which the pass ends.
+        where: describes a step, for the line that ends an interrupted run.
+        divisible: whether steps may be divided in any way.
     """
 
     def __init__(
         self,
         saving: Saving,
         interruption: Interruption,
-        last: int,
         name: str,
         objects: Mapping[str, Stateful],
         report: RunReport,
+        end: int,
+        where: str,
+        divisible: bool = False,
     ) -> None:
-        self.saving, self.interruption, self.last, self.report = saving, interruption, last, report
+        self.saving, self.interruption, self.report = saving, interruption, report
+        self.end, self.where, self.divisible = end, where, divisible
         self._states = SavedStates(saving.store, name, objects)
         self._written = time.monotonic()
+        self._pace, self._advanced = 1, (end, 0.0)
 
     def begin(self, state: State, step: int) -> tuple[State, int, int]:
         """Return the state, the step and the spilled bits of the last save.
@@ -81,7 +99,7 @@ class _Saves(ABC):
         In a sweep no products of forces may be outstanding.
         """
         late = time.monotonic() - self._written >= self.saving.every
-        if late or self.interruption.requested or self._is_end(step):
+        if late or self.interruption.requested or step == self.end:
             about = {
                 "step": step,
                 "state": list(state),
@@ -89,7 +107,7 @@ class _Saves(ABC):
                 "energy_evaluations": self.report.energy_evaluations,
             }
             self._states.save(about)
-            self._finish(self._where(step))
+            self._finish(self.where.format(step))
 
     def _finish(self, where: str) -> None:
         self._written = time.monotonic()
@@ -99,32 +117,6 @@ class _Saves(ABC):
                 f"interrupted {where}. Run it again with store='{folder}' to go on."
             )
 
-    @abstractmethod
-    def _is_end(self, step: int) -> bool:
-        """Return whether the pass ends with a step."""
-
-    @abstractmethod
-    def _where(self, step: int) -> str:
-        """Describe a step, for the line that ends an interrupted run."""
-
-
-class ForwardSaves(_Saves):
-    """The saves of a forward run, with the observers and the driver of its steps."""
-
-    def __init__(
-        self,
-        saving: Saving,
-        interruption: Interruption,
-        last: int,
-        observers: Mapping[str, Stateful],
-        driver: Resumable,
-        report: RunReport,
-    ) -> None:
-        objects = {**observers, "driver": driver}
-        super().__init__(saving, interruption, last, "forward", objects, report)
-        self.driver = driver
-        self._pace, self._advanced = 1, (last, 0.0)
-
     def next_stop(self, step: int, stop: int) -> int:
         """Return the step up to which the driver may advance before the next look at the clock."""
         now = time.monotonic()
@@ -133,23 +125,7 @@ class ForwardSaves(_Saves):
             rate = (step - before) / max(now - at, 1e-9)
             self._pace = max(1, int(min(rate * PAUSE, 2.0 * self._pace * (1 + step - before))))
         self._advanced = (step, now)
-        return min(stop, step + self._pace) if self.driver.divisible else stop
-
-    def _is_end(self, step: int) -> bool:
-        return step == self.last
-
-    def _where(self, step: int) -> str:
-        return f"after step {step} of {self.last}"
-
-
-class BackwardSaves(_Saves):
-    """The saves of a backward sweep."""
-
-    def _is_end(self, step: int) -> bool:
-        return step == 0
-
-    def _where(self, step: int) -> str:
-        return f"on the way back, before step {step}"
+        return min(stop, step + self._pace) if self.divisible else stop
 
 
 @contextmanager
@@ -159,7 +135,7 @@ def forward_saves(
     last: int,
     observers: Mapping[str, Stateful],
     driver: Resumable,
-) -> Generator[ForwardSaves | None, None, None]:
+) -> Generator[Saves | None, None, None]:
     """Hold the store of a run of ``last`` steps while it runs forward; None without a store."""
     saving = run.saving
     if saving is None:
@@ -167,18 +143,19 @@ def forward_saves(
         return
     with saving.store.held(saving.manifest), Interruption() as interruption:
         check_numbers(saving.store, saving.measure)
-        yield ForwardSaves(saving, interruption, last, observers, driver, report)
+        objects, where = {**observers, "driver": driver}, f"after step {{}} of {last}"
+        given = (objects, report, last, where, driver.divisible)
+        yield Saves(saving, interruption, "forward", *given)
 
 
 @contextmanager
 def backward_saves(
     run: Run[State],
     report: RunReport,
-    last: int,
     objects: Mapping[str, Stateful],
     cotangents: Sequence[Tensor | None],
-) -> Generator[BackwardSaves | None, None, None]:
-    """Hold the store of a run of ``last`` steps during a sweep; None without a store.
+) -> Generator[Saves | None, None, None]:
+    """Hold the store of a run during a sweep; None without a store.
 
     A sweep is found by its incoming cotangents, so that two losses of one run do not mix.
     """
@@ -190,6 +167,6 @@ def backward_saves(
     for x in cotangents:
         content = b"none" if x is None else x.detach().cpu().contiguous().numpy().tobytes()
         digest.update(hashlib.blake2b(content, digest_size=16).digest())
-    name = f"backward-{digest.hexdigest()}"
+    name, where = f"backward-{digest.hexdigest()}", "on the way back, before step {}"
     with saving.store.held(saving.manifest), Interruption() as interruption:
-        yield BackwardSaves(saving, interruption, last, name, objects, report)
+        yield Saves(saving, interruption, name, objects, report, 0, where)

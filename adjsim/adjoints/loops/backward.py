@@ -9,17 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.durable.saves import BackwardSaves
+from adjsim.adjoints.durable.saves import Saves
 from adjsim.adjoints.loops.compilation import LoopSpec, clone
-from adjsim.adjoints.loops.loop import Loop, LoopConstants, MakeSpec
+from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import SavedTensors
 from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
-from adjsim.adjoints.sweep.history import Rewind, StatesRewind
+from adjsim.adjoints.sweep.history import Rewind
 from adjsim.adjoints.sweep.recorder import RecordSweep
 from adjsim.core.progress import with_progress
 from adjsim.core.run_report import RunReport
-from adjsim.core.state import AnyState, State
+from adjsim.core.state import AnyState
 from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.base import StepContext
@@ -28,12 +28,8 @@ from adjsim.solvers.base import StepContext
 class BackwardCarry(NamedTuple):
     """The carry of the backward pass.
 
-    Attributes:
-        coefficients: the sums of the cotangents of coefficients.
-        parameters: the sums of the cotangents of parameters.
-        cotangents: the cotangents of the fields.
-        injected: the norms of the cotangents that outputs have given to the fields.
-        state: the fields of the state.
+    These are sums of the cotangents of coefficients and parameters, the cotangents of the fields,
+    the norms of those that outputs have given to the fields, and the state.
     """
 
     coefficients: dict[tuple[str, str], Tensor]
@@ -44,35 +40,26 @@ class BackwardCarry(NamedTuple):
 
 
 class BackwardLoops:
-    """Run the backward pass in compiled loops.
-
-    Args:
-        runner: runs the loops.
-        forces: evaluates the forces of its uncompiled parts.
-    """
+    """Run the backward pass in compiled loops, and its other parts with ``forces``."""
 
     def __init__(self, runner: LoopRunner, forces: ForceEvaluator) -> None:
         self.runner, self.forces = runner, forces
 
     def sweep(
         self,
-        state: AnyState,
         cotangents: Cotangents,
         saved: RecordSweep,
         rewind: Rewind,
         progress: bool,
-        saves: BackwardSaves | None = None,
+        saves: Saves | None = None,
     ) -> AnyState:
         """Propagate the cotangents from the last state to the start, and return the start."""
-        pairs = list(pairwise([0, *self.runner.stops]))[::-1]
-        if saves is not None:
-            state, last = saved.resumed(saves, state, self.runner.stepper)
-            pairs = [pair for pair in pairs if pair[1] <= last]
+        runner = self.runner
+        state, last = saved.begin(rewind.final, saves, runner.stepper)
+        pairs = [pair for pair in pairwise([0, *runner.stops]) if pair[1] <= last][::-1]
         for start, stop in with_progress(pairs, "backward", len(pairs), progress):
-            if self.runner.recorder.average is None:
-                saved.accumulate(
-                    stop, self.runner.stepper.from_lattice(state), cotangents, self.forces
-                )
+            if runner.recorder.average is None:
+                saved.accumulate(stop, runner.stepper.from_lattice(state), cotangents, self.forces)
             state = self._traverse(state, stop, start, cotangents, saved, rewind)
             saved.growth.observe(cotangents)
             state = rewind.restore(start, state)
@@ -82,185 +69,165 @@ class BackwardLoops:
 
     def _traverse(
         self,
-        state: State,
+        state: AnyState,
         stop: int,
         start: int,
         cotangents: Cotangents,
         saved: RecordSweep,
         rewind: Rewind,
-    ) -> State:
+    ) -> AnyState:
         """Propagate state and cotangents backward from ``stop`` steps to ``start`` steps."""
-        runner, fields, average = self.runner, cotangents.fields, saved.average_cotangent
+        runner, average = self.runner, saved.average_cotangent
         coefficients, sums = runner.fixed.coefficients, cotangents.coefficient_sums
+        parameter_sums, parameters = cotangents.parameter_sums, cotangents.parameters
         carry = BackwardCarry(
             {(a, n): _sum(sums.get((a, n)), coefficients[a][n]) for a, n in runner.wanted},
-            {
-                name: _sum(cotangents.parameter_sums.get(name), p)
-                for name, p in cotangents.parameters.items()
-            },
-            {name: runner.pack(cotangents[name]) for name in fields},
+            {name: _sum(parameter_sums.get(name), p) for name, p in parameters.items()},
+            {name: runner.pack(cotangents[name]) for name in cotangents.fields},
             {name: clone(x) for name, x in saved.growth.injected.items()},
-            tuple(map(runner.pack, state)),
+            runner.pack_state(state),
         )
         while stop > start:
             # The parts of the forward run, which begin at ``start``.
             count = (stop - start - 1) % runner.length + 1
-            averaging = average is not None and runner.averages(stop)
-            average_cotangents = [average] if averaging and average is not None else []
-            first = stop - count
-            states: tuple[Tensor, ...] = ()
-            if runner.keeps_states:
-                assert isinstance(rewind, StatesRewind)
-                states = rewind.states_from(first, runner)
-            carry, _ = runner.run_loop(
-                BACKWARD,
-                averaging,
-                type(state),
-                first,
-                count,
-                carry,
-                average_cotangents,
-                states,
-            )
-            stop = first
+            averaged = () if average is None or not runner.averages(stop) else (average,)
+            stop -= count
+            states = rewind.states_from(stop, runner) if runner.keeps_states else ()
+            carry, _ = runner.run_loop(BACKWARD, stop, count, carry, averaged, states)
         for name, cotangent in carry.cotangents.items():
             cotangents[name] = runner.unpack(cotangent)
-        cotangents.coefficient_sums.update(carry.coefficients)
-        cotangents.parameter_sums.update(carry.parameters)
+        sums.update(carry.coefficients)
+        parameter_sums.update(carry.parameters)
         saved.growth.injected.update(carry.injected)
-        return type(state)._make(map(runner.unpack, carry.state))
+        return runner.unpack_state(carry.state)
 
-    @staticmethod
-    def spec(
-        runner: LoopRunner, averaging: bool, state_class: type[AnyState], loop: Loop
-    ) -> LoopSpec[LoopConstants, BackwardCarry]:
-        """Specify an iteration: step k up to its last position move, and the rest of step k - 1.
 
-        Iteration ``steps`` has no step k, and iteration 0 no step before it. Such a part is
-        evaluated, and its state and its contributions are dropped. So a loop contains its force
-        once. Where no move after the last position move reads the force, and where states are
-        stored, an iteration is a whole step.
+class _TracedSweep:
+    """The backward pass inside a trace, rebuilt from its carry."""
+
+    def __init__(self, runner: LoopRunner, constants: LoopConstants, carry: BackwardCarry) -> None:
+        self.runner, self.constants, self.report = runner, constants, RunReport()
+        self.state = runner.unpack_state(carry.state)
+        trainable = runner.reading.trainable(constants.parameters)
+        fields = {name: runner.unpack(x) for name, x in carry.cotangents.items()}
+        self.sums = Cotangents(fields, trainable, carry.coefficients, carry.parameters)
+        self.growth = CotangentGrowth(carry.injected)
+        self.plan = runner.plan.with_spacings(constants.spacings)
+        self.forces = self.plan.forces(
+            runner.dynamics.potential, parameters=trainable, report=self.report
+        )
+
+    def traverse(self, k: Tensor) -> None:
+        """Run the backward pass over step number k."""
+        context = self.runner.context(self.constants, k, self.forces)
+        self.state = self.plan.backward(self.state, context, self.sums)
+
+    def traverse_stored(self, k: Tensor) -> None:
+        """Run the backward pass over step number k, from the stored state before it."""
+        context = self.runner.context(self.constants, k, self.forces)
+        start = self.runner.state_before(self.constants, k)
+        before = self.plan.intermediate_states(start, context, slice(-1))
+        tensors, counted = self.runner.saved_by(self.constants, k), self.report.energy_evaluations
+        saved = SavedTensors(tensors)
+        with saved.hooks() if tensors else nullcontext():
+            self.state = self.plan.backward(self.state, context, self.sums, before)
+        if tensors:
+            saved.finish()
+            # The step is not run again, and that half of its evaluations does not count.
+            self.report.energy_evaluations -= (self.report.energy_evaluations - counted) // 2
+
+    def traverse_unless(self, absent: Tensor, part: range, k: Tensor) -> None:
+        """Run the backward pass over the moves ``part`` of step number k, if there is one.
+
+        An absent step has the noise and the times of the nearest step of the loop.
         """
-        moves = runner.plan.moves
-        late = range(runner.last_position_move + 1, len(moves))
-        shared = not runner.keeps_states and any(runner.plan.force_reads[i] for i in late)
-        early = range(runner.last_position_move + 1)
+        runner, constants = self.runner, self.constants
+        steps, time = constants.steps, runner.time(constants, k)
+        first = runner.time(constants, torch.zeros_like(steps))(0.0)
+        last = runner.time(constants, steps)(0.0)
+        noise = runner.noise_of(constants, k.clamp(min=0).minimum(steps - 1))
+        context = StepContext(
+            lambda share: time(share).maximum(first).minimum(last),
+            constants.coefficients,
+            noise,
+            self.forces,
+        )
+        sums = CotangentsUnless(absent, self.sums)
+        for i in reversed(part):
+            before = self.plan.backward(self.state, context, sums, part=slice(i, i + 1))
+            self.state = runner.state_class._make(
+                new if new is old else torch.where(absent, old, new)
+                for old, new in zip(self.state, before, strict=True)
+            )
 
-        class Sweep:
-            """The backward pass inside a trace, rebuilt from its carry."""
+    def add_average(self, absent: Tensor | None) -> None:
+        """Add the contribution of a time average to the cotangent of the state, if there is one."""
+        if not self.constants.average:
+            return
+        sums = self.sums if absent is None else CotangentsUnless(absent, self.sums)
+        state, before = self.runner.stepper.from_lattice(self.state), dict(self.growth.injected)
+        RecordSweep(self.runner.recorder, (), None, 0.0, self.growth).add_function(
+            state, self.constants.average[0], sums, self.forces
+        )
+        if absent is not None:
+            for name, x in before.items():
+                after = self.growth.injected[name]
+                self.growth.injected[name] = torch.where(absent, x, after)
 
-            def __init__(self, constants: LoopConstants, carry: BackwardCarry) -> None:
-                self.constants, self.report = constants, RunReport()
-                self.state = state_class._make(map(runner.unpack, carry.state))
-                trainable = runner.reading.trainable(constants.parameters)
-                fields = {name: runner.unpack(x) for name, x in carry.cotangents.items()}
-                self.sums = Cotangents(fields, trainable, carry.coefficients, carry.parameters)
-                self.growth = CotangentGrowth(carry.injected)
-                self.plan = runner.plan.with_spacings(constants.spacings)
-                self.forces = self.plan.forces(
-                    runner.dynamics.potential, parameters=trainable, report=self.report
-                )
+    def carry(self) -> BackwardCarry:
+        runner, sums = self.runner, self.sums
+        sums.complete()
+        return BackwardCarry(
+            {key: clone(sums.coefficient_sums[key]) for key in runner.wanted},
+            {name: clone(sums.parameter_sums[name]) for name in sums.parameters},
+            {name: runner.pack(sums[name]) for name in sums.fields},
+            {name: clone(x) for name, x in self.growth.injected.items()},
+            runner.pack_state(self.state),
+        )
 
-            def traverse(self, k: Tensor) -> None:
-                """Run the backward pass over step number k."""
-                context = runner.context(self.constants, k, self.forces)
-                self.state = self.plan.backward(self.state, context, self.sums)
 
-            def traverse_stored(self, k: Tensor) -> None:
-                """Run the backward pass over step number k, from the stored state before it."""
-                context = runner.context(self.constants, k, self.forces)
-                start = runner.state_before(self.constants, k, state_class)
-                before = self.plan.intermediate_states(start, context, slice(-1))
-                tensors = runner.saved_by(self.constants, k, state_class)
-                counted = self.report.energy_evaluations
-                saved = SavedTensors(tensors)
-                with saved.hooks() if tensors else nullcontext():
-                    self.state = self.plan.backward(self.state, context, self.sums, before)
-                if tensors:
-                    saved.finish()
-                    # The step is not run again, and that half of its evaluations does not count.
-                    self.report.energy_evaluations -= (
-                        self.report.energy_evaluations - counted
-                    ) // 2
+def _specify(runner: LoopRunner, loop: Loop) -> LoopSpec[LoopConstants, BackwardCarry]:
+    """Specify an iteration: step k up to its last position move, and the rest of step k - 1.
 
-            def traverse_unless(self, absent: Tensor, part: range, k: Tensor) -> None:
-                """Run the backward pass over the moves ``part`` of step number k, if there is one.
+    Iteration ``steps`` has no step k, and iteration 0 no step before it. Such a part is evaluated,
+    and its state and its contributions are dropped. So a loop contains its force once. Where no
+    move after the last position move reads the force, and where states are stored, an iteration is
+    a whole step.
+    """
+    late = range(runner.last_position_move + 1, len(runner.plan.moves))
+    shared = not runner.keeps_states and any(runner.plan.force_reads[i] for i in late)
+    early = range(runner.last_position_move + 1)
 
-                An absent step has the noise and the times of the nearest step of the loop.
-                """
-                steps, time = self.constants.steps, runner.time(self.constants, k)
-                coefficients = self.constants.coefficients
-                first = runner.time(self.constants, torch.zeros_like(steps))(0.0)
-                last = runner.time(self.constants, steps)(0.0)
-                noise = runner.noise_of(self.constants, k.clamp(min=0).minimum(steps - 1))
-                context = StepContext(
-                    lambda share: time(share).maximum(first).minimum(last),
-                    coefficients,
-                    noise,
-                    self.forces,
-                )
-                sums = CotangentsUnless(absent, self.sums)
-                for i in reversed(part):
-                    before = self.plan.backward(self.state, context, sums, part=slice(i, i + 1))
-                    self.state = state_class._make(
-                        new if new is old else torch.where(absent, old, new)
-                        for old, new in zip(self.state, before, strict=True)
-                    )
+    def start(constants: LoopConstants, carry: BackwardCarry) -> tuple[Tensor, BackwardCarry]:
+        return (constants.steps.clone() if shared else constants.steps - 1), carry
 
-            def add_average(self, absent: Tensor | None) -> None:
-                """Add the contribution of a time average to the cotangent of the state."""
-                if averaging:
-                    sums = self.sums if absent is None else CotangentsUnless(absent, self.sums)
-                    state = runner.stepper.from_lattice(self.state)
-                    before = dict(self.growth.injected)
-                    RecordSweep(runner.recorder, (), None, 0.0, self.growth).add_function(
-                        state, self.constants.average[0], sums, self.forces
-                    )
-                    if absent is not None:
-                        for name, x in before.items():
-                            after = self.growth.injected[name]
-                            self.growth.injected[name] = torch.where(absent, x, after)
+    def more(k: Tensor, count: Tensor) -> Tensor:
+        return k >= 0
 
-            def carry(self) -> BackwardCarry:
-                self.sums.complete()
-                return BackwardCarry(
-                    {key: clone(self.sums.coefficient_sums[key]) for key in runner.wanted},
-                    {name: clone(self.sums.parameter_sums[name]) for name in self.sums.parameters},
-                    {name: runner.pack(self.sums[name]) for name in self.sums.fields},
-                    {name: clone(x) for name, x in self.growth.injected.items()},
-                    tuple(map(runner.pack, self.state)),
-                )
-
-        def start(constants: LoopConstants, carry: BackwardCarry) -> tuple[Tensor, BackwardCarry]:
-            return (constants.steps.clone() if shared else constants.steps - 1), carry
-
-        def more(k: Tensor, count: Tensor) -> Tensor:
-            return k >= 0
-
-        def body(
-            constants: LoopConstants, k: Tensor, carry: BackwardCarry
-        ) -> tuple[Tensor, BackwardCarry, tuple[()]]:
-            sweep = Sweep(constants, carry)
-            if shared:
-                sweep.traverse_unless(k == constants.steps, early, k)
-                sweep.add_average(k == 0)
-                sweep.traverse_unless(k == 0, late, k - 1)
+    def body(
+        constants: LoopConstants, k: Tensor, carry: BackwardCarry
+    ) -> tuple[Tensor, BackwardCarry, tuple[()]]:
+        sweep = _TracedSweep(runner, constants, carry)
+        if shared:
+            sweep.traverse_unless(k == constants.steps, early, k)
+            sweep.add_average(k == 0)
+            sweep.traverse_unless(k == 0, late, k - 1)
+        else:
+            sweep.add_average(None)
+            if runner.keeps_states:
+                sweep.traverse_stored(k)
             else:
-                sweep.add_average(None)
-                if runner.keeps_states:
-                    sweep.traverse_stored(k)
-                else:
-                    sweep.traverse(k)
-            found = sweep.carry()
-            loop.evaluations_per_step = sweep.report.energy_evaluations
-            loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
-            return k - 1, found, ()
+                sweep.traverse(k)
+        found = sweep.carry()
+        loop.evaluations_per_step = sweep.report.energy_evaluations
+        loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
+        return k - 1, found, ()
 
-        return LoopSpec(start, more, body)
+    return LoopSpec(start, more, body)
 
 
 def _sum(known: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(clone(like)) if known is None else clone(known)
 
 
-BACKWARD = MakeSpec(BackwardLoops.spec, differentiates=True, backward=True)
+BACKWARD = LoopKind(_specify, differentiates=True, backward=True)

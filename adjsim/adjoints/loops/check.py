@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from adjsim.adjoints.loops.compilation import LoopSpec, clone, filled, leaves
+from adjsim.adjoints.loops.compilation import leaves, mapped
 from adjsim.adjoints.loops.loop import Loop, LoopConstants
 from adjsim.core.agreement import difference, epsilon, perturbed, rounding, size
 
@@ -37,13 +36,9 @@ MARGIN = 16.0
 
 @dataclass(frozen=True)
 class LoopCheck:
-    """The check of a loop at one carry.
+    """The check of a loop at one carry, with the constants of one step.
 
-    Args:
-        loop: the loop.
-        constants: its inputs for one step.
-        carry: its initial carry.
-        uncompiled: takes the step without compilation, from a carry, and returns the next carry.
+    ``uncompiled`` takes the step without compilation, from a carry, and returns the next carry.
     """
 
     loop: Loop
@@ -60,10 +55,8 @@ class LoopCheck:
         """Take the step in both ways, and return whether they agree to rounding."""
         began = time.perf_counter()
         found = self._agree(self._compiled(self.loop), self.expected)
-        taken = time.perf_counter() - began
-        loop = self.loop
-        loop.check_seconds = min(loop.check_seconds or taken, taken)
-        loop.seconds = 0.0
+        taken, known = time.perf_counter() - began, self.loop.check_seconds
+        self.loop.check_seconds, self.loop.seconds = min(known or taken, taken), 0.0
         return found
 
     def agrees_with(self, other: Loop) -> bool:
@@ -77,9 +70,8 @@ class LoopCheck:
             RuntimeError: they differ by more than rounding makes them.
         """
         found = _differences(self._compiled(self.loop), self.expected)
-        noise = _differences(
-            self.uncompiled(_mapped(lambda x: perturbed(x, COARSE), self.carry)), self.expected
-        )
+        near = mapped(lambda x: perturbed(x, COARSE), self.carry)
+        noise = _differences(self.uncompiled(near), self.expected)
         small = _rounding(self.carry, self.expected)
         # A gradient that is zero by symmetry is what rounding leaves of larger numbers.
         rest = max(epsilon(x) * size(x) for x in (*leaves(self.carry), *self.expected))
@@ -107,29 +99,6 @@ class LoopCheck:
 def is_due(loop: Loop) -> bool:
     """Return whether a check of a loop costs little beside its calls since the last one."""
     return loop.seconds >= SHARE * loop.check_seconds
-
-
-def one_step_uncompiled(
-    spec: LoopSpec[LoopConstants, Any],
-    within: AbstractContextManager[LoopConstants],
-    carry: Any,
-) -> list[Tensor]:
-    """Take the steps of a loop without compilation, and return the tensors of the final carry.
-
-    Args:
-        spec: the definition of the loop.
-        within: the context in which the steps run, which returns their constants.
-        carry: the initial carry.
-    """
-    with within as constants:
-        k, after = spec.start(constants, _mapped(clone, carry))
-        while bool(spec.more(k, constants.steps)):
-            k, after, _ = spec.body(constants, k, after)
-        return leaves(after)
-
-
-def _mapped(function: Callable[[Tensor], Tensor], carry: Any) -> Any:
-    return filled(carry, map(function, leaves(carry)))
 
 
 def _differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from adjsim.compiler.decompositions import decompositions
 from adjsim.compiler.inductor import compile_with_inductor
@@ -29,6 +29,7 @@ from adjsim.compiler.invariants import hoist_invariants
 from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
 from adjsim.compiler.values import UnprintableError
 from adjsim.compiler.versions import untested_torch
+from adjsim.core.module_cache import version_of
 from adjsim.potentials.pairs.kernels.merging import merge_pairs
 
 # Operations of a step above which a warning precedes a compilation by Inductor.
@@ -76,7 +77,7 @@ def compile_loop(
 ) -> tuple[Callable[[Constants, Carry], tuple[Carry, list[Tensor]]], str]:
     """Compile a loop to a function of its constants and carry.
 
-    It returns the final carry and the stored rows.
+    The function returns the final carry and the stored rows.
 
     Args:
         spec: the definition of the loop.
@@ -89,48 +90,40 @@ def compile_loop(
         capacity: the largest number of steps of a loop that stores rows.
 
     Returns:
-        the loop, and how it was compiled: "C++", or "Inductor" with the reason.
+        the function, and how it was compiled: "C++", or "Inductor" with the reason.
 
     Raises:
         CompileError: the loop cannot be compiled.
     """
-    constants_list, constants_tree = tree_flatten(constants)
-    carry_list, carry_tree = tree_flatten(carry)
+    constants_list, carry_list = leaves(constants), leaves(carry)
     constants_size, carry_size = len(constants_list), len(carry_list)
 
     def start(*values: Tensor) -> list[Tensor]:
-        with within(tree_unflatten(list(values[:constants_size]), constants_tree)) as traced:
-            k, first = spec.start(traced, tree_unflatten(list(values[constants_size:]), carry_tree))
-        return [k, *tree_leaves(first)]
+        with within(filled(constants, iter(values[:constants_size]))) as traced:
+            k, first = spec.start(traced, filled(carry, iter(values[constants_size:])))
+        return [k, *leaves(first)]
 
     def more(k: Tensor, count: Tensor) -> list[Tensor]:
         return [spec.more(k, count)]
 
     def body(k: Tensor, *values: Tensor) -> list[Tensor]:
-        with within(tree_unflatten(list(values[carry_size:]), constants_tree)) as traced:
-            k, next_carry, rows = spec.body(
-                traced, k, tree_unflatten(list(values[:carry_size]), carry_tree)
-            )
-        return [k, *tree_leaves(next_carry), *rows]
+        with within(filled(constants, iter(values[carry_size:]))) as traced:
+            k, after, rows = spec.body(traced, k, filled(carry, iter(values[:carry_size])))
+        return [k, *leaves(after), *rows]
 
     untested = untested_torch()
     try:
         with _compiling:
-            number = constants_list[0].clone()
+            number, fixed = constants_list[0].clone(), slice(1 + carry_size, None)
             parts = Parts(
                 start=_trace(start, slice(constants_size), *constants_list, *carry_list),
                 more=_trace(more, slice(0), number, constants_list[0]),
-                body=_trace(
-                    body, slice(1 + carry_size, None), number, *carry_list, *constants_list
-                ),
+                body=_trace(body, fixed, number, *carry_list, *constants_list),
             )
+            settings = (parts, constants_list, carry_list, exact)
             try:
-                compiled, path = (
-                    compile_to_cpp(
-                        parts, constants_list, carry_list, exact, torch.get_num_threads(), capacity
-                    ),
-                    "C++",
-                )
+                path, threads = "C++", torch.get_num_threads()
+                compiled = compile_to_cpp(*settings, threads, capacity)
             except UnprintableError as reason:
                 operations = len(parts.body.graph.graph.nodes)
                 if operations > LARGE and constants_list[0].device.type == "cpu":
@@ -143,12 +136,8 @@ def compile_loop(
                         "constant matrix instead.",
                         stacklevel=2,
                     )
-                compiled, path = (
-                    compile_with_inductor(
-                        parts, constants_list, carry_list, exact, short, capacity
-                    ),
-                    f"Inductor ({reason})",
-                )
+                path = f"Inductor ({reason})"
+                compiled = compile_with_inductor(*settings, short, capacity)
     except Exception as error:
         advice = untested or (
             "Potentials and records have to be torch operations whose control flow does not depend "
@@ -173,7 +162,7 @@ class Constant:
     """A captured tensor of a loop, neither an input nor registered on a module."""
 
     def __init__(self, x: Tensor) -> None:
-        self.tensor, self.version = ref(x), _version(x)
+        self.tensor, self.version = ref(x), version_of(x)
 
     def check(self) -> None:
         """Refuse a tensor that requires grad, since its gradient would be lost."""
@@ -188,18 +177,14 @@ class Constant:
     def changed(self) -> bool:
         """Test whether the tensor has been modified in place since the trace."""
         x = self.tensor()
-        return x is not None and _version(x) != self.version
+        return x is not None and version_of(x) != self.version
 
 
 class NoCapture(TorchFunctionMode):
     """A mode that refuses registered tensors that are not read from their module.
 
-    It is active while a loop is traced. Such a tensor would be baked in as a constant, without a
-    gradient.
-
-    Args:
-        registered: the registered tensors, for which the loop has inputs.
-        constants: receives the captured tensors.
+    It is active while a loop is traced, into which such a tensor would be baked as a constant,
+    without a gradient. ``constants`` receives the other tensors that are captured.
     """
 
     def __init__(self, registered: Sequence[Tensor], constants: list[Constant]) -> None:
@@ -222,7 +207,7 @@ class NoCapture(TorchFunctionMode):
 
 
 def leaves(tree: Any) -> list[Tensor]:
-    """Return the tensors of nested tuples and dictionaries, in the order of ``tree_leaves``.
+    """Return the tensors of nested tuples and dictionaries, in order.
 
     It is run for every loop. In a profile, torch's function for any tree took a tenth of a short
     run.
@@ -231,15 +216,12 @@ def leaves(tree: Any) -> list[Tensor]:
         return [tree]
     found: list[Tensor] = []
     for part in tree.values() if isinstance(tree, dict) else tree:
-        if isinstance(part, Tensor):
-            found.append(part)
-        else:
-            found += leaves(part)
+        found += (part,) if isinstance(part, Tensor) else leaves(part)
     return found
 
 
 def filled(tree: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return nested tuples and dictionaries with other tensors, in the order of :func:`leaves`."""
+    """Return the same nesting of other tensors, in the order of :func:`leaves`."""
     if isinstance(tree, Tensor):
         return next(tensors)
     if isinstance(tree, dict):
@@ -248,22 +230,20 @@ def filled(tree: Any, tensors: Iterator[Tensor]) -> Any:
     return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
 
 
+def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return the same nesting of a function's values."""
+    return filled(tree, map(function, leaves(tree)))
+
+
 def clone(x: Tensor) -> Tensor:
     """Copy a tensor, since no inputs or outputs of a loop may share memory."""
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
-
-
 def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Tensor) -> Part:
     """Trace one part of a loop separately, since autograd does not differentiate the loop.
 
-    Args:
-        function: the part.
-        constants: which of its inputs are the constants of the loop.
-        inputs: examples of its inputs.
+    ``constants`` says which of the inputs are the constants of the loop.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -276,14 +256,14 @@ def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Ten
     graph = trace(*inputs)
     merge_pairs(graph)
     baked = _lift(graph)
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    return Part(graph, baked, hoist_invariants(graph, placeholders[: len(inputs)][constants]))
+    placeholders = graph.graph.find_nodes(op="placeholder")[: len(inputs)]
+    return Part(graph, baked, hoist_invariants(graph, placeholders[constants]))
 
 
 def _lift(graph: Any) -> list[Tensor]:
     """Turn the captured constants of a graph into inputs, and return them."""
-    constants, after = [], [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
-    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+    constants, (*_, after) = [], graph.graph.find_nodes(op="placeholder")
+    for node in graph.graph.find_nodes(op="get_attr"):
         constants.append(clone(getattr(graph, node.target)))
         with graph.graph.inserting_after(after):
             after = graph.graph.placeholder(f"constant_{len(constants)}")

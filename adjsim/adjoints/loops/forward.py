@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adjsim.adjoints.loops.compilation import LoopSpec, clone
 from adjsim.adjoints.loops.iterated import iterated_move, run_iterated
-from adjsim.adjoints.loops.loop import Loop, LoopConstants, MakeSpec
+from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import saving_step
 from adjsim.adjoints.sweep.error_budget import ErrorBudget, growth_in_step
@@ -20,24 +20,17 @@ from adjsim.adjoints.sweep.history import StateRows
 from adjsim.adjoints.sweep.recorder import Recording
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, position_of
-from adjsim.core.trajectory import sum_dtype
 from adjsim.dynamics.base import Dynamics
-from adjsim.solvers.base import StepContext, StepPlan
-
-# Runs a step, and returns the state after it, and what it stores besides the state before it; None:
-# it stores nothing.
-TakeStep = Callable[[StepPlan, AnyState, StepContext], tuple[AnyState, Sequence[Tensor] | None]]
 
 
 class ForwardCarry(NamedTuple):
-    """The carry of forward steps.
+    """The carry of forward steps, of which parts that a run lacks are empty.
 
     Attributes:
-        total: the sum of a time average; empty without one.
-        force: the force that the next step begins with; empty if steps do not share forces.
-        error_growth: the growth of rounding errors; empty where it does not vary.
-        margin: the smallest distances to states that the dynamics refuses; empty without such.
-        state: the fields of the state.
+        total: the sum of a time average.
+        force: the force that the next step begins with, if steps share forces.
+        error_growth: the growth of rounding errors, where it varies.
+        margin: the smallest distances to states that the dynamics refuses.
     """
 
     total: tuple[Tensor, ...]
@@ -50,15 +43,10 @@ class ForwardCarry(NamedTuple):
 class ForwardLoops:
     """Run forward steps in compiled loops.
 
-    A loop that shares forces between steps begins with a force that is given. An exact run
-    evaluates this force again in the loop: functions such as exp may have other last bits in torch
-    than in the loops that reverse the run.
-
-    Args:
-        runner: runs the loops.
-        recording: they add to its time average; None: it is not needed.
-        error_budget: loops add the growth of errors to it; None: it is not needed.
-        state_rows: receives the states before their steps; None: no states are stored.
+    They add to the time average of a recording and to an error budget, and store the states before
+    their steps in ``state_rows``, where these are given. A loop that shares forces between steps
+    begins with a force that is given. An exact run evaluates this force again in the loop:
+    functions such as exp may have other last bits in torch than in the loops that reverse the run.
     """
 
     def __init__(
@@ -72,7 +60,6 @@ class ForwardLoops:
         self.state_rows = state_rows
         # The growth in a step, as far as it is known.
         self.pace = 0.0
-        self.forces = runner.plan.forces(runner.dynamics.potential, report=runner.report)
         # The force with which the next step begins; None where it is evaluated again.
         self.force: Tensor | None = None
 
@@ -90,96 +77,85 @@ class ForwardLoops:
         self.force, self.pace, self.runner.stops = state["force"], state["pace"], state["stops"]
 
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
-        runner = self.runner
+        runner, budget = self.runner, self.error_budget
         if start == 0 and self.force is None and runner.plan.shares_force:
+            forces = runner.plan.forces(runner.dynamics.potential, report=runner.report)
             with torch.no_grad():
-                self.forces.force(position_of(state), runner.clock.time(0))
+                forces.force(position_of(state), runner.clock.time(0))
             # None where the force depends on a time that passes while the position stays.
-            self.force = self.forces.cached(position_of(state))
+            self.force = forces.cached(position_of(state))
         while start < stop:
-            count = min(runner.length, stop - start)
-            if self.error_budget is not None:
-                return self._advance_within(self.error_budget, state, start, count)
-            carry, rows = self._run(state, start, count)
-            if _is_refused(carry) and count > 1:
-                # Half of the loop is run again, down to the step that ends in a refused state.
-                stop = start + count // 2
-                continue
+            wanted = min(runner.length, stop - start)
+            carry, rows, count = self._run_sound(state, start, wanted)
             if self.state_rows is not None:
                 self.state_rows[start] = rows
-            state, start = self._accept(carry, state, start, count)
+            state, start = self._accept(carry, start, count)
+            if budget is not None:
+                # Half of the budget is left for the next loop.
+                budget.add(carry.error_growth[0], start, budget.allowed / 2)
+                if start not in runner.stops:
+                    insort(runner.stops, start)
+            if budget is not None or count < wanted:
+                break
         return state, start
 
-    def _advance_within(
-        self, budget: ErrorBudget, state: State, start: int, count: int
-    ) -> tuple[State, int]:
-        """Run as many steps, up to ``count``, as errors may grow in; one at least.
+    def _run_sound(
+        self, state: AnyState, start: int, count: int
+    ) -> tuple[ForwardCarry, tuple[Tensor, ...], int]:
+        """Run up to ``count`` steps, fewer where a state is refused or errors exceed their budget.
 
-        A loop in which they have grown by more is run again with fewer steps.
+        A loop that was too long is run again with fewer steps, at least one.
         """
-        if self.pace > 0:
+        budget = self.error_budget
+        if budget is not None and self.pace > 0:
             count = max(1, min(count, int(budget.left / self.pace)))
         while True:
-            carry, _ = self._run(state, start, count)
-            found = budget.largest(carry.error_growth[0], count)
-            self.pace = found / count
-            if count == 1 or (found <= budget.left and not _is_refused(carry)):
-                break
-            shorter = count // 2
-            if found > budget.left:
-                shorter = min(shorter, int(budget.left / self.pace))
-            count = max(1, shorter)
-        # Half of the budget is left for the next loop.
-        budget.add(carry.error_growth[0], start + count, budget.allowed / 2)
-        if start + count not in self.runner.stops:
-            insort(self.runner.stops, start + count)
-        return self._accept(carry, state, start, count)
+            carry, rows = self._run(state, start, count)
+            allowed = count // 2 if _is_refused(carry) else count
+            if budget is not None:
+                found = budget.largest(carry.error_growth[0], count)
+                self.pace = found / count
+                if found > budget.left:
+                    allowed = min(count // 2, int(budget.left / self.pace))
+            if allowed == count or count == 1:
+                return carry, rows, count
+            count = max(1, allowed)
 
     def _run(
         self, state: AnyState, start: int, count: int
     ) -> tuple[ForwardCarry, tuple[Tensor, ...]]:
-        """Run a loop of ``count`` steps, and return the stored states too."""
+        """Run a loop of ``count`` steps, and return the final carry and the stored rows."""
         runner = self.runner
         averaged = self.recording if runner.averages(start + 1) else None
         total = () if averaged is None else (clone(self._total(averaged, state)),)
+        stores = self.state_rows is not None
         if iterated_move(runner) is not None:
-            stores = self.state_rows is not None
             total, state, rows = run_iterated(runner, total, state, start, count, stores)
-            return ForwardCarry(total, (), (), (), tuple(map(runner.pack, state))), rows
-        carry = ForwardCarry(
-            total,
-            () if self.force is None else (runner.pack(self.force),),
-            self._no_growth(state, start),
-            self._no_margin(state, start),
-            tuple(map(runner.pack, state)),
-        )
-        stores = SAVING if runner.saves_tensors else STORING
-        spec = FORWARD if self.state_rows is None else stores
-        return runner.run_loop(spec, averaged is not None, type(state), start, count, carry)
+            return ForwardCarry(total, (), (), (), runner.pack_state(state)), rows
+        force = () if self.force is None else (runner.pack(self.force),)
+        growth, margin = self._beginning(state, start)
+        carry = ForwardCarry(total, force, growth, margin, runner.pack_state(state))
+        kind = (SAVING if runner.saves_tensors else STORING) if stores else FORWARD
+        return runner.run_loop(kind, start, count, carry)
 
-    def _accept(
-        self, carry: ForwardCarry, state: State, start: int, count: int
-    ) -> tuple[State, int]:
+    def _accept(self, carry: ForwardCarry, start: int, count: int) -> tuple[Any, int]:
         """Continue from the end of a loop."""
         runner, recording = self.runner, self.recording
         if carry.total:
             assert recording is not None
             recording.total, recording.last_step = carry.total[0], start + count
         self.force = runner.unpack(carry.force[0]) if carry.force else None
-        return type(state)._make(map(runner.unpack, carry.state)), start + count
+        return runner.unpack_state(carry.state), start + count
 
     @torch.no_grad()
-    def _no_growth(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
-        if self.error_budget is None:
-            return ()
-        clock = self.runner.clock
-        like = growth_in_step(self.runner.dynamics, clock.dt, clock.time(start), state)
-        return (torch.zeros_like(clone(like)),)
-
-    @torch.no_grad()
-    def _no_margin(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
-        found = _margin(self.runner, self.runner.clock.time(start), state)
-        return () if found is None else (torch.full_like(clone(found), torch.inf),)
+    def _beginning(self, state: AnyState, start: int) -> tuple[tuple[Tensor, ...], ...]:
+        """Return the growth of errors and the margin before the first step, where they are used."""
+        runner, t = self.runner, self.runner.clock.time(start)
+        growth, margin = (), _margin(runner, t, state)
+        if self.error_budget is not None:
+            like = growth_in_step(runner.dynamics, runner.clock.dt, t, state)
+            growth = (torch.zeros_like(clone(like)),)
+        return growth, () if margin is None else (torch.full_like(clone(margin), torch.inf),)
 
     def _total(self, recording: Recording, state: AnyState) -> Tensor:
         """Return the sum of the time average so far."""
@@ -190,62 +166,55 @@ class ForwardLoops:
         assert recording.total is not None
         return recording.total
 
-    @staticmethod
-    def spec(
-        take_step: TakeStep,
-        runner: LoopRunner,
-        averaging: bool,
-        state_class: type[AnyState],
-        loop: Loop,
-    ) -> LoopSpec[LoopConstants, ForwardCarry]:
-        """Specify an iteration: one step.
 
-        ``take_step`` runs it and returns what it saves, besides the state before it; None: nothing
-        is stored, not even this state.
-        """
+def _specify(
+    stores: bool, saves: bool, runner: LoopRunner, loop: Loop
+) -> LoopSpec[LoopConstants, ForwardCarry]:
+    """Specify an iteration: one step.
 
-        def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
-            k = torch.zeros_like(constants.steps)
-            if runner.exact and carry.force:
-                report = RunReport()
-                position = position_of(state_class._make(map(runner.unpack, carry.state)))
-                plan = runner.plan.with_spacings(constants.spacings)
-                forces = plan.forces(runner.dynamics.potential, report=report)
-                force = forces.force(position, runner.time(constants, k)(0.0))
-                carry = carry._replace(force=(runner.pack(force),))
-                loop.fixed_evaluations += report.energy_evaluations
-            return k, carry
+    Its rows are the state before it (``stores``), and tensors of autograd (``saves``).
+    """
 
-        def more(k: Tensor, count: Tensor) -> Tensor:
-            return k < count
-
-        def body(
-            constants: LoopConstants, k: Tensor, carry: ForwardCarry
-        ) -> tuple[Tensor, ForwardCarry, Sequence[Tensor]]:
-            report, t = RunReport(), runner.time(constants, k)
-            state = state_class._make(map(runner.unpack, carry.state))
-            known = (position_of(state), runner.unpack(carry.force[0])) if carry.force else None
+    def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
+        k = torch.zeros_like(constants.steps)
+        if runner.exact and carry.force:
+            report, position = RunReport(), position_of(runner.unpack_state(carry.state))
             plan = runner.plan.with_spacings(constants.spacings)
-            forces = plan.forces(runner.dynamics.potential, known=known, report=report)
-            state, saved = take_step(plan, state, runner.context(constants, k, forces))
-            total = carry.total
-            if averaging:
-                value = runner.recorder.value(runner.stepper.from_lattice(state))
-                total = (clone(total[0] + value.to(sum_dtype(value))),)
-            force = (runner.pack(forces.force(position_of(state), t(1.0))),) if carry.force else ()
-            loop.evaluations_per_step = report.energy_evaluations
-            growth = tuple(
-                clone(x + growth_in_step(runner.dynamics, runner.clock.dt, t(1.0), state))
-                for x in carry.error_growth
-            )
-            margin = carry.margin
-            if margin and (found := _margin(runner, t(1.0), state)) is not None:
-                margin = (clone(torch.minimum(margin[0], found)),)
-            packed = tuple(map(runner.pack, state))
-            rows = () if saved is None else (*carry.state, *saved)
-            return k + 1, ForwardCarry(total, force, growth, margin, packed), rows
+            forces = plan.forces(runner.dynamics.potential, report=report)
+            force = forces.force(position, runner.time(constants, k)(0.0))
+            carry = carry._replace(force=(runner.pack(force),))
+            loop.fixed_evaluations += report.energy_evaluations
+        return k, carry
 
-        return LoopSpec(start, more, body)
+    def more(k: Tensor, count: Tensor) -> Tensor:
+        return k < count
+
+    def body(
+        constants: LoopConstants, k: Tensor, carry: ForwardCarry
+    ) -> tuple[Tensor, ForwardCarry, Sequence[Tensor]]:
+        report, t = RunReport(), runner.time(constants, k)
+        state = runner.unpack_state(carry.state)
+        known = (position_of(state), runner.unpack(carry.force[0])) if carry.force else None
+        plan = runner.plan.with_spacings(constants.spacings)
+        forces = plan.forces(runner.dynamics.potential, known=known, report=report)
+        context = runner.context(constants, k, forces)
+        state, saved = (
+            saving_step(plan, state, context) if saves else (plan.step(state, context), ())
+        )
+        total = tuple(map(clone, runner.added(carry.total, state)))
+        force = (runner.pack(forces.force(position_of(state), t(1.0))),) if carry.force else ()
+        loop.evaluations_per_step = report.energy_evaluations
+        growth = tuple(
+            clone(x + growth_in_step(runner.dynamics, runner.clock.dt, t(1.0), state))
+            for x in carry.error_growth
+        )
+        margin = carry.margin
+        if margin and (found := _margin(runner, t(1.0), state)) is not None:
+            margin = (clone(torch.minimum(margin[0], found)),)
+        after = ForwardCarry(total, force, growth, margin, runner.pack_state(state))
+        return k + 1, after, (*carry.state, *saved) if stores else ()
+
+    return LoopSpec(start, more, body)
 
 
 def _is_refused(carry: ForwardCarry) -> bool:
@@ -259,20 +228,8 @@ def _margin(runner: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
     return dynamics.limiting_surface.margin(position_of(runner.stepper.from_lattice(state)), t)
 
 
-def _step(plan: StepPlan, state: AnyState, context: StepContext) -> tuple[AnyState, None]:
-    return plan.step(state, context), None
-
-
-def _storing_step(
-    plan: StepPlan, state: AnyState, context: StepContext
-) -> tuple[AnyState, tuple[()]]:
-    return plan.step(state, context), ()
-
-
-FORWARD = MakeSpec(partial(ForwardLoops.spec, _step))
-STORING = MakeSpec(partial(ForwardLoops.spec, _storing_step))
-SAVING = MakeSpec(
-    partial(ForwardLoops.spec, saving_step),
-    differentiates=True,
-    uncompiled=partial(ForwardLoops.spec, _step),
+FORWARD = LoopKind(partial(_specify, False, False))
+STORING = LoopKind(partial(_specify, True, False))
+SAVING = LoopKind(
+    partial(_specify, True, True), differentiates=True, uncompiled=partial(_specify, False, False)
 )

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.loops.compilation import LoopSpec, clone
-from adjsim.adjoints.loops.loop import Loop, LoopConstants, MakeSpec
+from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.stepper import naming
 from adjsim.core.state import AnyState
-from adjsim.core.trajectory import sum_dtype
 from adjsim.solvers.base import StepContext
 from adjsim.solvers.implicit.field import ImplicitField
 from adjsim.solvers.implicit.newton_iteration import Newton, first_iteration, iterate
@@ -27,12 +26,8 @@ from adjsim.solvers.implicit.newton_iteration import Newton, first_iteration, it
 class IteratedCarry(NamedTuple):
     """The carry of iterations.
 
-    Attributes:
-        total: the sum of a time average; empty without one.
-        state: the fields of the state before the step.
-        newton: the iteration of the step.
-        completed: the number of completed steps of the loop.
-        iterations: the number of iterations of the loop.
+    These are the sum of a time average (empty without one), the state before the step, the
+    iteration of the step, and the numbers of completed steps and of iterations of the loop.
     """
 
     total: tuple[Tensor, ...]
@@ -56,42 +51,30 @@ def run_iterated(
     count: int,
     stores: bool,
 ) -> tuple[tuple[Tensor, ...], AnyState, tuple[Tensor, ...]]:
-    """Run ``count`` steps.
+    """Run ``count`` steps from number ``start``.
 
-    Args:
-        runner: runs the loops.
-        total: the sum of a time average; empty without one.
-        state: the state after ``start`` steps.
-        start, count: the number of the first step, and the number of steps.
-        stores: whether the states before the steps are stored.
-
-    Returns:
-        the sum of the time average, the last state, and the stored states.
+    ``total`` is the sum of a time average, empty without one. Returned are this sum, the last
+    state, and the states before the steps if they are stored.
     """
-    spec = ITERATING_AND_STORING if stores else ITERATING
+    kind = ITERATING_AND_STORING if stores else ITERATING
     move, zero = iterated_move(runner), torch.zeros((), dtype=torch.int64, device=runner.device)
     assert move is not None
     done, rows = 0, tuple[Tensor, ...]()
     while done < count:
         newton = Newton(*map(clone, first_iteration(move, state)))
-        packed = tuple(map(runner.pack, state))
-        carry = IteratedCarry(total, packed, newton, zero, zero.clone())
-        first = start + done
-        carry, part = runner.run_loop(spec, bool(total), type(state), first, count - done, carry)
+        carry = IteratedCarry(total, runner.pack_state(state), newton, zero, zero.clone())
+        carry, part = runner.run_loop(kind, start + done, count - done, carry)
         end = done + int(carry.completed)
         rows = rows or part
         for row, x in zip(rows, part, strict=True):
             if row is not x:
                 row[done:end] = x[: end - done]
-        total, done = carry.total, end
-        state = type(state)._make(map(runner.unpack, carry.state))
+        total, state, done = carry.total, runner.unpack_state(carry.state), end
         if done < count:
             for row, x in zip(rows, state, strict=False):
                 row[done] = runner.pack(x)
             state = _step(runner, state, start + done)
-            if total:
-                value = runner.recorder.value(runner.stepper.from_lattice(state))
-                total = (total[0] + value.to(sum_dtype(value)),)
+            total = runner.added(total, state)
             done += 1
     return total, state, rows
 
@@ -110,8 +93,8 @@ def _step(runner: LoopRunner, state: AnyState, number: int) -> AnyState:
     return after
 
 
-def _spec(
-    stores: bool, runner: LoopRunner, averaging: bool, state_class: type[AnyState], loop: Loop
+def _specify(
+    stores: bool, runner: LoopRunner, loop: Loop
 ) -> LoopSpec[LoopConstants, IteratedCarry]:
     """Specify an iteration: one of Newton's method."""
     move = iterated_move(runner)
@@ -126,20 +109,16 @@ def _spec(
     def body(
         constants: LoopConstants, k: Tensor, carry: IteratedCarry
     ) -> tuple[Tensor, IteratedCarry, tuple[Tensor, ...]]:
-        state = state_class._make(map(runner.unpack, carry.state))
+        state = runner.unpack_state(carry.state)
         now, later = runner.time(constants, k), runner.time(constants, k + 1)
         found = iterate(move, now, later, state, carry.newton)
         loop.evaluations_per_step = 1 + carry.newton.x.shape[-1]
-        total = carry.total
-        if averaging:
-            value = runner.recorder.value(runner.stepper.from_lattice(found.state))
-            total = (
-                clone(torch.where(found.done, total[0] + value.to(sum_dtype(value)), total[0])),
-            )
+        added = zip(runner.added(carry.total, found.state), carry.total, strict=True)
+        total = tuple(clone(torch.where(found.done, new, old)) for new, old in added)
         completed = k + found.done.to(torch.int64)
         new = IteratedCarry(
             total,
-            tuple(map(runner.pack, found.state)),
+            runner.pack_state(found.state),
             Newton(*map(clone, found.newton)),
             clone(completed),
             clone(carry.iterations + 1),
@@ -154,5 +133,5 @@ def _iterations(carry: Any) -> int:
     return int(carry.iterations)
 
 
-ITERATING = MakeSpec(partial(_spec, False), iterations=_iterations)
-ITERATING_AND_STORING = MakeSpec(partial(_spec, True), iterations=_iterations)
+ITERATING = LoopKind(partial(_specify, False), iterations=_iterations)
+ITERATING_AND_STORING = LoopKind(partial(_specify, True), iterations=_iterations)

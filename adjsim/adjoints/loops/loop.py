@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from adjsim.adjoints.loops.compilation import Constant, LoopSpec
-from adjsim.core.state import AnyState
 
 
 class LoopConstants(NamedTuple):
     """The inputs that do not change in a loop.
 
     Attributes:
-        steps: the number of steps of the loop.
-        first: the number of its first step.
+        steps, first: the number of steps of the loop, and the number of the first.
         begin: the time of step 0.
         coefficients: the coefficients, by letter and name.
         parameters: all tensors of the dynamics.
@@ -46,7 +44,7 @@ class Loop:
 
     Attributes:
         function: the compiled function of constants and carry.
-        path: how it was compiled, for the statistics of a run.
+        path: how it was compiled.
         fixed_evaluations: energy evaluations outside of its iterations.
         evaluations_per_step: energy evaluations in each iteration.
         constants: the tensors that it has captured.
@@ -69,41 +67,23 @@ class Loop:
     stale: bool = False
 
 
-Make = Callable[[Any, bool, type[Any], Loop], LoopSpec[Any, Any]]
+# Specifies a loop of a runner, and counts the energy evaluations of the compiled loop.
+Specify = Callable[[Any, Loop], LoopSpec[Any, Any]]
 
 
 @dataclass(frozen=True)
-class MakeSpec:
-    """A factory of loop specifications.
+class LoopKind:
+    """A kind of loops, such as forward steps that store their states.
 
     Attributes:
-        make: returns the :class:`~.compilation.LoopSpec`. Its arguments are the runner, whether
-            the loop averages, the class of the states, and the loop, which counts energy
-            evaluations.
-        differentiates: whether autograd runs in the loop, whose parameters and coefficients are
-            then leaves.
+        differentiates: whether autograd runs in it, so that parameters and coefficients are leaves.
         backward: whether it is a loop of the backward pass.
-        uncompiled: makes the specification of the same steps without compilation; None: ``make``.
-        iterations: returns the number of iterations that a run has taken, from its final carry;
-            None: as many as steps.
+        uncompiled: specifies the same steps without compilation; None: ``specify``.
+        iterations: returns the number of iterations, from the final carry; None: one for each step.
     """
 
-    make: Make
+    specify: Specify
     differentiates: bool = False
     backward: bool = False
-    uncompiled: Make | None = None
+    uncompiled: Specify | None = None
     iterations: Callable[[Any], int] | None = None
-
-
-class LoopKind(NamedTuple):
-    """The kind of a loop.
-
-    Attributes:
-        spec: makes the specification of the loop.
-        averaging: whether its steps count for a time average.
-        state_class: the class of the states.
-    """
-
-    spec: MakeSpec
-    averaging: bool
-    state_class: type[AnyState]

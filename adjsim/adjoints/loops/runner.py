@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.loops.check import LoopCheck, is_due, one_step_uncompiled
+from adjsim.adjoints.loops.check import LoopCheck, is_due
 from adjsim.adjoints.loops.compilation import (
     CompileError,
     NoCapture,
     clone,
     compile_loop,
     leaves,
+    mapped,
 )
-from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind, MakeSpec
-from adjsim.adjoints.loops.noise import LoopNoise
+from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind
 from adjsim.adjoints.loops.saved_tensors import MOST_STEPS
 from adjsim.adjoints.sweep.recorder import Recorder
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
@@ -30,11 +31,11 @@ from adjsim.core.layout import VECTOR, packed, unpacked
 from adjsim.core.module_cache import ModuleCache
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State
-from adjsim.core.trajectory import TimeAverage
+from adjsim.core.trajectory import TimeAverage, sum_dtype
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.base import StepContext, TimeInStep
 from adjsim.solvers.clock import Clock
-from adjsim.solvers.run import Run, bound_record
+from adjsim.solvers.run import Run
 from adjsim.solvers.stochastic.drift_move import DriftMove
 
 # Largest number of noise entries passed to a loop at once: four megabytes of float64.
@@ -52,13 +53,7 @@ cache: ModuleCache[Loop] = ModuleCache(32)
 class LoopRunner:
     """Runs the loops of one run, and compiles each when it is first used.
 
-    Args:
-        stepper: the steps.
-        inputs: the inputs of the run.
-        run: what is computed.
-        report: receives what it costs.
-        block_length: the number of steps before which states are stored at a time; 0: backward
-            loops invert the steps.
+    States are stored before ``block_length`` steps at a time; 0: backward loops invert the steps.
     """
 
     def __init__(
@@ -78,14 +73,11 @@ class LoopRunner:
         self.batch, self.device = run.dynamics.batch_shape(state), state[0].device
         # Numbers in a contiguous row: atoms or entries of one system, or systems.
         self.row = max(state[0].shape[-axes], self.batch.numel())
-        drawn = (
-            0
-            if stepper.noise is None
-            else self.plan.draws * self.batch.numel() * stepper.noise.shape.numel()
-        )
-        self.length = (
-            max(1, min(FINITE_EVERY, NOISE_PER_LOOP // drawn)) if drawn else self.clock.last
-        )
+        # The largest number of steps of a loop.
+        self.length = self.clock.last
+        if stepper.noise is not None:
+            drawn = self.plan.draws * self.batch.numel() * stepper.noise.shape.numel()
+            self.length = max(1, min(FINITE_EVERY, NOISE_PER_LOOP // drawn))
         self.keeps_states = block_length > 0
         self.saves_tensors = 0 < block_length <= MOST_STEPS and any(
             isinstance(move, DriftMove) for _, move in self.plan.moves
@@ -104,23 +96,27 @@ class LoopRunner:
         ]
         lattice = self.plan.lattice
         self.exact = lattice is not None
-        self.fixed = LoopConstants(
-            torch.zeros((), dtype=torch.int64, device=self.device),
-            torch.zeros((), dtype=torch.int64, device=self.device),
+        self.state_class = self.plan.kind(stepper.kind)
+        self.width = len(self.state_class._fields)
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
+        fixed = LoopConstants(
+            zero,
+            zero,
             torch.tensor(self.clock.begin, dtype=torch.float64, device=self.device),
-            {
-                letter: {name: clone(c) for name, c in group.items()}
-                for letter, group in coefficients.items()
-            },
-            tuple(clone(x) for x in inputs.parameters),
-            {} if lattice is None else {name: clone(x) for name, x in lattice.spacings().items()},
+            {letter: dict(group) for letter, group in coefficients.items()},
+            inputs.parameters,
+            {} if lattice is None else lattice.spacings(),
         )
+        self.fixed: LoopConstants = mapped(clone, fixed)
         self.cache_key = self._cache_key() if run.key is None else run.key
-        self.solver_key = self._solver_key()
-        self.stops: list[int] = []
+        try:
+            self.solver_key = object_key(run.solver, "the solver")
+        except UninspectableError as error:
+            raise CompileError(f"compile=True: {error}") from error
+        self.what, self.stops = f"a step of {type(self.dynamics).__name__}", list[int]()
         # The loops that this run has called.
         self.used: set[Loop] = set()
-        self.noise = LoopNoise(stepper, self.batch, self.length)
+        self._noise: tuple[int, int, Tensor] | None = None
         report.compile_seconds = 0.0
         report.compiled_forward = report.compiled_backward = None
 
@@ -146,51 +142,60 @@ class LoopRunner:
 
     def run_loop(
         self,
-        spec: MakeSpec,
-        averaging: bool,
-        state_class: type[AnyState],
+        kind: LoopKind,
         first: int,
         count: int,
         carry: Any,
-        average: Sequence[Tensor] = (),
+        average: tuple[Tensor, ...] = (),
         states: tuple[Tensor, ...] = (),
     ) -> tuple[Any, tuple[Tensor, ...]]:
-        """Run a loop, and return the final carry and the stored states before its steps.
+        """Run ``count`` steps from number ``first``; return the final carry and the stored rows.
 
-        Args:
-            spec: makes the specification of the loop.
-            averaging: whether its steps count for a time average.
-            state_class: the class of the states.
-            first, count: the number of its first step, and the number of steps.
-            carry: the initial carry.
-            average: in the backward pass, the cotangent of the averaged function at each step.
-            states: in the backward pass, the stored states before its steps.
+        In the backward pass ``average`` has the cotangent of the averaged function at each step,
+        and ``states`` the stored rows.
         """
         began = time.perf_counter()
-        numbers = [torch.tensor(x, device=self.device) for x in (count, self.clock.before + first)]
-        noise, average = self.noise.of(first, count), tuple(map(clone, average))
         constants = self.fixed._replace(
-            steps=numbers[0], first=numbers[1], noise=noise, average=average, states=states
+            steps=torch.tensor(count, device=self.device),
+            first=torch.tensor(self.clock.before + first, device=self.device),
+            noise=self._drawn(first, count),
+            average=tuple(map(clone, average)),
+            states=states,
         )
-        which = LoopKind(spec, averaging, state_class)
-        loop = self._look_up(which, constants, carry)
+        loop = self._look_up(kind, constants, carry)
         if loop not in self.used and (self.cache_key.opaque or is_due(loop)):
-            loop = self._check(loop, which, constants, carry)
+            loop = self._check(loop, kind, constants, carry)
             began = time.perf_counter()
         self.used.add(loop)
         assert loop.function is not None
-        if spec.backward:
+        if kind.backward:
             self.report.compiled_backward = loop.path
         else:
             self.report.compiled_forward = loop.path
         self._check_retraced(loop)
         carry, rows = loop.function(constants, carry)
         loop.seconds += time.perf_counter() - began
-        iterations = count if spec.iterations is None else spec.iterations(carry)
+        iterations = count if kind.iterations is None else kind.iterations(carry)
         self.report.energy_evaluations += (
             loop.fixed_evaluations + iterations * loop.evaluations_per_step
         )
         return carry, tuple(rows)
+
+    def _drawn(self, first: int, count: int) -> tuple[Tensor, ...]:
+        """Return the noise of a loop, padded to the largest number of steps, if there is any."""
+        source = self.stepper.noise
+        if source is None:
+            return ()
+        # The backward pass begins with the noise that the forward pass ended with.
+        if self._noise is None or self._noise[:2] != (first, count):
+            # A step of some schemes reads the noise of the next one too.
+            more = self.plan.noise_steps - 1
+            parts = source.of_steps(first, count + more)
+            drawn = [packed(part, self.batch, leading=2) for part in parts]
+            padded = drawn[0].new_empty((self.length + more, *drawn[0].shape[1:]))
+            torch.cat(drawn, out=padded[: count + more])
+            self._noise = (first, count, padded)
+        return (self._noise[2],)
 
     def _check_retraced(self, loop: Loop) -> None:
         """Refuse a loop whose bits differ from those of the forward loop that it has to retrace."""
@@ -212,6 +217,19 @@ class LoopRunner:
         """Return the field of a packed tensor."""
         return unpacked(x, self.batch)
 
+    def pack_state(self, state: AnyState) -> tuple[Tensor, ...]:
+        return tuple(map(self.pack, state))
+
+    def unpack_state(self, fields: Iterable[Tensor]) -> Any:
+        return self.state_class._make(map(self.unpack, fields))
+
+    def added(self, total: tuple[Tensor, ...], state: AnyState) -> tuple[Tensor, ...]:
+        """Add the averaged function of a state to the sum of a time average, if there is one."""
+        if not total:
+            return ()
+        value = self.recorder.value(self.stepper.from_lattice(state))
+        return (total[0] + value.to(sum_dtype(value)),)
+
     # Used while loops are traced.
 
     def time(self, constants: LoopConstants, k: Tensor) -> TimeInStep:
@@ -224,10 +242,7 @@ class LoopRunner:
         """Return the noise that step number ``k`` of the loop reads."""
         if not constants.noise:
             return None
-        steps = [
-            constants.noise[0].index_select(0, (k + i).reshape(1)).squeeze(0)
-            for i in range(self.plan.noise_steps)
-        ]
+        steps = [_row(constants.noise[0], k + i) for i in range(self.plan.noise_steps)]
         return [self.unpack(draw) for step in steps for draw in step.unbind(0)]
 
     def context(self, constants: LoopConstants, k: Tensor, forces: ForceEvaluator) -> StepContext:
@@ -235,16 +250,13 @@ class LoopRunner:
         t, noise = self.time(constants, k), self.noise_of(constants, k)
         return StepContext(t, constants.coefficients, noise, forces)
 
-    def state_before(self, constants: LoopConstants, k: Tensor, state_class: type[State]) -> State:
+    def state_before(self, constants: LoopConstants, k: Tensor) -> Any:
         """Return the stored state before step number ``k`` of the loop."""
-        rows = constants.states[: _width(state_class)]
-        return state_class._make(self.unpack(_row(x, k)) for x in rows)
+        return self.unpack_state(_row(x, k) for x in constants.states[: self.width])
 
-    def saved_by(
-        self, constants: LoopConstants, k: Tensor, state_class: type[AnyState]
-    ) -> list[Tensor]:
+    def saved_by(self, constants: LoopConstants, k: Tensor) -> list[Tensor]:
         """Return what step number ``k`` of the loop has saved besides the state before it."""
-        return [_row(x, k) for x in constants.states[_width(state_class) :]]
+        return [_row(x, k) for x in constants.states[self.width :]]
 
     def _traced(self) -> LoopRunner:
         """Return a runner for one trace, with a copy of the dynamics that only the trace uses."""
@@ -258,32 +270,22 @@ class LoopRunner:
     def _within(
         self, differentiates: bool, capture: AbstractContextManager[Any], constants: LoopConstants
     ) -> Generator[LoopConstants, None, None]:
-        """Make a context that runs the dynamics of a trace with other tensors.
+        """Make a context that runs the dynamics of a trace with the tensors of ``constants``.
 
-        Where autograd runs in the loop, tensors that need a gradient are leaves.
-
-        Args:
-            differentiates: whether autograd runs in the loop.
-            capture: a context inside which the dynamics run.
-            constants: the other tensors.
+        Where autograd runs in the loop, tensors that need a gradient are leaves. The dynamics run
+        inside the context ``capture``.
         """
         if differentiates:
-            leaves = [
-                x.detach().requires_grad_(i in self.reading.wanted)
-                for i, x in enumerate(constants.parameters)
-            ]
-            coefficients = {
-                letter: {
-                    name: x.detach().requires_grad_((letter, name) in self.wanted)
-                    for name, x in group.items()
-                }
-                for letter, group in constants.coefficients.items()
-            }
-            constants = constants._replace(parameters=tuple(leaves), coefficients=coefficients)
+            parameters = mapped(Tensor.detach, constants.parameters)
+            coefficients = mapped(Tensor.detach, constants.coefficients)
+            constants = constants._replace(parameters=parameters, coefficients=coefficients)
+            for i in self.reading.wanted:
+                constants.parameters[i].requires_grad_()
+            for letter, name in self.wanted:
+                constants.coefficients[letter][name].requires_grad_()
         self.reading.put(constants.parameters, self.dynamics)
-        tensors = constants.parameters
-        record = bound_record(self.run.record, self.reading, self.dynamics, tensors)
-        self.recorder = Recorder(record, self.clock)
+        run = replace(self.run, tensors=constants.parameters)
+        self.recorder = Recorder(run.bound_record, self.clock)
         with torch.no_grad(), capture:
             yield constants
 
@@ -308,9 +310,11 @@ class LoopRunner:
     def _key(self, kind: LoopKind, constants: LoopConstants, carry: Any) -> Any:
         inputs = leaves((constants, carry))
         shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
-        wanted = (self.reading.wanted, tuple(self.wanted)) if kind.spec.differentiates else ()
-        threads = torch.get_num_threads()
-        return (kind, self.solver_key, self.reading.slots, shapes, wanted, self.cache_key, threads)
+        # Several parts of constants and carry may be empty.
+        sizes = tuple(len(x) for x in (*constants, *carry) if not isinstance(x, Tensor))
+        wanted = (self.reading.wanted, tuple(self.wanted)) if kind.differentiates else ()
+        fixed = (self.state_class, self.solver_key, self.reading.slots, self.cache_key)
+        return (kind, *fixed, shapes, sizes, wanted, torch.get_num_threads())
 
     def _check(self, loop: Loop, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
         """Check a loop that an earlier run has compiled, and return it, or a new one.
@@ -319,27 +323,28 @@ class LoopRunner:
             RuntimeError: a value has changed that the loop does not read anew, and this run has
                 begun with its old value.
         """
-        one = constants._replace(steps=torch.ones_like(constants.steps))
-        # Of the stored rows, an uncompiled step reads the state alone.
-        plain = one._replace(states=one.states[: _width(kind.state_class)])
-        spec, traced = kind.spec, self._traced()
-        make = spec.uncompiled or spec.make
-        specification = make(traced, kind.averaging, kind.state_class, Loop())
+        one, traced = constants._replace(steps=torch.ones_like(constants.steps)), self._traced()
+        spec = (kind.uncompiled or kind.specify)(traced, Loop())
 
         def uncompiled(carry: Any) -> list[Tensor]:
-            within = traced._within(spec.differentiates, nullcontext(), plain)
-            return one_step_uncompiled(specification, within, carry)
+            # Of the stored rows, an uncompiled step reads the state alone.
+            plain = one._replace(states=one.states[: self.width])
+            with traced._within(kind.differentiates, nullcontext(), plain) as given:
+                k, after = spec.start(given, mapped(clone, carry))
+                while bool(spec.more(k, given.steps)):
+                    k, after, _ = spec.body(given, k, after)
+                return leaves(after)
 
         check = LoopCheck(loop, one, carry, uncompiled)
         if check.agrees():
             return loop
         again = self._compile(kind, constants, carry)
         if check.agrees_with(again):
-            check.learn(self._what)
+            check.learn(self.what)
             return loop
         for old in cache.drop(self.reading.source):
             old.stale = True
-        if spec.backward or self.used:
+        if kind.backward or self.used:
             raise RuntimeError(
                 f"a value that {type(self.dynamics).__name__}, its potential or the record reads "
                 "has changed since this run was compiled, in a way that shows in its numbers "
@@ -347,28 +352,21 @@ class LoopRunner:
                 "cannot be inspected). Run it again, and call backward before the next change."
             )
         cache.put(self.reading.source, self._key(kind, constants, carry), again)
-        LoopCheck(again, one, carry, uncompiled).learn(self._what)
+        LoopCheck(again, one, carry, uncompiled).learn(self.what)
         return again
 
-    @property
-    def _what(self) -> str:
-        return f"a step of {type(self.dynamics).__name__}"
-
     def _compile(self, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
-        started, loop = time.perf_counter(), Loop()
-        traced = self._traced()
-        specification = kind.spec.make(traced, kind.averaging, kind.state_class, loop)
+        started, loop, traced = time.perf_counter(), Loop(), self._traced()
         capture = NoCapture([*self.reading.tensors, *self.fixed.parameters], loop.constants)
-        within = partial(traced._within, kind.spec.differentiates, capture)
         loop.function, loop.path = compile_loop(
-            specification,
-            within,
+            kind.specify(traced, loop),
+            partial(traced._within, kind.differentiates, capture),
             constants,
             carry,
             exact=self.exact,
             # For these rows scalar code is faster, and compiles in half the time.
             short=self.row < VECTOR,
-            what=self._what,
+            what=self.what,
             capacity=self.capacity,
         )
         self.report.compile_seconds += time.perf_counter() - started
@@ -379,17 +377,6 @@ class LoopRunner:
         function = record.function if isinstance(record, TimeAverage) else None
         return cache_key(self.dynamics, function)
 
-    def _solver_key(self) -> Any:
-        try:
-            return object_key(self.run.solver, "the solver")
-        except UninspectableError as error:
-            raise CompileError(f"compile=True: {error}") from error
-
 
 def _row(rows: Tensor, k: Tensor) -> Tensor:
     return rows.index_select(0, k.reshape(1)).squeeze(0)
-
-
-def _width(state_class: Any) -> int:
-    """Return the number of fields of a class of states."""
-    return len(state_class._fields)

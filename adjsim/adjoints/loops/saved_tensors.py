@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 
+from adjsim.compiler.invariants import PRODUCTS, undetached
 from adjsim.compiler.mathematics import FUNCTIONS
 from adjsim.compiler.products import FEW
 from adjsim.core.state import State, detached
@@ -45,21 +46,15 @@ class _Saved(NamedTuple):
 class SavedTensors:
     """The saved tensors of one step, while it is traced.
 
-    Args:
-        saved_tensors: in a backward loop, those that the forward loop has saved; None: a forward
-            loop.
-
-    Attributes:
-        rows: in a forward loop, what it is to store.
+    In a forward loop, ``rows`` are those that it is to store. In a backward loop, ``saved_tensors``
+    are those that the forward loop has stored.
     """
 
     def __init__(self, saved_tensors: Sequence[Tensor] | None = None) -> None:
         self.saved_tensors, self.rows = saved_tensors, list[Tensor]()
         self._numbers: dict[Node, int] = {}
-        # Of each row, the tensor that it holds, the number of its changes, and its order of axes.
-        self._tensors: list[Tensor] = []
-        self._versions: list[int] = []
-        self._orders: list[list[int]] = []
+        # Of each row, the tensor that it holds, the number of its changes, and its axes in the row.
+        self._held: list[tuple[Tensor, int, list[int]]] = []
         self._entries = 0
 
     def hooks(self) -> saved_tensors_hooks:
@@ -73,18 +68,16 @@ class SavedTensors:
             RuntimeError: the step has not read all that the forward step has saved.
         """
         tensors = self.saved_tensors or ()
-        if len(self._orders) != len(tensors):
-            raise RuntimeError("a step saves other tensors backward than forward.")
+        if len(self._held) != len(tensors):
+            raise RuntimeError(_OTHERS)
         for node, number in self._numbers.items():
-            row, order = _node(tensors[number]), self._orders[number]
+            tensor, version, axes = self._held[number]
             # A tensor that was changed afterwards was stored as it was then.
-            if self._tensors[number]._version != self._versions[number]:
+            if tensor._version != version:
                 continue
+            row = _node(tensors[number])
             with node.graph.inserting_after(row):
-                read = node.graph.call_function(
-                    torch.ops.aten.permute.default,
-                    (row, [order.index(axis) for axis in range(len(order))]),
-                )
+                read = node.graph.call_function(torch.ops.aten.permute.default, (row, axes))
             read.meta = dict(node.meta)
             node.replace_all_uses_with(read)
 
@@ -94,9 +87,8 @@ class SavedTensors:
     def _number(self, x: Tensor) -> int | None:
         """Return the number of the row that holds a tensor; None if it is computed again."""
         node = _node(x)
-        number = self._numbers.get(node)
-        if number is not None:
-            return number
+        if node in self._numbers:
+            return self._numbers[node]
         size = self._entries + x.numel()
         if (
             not x.is_floating_point()
@@ -106,16 +98,13 @@ class SavedTensors:
             return None
         # Rows are stored in the order of the tensor's axes in memory.
         order = sorted(range(x.ndim), key=lambda axis: -x.stride(axis))
-        row = x.detach().permute(order)
-        number = len(self._orders)
+        row, number = x.detach().permute(order), len(self._held)
         if self.saved_tensors is None:
             self.rows.append(row)
         elif number >= len(self.saved_tensors) or self.saved_tensors[number].shape != row.shape:
-            raise RuntimeError("a step saves other tensors backward than forward.")
+            raise RuntimeError(_OTHERS)
         self._numbers[node], self._entries = number, size
-        self._tensors.append(x)
-        self._versions.append(x._version)
-        self._orders.append(order)
+        self._held.append((x, x._version, [order.index(axis) for axis in range(x.ndim)]))
         return number
 
     def _restore(self, saved: _Saved) -> Tensor:
@@ -127,18 +116,15 @@ class SavedTensors:
             )
         if saved.number is None:
             return saved.tensor
-        rows, order = (
-            self.rows if self.saved_tensors is None else self.saved_tensors,
-            self._orders[saved.number],
-        )
-        return rows[saved.number].permute([order.index(axis) for axis in range(len(order))])
+        rows = self.rows if self.saved_tensors is None else self.saved_tensors
+        return rows[saved.number].permute(self._held[saved.number][2])
 
     def _multiplications(self, node: Node) -> int:
         """Count those of the products and functions that give a tensor from saved ones."""
         total, seen, todo = 0, {node}, [node]
         while todo:
             node = todo.pop()
-            if node.target in _PRODUCTS:
+            if node.target in PRODUCTS:
                 left: Any = node.args[-2]
                 inner = left.meta["val"].shape[-1]
                 total += inner * node.meta["val"].numel() if inner > FEW else 0
@@ -159,7 +145,7 @@ def saving_step(plan: StepPlan, state: State, context: StepContext) -> tuple[Sta
     return detached(after), saved.rows
 
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_OTHERS = "a step saves other tensors backward than forward."
 _COSTLY = {getattr(torch.ops.aten, name).default for name in (*FUNCTIONS, "sigmoid")}
 
 
@@ -169,7 +155,4 @@ def _node(x: Tensor) -> Node:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode: Any = get_proxy_mode()
-    node: Any = get_proxy_slot(x, mode.tracer).proxy.node
-    while node.target is torch.ops.aten.detach.default:
-        node = node.args[0]
-    return node
+    return undetached(get_proxy_slot(x, mode.tracer).proxy.node)

@@ -27,15 +27,14 @@ from torch import Tensor
 from torch.linalg import vector_norm as norm
 
 from adjsim.adjoints.base import Result
-from adjsim.adjoints.durable.run_end import run_end
-from adjsim.adjoints.durable.saves import backward_saves, forward_saves
+from adjsim.adjoints.durable.saves import backward_saves
 from adjsim.adjoints.loops.backward import BackwardLoops
-from adjsim.adjoints.loops.forward import ForwardLoops
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.eager import EagerDriver
-from adjsim.adjoints.sweep.history import History
-from adjsim.adjoints.sweep.recorder import Recorder, Recording, RecordSweep
+from adjsim.adjoints.sweep.forward import run_forward
+from adjsim.adjoints.sweep.history import History, SweepStart
+from adjsim.adjoints.sweep.recorder import Recorder, RecordSweep
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, prepare
 from adjsim.core.autocast import autocast_state, restored_autocast
 from adjsim.core.box import refuse_trained_box
@@ -50,66 +49,42 @@ from adjsim.solvers.run import Run
 def run_swept(
     run: Run[State], report: RunReport, make_history: Callable[[Stepper], History]
 ) -> Result[State]:
-    """Run a simulation with a constant-memory gradient.
-
-    Args:
-        run: the simulation.
-        report: receives what it costs, forward and backward.
-        make_history: makes the history of the run from its steps.
-    """
+    """Run a simulation with a constant-memory gradient, and report its cost in both directions."""
     refuse_trained_box(run.dynamics)
     stepper, inputs = prepare(run, report, run.connected())
     swept = _SweptRun(run, report, stepper, make_history(stepper), inputs)
     report.cotangent_growth = None
     outputs = _SweptFunction.apply(swept, *swept.flat(inputs))
-    width = len(run.state)
-    final = type(run.state)._make(outputs[-width:])
-    if run.record is None:
-        return type(run.state)._make(outputs[:width]), None, final, swept.end
-    return None, outputs[0], final, swept.end
+    make, width = type(run.state)._make, len(run.state)
+    first, final = outputs[:-width], make(outputs[-width:])
+    return (
+        (make(first), None, final, swept.end)
+        if run.record is None
+        else (None, first[0], final, swept.end)
+    )
 
 
 class _SweptRun:
-    """The shared data of a forward run and its backward sweeps.
-
-    It is written during the forward run only.
-
-    Attributes:
-        end: the end of the forward run.
-    """
+    """The shared data of a forward run and its backward sweeps, written by the former alone."""
 
     end: RunEnd | None = None
 
     def __init__(
-        self,
-        run: Run[State],
-        report: RunReport,
-        stepper: Stepper,
-        history: History,
-        inputs: Inputs,
+        self, run: Run[State], report: RunReport, stepper: Stepper, history: History, inputs: Inputs
     ) -> None:
         self.run, self.report, self.stepper, self.history = run, report, stepper, history
-        self.recorder = Recorder(run.bound_record, stepper.clock)
         self.width, self.kind = len(run.state), type(run.state)
-        self.keys = [
-            (letter, name) for letter, group in inputs.coefficients.items() for name in group
-        ]
+        self.keys = [(letter, name) for letter, x in inputs.coefficients.items() for name in x]
         self.autocast = autocast_state()
-        self.runner = (
-            LoopRunner(stepper, inputs, run, report, history.block_length) if run.compile else None
-        )
+        self.runner = None
+        if run.compile:
+            self.runner = LoopRunner(stepper, inputs, run, report, history.block_length)
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        """List the tensors that autograd sees.
-
-        These are the start, the coefficients and the trainable parameters.
-        """
+        """List the tensors that autograd sees: start, coefficients and trainable parameters."""
         coefficients = (inputs.coefficients[letter][name] for letter, name in self.keys)
-        return (
-            *inputs.state,
-            *coefficients,
-            *self.run.reading.trainable(inputs.parameters).values(),
-        )
+        trainable = self.run.reading.trainable(inputs.parameters)
+        return (*inputs.state, *coefficients, *trainable.values())
 
     def inputs(self, flat: tuple[Tensor, ...]) -> Inputs:
         """Rebuild the inputs from which :meth:`flat` was made, with the values of the run."""
@@ -121,26 +96,10 @@ class _SweptRun:
         return Inputs(self.kind._make(flat[: self.width]), coefficients, self.run.tensors)
 
     def forward(self, flat: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        run, stepper = self.run, self.stepper
-        inputs, recording = self.inputs(flat), Recording(self.recorder, stepper)
-        budget = self.history.error_budget
-        if self.runner is None:
-            forces = stepper.plan.forces(run.dynamics.potential, report=self.report)
-            driver: EagerDriver | ForwardLoops = EagerDriver(stepper, inputs, forces)
-        else:
-            driver = ForwardLoops(self.runner, recording, budget, self.history.state_rows)
-        start = stepper.to_lattice(inputs.state)
-        # The history reads the growth of the same step.
-        growing = {} if budget is None else {"error_budget": budget}
-        observers = {"record": recording, **growing, "history": self.history}
-        with forward_saves(run, self.report, stepper.clock.last, observers, driver) as saves:
-            visited = list(observers.values())
-            last = stepper.run(start, inputs, driver, visited, run, self.report, saves)
-            states, record = recording.result()
-        run.refuse_written()
-        self.end = run_end(run, stepper, last, driver.force)
-        final = stepper.from_lattice(last)
-        first: tuple[Any, ...] = tuple(states) if states is not None else (record,)
+        states, record, final, self.end = run_forward(
+            self.run, self.report, self.stepper, self.inputs(flat), self.runner, self.history
+        )
+        first: tuple[Any, ...] = (record,) if states is None else tuple(states)
         return (*first, *(x.clone() if any(x is y for y in flat) else x for x in final))
 
     def backward(
@@ -154,30 +113,25 @@ class _SweptRun:
         # Detached: an output with its graph and this run would keep each other alive.
         outputs = tuple(x.detach() for x in outputs)
         final, copies = self.kind._make(outputs[-self.width :]), stepper.plan.copies
-        final_cotangents = cotangents[-self.width :]
         received = {
             n: torch.zeros_like(x) if c is None else c
-            for n, x, c in zip(final._fields, final, final_cotangents, strict=True)
+            for n, x, c in zip(final._fields, final, cotangents[-self.width :], strict=True)
         }
         if copies is not None:
-            received |= {
-                name: torch.zeros_like(x) for name, x in zip(copies.names, final, strict=True)
-            }
+            zeros = map(torch.zeros_like, final)
+            received |= dict(zip(copies.names, zeros, strict=True))
         sums = Cotangents(received, trainable)
-        whole = run.record is None
-        forces = stepper.plan.forces(
-            run.dynamics.potential, parameters=trainable, report=self.report
-        )
-        rewind = self.history.rewind(
-            inputs, forces, self.kind._make(outputs[: self.width]) if whole else None, final
-        )
+        potential = run.dynamics.potential
+        forces = stepper.plan.forces(potential, parameters=trainable, report=self.report)
+        frames = self.kind._make(outputs[: self.width]) if run.record is None else None
+        rewind = self.history.rewind(SweepStart(inputs, forces, frames, final))
         if rewind.error is not None:
             self.report.reconstruction_error = rewind.error
         growth = CotangentGrowth({name: norm(x) for name, x in received.items()})
         saved = RecordSweep(
-            self.recorder,
+            Recorder(run.bound_record, stepper.clock),
             cotangents[: -self.width],
-            None if whole else outputs[0],
+            None if run.record is None else outputs[0],
             rewind.tolerance,
             growth,
         )
@@ -189,12 +143,11 @@ class _SweptRun:
         objects = {"cotangents": sums, "record": saved, "rewind": rewind, "growth": growth}
         with (
             restored_autocast(self.autocast),
-            backward_saves(run, self.report, stepper.clock.last, objects, cotangents) as saves,
+            backward_saves(run, self.report, objects, cotangents) as saves,
         ):
-            driver.sweep(rewind.final(), sums, saved, rewind, run.progress, saves)
-            saved.accumulate(
-                0, stepper.from_lattice(stepper.to_lattice(inputs.state)), sums, forces
-            )
+            driver.sweep(sums, saved, rewind, run.progress, saves)
+            start = stepper.from_lattice(stepper.to_lattice(inputs.state))
+            saved.accumulate(0, start, sums, forces)
             saved.finish()
             sums.complete()
         run.refuse_written()
@@ -202,12 +155,12 @@ class _SweptRun:
         if rewind.error is not None:
             # After a resume, earlier processes have restored a part of the states.
             self.report.reconstruction_error = rewind.error
-        start = [sums[name] for name in final._fields]
+        found = [sums[name] for name in final._fields]
         if copies is not None:
             # A run starts with equal copies.
-            start = [x + sums[name] for x, name in zip(start, copies.names, strict=True)]
+            found = [x + sums[name] for x, name in zip(found, copies.names, strict=True)]
         return (
-            *start,
+            *found,
             *(sums.coefficient_sums.get(key) for key in self.keys),
             *(sums.parameter_sums.get(name) for name in trainable),
         )
@@ -236,10 +189,5 @@ class _SweptFunction(torch.autograd.Function):
         )
         saved = ctx.saved_tensors
         found = ctx.swept.backward(saved[: ctx.saved], saved[ctx.saved :], cotangents)
-        return (
-            None,
-            *(
-                g if wanted else None
-                for g, wanted in zip(found, ctx.needs_input_grad[1:], strict=True)
-            ),
-        )
+        wanted = zip(found, ctx.needs_input_grad[1:], strict=True)
+        return (None, *(g if needed else None for g, needed in wanted))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 from torch.linalg import vector_norm as norm
 
+from adjsim.adjoints.durable.saves import AttributeState
 from adjsim.dynamics.cotangents import Cotangents
 
 LARGEST_GROWTH = 1e8
 """The growth above which a sweep warns: half of the digits of float64 are lost in such a path."""
 
 
-class CotangentGrowth:
+class CotangentGrowth(AttributeState):
     """How much the cotangents of a state grow in one backward sweep.
 
     Let ``c_i`` be the cotangents that the outputs have given to a field so far: those of the final
@@ -23,11 +23,11 @@ class CotangentGrowth:
     field is no larger than the sum of their norms. The growth is the largest
     ``|lambda| / sum_i |c_i|`` of the sweep, for the field in which this ratio is smallest. Fields
     to which the outputs give nothing do not count. So units do not matter, and neither do the
-    number of outputs or the length of a time average.
-
-    Args:
-        injected: the norms of the cotangents that the fields begin with, by name.
+    number of outputs or the length of a time average. ``injected`` has the norms of the cotangents
+    that the fields begin with.
     """
+
+    saved_attributes = ("injected", "largest")
 
     def __init__(self, injected: Mapping[str, Tensor]) -> None:
         self.injected = dict(injected)
@@ -58,9 +58,3 @@ class CotangentGrowth:
                 stacklevel=2,
             )
         return growth
-
-    def state(self) -> dict[str, Any]:
-        return {"injected": dict(self.injected), "largest": dict(self.largest)}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.injected, self.largest = dict(state["injected"]), dict(state["largest"])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from adjsim.adjoints.durable.saves import BackwardSaves
+from adjsim.adjoints.durable.saves import AttributeState, Saves
 from adjsim.adjoints.sweep.history import Rewind
 from adjsim.adjoints.sweep.recorder import RecordSweep
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, naming
@@ -14,19 +13,13 @@ from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
 
-# Steps of a sweep after which no product is outstanding, so that the sweep can be saved there. With
-# and without a store, so that its sums are the same numbers.
+# Steps of a sweep after which no product is outstanding, so that the sweep can be saved there. Also
+# done without a store, so that both runs sum in the same order.
 SETTLE_EVERY = 256
 
 
-class EagerDriver:
-    """Runs steps one by one, in Python.
-
-    Args:
-        stepper: the steps.
-        inputs: the inputs of the run.
-        forces: evaluates the forces.
-    """
+class EagerDriver(AttributeState):
+    """Runs steps one by one, in Python."""
 
     divisible = True
     # The first force of a run is evaluated again.
@@ -43,29 +36,20 @@ class EagerDriver:
             state = self.stepper.step(step, state, self.inputs, self.forces)
         return state, stop
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        return
-
     def sweep(
         self,
-        state: AnyState,
         cotangents: Cotangents,
         saved: RecordSweep,
         rewind: Rewind,
         progress: bool,
-        saves: BackwardSaves | None = None,
+        saves: Saves | None = None,
     ) -> AnyState:
         """Propagate the cotangents from the last state to the start, and return the start."""
-        stepper, inputs = self.stepper, self.inputs
-        last = stepper.clock.last
-        if saves is not None:
-            state, last = saved.resumed(saves, state, stepper)
+        stepper = self.stepper
+        state, last = saved.begin(rewind.final, saves, stepper)
         for step in with_progress(range(last, 0, -1), "backward", last, progress):
             saved.accumulate(step, stepper.from_lattice(state), cotangents, self.forces)
-            context = stepper.context(step - 1, inputs, self.forces)
+            context = stepper.context(step - 1, self.inputs, self.forces)
             before = rewind.before(step)
             with naming(step):
                 state = stepper.plan.backward(state, context, cotangents, before)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adjsim.adjoints.durable.saves import AttributeState
 from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.state import AnyState, detached
 from adjsim.dynamics.base import Dynamics
@@ -15,7 +16,7 @@ from adjsim.dynamics.buffer import Spill
 from adjsim.solvers.clock import Clock
 
 
-class ErrorBudget:
+class ErrorBudget(AttributeState):
     """An observer of how much rounding errors have grown since the last stored state.
 
     Undoing step k multiplies the rounding errors of vertex i by ``exp(dt r_ik)`` at most, so from a
@@ -29,24 +30,24 @@ class ErrorBudget:
         clock: the times of the steps.
         constant: the growth in each step that does not vary along the run.
         allowed: the growth allowed between stored states.
-
-    Attributes:
-        ahead: the growth that is expected until the driver stops next.
     """
+
+    saved_attributes = ("since", "step", "ahead")
 
     def __init__(
         self, dynamics: Dynamics[Any], clock: Clock, constant: float, allowed: float
     ) -> None:
         self.dynamics, self.clock, self.constant, self.allowed = dynamics, clock, constant, allowed
         # The sum since the last stored state, and the last step in it.
-        self._since: Tensor | None = None
-        self._step = 0
+        self.since: Tensor | None = None
+        self.step = 0
+        # The growth that is expected until the driver stops next.
         self.ahead = 0.0
 
     @property
     def left(self) -> float:
         """The growth that the budget still allows."""
-        return self.allowed - (0.0 if self._since is None else float(self._since.max()))
+        return self.allowed - (0.0 if self.since is None else float(self.since.max()))
 
     @property
     def due(self) -> bool:
@@ -59,16 +60,16 @@ class ErrorBudget:
     @torch.no_grad()
     def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         """Add the growth of a step, if no loop has; the next step is expected to have the same."""
-        if step > self._step:
+        if step > self.step:
             t = self.clock.time(step)
             found = growth_in_step(self.dynamics, self.clock.dt, t, detached(state))
             self.add(found, step, self.largest(found, 1))
 
     def add(self, varying: Tensor, step: int, ahead: float) -> None:
         """Add the growth up to a step, of which a part varies, and set what is expected ahead."""
-        found = varying + (step - self._step) * self.constant
-        self._since = found if self._since is None else self._since + found
-        self._step, self.ahead = step, ahead
+        found = varying + (step - self.step) * self.constant
+        self.since = found if self.since is None else self.since + found
+        self.step, self.ahead = step, ahead
 
     def largest(self, varying: Tensor, steps: int) -> float:
         """Return the growth of steps at the vertex where it is largest."""
@@ -76,13 +77,7 @@ class ErrorBudget:
 
     def restart(self) -> None:
         """Begin again at a stored state."""
-        self._since = None
-
-    def state(self) -> dict[str, Any]:
-        return {"since": self._since, "step": self._step, "ahead": self.ahead}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._since, self._step, self.ahead = state["since"], state["step"], state["ahead"]
+        self.since = None
 
 
 def growth_in_step(dynamics: Dynamics[Any], dt: float, t: Any, state: AnyState) -> Tensor:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from adjsim.adjoints.base import ReconstructionError
-from adjsim.adjoints.sweep.history import History, Rewind, rounding_tolerance
-from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.adjoints.sweep.history import History, Rewind, SweepStart
+from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.durable.stateful import Entries
-from adjsim.core.state import AnyState, State, detached
+from adjsim.core.state import AnyState, State
 from adjsim.dynamics.buffer import Spill, fingerprint
-from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.run import Run
 
 
@@ -21,54 +20,39 @@ class Fingerprints(History):
     """The stored data of a run on a lattice, with fingerprints that verify its reversal.
 
     It stores the final state with its information buffers, the spills of the buffers, and
-    fingerprints (128 bits) of state and buffers. There are fingerprints at the start, at every save
-    time, and optionally every ``every`` steps. The buffers are empty at the start, so the
-    fingerprint of the start also verifies that they are empty again.
-
-    Args:
-        stepper: the steps of the run.
-        every: the number of steps between additional fingerprints; None: no additional ones.
-        run: what is computed.
+    fingerprints (128 bits) of state and buffers: at the start, at every save time, and every
+    ``every`` steps. The buffers are empty at the start, so the fingerprint of the start also
+    verifies that they are empty again.
     """
 
     def __init__(self, stepper: Stepper, every: int | None, run: Run[State]) -> None:
-        self.stepper, self.every, self.run = stepper, every, run
+        super().__init__(stepper, every)
+        self.run = run
         self.spills: dict[int, Sequence[Spill]] = {}
         self.fingerprints: dict[int, bytes] = {}
-        self.last: AnyState | None = None
-
-    def stops(self, stepper: Stepper) -> Iterable[int]:
-        regular = () if self.every is None else range(0, stepper.clock.last + 1, self.every)
-        return {*stepper.clock.saves, *regular}
 
     def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         if spills:
             self.spills[step] = spills
-        if step in self.stepper.clock.saves or (self.every is not None and step % self.every == 0):
+        if step in self.stepper.clock.saves or self.is_regular(step):
             self.fingerprints[step] = fingerprint(state)
         if step == self.stepper.clock.last:
-            self.last = detached(state)
+            self.store(step, state)
 
     def state(self) -> dict[str, Any]:
         spills = [
             [step, [list(vars(x).values()) for x in found]] for step, found in self.spills.items()
         ]
-        return {
-            "spills": Entries(spills),
-            "fingerprints": Entries(list(self.fingerprints.items())),
-            "last": self.last,
-        }
+        fingerprints = Entries(list(self.fingerprints.items()))
+        return {**super().state(), "spills": Entries(spills), "fingerprints": fingerprints}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
         self.spills = {step: [Spill(*x) for x in found] for step, found in state["spills"]}
         self.fingerprints = dict(state["fingerprints"])
-        self.last = None if state["last"] is None else self.stepper.state_of(state["last"])
 
-    def rewind(
-        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
-    ) -> Rewind:
-        assert self.last is not None
-        return ExactInversion(self, self.last)
+    def rewind(self, given: SweepStart) -> Rewind:
+        return ExactInversion(self)
 
 
 class ExactInversion(Rewind):
@@ -76,18 +60,13 @@ class ExactInversion(Rewind):
 
     error = 0.0
 
-    def __init__(self, history: Fingerprints, last: AnyState) -> None:
-        self.history, self.last, self.lattice = history, last, history.stepper.plan.lattice
-        self.tolerance = rounding_tolerance(last[0].dtype)
-
-    def final(self) -> AnyState:
-        return self._before_spill(self.history.stepper.clock.last, self.last)
+    def __init__(self, history: Fingerprints) -> None:
+        self.history, last = history, history.stepper.clock.last
+        super().__init__(self._before_spill(last, history.checkpoints[last]))
 
     def restore(self, step: int, state: AnyState) -> AnyState:
-        if (
-            step in self.history.fingerprints
-            and fingerprint(state) != self.history.fingerprints[step]
-        ):
+        known = self.history.fingerprints.get(step)
+        if known is not None and fingerprint(state) != known:
             raise ReconstructionError(
                 f"reversing an exact run did not recover the state of step {step}, so the gradient "
                 f"would be wrong. {self._cause(step, state)}"
@@ -95,8 +74,9 @@ class ExactInversion(Rewind):
         return self._before_spill(step, state)
 
     def _before_spill(self, step: int, state: AnyState) -> AnyState:
-        assert self.lattice is not None
-        return self.lattice.refill(state, self.history.spills.get(step, ()))
+        lattice = self.history.stepper.plan.lattice
+        assert lattice is not None
+        return lattice.refill(state, self.history.spills.get(step, ()))
 
     def _cause(self, step: int, state: AnyState) -> str:
         """Say what had other bits in the backward pass, after computing the drift here twice."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from adjsim.adjoints.durable.saves import AttributeState
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.error_budget import ErrorBudget
-from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.adjoints.sweep.stepper import Inputs, Observer, Stepper
 from adjsim.core.durable.stateful import Entries, Stateful
-from adjsim.core.state import AnyState
-from adjsim.dynamics.buffer import Spill
+from adjsim.core.state import AnyState, detached
 from adjsim.dynamics.forces import ForceEvaluator
 
 # The states before the steps of compiled loops, packed, by the first step of each loop. A loop has
@@ -22,97 +22,84 @@ from adjsim.dynamics.forces import ForceEvaluator
 StateRows = dict[int, tuple[Tensor, ...]]
 
 
-class Rewind(ABC):
-    """The source of the earlier states of a run during one backward sweep.
+class SweepStart(NamedTuple):
+    """The inputs of a run, the forces of a sweep, frames of whole states, and the final state."""
+
+    inputs: Inputs
+    forces: ForceEvaluator
+    frames: AnyState | None
+    final: AnyState
+
+
+class Rewind(AttributeState):
+    """The source of the earlier states of a run during one backward sweep from ``final``.
 
     Attributes:
         tolerance: allowed relative difference between values computed again and those of the run.
-        error: the largest relative error of a recovered state; None if states are not
-            reconstructed.
+        error: the largest relative error of a recovered state; None if none is reconstructed.
     """
 
-    tolerance: float
+    saved_attributes = ("error",)
     error: float | None = None
 
-    @abstractmethod
-    def final(self) -> AnyState:
-        """Return the last state, from which the sweep starts."""
+    def __init__(self, final: AnyState) -> None:
+        self.final, self.tolerance = final, rounding_tolerance(final[0].dtype)
 
     def before(self, step: int) -> Sequence[AnyState] | None:
-        """Return the states before each move of the step ending at ``step``.
-
-        None means that the moves are inverted.
-        """
+        """Return the states before each move of the step ending at ``step``; None: invert moves."""
         return None
 
-    @abstractmethod
+    def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
+        """Return the rows of the loop that begins at step ``first``, if loops store states."""
+        raise NotImplementedError
+
     def restore(self, step: int, state: AnyState) -> AnyState:
         """Return the state from which the sweep continues at ``step``."""
-
-    def state(self) -> dict[str, Any]:
-        return {"error": self.error}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.error = state["error"]
+        return state
 
 
-class StatesRewind(Rewind):
-    """A rewind that has the states before the steps of compiled loops."""
-
-    @abstractmethod
-    def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
-        """Return the states before the steps of the loop that begins at step ``first``."""
-
-
-class History(Stateful, ABC):
-    """The stored data of one run, collected by observing its states.
-
-    It makes a :class:`Rewind` for each backward sweep.
+class History(Observer, Stateful):
+    """The stored data of one run, which observes its states and makes a rewind for each sweep.
 
     Attributes:
-        error_budget: observes the growth of errors, on which the stored steps depend; None where
-            they do not.
+        every: the number of steps between regularly stored data; None: there are none.
+        checkpoints: stored states, by the number of steps before them.
+        error_budget: observes the growth of errors where the stored steps depend on it.
         block_length: the number of steps before which compiled loops store states at a time,
             for a sweep to read; 0: a compiled sweep inverts steps.
-        state_rows: receives the states before all steps of a compiled run; None: none are stored.
+        state_rows: receives the states before all steps of a compiled run, if they are stored.
     """
 
     error_budget: ErrorBudget | None = None
     block_length: int = 0
     state_rows: StateRows | None = None
 
-    @abstractmethod
+    def __init__(self, stepper: Stepper, every: int | None = None) -> None:
+        self.stepper, self.every = stepper, every
+        self.checkpoints: dict[int, AnyState] = {}
+
     def stops(self, stepper: Stepper) -> Iterable[int]:
-        """Return the steps after which it stores or restores a state."""
+        regular = () if self.every is None else range(0, stepper.clock.last, self.every)
+        return {*stepper.clock.saves, *regular}
+
+    def is_regular(self, step: int) -> bool:
+        return self.every is not None and step % self.every == 0
 
     @abstractmethod
-    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
-        """Store the required data of the state after ``step`` steps, and of its buffers' spills."""
+    def rewind(self, given: SweepStart) -> Rewind:
+        """Make the rewind of one backward sweep."""
 
-    @abstractmethod
-    def rewind(
-        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
-    ) -> Rewind:
-        """Make the rewind of one backward sweep.
+    def store(self, step: int, state: AnyState) -> None:
+        self.checkpoints[step] = detached(state)
 
-        Args:
-            inputs: the inputs of the run.
-            forces: evaluates the forces of the sweep.
-            frames: the saved states, time leading, if whole states were saved.
-            final: the last state of the dynamics.
-        """
+    def state(self) -> dict[str, Any]:
+        return {"checkpoints": Entries([[step, *x] for step, x in self.checkpoints.items()])}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        stored = state["checkpoints"]
+        self.checkpoints = {step: self.stepper.state_of(fields) for step, *fields in stored}
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
     """Return the allowed relative difference between two computations of one number."""
     return 100 * torch.finfo(dtype).eps ** 0.5
-
-
-def state_entries(states: Mapping[int, AnyState]) -> Entries:
-    """Return stored states with their steps, for a save."""
-    return Entries([[step, *state] for step, state in states.items()])
-
-
-def states_of(entries: Iterable[Sequence[Any]], stepper: Stepper) -> dict[int, AnyState]:
-    """Return the states of :func:`state_entries`."""
-    return {step: stepper.state_of(fields) for step, *fields in entries}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjsim.adjoints.base import ReconstructionError
-from adjsim.adjoints.durable.saves import BackwardSaves
+from adjsim.adjoints.durable.saves import AttributeState, Saves
 from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.durable.stateful import Entries
+from adjsim.core.module_cache import version_of
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import Record, TimeAverage, check_shape, floating, sum_dtype
 from adjsim.dynamics.buffer import Spill
@@ -22,15 +23,10 @@ from adjsim.solvers.clock import Clock, VaryingClock
 
 
 class Recorder:
-    """The definition of the data that a run saves. Immutable.
-
-    The data are the states, a function of the states, or its time average.
-
-    Args:
-        record: the argument ``record=`` of the run.
-        clock: the times of the run.
+    """The definition of the data that a run saves: states, a function of them, or its time average.
 
     Attributes:
+        function: the function that is saved or averaged; None: states are saved.
         average: the time average, if the record is one; else None.
         frames: from the number of a step to the number of the frame that is saved after it.
         first: the first step whose end counts for the time average.
@@ -39,8 +35,8 @@ class Recorder:
     """
 
     def __init__(self, record: Record[Any], clock: Clock | VaryingClock) -> None:
-        self.record = record
         self.average = record if isinstance(record, TimeAverage) else None
+        self.function = record.function if isinstance(record, TimeAverage) else record
         self.frames = {step: i for i, step in enumerate(clock.saves)}
         self.first, self.weight, self.weights = 0, 1.0, None
         if self.average is not None and isinstance(clock, VaryingClock):
@@ -52,23 +48,24 @@ class Recorder:
             self.weight = 1.0 / (clock.last - self.first + 1)
 
     def value(self, state: AnyState) -> Tensor:
-        """Evaluate the function that is saved or averaged, on a state of the dynamics."""
-        function = (
-            self.average.function
-            if isinstance(self.record, TimeAverage) and self.average
-            else self.record
-        )
-        assert callable(function)
-        versions = [None if x.is_inference() else x._version for x in state]
-        value = function(state)
+        """Evaluate the function on a state of the dynamics."""
+        assert self.function is not None
+        versions = list(map(version_of, state))
+        value = self.function(state)
         if self.average is not None:
             value = floating(value, state)
-        if any(v is not None and x._version != v for x, v in zip(state, versions, strict=True)):
+        if list(map(version_of, state)) != versions:
             raise ValueError(
                 "the record writes into the state that it is given, which would change the run. "
                 "Use clone() in the record."
             )
         return value
+
+    def value_at_leaves(self, state: State) -> tuple[State, Tensor]:
+        """Return leaves that stand for a state, and the value of the function there."""
+        with torch.enable_grad():
+            leaves = type(state)._make(x.detach().requires_grad_() for x in state)
+            return leaves, self.value(leaves)
 
     def summand(self, value: Tensor, step: int) -> Tensor:
         """Return the term of the time average's sum from the value after a step."""
@@ -76,8 +73,10 @@ class Recorder:
         return value if self.weights is None else value * float(self.weights[step])
 
 
-class Recording:
+class Recording(AttributeState):
     """An observer of the states of one run, which saves frames or values."""
+
+    saved_attributes = ("frames", "total", "dtype", "last_step")
 
     def __init__(self, recorder: Recorder, stepper: Stepper) -> None:
         self.recorder, self.stepper = recorder, stepper
@@ -99,7 +98,7 @@ class Recording:
                 self.add(recorder.value(self.stepper.from_lattice(state)), step)
         elif step in recorder.frames:
             state = self.stepper.from_lattice(state)
-            if recorder.record is None:
+            if recorder.function is None:
                 self.frames.append(tuple(state))
             else:
                 value = recorder.value(state)
@@ -115,16 +114,7 @@ class Recording:
         self.total, self.last_step = value if self.total is None else self.total + value, step
 
     def state(self) -> dict[str, Any]:
-        return {
-            "frames": Entries(self.frames, stacked=True),
-            "total": self.total,
-            "dtype": self.dtype,
-            "last_step": self.last_step,
-        }
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.frames, self.total = state["frames"], state["total"]
-        self.dtype, self.last_step = state["dtype"], state["last_step"]
+        return {**super().state(), "frames": Entries(self.frames, stacked=True)}
 
     def result(self) -> tuple[AnyState | None, Tensor | None]:
         """Return the stacked states, or the record."""
@@ -132,12 +122,12 @@ class Recording:
             assert self.total is not None
             return None, (self.total * self.recorder.weight).to(self.dtype)
         stacks = (torch.stack(list(x)) for x in zip(*self.frames, strict=True))
-        if self.recorder.record is None:
+        if self.recorder.function is None:
             return self.stepper.kind._make(stacks), None
         return None, next(stacks)
 
 
-class RecordSweep:
+class RecordSweep(AttributeState):
     """The contributions of the saved frames or record to one backward sweep.
 
     The sweep evaluates a recorded function again and compares the values with the saved values,
@@ -146,45 +136,38 @@ class RecordSweep:
     Args:
         recorder: the recorder of the run.
         cotangents: the cotangents of the saved fields, or of the record.
-        saved: the record, if the run saved one.
+        record: the saved record, if the run has one.
         tolerance: allowed relative difference between the values and the saved values.
         growth: receives the sizes of the contributions.
     """
+
+    saved_attributes = ("total",)
 
     def __init__(
         self,
         recorder: Recorder,
         cotangents: Sequence[Tensor | None],
-        saved: Tensor | None,
+        record: Tensor | None,
         tolerance: float,
         growth: CotangentGrowth,
     ) -> None:
-        self.growth = growth
-        self.recorder, self.cotangents, self.saved, self.tolerance = (
-            recorder,
-            cotangents,
-            saved,
-            tolerance,
-        )
+        self.recorder, self.cotangents, self.record = recorder, cotangents, record
+        self.tolerance, self.growth = tolerance, growth
         self.total: Tensor | None = None
         # The last state in the sum of a time average.
         self.summed: AnyState | None = None
 
-    def state(self) -> dict[str, Any]:
-        return {"total": self.total}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.total = state["total"]
-
-    def resumed(self, saves: BackwardSaves, state: State, stepper: Stepper) -> tuple[State, int]:
+    def begin(self, final: State, saves: Saves | None, stepper: Stepper) -> tuple[State, int]:
         """Return the state and the step from which a sweep goes on."""
-        state, step, _ = saves.begin(state, stepper.clock.last)
+        if saves is None:
+            return final, stepper.clock.last
+        state, step, _ = saves.begin(final, stepper.clock.last)
         self.summed = stepper.from_lattice(state)
         return state, step
 
     @property
     def average_cotangent(self) -> Tensor | None:
-        """The cotangent of the averaged function's value at each step that counts.
+        """The cotangent of the averaged function at each step that counts.
 
         For steps of varying size it is that of a weight of one.
         """
@@ -205,23 +188,21 @@ class RecordSweep:
                 value = recorder.summand(value, step)
                 self.total = value if self.total is None else self.total + value
                 self.summed = state
-        elif frame is not None and recorder.record is None:
+        elif frame is not None and recorder.function is None:
             for name, cotangent in zip(state._fields, self.cotangents, strict=True):
                 if cotangent is not None:
                     cotangents.add(name, cotangent[frame])
                     self.growth.inject(name, cotangent[frame].norm())
         elif frame is not None and self.cotangents[0] is not None:
             value = self.add_function(state, self.cotangents[0][frame], cotangents, forces)
-            assert self.saved is not None
-            self._compare(value, self.saved[frame], f"the record after step {step}", state)
+            assert self.record is not None
+            self._compare(value, self.record[frame], f"the record after step {step}", state)
 
     def add_function(
         self, state: AnyState, cotangent: Tensor, cotangents: Cotangents, forces: ForceEvaluator
     ) -> Tensor:
         """Add a cotangent's product with the function's derivative; return the value."""
-        with torch.enable_grad():
-            leaves = type(state)._make(x.detach().requires_grad_() for x in state)
-            value = self.recorder.value(leaves)
+        leaves, value = self.recorder.value_at_leaves(state)
         if value.requires_grad:
             forces.refuse_unknown(value, list(leaves), "the record")
             added = cotangents.add_function(value, leaves, cotangent.to(value))
@@ -231,36 +212,32 @@ class RecordSweep:
 
     def finish(self) -> None:
         """Compare a time average with the saved one."""
-        if self.total is not None and self.saved is not None:
-            found = (self.total * self.recorder.weight).to(self.saved.dtype)
-            self._compare(found, self.saved, "the time average", self.summed)
+        if self.total is not None and self.record is not None:
+            found = (self.total * self.recorder.weight).to(self.record.dtype)
+            self._compare(found, self.record, "the time average", self.summed)
 
     def _compare(self, found: Tensor, saved: Tensor, what: str, state: AnyState | None) -> None:
         known = torch.isfinite(saved)
         if bool((known != torch.isfinite(found)).any()):
             raise _changed(f"{what} was finite in other entries")
-        error = torch.where(known, (found - saved).abs(), 0.0).amax() if saved.numel() else 0.0
-        size = torch.where(known, saved.abs(), 0.0).amax() if saved.numel() else 1.0
+        if not saved.numel():
+            return
+        error = float(torch.where(known, (found - saved).abs(), 0.0).amax())
+        size = float(torch.where(known, saved.abs(), 0.0).amax())
         # The error of a value in which terms cancel, such as a conserved total momentum, is
         # compared with the size of the terms.
-        if float(error) > self.tolerance * float(size) and float(
-            error
-        ) > self.tolerance * self._terms(state):
-            raise _changed(f"{what} was {float(error):.1e} off")
+        if error > self.tolerance * size and error > self.tolerance * self._terms(state):
+            raise _changed(f"{what} was {error:.1e} off")
 
     def _terms(self, state: AnyState | None) -> float:
-        """Estimate the size of the terms in the function's value.
-
-        The estimate is the sum of ``abs(derivative * entry)`` over the entries of the state.
-        """
+        """Estimate the size of the terms in the value, by sum(abs(derivative * entry))."""
         if state is None:
             return 0.0
-        with torch.enable_grad():
-            leaves = type(state)._make(x.detach().requires_grad_() for x in state)
-            value = self.recorder.value(leaves)
-            total = torch.view_as_real(value).sum() if value.is_complex() else value.sum()
+        leaves, value = self.recorder.value_at_leaves(state)
         if not value.requires_grad:
             return 0.0
+        with torch.enable_grad():
+            total = torch.view_as_real(value).sum() if value.is_complex() else value.sum()
         slopes = torch.autograd.grad(
             total, tuple(leaves), allow_unused=True, materialize_grads=True
         )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.durable.saves import ForwardSaves
+from adjsim.adjoints.durable.saves import Saves
 from adjsim.core.noise import Noise
 from adjsim.core.progress import with_progress
 from adjsim.core.run_report import RunReport
@@ -30,14 +31,7 @@ FINITE_EVERY = 64
 
 
 class Inputs(NamedTuple):
-    """The inputs of a run, read once at its start.
-
-    Attributes:
-        state: the initial state.
-        coefficients: the coefficients of the terms, by letter and name.
-        parameters: the tensors of the dynamics, each once, in the order of
-            :class:`adjsim.core.reading.Reading`.
-    """
+    """The start of a run, the coefficients of its terms, and the tensors of its reading."""
 
     state: AnyState
     coefficients: Mapping[str, Coefficients]
@@ -49,9 +43,6 @@ class StepNoise:
     """The noise of a run's steps.
 
     Attributes:
-        noise: the noise of the run.
-        draws: number of noise fields that a step draws.
-        noise_steps: number of steps whose draws one step uses, including its own.
         batch: the shape of the batch.
         shape: the shape of one draw for one system, such as ``(atoms, dim)``.
         like: a field, for its dtype and device.
@@ -59,8 +50,7 @@ class StepNoise:
     """
 
     noise: Noise
-    draws: int
-    noise_steps: int
+    plan: StepPlan
     batch: torch.Size
     shape: torch.Size
     like: Tensor
@@ -68,43 +58,39 @@ class StepNoise:
 
     def of_step(self, step: int) -> tuple[Tensor, ...]:
         """Return the noise that step number ``step`` uses, the same in every call."""
-        return tuple(draw for k in range(step, step + self.noise_steps) for draw in self._drawn(k))
+        steps = range(step, step + self.plan.noise_steps)
+        return tuple(draw for k in steps for draw in self._drawn(k))
 
     def of_steps(self, step: int, count: int) -> list[Tensor]:
         """Return the draws of ``count`` steps from number ``step``, in parts of several steps.
 
         The shape of a part is ``(steps, draws, *batch, *shape)``.
         """
-        axes = len(self.batch)
-        return [
-            rows.reshape(len(rows), *self.batch, self.draws, *self.shape).movedim(1 + axes, 1)
-            for rows in self.noise.span(step, count, self._rows, self.like, self.end)
-        ]
+        shape, axis = (*self.batch, self.plan.draws, *self.shape), 1 + len(self.batch)
+        parts = self.noise.span(step, count, self._rows, self.like, self.end)
+        return [rows.reshape(len(rows), *shape).movedim(axis, 1) for rows in parts]
 
     def _drawn(self, step: int) -> Sequence[Tensor]:
         drawn = self.noise(step, self._rows, self.like)
-        if self.draws == 1:
+        if self.plan.draws == 1:
             return (drawn.reshape(*self.batch, *self.shape),)
-        return drawn.reshape(*self.batch, self.draws, *self.shape).unbind(len(self.batch))
+        return drawn.reshape(*self.batch, self.plan.draws, *self.shape).unbind(len(self.batch))
 
     @property
     def _rows(self) -> tuple[int, int]:
-        return self.batch.numel(), self.draws * self.shape.numel()
+        return self.batch.numel(), self.plan.draws * self.shape.numel()
 
 
 class Observer(Protocol):
     """Observes the states of a run."""
 
+    @abstractmethod
     def stops(self, stepper: Stepper) -> Iterable[int]:
         """Return the numbers of steps after which it observes the state."""
-        ...
 
+    @abstractmethod
     def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
-        """Observe the state and the buffers' spills after ``step`` steps.
-
-        The state is on the lattice, if there is one.
-        """
-        ...
+        """Observe the state, on the lattice if there is one, and the spills of its buffers."""
 
 
 class Driver(Protocol):
@@ -115,10 +101,7 @@ class Driver(Protocol):
         ...
 
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
-        """Run from the state after ``start`` steps up to ``stop`` steps or fewer.
-
-        Returns the last state and its number of steps.
-        """
+        """Run from ``start`` steps up to ``stop`` or fewer; return the state and their number."""
         ...
 
 
@@ -127,8 +110,6 @@ class Stepper:
     """The steps of one run: immutable, functions of a state and of the run's inputs.
 
     Attributes:
-        plan: the moves of a step.
-        clock: the times of steps and saves.
         kind: the class of the states of the dynamics.
         noise: the noise of the steps; None without noise.
         buffer_growth: how the buffers of an exact run fill; None for any other run.
@@ -149,10 +130,7 @@ class Stepper:
         return self.plan.kind(self.kind)._make(fields)
 
     def to_lattice(self, state: AnyState) -> AnyState:
-        """Convert the start to that of the steps: with its copy, and on the lattice with buffers.
-
-        Without copies and lattice, return it unchanged.
-        """
+        """Convert the start to one of the steps: with copies, or on a lattice with buffers."""
         plan = self.plan
         state = state if plan.copies is None else plan.copies.add(state)
         state = state if plan.lattice is None else plan.lattice.to_lattice(state)
@@ -165,16 +143,12 @@ class Stepper:
         return state if plan.copies is None else plan.copies.remove(state)
 
     def step(self, number: int, state: State, inputs: Inputs, forces: ForceEvaluator) -> State:
-        """Run step number ``number``.
-
-        Raises:
-            UnsolvedStepError: an implicit step has no solution; the message names the step.
-        """
+        """Run a step; the error of a step without a solution names its number."""
         with naming(number + 1):
             return self.plan.step(state, self.context(number, inputs, forces))
 
     def context(self, number: int, inputs: Inputs, forces: ForceEvaluator) -> StepContext:
-        """Return the context of step number ``number``."""
+        """Return the context of a step."""
         coefficients = inputs.coefficients
         if self.varying is not None:
             assert isinstance(self.clock, VaryingClock)
@@ -183,15 +157,11 @@ class Stepper:
         return StepContext(self.clock.time_in_step(number), coefficients, noise, forces)
 
     def spill(self, step: int, state: State) -> tuple[State, list[Spill]]:
-        """Spill the buffers of an exact run that are full.
-
-        This is a function of the step and the state alone.
-        """
-        if self.plan.lattice is None or self.buffer_growth is None:
+        """Spill the full buffers of an exact run, as a function of step and state alone."""
+        lattice, growth = self.plan.lattice, self.buffer_growth
+        if lattice is None or growth is None or (self.clock.before + step) % growth.check_every:
             return state, []
-        if (self.clock.before + step) % self.buffer_growth.check_every:
-            return state, []
-        return self.plan.lattice.spill(state, self.buffer_growth.limit)
+        return lattice.spill(state, growth.limit)
 
     def run(
         self,
@@ -201,26 +171,24 @@ class Stepper:
         observers: Sequence[Observer],
         run: Run[State],
         report: RunReport,
-        saves: ForwardSaves | None = None,
+        saves: Saves | None = None,
     ) -> AnyState:
-        """Run all steps, call the observers, and return the final state.
+        """Run all steps from a start on the lattice, call the observers, and return the last state.
 
-        The initial state is on the lattice, if there is one. With saves, the run goes on from the
-        last one.
+        With saves, the run goes on from the last one. The messages of errors name the step.
 
         Raises:
             FloatingPointError: a number is not finite, the two copies of a state have moved apart,
-                or a run with a thermostat has blown up; the message names the step.
-            ValueError: a state that the dynamics excludes; the message names the step.
-            OverflowError: a number is outside of the lattice of an exact run; the message names the
-                step.
+                or a run with a thermostat has blown up.
+            ValueError: a state that the dynamics excludes.
+            OverflowError: a number is outside of the lattice of an exact run.
         """
         last, lattice = self.clock.last, self.plan.lattice
         observed = {k for observer in observers for k in observer.stops(self) if 0 < k <= last}
         stops = driver.stops({last, *observed})
         state, k, spilled = (start, 0, 0) if saves is None else saves.begin(start, 0)
-        good, good_step = detached(state), k
         heat = run.dynamics.heat_limit(self.from_lattice(start)) if not in_transform() else None
+        checks = _StateChecks(self, inputs, run.dynamics, heat, detached(state), k)
         if k == 0:
             for observer in observers:
                 observer.visit(0, start, ())
@@ -231,101 +199,94 @@ class Stepper:
                 state, k = driver.advance(state, k, until)
                 state, entries = self.spill(k, state)
                 spilled += sum(entry.bits for entry in entries)
-                if run.dynamics.limiting_surface is not None and not in_transform():
-                    self._check_states(good, good_step, state, k, inputs, run.dynamics)
-                if k - good_step >= FINITE_EVERY or k == last:
-                    if not self._is_sound(state, heat):
-                        self._raise_at_step(good, good_step, k, inputs, run.dynamics, heat)
-                    good, good_step = detached(state), k
-                    self._check_noise(good, k, run.dynamics)
+                checks.check(state, k)
                 for observer in observers:
                     observer.visit(k, state, entries)
                 if saves is not None:
                     saves.after(k, state, spilled)
         if lattice is not None:
-            report.buffer_bits = (
-                (spilled + lattice.buffered_bits(state) - lattice.buffered_bits(start))
-                / (last * state[0].numel())
-                if last
-                else 0.0
-            )
+            bits = spilled + lattice.buffered_bits(state) - lattice.buffered_bits(start)
+            report.buffer_bits = bits / (last * state[0].numel()) if last else 0.0
         return state
 
-    @torch.no_grad()
-    def _check_states(
-        self,
-        good: AnyState,
-        good_step: int,
-        state: AnyState,
-        step: int,
-        inputs: Inputs,
-        dynamics: Dynamics[Any],
-    ) -> None:
-        """Refuse a state that the dynamics excludes, and name the first step that reached one.
 
-        Raises:
-            ValueError: the reason of the dynamics, and the step.
-        """
-        reason = self._refusal(state, step, dynamics)
-        if reason is None:
-            return
-        first, forces = step, self.plan.forces(dynamics.potential)
-        for k in range(good_step, step - 1):
-            good, _ = self.spill(k + 1, self.step(k, good, inputs, forces))
-            found = self._refusal(good, k + 1, dynamics)
-            if found is not None:
-                first, reason = k + 1, found
-                break
-        raise ValueError(
-            f"{reason} This happened in step {first} (t = {self.clock.time(first):g})."
-        ) from reason
+@dataclass
+class _StateChecks:
+    """The checks of a run's states, and the last sound one, ``good``, after ``step`` steps."""
 
-    def _check_noise(self, state: AnyState, step: int, dynamics: Dynamics[Any]) -> None:
-        t = self.clock.time(step)
+    stepper: Stepper
+    inputs: Inputs
+    dynamics: Dynamics[Any]
+    heat: HeatLimit | None
+    good: AnyState
+    step: int
+
+    def check(self, state: AnyState, step: int) -> None:
+        """Refuse a state that the dynamics excludes, and now and then one that is not sound."""
+        if self.dynamics.limiting_surface is not None and not in_transform():
+            reason = self._refusal(state, step)
+            if reason is not None:
+                self._raise_refusal(reason, step)
+        if step - self.step >= FINITE_EVERY or step == self.stepper.clock.last:
+            if not self._is_sound(state):
+                self._raise_unsound(step)
+            self.good, self.step = detached(state), step
+            self._check_noise(step)
+
+    def _check_noise(self, step: int) -> None:
+        t = self.stepper.clock.time(step)
         try:
-            dynamics.check_noise(t, self.from_lattice(state))
+            self.dynamics.check_noise(t, self.stepper.from_lattice(self.good))
         except ValueError as reason:
             raise ValueError(f"{reason} This was found after step {step} (t = {t:g}).") from reason
 
-    def _refusal(self, state: AnyState, step: int, dynamics: Dynamics[Any]) -> ValueError | None:
-        surface = dynamics.limiting_surface
+        surface = self.dynamics.limiting_surface
         assert surface is not None
-        position = position_of(self.from_lattice(state)).detach()
+        position = position_of(self.stepper.from_lattice(state)).detach()
         try:
-            surface.refuse_penetration(position, self.clock.time(step))
+            surface.refuse_penetration(position, self.stepper.clock.time(step))
         except ValueError as reason:
             return reason
         return None
 
-    def _is_sound(self, state: AnyState, heat: HeatLimit | None) -> bool:
+    def _is_sound(self, state: AnyState) -> bool:
         """Return whether a state is valid, and no hotter than bath and potential allow."""
-        valid = self.plan.is_valid(state)
-        return valid and (heat is None or not heat.is_exceeded(self.from_lattice(detached(state))))
+        valid, heat = self.stepper.plan.is_valid(state), self.heat
+        return valid and (
+            heat is None or not heat.is_exceeded(self.stepper.from_lattice(detached(state)))
+        )
 
     @torch.no_grad()
-    def _raise_at_step(
-        self,
-        state: AnyState,
-        start: int,
-        stop: int,
-        inputs: Inputs,
-        dynamics: Dynamics[Any],
-        heat: HeatLimit | None,
-    ) -> None:
-        first, k, forces = state, start, self.plan.forces(dynamics.potential)
-        while self._is_sound(state, heat) and k < stop:
-            state, _ = self.spill(k + 1, self.step(k, state, inputs, forces))
+    def _first(self, is_wrong: Callable[[AnyState, int], bool], stop: int) -> tuple[AnyState, int]:
+        """Run again from the good state to the first wrong one, or to ``stop``."""
+        state, k, stepper = self.good, self.step, self.stepper
+        forces = stepper.plan.forces(self.dynamics.potential)
+        while k < stop and not is_wrong(state, k):
+            state, _ = stepper.spill(k + 1, stepper.step(k, state, self.inputs, forces))
             k += 1
-        where = f"in step {k} (t = {self.clock.time(k):g})"
-        if heat is not None and self.plan.is_valid(state):
-            text = heat.describe(self.from_lattice(state), where, self.clock.smaller)
+        return state, k
+
+    def _raise_refusal(self, reason: ValueError, step: int) -> NoReturn:
+        state, first = self._first(lambda x, k: self._refusal(x, k) is not None, step - 1)
+        earlier = self._refusal(state, first)
+        first, reason = (step, reason) if earlier is None else (first, earlier)
+        t = self.stepper.clock.time(first)
+        raise ValueError(f"{reason} This happened in step {first} (t = {t:g}).") from reason
+
+    @torch.no_grad()
+    def _raise_unsound(self, stop: int) -> NoReturn:
+        stepper, clock = self.stepper, self.stepper.clock
+        state, k = self._first(lambda x, _: not self._is_sound(x), stop)
+        where = f"in step {k} (t = {clock.time(k):g})"
+        if self.heat is not None and stepper.plan.is_valid(state):
+            text = self.heat.describe(stepper.from_lattice(state), where, clock.smaller)
             raise FloatingPointError(text)
         reason = None
         if k == 1:
-            position = self.from_lattice(first)[0].detach()
-            reason = describe_force_not_finite(dynamics.potential, position, self.clock.time(0))
-        raise self.plan.failure(
-            state, first, self.clock.time(start), where, self.clock.smaller, dynamics, reason
+            position = stepper.from_lattice(self.good)[0].detach()
+            reason = describe_force_not_finite(self.dynamics.potential, position, clock.time(0))
+        raise stepper.plan.failure(
+            state, self.good, clock.time(self.step), where, clock.smaller, self.dynamics, reason
         )
 
 
@@ -347,12 +308,9 @@ class naming:
 def prepare(
     run: Run[State], report: RunReport, connected: Run[State] | None = None
 ) -> tuple[Stepper, Inputs]:
-    """Prepare the steps of a run and its inputs, with their graph.
+    """Prepare the steps of a run, and its inputs with their graph.
 
-    Args:
-        run: the run.
-        report: receives what is known before the first step.
-        connected: the same run on the values of which the inputs are made; None: the run itself.
+    The inputs are made of the values of ``connected``, the same run on other values.
     """
     connected = run if connected is None else connected
     solver, dynamics, state = run.solver, run.dynamics, run.state
@@ -369,26 +327,18 @@ def prepare(
         report.step_times = clock.ends
     elif lattice is not None:
         coefficients = lattice.rationals(coefficients)
-        buffer_growth = lattice.growth(
-            coefficients, [(stage.letter, move) for stage, move in plan.moves]
-        )
+        moves = [(stage.letter, move) for stage, move in plan.moves]
+        buffer_growth = lattice.growth(coefficients, moves)
     if buffer_growth is not None:
         report.buffer_bits, report.buffer_bound = None, buffer_growth.mean(state)
     noise = None
     if plan.draws:
         assert run.noise is not None
-        noise = StepNoise(
-            run.noise,
-            plan.draws,
-            plan.noise_steps,
-            dynamics.batch_shape(state),
-            dynamics.draw_shape(float(run.times[0]), state),
-            state[0].detach(),
-            clock.last + plan.noise_steps - 1,
-        )
-    if end is not None and end.check_every != (
-        None if buffer_growth is None else buffer_growth.check_every
-    ):
+        end_of_draws = clock.last + plan.noise_steps - 1
+        batch, shape = dynamics.batch_shape(state), dynamics.draw_shape(float(run.times[0]), state)
+        noise = StepNoise(run.noise, plan, batch, shape, state[0].detach(), end_of_draws)
+    check_every = None if buffer_growth is None else buffer_growth.check_every
+    if end is not None and end.check_every != check_every:
         raise ValueError(
             "continues=: the friction or the coefficients have changed since the run, and the "
             "buffers of an exact run belong to those that it had. Start a new run at "

@@ -13,11 +13,7 @@ from adjsim.core.layout import is_tracing
 
 
 def solve(matrix: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve ``matrix x = right`` for each system.
-
-    Args:
-        matrix: ``(*batch, n, n)``.
-        right: ``(*batch, n)``.
+    """Solve ``matrix x = right`` for each system of ``(*batch, n, n)`` and ``(*batch, n)``.
 
     Returns:
         x, ``(*batch, n)``, which is NaN for a singular matrix, and whether there is one, a scalar.

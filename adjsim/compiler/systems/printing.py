@@ -111,19 +111,13 @@ bool has_negative_eigenvalue(int64_t count, const T* matrices, Eigenvalues<T> ei
 
 
 class SystemsCall(Call):
-    """A call for the systems of a batch.
-
-    Args:
-        values: the values that it reads; the first are the matrices, ``(*batch, n, n)``.
-        outputs: examples of its outputs.
-        store: stores a value.
+    """A call for the systems of a batch, of which the matrices are ``values[0]``.
 
     Raises:
         UnprintableError: large matrices, or numbers of other types.
     """
 
-    declarations = DECLARATIONS  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
-    addresses = ()
+    declarations = DECLARATIONS
 
     def __init__(
         self, values: Sequence[Value], outputs: Sequence[torch.Tensor], store: Callable[..., None]

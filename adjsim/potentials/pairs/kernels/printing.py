@@ -60,10 +60,7 @@ class PairCall(Call):
         self.inputs = tuple(x for x in (*used, *self.operands) if x is not None)
         self.outputs = tuple(map(self.output, outputs))
         self.addresses = (self.kernel.address, *self.kernel.list_addresses)
-
-    @property
-    def declarations(self) -> str:
-        return f"#define REAL {TYPES[self.kernel.spec.dtype]}\n{text('call.h')}"
+        self.declarations = f"#define REAL {TYPES[self.kernel.spec.dtype]}\n{text('call.h')}"
 
     def lines(self, functions: Sequence[str]) -> list[str]:
         layout = self.kernel.spec
