@@ -29,7 +29,6 @@ from adjsim.potentials.statics.local_hessian import (
     local_hessian,
     positive_factor,
 )
-from adjsim.potentials.statics.response import check_flat_directions, held, products
 
 NEWTON_STEPS = 20
 # Free coordinates above which factors of a sparse Hessian are tried first. Against diagonalisation,
@@ -150,20 +149,16 @@ def _free(fixed: Any, atoms: int) -> Tensor:
         free = ~mask
     elif len(given):
         index = as_indices("fixed", given).cpu().reshape(-1)
-        if not bool(((index >= 0) & (index < atoms)).all()):
+        outside = index[(index < 0) | (index >= atoms)]
+        if len(outside):
             raise ValueError(
-                f"fixed holds {_first_outside(index, atoms)}, and there are {atoms} atoms, from 0 "
-                f"to {atoms - 1}."
+                f"fixed holds {int(outside[0])}, and there are {atoms} atoms, from 0 to "
+                f"{atoms - 1}."
             )
         free[index] = False
     if not bool(free.any()):
         raise ValueError("all atoms are fixed, so there is nothing to minimise: leave one free.")
     return free
-
-
-def _first_outside(index: Tensor, atoms: int) -> int:
-    """Return the first number that is not that of an atom."""
-    return int(index[(index < 0) | (index >= atoms)][0])
 
 
 class _Search:
@@ -229,23 +224,16 @@ class _Search:
     def pseudo_inverse(self, q: Tensor, near: PseudoInverse | None = None) -> PseudoInverse:
         """Make the pseudo-inverse of the Hessian at a position ``(atoms, dim)``.
 
-        Args:
-            q: the position.
-            near: the pseudo-inverse at a position nearby, whose pattern of zeros is tried first.
+        The pattern of zeros of the pseudo-inverse at a position nearby is tried first.
         """
         hessian = Hessian(self.potential, q, self.free)
-        dense = hessian.shape[0] <= DENSE
-        other = near is not None and not isinstance(near, LocalInverse)
-        if dense and (other or hessian.shape[0] <= LOCAL):
-            return DenseInverse(hessian)
-        if other:
-            return IterativeInverse(hessian)
-        known = near.matrix if isinstance(near, LocalInverse) else None
-        pattern = None if known is None else atom_pattern(known, q.shape[-1])
-        matrix = local_hessian(hessian, pattern)
-        if matrix is not None:
-            return LocalInverse(hessian, matrix)
-        return DenseInverse(hessian) if dense else IterativeInverse(hessian)
+        size, known = hessian.shape[0], near.matrix if isinstance(near, LocalInverse) else None
+        if size > min(DENSE, LOCAL) and (near is None or known is not None):
+            pattern = None if known is None else atom_pattern(known, q.shape[-1])
+            matrix = local_hessian(hessian, pattern)
+            if matrix is not None:
+                return LocalInverse(hessian, matrix)
+        return DenseInverse(hessian) if size <= DENSE else IterativeInverse(hessian)
 
     def _descend_by_factors(self, start: Tensor) -> Tensor | None:
         """Follow Newton steps to the rounding of the energy; None if the Hessian is not sparse.
@@ -361,9 +349,10 @@ class _Minimum(torch.autograd.Function):
         for q, v in zip(systems, cotangents[0].reshape(systems.shape), strict=True):
             inverse = search.pseudo_inverse(q)
             inverse.check()
-            check_flat_directions(inverse, parameters)
-            x = inverse.solve(inverse.hessian.restrict(v))
-            along, grads = products(inverse.hessian, x, list(parameters.values()))
-            positions.append(held(inverse.hessian, v + along))
+            inverse.refuse_pushes(parameters)
+            hessian = inverse.hessian
+            x = inverse.solve(hessian.restrict(v))
+            along, grads = hessian.response(x, list(parameters.values()))
+            positions.append(hessian.held(v + along))
             total = [old + g for old, g in zip(total, grads, strict=True)]
         return (None, None, torch.stack(positions).reshape(found.shape), *total)
