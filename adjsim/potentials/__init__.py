@@ -2,7 +2,13 @@
 
 from adjsim.core.declared import declared
 from adjsim.core.rounding import UNROUNDED, Rounding
-from adjsim.potentials.analytic import AsymmetricDoubleWell, DoubleWell, Harmonic, MullerBrown
+from adjsim.potentials.analytic import (
+    AsymmetricDoubleWell,
+    DoubleWell,
+    Harmonic,
+    MullerBrown,
+    SeparablePotential,
+)
 from adjsim.potentials.base import ForceField, Potential, SumForce, SumPotential, force
 from adjsim.potentials.bonded import (
     BondedPotential,
@@ -63,7 +69,6 @@ from adjsim.potentials.pairs.tail import tail_corrections
 from adjsim.potentials.pairs.truncation import ForceShifted, Shifted, Switched, Truncation
 from adjsim.potentials.pairs.wca import WCA
 from adjsim.potentials.pairs.yukawa import Yukawa
-from adjsim.potentials.separable import SeparablePotential
 from adjsim.potentials.signals.actuated import Actuated
 from adjsim.potentials.signals.controls import Controller, NeuralController, OpenLoop
 from adjsim.potentials.signals.signals import CubicSpline, Harmonics, PiecewiseLinear, Signal

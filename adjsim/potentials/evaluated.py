@@ -1,4 +1,4 @@
-"""The base class of potentials and force fields: every evaluation begins with a reading."""
+"""Base classes: modules whose evaluations begin with a reading, and that declare their numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from adjsim.core.declared import Declaring
+from adjsim.core.parameters import register
 from adjsim.core.reading import read
+from adjsim.core.typing import Number
 
 
 def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,3 +61,21 @@ def take_from_base(cls: type, name: str) -> None:
 def terms_of(potential: nn.Module) -> list[nn.Module]:
     """Return the parts of a sum, or the potential itself."""
     return potential.terms() if isinstance(potential, Evaluated) else [potential]
+
+
+class DeclaredModule(Declaring, nn.Module):
+    """A module with declared numbers. One whose default is None may be left out."""
+
+    def __init__(self, *values: Number | None, **named: Number | None) -> None:
+        numbers = self.given(values, named)
+        super().__init__()
+        for name, value in numbers.items():
+            declaration = self.__declared__[name]
+            if value is None and declaration.default is None:
+                self.register_buffer(name, None)
+            else:
+                register(self, name, value, **declaration.rule)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse numbers that do not go together."""

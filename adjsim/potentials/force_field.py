@@ -49,7 +49,7 @@ class ForceFieldPotential(SumPotential):
         self, labels: Mapping[str, Sequence[str]] | None = None, **parts: nn.Module
     ) -> None:
         # The parts are attributes of the sum itself, not entries of a list.
-        super(SumPotential, self).__init__()
+        nn.Module.__init__(self)
         if not parts:
             raise ValueError("a force field needs at least one part.")
         for name, part in parts.items():

@@ -15,6 +15,8 @@ from adjsim.core.rounding import UNROUNDED, Rounding, straight_through
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Positions
 
+Tensors: TypeAlias = Sequence[Tensor]
+
 
 @dataclass(frozen=True)
 class DeferredVJP:
@@ -35,7 +37,7 @@ class DeferredVJP:
     weight: Tensor
     x: Tensor
 
-    def gradient(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    def gradient(self, parameters: Tensors) -> list[Tensor | None]:
         """Compute the gradients; None for parameters that the function does not depend on.
 
         Raises:
@@ -57,7 +59,7 @@ class VJPSum:
 
     terms: tuple[ParameterVJP, ...]
 
-    def gradient(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    def gradient(self, parameters: Tensors) -> list[Tensor | None]:
         """Compute the sums; None for parameters that no term depends on."""
         total: list[Tensor | None] = [None] * len(parameters)
         for term in self.terms:
@@ -74,10 +76,7 @@ Pullback = Callable[[Tensor], tuple[Tensor, ParameterVJP]]
 
 
 def energy_vjp(
-    potential: nn.Module,
-    position: Positions,
-    parameters: Sequence[Tensor],
-    rounding: Rounding = UNROUNDED,
+    potential: nn.Module, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
 ) -> tuple[Tensor, Pullback]:
     """Compute the force and its product by automatic differentiation of the energy alone.
 
@@ -132,6 +131,32 @@ def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return slope if keeps_graph else slope.detach()
 
 
+class Elementwise:
+    """A function u(x), whose derivatives follow from it where they are not written."""
+
+    def element(self, x: Tensor) -> Tensor:
+        """Compute u(x), elementwise."""
+        raise TypeError(f"{type(self).__name__} has no element(x).")
+
+    def slope(self, x: Tensor) -> Tensor:
+        """Compute du/dx, elementwise."""
+        return derivative(self.element, x)
+
+    def curvature(self, x: Tensor) -> Tensor:
+        """Compute d2u/dx2, elementwise."""
+        return derivative(self.slope, x)
+
+
+def with_fewer_axes(rounding: Rounding, count: int) -> Rounding:
+    """Return a rounding of contributions with so many axes fewer than those of pairs."""
+    if not rounding.rounds or not rounding.spacing.ndim:
+        return rounding
+    spacing = rounding.spacing
+    for _ in range(count):
+        spacing = spacing.squeeze(-1)
+    return Rounding(spacing)
+
+
 def derived_force(potential: nn.Module, position: Tensor, rounding: Rounding = UNROUNDED) -> Tensor:
     """Compute the force by automatic differentiation of the energy."""
     smooth = -derivative(potential, position)
@@ -144,10 +169,7 @@ def derived_force(potential: nn.Module, position: Tensor, rounding: Rounding = U
 
 
 def autograd_vjp(
-    function: Callable[[Tensor], Tensor],
-    module: nn.Module,
-    position: Tensor,
-    parameters: Sequence[Tensor],
+    function: Callable[[Tensor], Tensor], module: nn.Module, position: Tensor, parameters: Tensors
 ) -> tuple[Tensor, Pullback]:
     """Compute a force and its product by automatic differentiation of the force."""
     with torch.enable_grad():
@@ -157,7 +179,7 @@ def autograd_vjp(
     return value.detach(), _pullback(value, q, parameters)
 
 
-def _pullback(value: Tensor, q: Tensor, parameters: Sequence[Tensor]) -> Pullback:
+def _pullback(value: Tensor, q: Tensor, parameters: Tensors) -> Pullback:
     def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         if not value.requires_grad:
             return torch.zeros_like(q), [None] * len(parameters)

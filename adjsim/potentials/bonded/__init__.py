@@ -3,10 +3,9 @@
 from adjsim.potentials.bonded.angles import CosineAngle, HarmonicAngle, UreyBradley
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.bonds import HarmonicBond, MorseBond
-from adjsim.potentials.bonded.impropers import HarmonicImproper
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.bonded.restraints import FlatBottomRestraint, PositionRestraint
-from adjsim.potentials.bonded.torsions import PeriodicTorsion, RyckaertBellemans
+from adjsim.potentials.bonded.torsions import HarmonicImproper, PeriodicTorsion, RyckaertBellemans
 
 __all__ = [
     "BondedPotential",

@@ -66,7 +66,7 @@ class Restraint(BondedPotential):
     def _from_points(self, places: Vector) -> list[Vector]:
         points = self.position.to(places[0]).T
         rows = points.split([part.shape[-2] for part in places])
-        return [self._nearest(subtracted(places, rows))]
+        return self._to_nearest([subtracted(places, rows)])
 
     def virial(self, position: Positions) -> Tensor:
         raise TypeError(

@@ -6,25 +6,32 @@ loop computes all components of an element together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add, mul, sub
+from typing import Any, TypeAlias
 
 from torch import Tensor
+
+from adjsim.core.coordinates import added as vector_added
+from adjsim.core.coordinates import cross, dot
 
 Matrix: TypeAlias = Sequence[Sequence[Tensor]]
 
 
+def each(function: Callable[..., Any], *matrices: Matrix) -> Matrix:
+    """Apply a function to the components of matrices."""
+    return [list(map(function, *rows)) for rows in zip(*matrices, strict=True)]
+
+
 def inner(a: Matrix, b: Matrix) -> Tensor:
     """Compute ``A : B``, the sum of products of components."""
-    first, *rest = [x * y for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
-    for product in rest:
-        first = first + product
-    return first
+    return reduce(add, [x for row in each(mul, a, b) for x in row])
 
 
 def product(a: Matrix, b: Matrix) -> Matrix:
     """Compute ``A B``."""
-    return [[_dot(row, column) for column in zip(*b, strict=True)] for row in a]
+    return [[dot(row, column) for column in zip(*b, strict=True)] for row in a]
 
 
 def transposed(a: Matrix) -> Matrix:
@@ -34,17 +41,17 @@ def transposed(a: Matrix) -> Matrix:
 
 def combined(x: Tensor, a: Matrix, y: Tensor, b: Matrix) -> Matrix:
     """Compute ``x A + y B``."""
-    return [[x * p + y * q for p, q in zip(u, v, strict=True)] for u, v in zip(a, b, strict=True)]
+    return each(lambda p, q: x * p + y * q, a, b)
 
 
 def added(a: Matrix, b: Matrix) -> Matrix:
     """Compute ``A + B``."""
-    return [[p + q for p, q in zip(u, v, strict=True)] for u, v in zip(a, b, strict=True)]
+    return each(add, a, b)
 
 
 def subtracted(a: Matrix, b: Matrix) -> Matrix:
     """Compute ``A - B``."""
-    return [[p - q for p, q in zip(u, v, strict=True)] for u, v in zip(a, b, strict=True)]
+    return each(sub, a, b)
 
 
 def diagonal_added(a: Matrix, x: Tensor | float) -> Matrix:
@@ -54,15 +61,12 @@ def diagonal_added(a: Matrix, x: Tensor | float) -> Matrix:
 
 def trace(a: Matrix) -> Tensor:
     """Compute the sum of the diagonal."""
-    first, *rest = [row[i] for i, row in enumerate(a)]
-    for x in rest:
-        first = first + x
-    return first
+    return reduce(add, [row[i] for i, row in enumerate(a)])
 
 
 def scaled(x: Tensor | float, a: Matrix) -> Matrix:
     """Compute ``x A``."""
-    return [[x * p for p in row] for row in a]
+    return each(lambda p: x * p, a)
 
 
 def cofactors(f: Matrix) -> Matrix:
@@ -74,7 +78,7 @@ def cofactors(f: Matrix) -> Matrix:
     if len(f) == 2:
         (a, b), (c, d) = f
         return [[d, -c], [-b, a]]
-    return [_cross(f[1], f[2]), _cross(f[2], f[0]), _cross(f[0], f[1])]
+    return [cross(f[1], f[2]), cross(f[2], f[0]), cross(f[0], f[1])]
 
 
 def cofactors_along(f: Matrix, df: Matrix) -> Matrix:
@@ -82,27 +86,9 @@ def cofactors_along(f: Matrix, df: Matrix) -> Matrix:
     if len(f) == 2:
         return cofactors(df)
     pairs = ((1, 2), (2, 0), (0, 1))
-    return [
-        [x + y for x, y in zip(_cross(df[i], f[j]), _cross(f[i], df[j]), strict=True)]
-        for i, j in pairs
-    ]
+    return [vector_added(cross(df[i], f[j]), cross(f[i], df[j])) for i, j in pairs]
 
 
 def determinant(f: Matrix, cofactor: Matrix) -> Tensor:
     """Compute det F from its first row and its cofactors."""
-    return _dot(f[0], cofactor[0])
-
-
-def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    first, *rest = [x * y for x, y in zip(a, b, strict=True)]
-    for term in rest:
-        first = first + term
-    return first
-
-
-def _cross(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        a[1] * b[2] - a[2] * b[1],
-        a[2] * b[0] - a[0] * b[2],
-        a[0] * b[1] - a[1] * b[0],
-    ]
+    return dot(f[0], cofactor[0])

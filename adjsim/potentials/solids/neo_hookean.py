@@ -11,6 +11,7 @@ from adjsim.potentials.solids.matrices import (
     cofactors_along,
     combined,
     determinant,
+    each,
     inner,
 )
 
@@ -46,10 +47,7 @@ class NeoHookeanMaterial(Material):
         both = lam + mu
         t, rate = both * self.growth - mu, both * inner(self.cofactor, df)
         turned = cofactors_along(self.f, df)
-        return [
-            [mu * x + t * y + rate * z for x, y, z in zip(p, q, r, strict=True)]
-            for p, q, r in zip(df, turned, self.cofactor, strict=True)
-        ]
+        return each(lambda x, y, z: mu * x + t * y + rate * z, df, turned, self.cofactor)
 
 
 class NeoHookean(ElasticPotential):

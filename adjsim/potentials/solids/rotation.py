@@ -41,8 +41,7 @@ def rotation(f: Matrix) -> Matrix:
     """Compute R, differentiable any number of times."""
     if not torch.is_grad_enabled():
         return _rotation(f)
-    joined = torch.stack([torch.stack(list(row)) for row in f])
-    return [list(row.unbind(0)) for row in _Rotation.apply(joined).unbind(0)]
+    return _apart(_Rotation.apply(_joined(f)))
 
 
 def rotation_along(f: Matrix, r: Matrix, df: Matrix) -> Matrix:
