@@ -1,176 +1,100 @@
 """Potentials: energy functions and their forces."""
 
-from adjsim.core.declared import declared
-from adjsim.core.rounding import UNROUNDED, Rounding
-from adjsim.potentials.analytic import (
-    AsymmetricDoubleWell,
-    DoubleWell,
-    Harmonic,
-    MullerBrown,
-    SeparablePotential,
-)
-from adjsim.potentials.base import ForceField, Potential, SumForce, SumPotential, force
-from adjsim.potentials.bonded import (
-    BondedPotential,
-    CosineAngle,
-    ExplicitPairs,
-    FlatBottomRestraint,
-    HarmonicAngle,
-    HarmonicBond,
-    HarmonicImproper,
-    MorseBond,
-    PeriodicTorsion,
-    PositionRestraint,
-    RyckaertBellemans,
-    ScaledPairs,
-    UreyBradley,
-)
-from adjsim.potentials.charges.coulomb import Coulomb, ReactionField, Wolf
-from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
-from adjsim.potentials.contact import (
-    Barrier,
-    Box,
-    Contact,
-    Cylinder,
-    Inside,
-    Moving,
-    MovingContact,
-    ParticleContact,
-    Penalty,
-    Plane,
-    PlaneContact,
-    Quadratic,
-    Softplus,
-    Sphere,
-    Surface,
-    SurfaceContact,
-)
-from adjsim.potentials.force_field import ForceFieldPotential
-from adjsim.potentials.gravity import Gravity
-from adjsim.potentials.learnt.graph import GraphForce, GraphPotential
-from adjsim.potentials.learnt.mace import MACEPotential
-from adjsim.potentials.learnt.networks import (
-    ForceModel,
-    InPrecision,
-    MessagePassing,
-    PairNetwork,
-    RadialBasis,
-)
-from adjsim.potentials.pairs.base import PairPotential
-from adjsim.potentials.pairs.buckingham import Buckingham
-from adjsim.potentials.pairs.gaussian_core import GaussianCore
-from adjsim.potentials.pairs.lennard_jones import LennardJones
-from adjsim.potentials.pairs.mie import Mie, SoftSphere
-from adjsim.potentials.pairs.mixing import kong, lorentz_berthelot
-from adjsim.potentials.pairs.morse import Morse
-from adjsim.potentials.pairs.noble import NOBLE_GASES, LennardJonesMixture, NobleGas
-from adjsim.potentials.pairs.radial import RadialPotential
-from adjsim.potentials.pairs.tail import tail_corrections
-from adjsim.potentials.pairs.truncation import ForceShifted, Shifted, Switched, Truncation
-from adjsim.potentials.pairs.wca import WCA
-from adjsim.potentials.pairs.yukawa import Yukawa
-from adjsim.potentials.signals.actuated import Actuated
-from adjsim.potentials.signals.controls import Controller, NeuralController, OpenLoop
-from adjsim.potentials.signals.signals import CubicSpline, Harmonics, PiecewiseLinear, Signal
-from adjsim.potentials.solids import (
-    CorotatedLinear,
-    ElasticPotential,
-    NeoHookean,
-    StVenantKirchhoff,
-)
-from adjsim.potentials.solids.bending import HingeBending
-from adjsim.potentials.solvent import GeneralizedBorn
+import types
 
-__all__ = [
-    "NOBLE_GASES",
-    "UNROUNDED",
-    "WCA",
-    "Actuated",
-    "AsymmetricDoubleWell",
-    "Barrier",
-    "BondedPotential",
-    "Box",
-    "Buckingham",
-    "Contact",
-    "Controller",
-    "CorotatedLinear",
-    "CosineAngle",
-    "Coulomb",
-    "CubicSpline",
-    "Cylinder",
-    "DoubleWell",
-    "ElasticPotential",
-    "Ewald",
-    "ExplicitPairs",
-    "FlatBottomRestraint",
-    "ForceField",
-    "ForceFieldPotential",
-    "ForceModel",
-    "ForceShifted",
-    "GaussianCore",
-    "GeneralizedBorn",
-    "GraphForce",
-    "GraphPotential",
-    "Gravity",
-    "Harmonic",
-    "HarmonicAngle",
-    "HarmonicBond",
-    "HarmonicImproper",
-    "Harmonics",
-    "HingeBending",
-    "InPrecision",
-    "Inside",
-    "LennardJones",
-    "LennardJonesMixture",
-    "MACEPotential",
-    "MessagePassing",
-    "Mie",
-    "Morse",
-    "MorseBond",
-    "Moving",
-    "MovingContact",
-    "MullerBrown",
-    "NeoHookean",
-    "NeuralController",
-    "NobleGas",
-    "OpenLoop",
-    "PairNetwork",
-    "PairPotential",
-    "ParticleContact",
-    "ParticleMeshEwald",
-    "Penalty",
-    "PeriodicTorsion",
-    "PiecewiseLinear",
-    "Plane",
-    "PlaneContact",
-    "PositionRestraint",
-    "Potential",
-    "Quadratic",
-    "RadialBasis",
-    "RadialPotential",
-    "ReactionField",
-    "Rounding",
-    "RyckaertBellemans",
-    "ScaledPairs",
-    "SeparablePotential",
-    "Shifted",
-    "Signal",
-    "SoftSphere",
-    "Softplus",
-    "Sphere",
-    "StVenantKirchhoff",
-    "SumForce",
-    "SumPotential",
-    "Surface",
-    "SurfaceContact",
-    "Switched",
-    "Truncation",
-    "UreyBradley",
-    "Wolf",
-    "Yukawa",
-    "declared",
-    "force",
-    "kong",
-    "lorentz_berthelot",
-    "tail_corrections",
-]
+from adjsim.core.declared import declared as declared
+from adjsim.core.rounding import UNROUNDED as UNROUNDED
+from adjsim.core.rounding import Rounding as Rounding
+from adjsim.potentials.analytic import AsymmetricDoubleWell as AsymmetricDoubleWell
+from adjsim.potentials.analytic import DoubleWell as DoubleWell
+from adjsim.potentials.analytic import Harmonic as Harmonic
+from adjsim.potentials.analytic import MullerBrown as MullerBrown
+from adjsim.potentials.analytic import SeparablePotential as SeparablePotential
+from adjsim.potentials.base import ForceField as ForceField
+from adjsim.potentials.base import Potential as Potential
+from adjsim.potentials.base import SumForce as SumForce
+from adjsim.potentials.base import SumPotential as SumPotential
+from adjsim.potentials.base import force as force
+from adjsim.potentials.bonded.angles import CosineAngle as CosineAngle
+from adjsim.potentials.bonded.angles import HarmonicAngle as HarmonicAngle
+from adjsim.potentials.bonded.angles import UreyBradley as UreyBradley
+from adjsim.potentials.bonded.base import BondedPotential as BondedPotential
+from adjsim.potentials.bonded.bonds import HarmonicBond as HarmonicBond
+from adjsim.potentials.bonded.bonds import MorseBond as MorseBond
+from adjsim.potentials.bonded.pairs import ExplicitPairs as ExplicitPairs
+from adjsim.potentials.bonded.pairs import ScaledPairs as ScaledPairs
+from adjsim.potentials.bonded.restraints import FlatBottomRestraint as FlatBottomRestraint
+from adjsim.potentials.bonded.restraints import PositionRestraint as PositionRestraint
+from adjsim.potentials.bonded.torsions import HarmonicImproper as HarmonicImproper
+from adjsim.potentials.bonded.torsions import PeriodicTorsion as PeriodicTorsion
+from adjsim.potentials.bonded.torsions import RyckaertBellemans as RyckaertBellemans
+from adjsim.potentials.charges.coulomb import Coulomb as Coulomb
+from adjsim.potentials.charges.coulomb import ReactionField as ReactionField
+from adjsim.potentials.charges.coulomb import Wolf as Wolf
+from adjsim.potentials.charges.ewald import Ewald as Ewald
+from adjsim.potentials.charges.ewald import ParticleMeshEwald as ParticleMeshEwald
+from adjsim.potentials.contact.base import Contact as Contact
+from adjsim.potentials.contact.base import MovingContact as MovingContact
+from adjsim.potentials.contact.base import PlaneContact as PlaneContact
+from adjsim.potentials.contact.base import SurfaceContact as SurfaceContact
+from adjsim.potentials.contact.particles import ParticleContact as ParticleContact
+from adjsim.potentials.contact.penalties import Barrier as Barrier
+from adjsim.potentials.contact.penalties import Penalty as Penalty
+from adjsim.potentials.contact.penalties import Quadratic as Quadratic
+from adjsim.potentials.contact.penalties import Softplus as Softplus
+from adjsim.potentials.contact.surfaces import Box as Box
+from adjsim.potentials.contact.surfaces import Cylinder as Cylinder
+from adjsim.potentials.contact.surfaces import Inside as Inside
+from adjsim.potentials.contact.surfaces import Moving as Moving
+from adjsim.potentials.contact.surfaces import Plane as Plane
+from adjsim.potentials.contact.surfaces import Sphere as Sphere
+from adjsim.potentials.contact.surfaces import Surface as Surface
+from adjsim.potentials.force_field import ForceFieldPotential as ForceFieldPotential
+from adjsim.potentials.gravity import Gravity as Gravity
+from adjsim.potentials.learnt.graph import GraphForce as GraphForce
+from adjsim.potentials.learnt.graph import GraphPotential as GraphPotential
+from adjsim.potentials.learnt.mace import MACEPotential as MACEPotential
+from adjsim.potentials.learnt.networks import ForceModel as ForceModel
+from adjsim.potentials.learnt.networks import InPrecision as InPrecision
+from adjsim.potentials.learnt.networks import MessagePassing as MessagePassing
+from adjsim.potentials.learnt.networks import PairNetwork as PairNetwork
+from adjsim.potentials.learnt.networks import RadialBasis as RadialBasis
+from adjsim.potentials.pairs.base import PairPotential as PairPotential
+from adjsim.potentials.pairs.buckingham import Buckingham as Buckingham
+from adjsim.potentials.pairs.gaussian_core import GaussianCore as GaussianCore
+from adjsim.potentials.pairs.lennard_jones import LennardJones as LennardJones
+from adjsim.potentials.pairs.mie import Mie as Mie
+from adjsim.potentials.pairs.mie import SoftSphere as SoftSphere
+from adjsim.potentials.pairs.mixing import kong as kong
+from adjsim.potentials.pairs.mixing import lorentz_berthelot as lorentz_berthelot
+from adjsim.potentials.pairs.morse import Morse as Morse
+from adjsim.potentials.pairs.noble import NOBLE_GASES as NOBLE_GASES
+from adjsim.potentials.pairs.noble import LennardJonesMixture as LennardJonesMixture
+from adjsim.potentials.pairs.noble import NobleGas as NobleGas
+from adjsim.potentials.pairs.radial import RadialPotential as RadialPotential
+from adjsim.potentials.pairs.tail import tail_corrections as tail_corrections
+from adjsim.potentials.pairs.truncation import ForceShifted as ForceShifted
+from adjsim.potentials.pairs.truncation import Shifted as Shifted
+from adjsim.potentials.pairs.truncation import Switched as Switched
+from adjsim.potentials.pairs.truncation import Truncation as Truncation
+from adjsim.potentials.pairs.wca import WCA as WCA
+from adjsim.potentials.pairs.yukawa import Yukawa as Yukawa
+from adjsim.potentials.signals.actuated import Actuated as Actuated
+from adjsim.potentials.signals.controls import Controller as Controller
+from adjsim.potentials.signals.controls import NeuralController as NeuralController
+from adjsim.potentials.signals.controls import OpenLoop as OpenLoop
+from adjsim.potentials.signals.signals import CubicSpline as CubicSpline
+from adjsim.potentials.signals.signals import Harmonics as Harmonics
+from adjsim.potentials.signals.signals import PiecewiseLinear as PiecewiseLinear
+from adjsim.potentials.signals.signals import Signal as Signal
+from adjsim.potentials.solids.base import ElasticPotential as ElasticPotential
+from adjsim.potentials.solids.bending import HingeBending as HingeBending
+from adjsim.potentials.solids.corotated import CorotatedLinear as CorotatedLinear
+from adjsim.potentials.solids.neo_hookean import NeoHookean as NeoHookean
+from adjsim.potentials.solids.st_venant_kirchhoff import StVenantKirchhoff as StVenantKirchhoff
+from adjsim.potentials.solvent import GeneralizedBorn as GeneralizedBorn
+
+# The names that are imported as themselves are public.
+__all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
+    name for name, x in vars().items() if name[0] != "_" and not isinstance(x, types.ModuleType)
+)

@@ -12,9 +12,9 @@ import adjsim
 from adjsim import meshes
 from adjsim.core.rounding import Rounding
 from adjsim.meshes import Mesh
+from adjsim.potentials import CorotatedLinear, NeoHookean, StVenantKirchhoff
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.products import derivative
-from adjsim.potentials.solids import CorotatedLinear, NeoHookean, StVenantKirchhoff
 from adjsim.potentials.solids.rotation import rotation
 from tests.bonded import close
 from tests.problems import parameter, slow_but
