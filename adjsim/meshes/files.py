@@ -34,13 +34,7 @@ Frames: TypeAlias = Iterable[tuple[float, meshio.Mesh]]
 
 
 def read_cells(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Read the vertices of a file and its cells, by the names of :class:`~adjsim.meshes.Mesh`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ModuleNotFoundError: the format needs a package that is not installed.
-        ValueError: a file that meshio cannot read, cells of another kind, no cells.
-    """
+    """Read the vertices of a file and its cells, by the names of :class:`~adjsim.meshes.Mesh`."""
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}.")
     _check_suffix(path)
@@ -73,13 +67,7 @@ def write_cells(
     point_data: Mapping[str, Array],
     cell_data: Mapping[str, Array],
 ) -> None:
-    """Write a mesh with fields.
-
-    Raises:
-        ModuleNotFoundError: the format needs a package that is not installed.
-        ValueError: a suffix that meshio does not know, a format that does not keep the elements or
-            the fields, a field of another length, fields of cells of two kinds.
-    """
+    """Write a mesh with fields; see :func:`adjsim.meshes.write`."""
     _check_suffix(path)
     if path.suffix in TETGEN:
         raise ValueError(f"the format of {path.name!r} is a pair of files, only read; use .vtu.")

@@ -24,7 +24,7 @@ from adjsim.core.module_cache import refuse_written, version_of
 from adjsim.core.reading import read
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
-from adjsim.potentials.evaluated import FOLLOWING, Evaluated, take_from_base, terms_of
+from adjsim.potentials.evaluated import FOLLOWING, Evaluated, terms_of
 from adjsim.potentials.products import (
     ParameterVJP,
     Pullback,
@@ -62,7 +62,9 @@ class Potential(Evaluated):
         for written, following in FOLLOWING.items():
             if written in vars(cls) and not inherits_forces:
                 for name in following:
-                    take_from_base(cls, name)
+                    having = [kind for kind in cls.__mro__ if name in vars(kind)]
+                    if having and having[0] not in (cls, having[-1]):
+                        setattr(cls, name, vars(having[-1])[name])
 
     def __call__(self, position: Positions, *, box: Array | None = None) -> Energies:
         given = None if box is None else as_box(box)
@@ -113,7 +115,7 @@ class Potential(Evaluated):
 class ClosedForm(Potential):
     """A potential that computes its force and the product of the force in closed form."""
 
-    def linearised(self, position: Tensor, rounding: Rounding) -> tuple[Tensor, Pullback]:
+    def linearised(self, position: Tensor, rounding: Rounding, /) -> tuple[Tensor, Pullback]:
         """Compute the force with a graph, and its product, which is called without one."""
         raise TypeError(f"{type(self).__name__} has no linearised(position, rounding).")
 
@@ -169,7 +171,6 @@ class _Sum(Evaluated):
     """The parts of a sum, which have one box."""
 
     kinds: ClassVar[tuple[str, str]]
-    parts: Sequence[nn.Module] | nn.ModuleList
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
@@ -348,10 +349,9 @@ def force_vjp(
     t: Any = 0.0,
     rounding: Rounding = UNROUNDED,
 ) -> tuple[Tensor, Pullback]:
-    """Compute the force, detached, and its vector-Jacobian product.
+    """Compute the force, detached, and its product with respect to the position and ``parameters``.
 
-    The product is with respect to the position and ``parameters``. The position must not require
-    grad; the product may be taken once.
+    The position must not require grad; the product may be taken once.
     """
     position, potential = materialise(position), read(potential)
     version = version_of(position)

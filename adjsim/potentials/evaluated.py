@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -42,20 +42,12 @@ class Evaluated(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in ("force", "force_vjp", "virial"):
-            if name in vars(cls):
-                setattr(cls, name, _reads(vars(cls)[name]))
+        for name in {"force", "force_vjp", "virial"} & vars(cls).keys():
+            setattr(cls, name, _reads(vars(cls)[name]))
 
     def terms(self) -> list[nn.Module]:
         """Return the parts of a sum, or the module itself."""
         return [self]
-
-
-def take_from_base(cls: type, name: str) -> None:
-    """Give a class that does not write a method that of the first class that has it."""
-    having = [kind for kind in cls.__mro__ if name in vars(kind)]
-    if having and having[0] is not cls and having[0] is not having[-1]:
-        setattr(cls, name, vars(having[-1])[name])
 
 
 def terms_of(potential: nn.Module) -> list[nn.Module]:
@@ -74,7 +66,7 @@ class DeclaredModule(Declaring, nn.Module):
             if value is None and declaration.default is None:
                 self.register_buffer(name, None)
             else:
-                register(self, name, value, **declaration.rule)
+                register(self, name, cast(Number, value), **declaration.rule)
         self.validate()
 
     def validate(self) -> None:

@@ -20,16 +20,10 @@ Tensors: TypeAlias = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class DeferredVJP:
-    """A deferred gradient of ``sum of weight . function(x; theta)`` with respect to theta.
+    """A deferred gradient of ``sum of weight . function(x; theta)`` by the theta of a module.
 
     Deferred gradients of the same function may be stacked along a new leading axis and computed
     together. This spares small systems the overhead of one autograd call per step.
-
-    Args:
-        module: the module with the parameters theta.
-        function: of x, elementwise.
-        weight: the cotangent of its value.
-        x: the point of evaluation.
     """
 
     module: nn.Module
@@ -38,12 +32,7 @@ class DeferredVJP:
     x: Tensor
 
     def gradient(self, parameters: Tensors) -> list[Tensor | None]:
-        """Compute the gradients; None for parameters that the function does not depend on.
-
-        Raises:
-            ValueError: the function depends on a tensor that requires grad and is not one of the
-                parameters.
-        """
+        """Compute the gradients, None without dependence; refuse a dependence on other tensors."""
         with torch.enable_grad():
             value = self.function(self.x)
         refuse_unknown(value, self.module, parameters, f"the force of {type(self.module).__name__}")
@@ -64,10 +53,8 @@ class VJPSum:
         total: list[Tensor | None] = [None] * len(parameters)
         for term in self.terms:
             found = term if isinstance(term, list) else term.gradient(parameters)
-            total = [
-                x if y is None else y if x is None else x + y
-                for x, y in zip(total, found, strict=True)
-            ]
+            pairs = zip(total, found, strict=True)
+            total = [x if y is None else y if x is None else x + y for x, y in pairs]
         return total
 
 
@@ -78,10 +65,7 @@ Pullback = Callable[[Tensor], tuple[Tensor, ParameterVJP]]
 def energy_vjp(
     potential: nn.Module, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
 ) -> tuple[Tensor, Pullback]:
-    """Compute the force and its product by automatic differentiation of the energy alone.
-
-    The energy is evaluated once, and with a rounding once more; see :meth:`Potential.force`.
-    """
+    """Compute the force and its product by automatic differentiation of the energy alone."""
     if torch.compiler.is_compiling() or in_transform():
         return autograd_vjp(
             lambda q: derived_force(potential, q, rounding), potential, position, parameters
@@ -107,9 +91,8 @@ def energy_vjp(
 def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Compute ``d(sum of function)/dx``, with a graph when grad mode is on.
 
-    The cost does not depend on how x was computed: the function is applied to a view of x, and
-    autograd stops at the node of this view. If it differentiated with respect to x itself where x
-    is a leaf, it would visit every operation of the graph.
+    The function is applied to a view of x, at whose node autograd stops. So the cost does not
+    depend on how x was computed.
     """
     if torch.compiler.is_compiling() or in_transform():
         return torch.func.grad(lambda y: function(y).sum())(x)
@@ -134,15 +117,15 @@ def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class Elementwise:
     """A function u(x), whose derivatives follow from it where they are not written."""
 
-    def element(self, x: Tensor) -> Tensor:
+    def element(self, x: Tensor, /) -> Tensor:
         """Compute u(x), elementwise."""
         raise TypeError(f"{type(self).__name__} has no element(x).")
 
-    def slope(self, x: Tensor) -> Tensor:
+    def slope(self, x: Tensor, /) -> Tensor:
         """Compute du/dx, elementwise."""
         return derivative(self.element, x)
 
-    def curvature(self, x: Tensor) -> Tensor:
+    def curvature(self, x: Tensor, /) -> Tensor:
         """Compute d2u/dx2, elementwise."""
         return derivative(self.slope, x)
 

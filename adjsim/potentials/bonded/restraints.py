@@ -33,10 +33,8 @@ class Restraint(BondedPotential):
         if name != "position":
             super().register_term_parameter(name, value, **rule)
             return
-        register(
-            self, name, value, shapes=[(len(self.index), "dim")],
-            each="a point for each restrained atom",
-        )  # fmt: skip
+        each = "a point for each restrained atom"
+        register(self, name, value, shapes=[(len(self.index), "dim")], each=each)
 
     def displacements(self, position: Positions) -> list[Vector]:
         self._check_position(position)
@@ -60,8 +58,7 @@ class Restraint(BondedPotential):
     def _pull(self, place: Tensor) -> Tensor:
         """Compute the force on the restrained atoms, ``(*batch, dim, terms)``."""
         x = self.coordinate(*self._from_points([place]))
-        (pull,) = self._pulls(x, self.slope(x.value), UNROUNDED)
-        return whole(pull)
+        return whole(self._pulls(x, self.slope(x.value), UNROUNDED)[0])
 
     def _from_points(self, places: Vector) -> list[Vector]:
         points = self.position.to(places[0]).T

@@ -37,6 +37,7 @@ class SurfaceContact(nn.Module, ABC):
         penalty: the energy of a vertex as a function of its gap.
     """
 
+    surface: Surface | Moving
     penalty: Penalty
     _chosen: Tensor | None
 
@@ -50,8 +51,7 @@ class SurfaceContact(nn.Module, ABC):
                 "penalty must be Quadratic(stiffness), Softplus(stiffness, width) or "
                 f"Barrier(stiffness, distance); got {describe_type(penalty)}."
             )
-        self.surface = surface
-        self.penalty = penalty
+        self.surface, self.penalty = surface, penalty
         with outside_inference_mode():
             chosen = None if index is None else _mask(index)
             self.register_buffer("_chosen", chosen, persistent=False)
@@ -61,9 +61,9 @@ class SurfaceContact(nn.Module, ABC):
         """Refuse a surface of the other kind, or no surface."""
 
     @property
-    @abstractmethod
     def _resting(self) -> Surface:
         """The surface where it was at first."""
+        return self.surface.surface if isinstance(self.surface, Moving) else self.surface
 
     def _shift(self, like: Tensor, t: Any) -> Tensor | None:
         """Compute by how much the surface has moved, ``(dim,)``; None at rest."""
@@ -103,11 +103,7 @@ class SurfaceContact(nn.Module, ABC):
         return self._masked(self.gap(position, t), torch.inf) - lowest
 
     def refuse_penetration(self, position: Positions, t: Any = 0.0) -> None:
-        """Raise if a vertex is behind the surface by more than the penalty allows.
-
-        Raises:
-            ValueError: it names the vertex, its gap and the ways out.
-        """
+        """Refuse a vertex that is behind the surface by more than the penalty allows."""
         lowest = self.penalty.lowest
         with torch.no_grad():
             margin = self.margin(position, t)
@@ -123,7 +119,7 @@ class SurfaceContact(nn.Module, ABC):
             )
 
     def _relative(self, position: Tensor, t: Any) -> Tensor:
-        """Return positions relative to where the surface was at first."""
+        """Return positions relative to the surface where it was at first."""
         shift = self._shift(position, t)
         return position if shift is None else position - shift
 
@@ -148,18 +144,15 @@ class SurfaceContact(nn.Module, ABC):
         chosen = torch.cat([self._chosen, self._chosen.new_zeros(rest)])
         return torch.where(chosen, x, fill)
 
-    def _energy(self, x: Tensor) -> Tensor:
-        """Compute the energies of positions relative to the surface."""
-        return self._masked(self.penalty.element(self._coordinate(x).value)).sum((-1, -2))
-
     def _slope(self, gap: Coordinate) -> Tensor:
         return self._masked(self.penalty.slope(gap.value))
 
     def _push(self, x: Tensor) -> Tensor:
         """Compute the forces at positions relative to the surface."""
-        return self._linearised_push(x)[0]
+        return self.linearised(x, UNROUNDED)[0]
 
-    def _linearised_push(self, x: Tensor) -> tuple[Tensor, Pullback]:
+    def linearised(self, x: Tensor, rounding: Rounding) -> tuple[Tensor, Pullback]:
+        # A vertex has one contribution, so there is no sum to round for.
         gap = self._coordinate(x)
         slope = self._slope(gap)
         (normal,) = gap.gradient
@@ -202,16 +195,9 @@ class Contact(SurfaceContact, ClosedForm, inherits_forces=True):
                 f"{describe_type(surface)}."
             )
 
-    @property
-    def _resting(self) -> Surface:
-        return self.surface
-
     def forward(self, position: Positions) -> Energies:
-        return self._energy(position)
-
-    def linearised(self, position: Tensor, rounding: Rounding) -> tuple[Tensor, Pullback]:
-        # A vertex has one contribution, so there is no sum to round for.
-        return self._linearised_push(position)
+        gap = self._coordinate(position).value
+        return self._masked(self.penalty.element(gap)).sum((-1, -2))
 
 
 class MovingContact(SurfaceContact, ForceField):
@@ -236,10 +222,6 @@ class MovingContact(SurfaceContact, ForceField):
                 f"surface must be Moving(surface, path); got {describe_type(surface)}. For a "
                 "surface at rest use Contact(surface, penalty)."
             )
-
-    @property
-    def _resting(self) -> Surface:
-        return self.surface.surface
 
     def _shift(self, like: Tensor, t: Any) -> Tensor:
         found, dim = self.surface.path(t), self._resting.dim
@@ -269,7 +251,7 @@ class MovingContact(SurfaceContact, ForceField):
             shift = self._shift(position, t)
         refuse_unknown(shift, self, parameters, f"the path of {type(self._resting).__name__}")
         with torch.no_grad():
-            value, product = self._linearised_push(position - shift)
+            value, product = self.linearised(position - shift, rounding)
 
         def pullback(v: Tensor) -> tuple[Tensor, VJPSum]:
             with torch.no_grad():

@@ -197,13 +197,13 @@ class Barrier(Penalty):
         g, x, scale, distance = self._parts(gap)
         log, rest, beyond = x.log(), 1 - x, gap - g
         value = -distance * distance * rest * rest * log
-        value = value + beyond * (self._slope(distance, x, log) + 0.5 * beyond * _bend(x, log))
+        value = value + beyond * (_slope(distance, x, log) + 0.5 * beyond * _bend(x, log))
         return torch.where(gap >= distance, 0.0, scale * value)
 
     def slope(self, gap: Tensor) -> Tensor:
         g, x, scale, distance = self._parts(gap)
         log = x.log()
-        value = self._slope(distance, x, log) + (gap - g) * _bend(x, log)
+        value = _slope(distance, x, log) + (gap - g) * _bend(x, log)
         return torch.where(gap >= distance, 0.0, scale * value)
 
     def curvature(self, gap: Tensor) -> Tensor:
@@ -236,10 +236,10 @@ class Barrier(Penalty):
         g = torch.where(gap > floor, torch.where(gap < distance, gap, distance), floor)
         return g, g / distance, self._value("stiffness", gap), distance
 
-    @staticmethod
-    def _slope(distance: Tensor, x: Tensor, log: Tensor) -> Tensor:
-        """Compute u' / stiffness, which is negative."""
-        return distance * (1 - x) * (2 * log + 1 - 1 / x)
+
+def _slope(distance: Tensor, x: Tensor, log: Tensor) -> Tensor:
+    """Compute u' / stiffness of the barrier, which is negative."""
+    return distance * (1 - x) * (2 * log + 1 - 1 / x)
 
 
 def _bend(x: Tensor, log: Tensor) -> Tensor:

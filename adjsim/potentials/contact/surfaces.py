@@ -208,8 +208,7 @@ class Inside(Surface):
                 f"surface must be a Surface; got {describe_type(surface)}. A moving one is "
                 "Moving(Inside(surface), path)."
             )
-        self.surface = surface
-        self.dim = surface.dim
+        self.surface, self.dim = surface, surface.dim
 
     def coordinate(self, x: Vector) -> Coordinate:
         return _Opposite(self.surface.coordinate(x))
@@ -235,9 +234,7 @@ class Moving(nn.Module):
             raise TypeError(f"surface must be a Surface; got {describe_type(surface)}.")
         if not callable(path):
             raise TypeError(f"path must be a function of time; got {describe_type(path)}.")
-        self.surface = surface
-        self.path = path
-        self.dim = surface.dim
+        self.surface, self.path, self.dim = surface, path, surface.dim
 
 
 class _PlaneGap(Coordinate):
@@ -279,14 +276,9 @@ class _BoxGap(Coordinate):
             face = [
                 torch.where(nearer, signs[k] if j == k else 0.0, old) for j, old in enumerate(face)
             ]
-        self._is_outside = depth > 0
-        self.value = torch.where(self._is_outside, self._outside.value, depth)
-        self.gradient = [
-            [
-                torch.where(self._is_outside, round_, flat)
-                for round_, flat in zip(self._outside.gradient[0], face, strict=True)
-            ]
-        ]
+        outside, (normal,) = depth > 0, self._outside.gradient
+        self.value = torch.where(outside, self._outside.value, depth)
+        self.gradient = [[torch.where(outside, x, y) for x, y in zip(normal, face, strict=True)]]
 
     def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
         moved = [torch.where(out, x, 0.0) for out, x in zip(self._out, v[0], strict=True)]

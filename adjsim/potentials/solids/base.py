@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import reduce
 from operator import add, mul
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from adjsim.meshes import Mesh
 from adjsim.potentials.base import ClosedForm
 from adjsim.potentials.bonded.selection import Selection
 from adjsim.potentials.products import DeferredVJP, Pullback, with_fewer_axes
-from adjsim.potentials.solids import matrices
-from adjsim.potentials.solids.matrices import Matrix, inner, transposed
+from adjsim.potentials.solids.matrices import Matrix, inner, product, transposed
 
 
 class Material(ABC):
@@ -123,14 +122,15 @@ class ElasticPotential(ClosedForm, inherits_forces=True):
             size = mesh.areas() if mesh.tetrahedra is None else mesh.volumes()
             self.register_buffer("volume", size, persistent=False)
             self.corners = Selection(elements.T.flatten(), len(mesh.vertices))
-        rule = {"shapes": [(), (self.count,)], "each": "one number for each element"}
+        count, dim = self.count, mesh.dim
+        rule: dict[str, Any] = {"shapes": [(), (count,)], "each": "one number for each element"}
         register(self, "youngs_modulus", youngs_modulus, positive=True, finite=True, **rule)
         advice = "A solid that is nearly incompressible has 0.49."
         register(self, "poissons_ratio", poissons_ratio, between=(-1, 0.5), advice=advice, **rule)
         if rest_stretch is None:
             self.register_buffer("rest_stretch", None)
             return
-        rule = {"shapes": [(mesh.dim,), (self.count, mesh.dim)], "each": "one row for each element"}
+        rule = {"shapes": [(dim,), (count, dim)], "each": "one row for each element"}
         register(self, "rest_stretch", rest_stretch, positive=True, finite=True, **rule)
 
     def forward(self, position: Positions) -> Energies:
@@ -142,7 +142,7 @@ class ElasticPotential(ClosedForm, inherits_forces=True):
         mu, lam, stretch, inverse, f, material = self._strained(position)
         stress = material.stress(mu, lam)
 
-        def product(v: Tensor) -> tuple[Tensor, DeferredVJP]:
+        def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP]:
             df = self._deformation(v, inverse)
             change = material.product(mu, lam, df)
             # F and dF have the factor 1/s, and P is symmetric in its derivatives.
@@ -155,12 +155,12 @@ class ElasticPotential(ClosedForm, inherits_forces=True):
             numbers = DeferredVJP(self, self._stacked_numbers, weight, weight)
             return self._join(change, inverse, UNROUNDED), numbers
 
-        return self._join(stress, inverse, rounding), product
+        return self._join(stress, inverse, rounding), pullback
 
     def virial(self, position: Positions) -> Tensor:
         """Compute ``-sum over elements of V P F^T``, ``(*batch, dim, dim)``."""
         mu, lam, _, _, f, material = self._strained(position)
-        found = matrices.product(material.stress(mu, lam), transposed(f))
+        found = product(material.stress(mu, lam), transposed(f))
         return -torch.stack([torch.stack([x.sum(-1) for x in row], -1) for row in found], -2)
 
     def deformation(self, position: Positions) -> Tensor:
@@ -207,13 +207,13 @@ class ElasticPotential(ClosedForm, inherits_forces=True):
             )
         corners = [self.corners(column).split(self.count, -1) for column in x.unbind(-1)]
         sides = [[end - first for end in rest] for first, *rest in corners]
-        return matrices.product(sides, inverse)
+        return product(sides, inverse)
 
     def _join(self, stress: Matrix, inverse: Matrix, rounding: Rounding) -> Tensor:
         """Sum the forces of stresses V P on vertices, to ``(*batch, vertices, dim)``."""
         rounding = with_fewer_axes(rounding, 2)
         columns: list[Tensor] = []
-        for row in matrices.product(stress, transposed(inverse)):
+        for row in product(stress, transposed(inverse)):
             # The pulls are minus the forces. Rounded, they are added exactly.
             pulls = [rounding.round(pull) for pull in row]
             ends = torch.cat([reduce(add, pulls), *(-pull for pull in pulls)], -1)

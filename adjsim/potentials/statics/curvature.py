@@ -1,15 +1,11 @@
-"""The Hessian of an energy at a minimum, and its pseudo-inverse.
+"""The Hessian of an energy at a minimum, for the atoms that are not fixed, and its pseudo-inverse.
 
-Atoms may be fixed. The Hessian is then that of the other, free, atoms.
-
-At a minimum each direction is one of three kinds, by the ratio of its curvature to the largest
-curvature: *flat* (zero to rounding), *stiff* (above the square root of machine epsilon), or *soft*
-(in between). A linear system is solved in the stiff directions alone. A soft direction would cost
-the solution more than half of its digits, so it is an error.
-
-The Hessian of a free cluster is singular, and its eigenvalues are known to rounding only: MINRES
-applied to a right-hand side with a component along a flat direction diverges. So flat directions
-are found first and projected out.
+Each direction is one of three kinds, by the ratio of its curvature to the largest curvature: *flat*
+(zero to rounding), *stiff* (above the square root of machine epsilon), or *soft* (in between). A
+linear system is solved in the stiff directions alone. A soft direction would cost the solution more
+than half of its digits, so it is an error. Flat directions, such as the translations of a free
+cluster, are found first and projected out: MINRES applied to a right-hand side with a component
+along one diverges.
 
 The Hessian of few coordinates is diagonalised. A larger one is factorised if atoms interact with
 near atoms alone (:mod:`adjsim.potentials.statics.local_hessian`), and otherwise used by its
@@ -20,6 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from itertools import combinations
 from typing import Any, Literal
 
@@ -52,13 +49,8 @@ HOLD = "Hold the soft coordinate, or measure it in units in which it is stiffer.
 class Hessian(LinearOperator):
     """The Hessian of the energy in the coordinates of the free atoms, as a linear operator.
 
-    Args:
-        potential: the energy.
-        q: position of one system, ``(atoms, dim)``.
-        free: mask of the atoms that are not fixed, ``(atoms,)``; None: all atoms.
-
-    Attributes:
-        taken: the number of products taken so far.
+    The position q is that of one system, ``(atoms, dim)``, ``free`` is a mask ``(atoms,)``, and
+    ``taken`` counts the products so far.
     """
 
     def __init__(self, potential: nn.Module, q: Tensor, free: Tensor | None = None) -> None:
@@ -116,9 +108,7 @@ class Hessian(LinearOperator):
 class PseudoInverse(ABC):
     """Curvatures at a position, and least-norm solutions of ``H x = b``.
 
-    Attributes:
-        largest_curvature: the largest absolute curvature.
-        flat: orthonormal flat directions, ``(free x dim, count)``.
+    ``flat`` holds orthonormal flat directions, ``(free x dim, count)``.
     """
 
     def __init__(self, hessian: Hessian) -> None:
@@ -230,24 +220,20 @@ class DenseInverse(PseudoInverse):
         return float(np.abs(self.values).max())
 
     def _flat(self) -> np.ndarray:
-        return self.vectors[:, np.abs(self.values) <= self.rounding]
+        curved = np.abs(self.values) > self.rounding
+        self.curvatures, self.directions = self.values[curved], self.vectors[:, curved]
+        return self.vectors[:, ~curved]
 
     def check(self) -> None:
-        curved = self.values[np.abs(self.values) > self.rounding]
-        if len(curved):
-            self._check_lowest(float(curved[0]))
+        if len(self.curvatures):
+            self._check_lowest(float(self.curvatures[0]))
 
     def estimate(self, b: np.ndarray) -> np.ndarray:
-        curved = np.abs(self.values) > self.rounding
-        vectors = self.vectors[:, curved]
-        return vectors @ ((vectors.T @ b) / self.values[curved])
+        return self.directions @ ((self.directions.T @ b) / self.curvatures)
 
 
 class IterativeInverse(PseudoInverse):
-    """The pseudo-inverse from products with the Hessian alone.
-
-    Translations and rotations are tested for flatness; other flat directions are searched for.
-    """
+    """The pseudo-inverse from products alone, with a search for flat directions."""
 
     def _largest(self) -> float:
         # An estimate is enough: it is the scale of the other curvatures.
@@ -301,18 +287,24 @@ class IterativeInverse(PseudoInverse):
             x = x.ravel()
             return sign * (self.hessian.matvec(x) + largest * (flat @ (flat.T @ x))) + shift * x
 
-        return LinearOperator(self.hessian.shape, product, dtype=np.float64)
+        return operator(self.hessian.shape, product)
+
+
+def operator(shape: tuple[int, int], product: Callable[[np.ndarray], np.ndarray]) -> LinearOperator:
+    """Make a linear operator of its product with a vector."""
+    make: Any = LinearOperator
+    return make(shape, product, dtype=np.float64)
 
 
 def extreme(
-    operator: LinearOperator, which: Literal["LA", "SA", "LM"], tol: float
+    matrix: LinearOperator, which: Literal["LA", "SA", "LM"], tol: float
 ) -> tuple[float, np.ndarray]:
     """Find an extreme eigenvalue of a symmetric operator, and its vector."""
-    n = operator.shape[0]
+    n = matrix.shape[0]
     start = np.random.default_rng(0).standard_normal(n)
     options: dict[str, Any] = {"v0": start, "ncv": min(n, 64), "maxiter": RESTARTS, "tol": tol}
     try:
-        values, vectors = eigsh(operator, k=1, which=which, **options)
+        values, vectors = eigsh(matrix, k=1, which=which, **options)
     except ArpackNoConvergence as failure:
         raise RuntimeError(
             "the softest curvature of the minimum could not be distinguished from the others, "
@@ -322,10 +314,7 @@ def extreme(
 
 
 def rigid_motions(q: np.ndarray) -> np.ndarray:
-    """Compute orthonormal translations and rotations of positions, ``(atoms x dim, count)``.
-
-    There are fewer rotations where the atoms ``(atoms, dim)`` lie on a line.
-    """
+    """Compute orthonormal translations and rotations of atoms, ``(atoms x dim, count)``."""
     atoms, dim = q.shape
     motions = [np.tile(axis, (atoms, 1)) for axis in np.eye(dim)]
     x = q - q.mean(0)

@@ -15,10 +15,10 @@ from typing import Any, cast
 import numpy as np
 import scipy.sparse as sparse
 import torch
-from scipy.sparse.linalg import LinearOperator, splu
+from scipy.sparse.linalg import splu
 from scipy.spatial import KDTree
 
-from adjsim.potentials.statics.curvature import Hessian, IterativeInverse, extreme
+from adjsim.potentials.statics.curvature import Hessian, IterativeInverse, extreme, operator
 
 # Assumed ranges, in units of the largest distance of an atom to its nearest neighbour.
 RANGES = (1.8, 2.7, 4.0)
@@ -46,7 +46,7 @@ def local_hessian(hessian: Hessian, pattern: Any = None) -> Any:
         if not 2 * len(pairs) < len(q) ** 2 / 4:
             return None
         both = np.concatenate([pairs, pairs[:, ::-1], np.repeat(np.arange(len(q))[:, None], 2, 1)])
-        found = _recovered(hessian, _ones(*both.T, len(q)))
+        found = _recovered(hessian, _ones(both[:, 0], both[:, 1], len(q)))
         if found is not None:
             return found
     return None
@@ -104,14 +104,12 @@ def _colouring(conflicts: Any) -> np.ndarray:
 
 
 def positive_factor(matrix: Any, shift: float) -> Any:
-    """Factorise a symmetric matrix plus a multiple of the unit matrix; None if it is not positive.
-
-    By Sylvester's law of inertia the pivots on the diagonal have the signs of the eigenvalues.
-    """
+    """Factorise a symmetric matrix plus ``shift 1``; None if the sum is not positive."""
     shifted = matrix + shift * sparse.identity(matrix.shape[0])
     options = {"SymmetricMode": True}
     matrix = cast(Any, shifted.tocsc())
     factor = splu(matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=options)
+    # By Sylvester's law of inertia pivots on the diagonal have the signs of the eigenvalues.
     diagonal = np.array_equal(factor.perm_r, factor.perm_c)
     return factor if diagonal and bool((factor.U.diagonal() > 0).all()) else None
 
@@ -146,8 +144,7 @@ class LocalInverse(IterativeInverse):
     def _softest(self) -> np.ndarray:
         # No curvature is far below zero, so the lowest one is the one nearest to zero, whose
         # inverse is the largest.
-        inverse = LinearOperator(self.hessian.shape, self.solution, dtype=np.float64)
-        return extreme(inverse, "LM", 1e-3)[1]
+        return extreme(operator(self.hessian.shape, self.solution), "LM", 1e-3)[1]
 
     def solution(self, b: np.ndarray) -> np.ndarray:
         """Solve the system above without refinement."""
