@@ -46,18 +46,16 @@ def read_cells(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         raise ValueError(
             f"meshio cannot read {path}: {error or 'see its message above'}."
         ) from error
-    parts: dict[str, list[np.ndarray]] = {}
     for block in found.cells:
-        if block.type in CELLS:
-            parts.setdefault(CELLS[block.type], []).append(np.asarray(block.data))
-        elif block.type not in IGNORED:
+        if block.type not in (*CELLS, *IGNORED):
             raise ValueError(
                 f"{path} has cells of type {block.type!r}; a mesh has tetrahedra and triangles of "
                 "straight edges. Export first-order tetrahedra."
             )
-    if not parts:
+    cells = {CELLS[kind]: data for kind, data in found.cells_dict.items() if kind in CELLS}
+    if not cells:
         raise ValueError(f"{path} has no tetrahedra and no triangles.")
-    return found.points, {name: np.concatenate(blocks) for name, blocks in parts.items()}
+    return found.points, cells
 
 
 def write_cells(

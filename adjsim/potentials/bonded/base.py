@@ -29,9 +29,8 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
 
     Subclasses name the coordinate, and write ``element``; ``slope`` (du/dx) and ``curvature``
     (d2u/dx2) follow from it, or are written too. They are elementwise in x, whose last axis is that
-    of terms, and read a parameter by ``self.term_parameter(name, x)``. Each atom reads the forces
-    of its terms by a table and sums them, so that sums have a fixed order; in exact runs they are
-    rounded to the lattice before.
+    of terms, and read a parameter by ``self.term_parameter(name, x)``. Each atom sums the forces of
+    its terms in a fixed order; in exact runs they are rounded to the lattice before.
 
     A parameter is a number, one for each term, or one for each type if ``types`` says the type of
     each term. The gradient with respect to the parameter of a type is then one number.

@@ -89,7 +89,7 @@ class PositionRestraint(Restraint, HarmonicTerm):
         return x
 
 
-class FlatBottomRestraint(Restraint):
+class FlatBottomRestraint(Restraint, HarmonicTerm):
     """Restraints to balls, ``U = sum over atoms of k/2 max(0, |q - position| - radius)^2``.
 
     Args:
@@ -105,15 +105,8 @@ class FlatBottomRestraint(Restraint):
     position: Tensor = declared("points")
     radius: Tensor = declared("radius")
 
-    def element(self, x: Tensor) -> Tensor:
-        outside = self._outside(x)
-        return 0.5 * self.term_parameter("k", x) * outside * outside
-
-    def slope(self, x: Tensor) -> Tensor:
-        return self.term_parameter("k", x) * self._outside(x)
+    def change(self, x: Tensor) -> Tensor:
+        return (x - self.term_parameter("radius", x)).clamp(min=0)
 
     def curvature(self, x: Tensor) -> Tensor:
-        return torch.where(self._outside(x) > 0, self.term_parameter("k", x), 0.0)
-
-    def _outside(self, x: Tensor) -> Tensor:
-        return (x - self.term_parameter("radius", x)).clamp(min=0)
+        return torch.where(self.change(x) > 0, self.term_parameter("k", x), 0.0)

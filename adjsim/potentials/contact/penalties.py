@@ -63,7 +63,12 @@ class Penalty(Elementwise, DeclaredModule):
 
 
 class _Sinking(Penalty):
-    """A penalty that allows a penetration up to a depth."""
+    """A penalty that allows a penetration up to a depth, and has a largest curvature."""
+
+    #: The largest curvature, in units of the stiffness.
+    STIFFEST: ClassVar[float] = 1.0
+
+    stiffness: Tensor = declared("k, energy / length^2", **VERTICES)
 
     def __init__(self, *values: Number, depth: float | None = None, **named: Number) -> None:
         super().__init__(*values, **named)
@@ -73,6 +78,9 @@ class _Sinking(Penalty):
         if not 0 < -self.lowest < math.inf:
             raise ValueError(f"depth must be positive and finite; got {depth}.")
 
+    def largest_curvature(self, energy: float | None = None) -> Tensor:
+        return self.STIFFEST * self._value("stiffness", self.stiffness).detach()
+
 
 class Quadratic(_Sinking):
     """The one-sided quadratic penalty, ``u(g) = k/2 max(0, -g)^2``.
@@ -80,21 +88,19 @@ class Quadratic(_Sinking):
     Value and slope are continuous, and the curvature jumps from 0 to k at the surface. A load F
     sinks in by F/k.
 
-    Gradients are exact for the steps taken, but those steps see the surface through the jump: the
-    result of a bounce converges with the second order of dt, and its derivatives with the first.
-    For the bounce of a ball with frequency w in contact, ``w dt = 0.1`` leaves derivatives without
-    a correct digit, and ``w dt = 0.001`` leaves errors of 0.5 to 10 %. :class:`Softplus` with a
-    width of one step at the speed of impact, ``width = v dt``, leaves 0.1 % at ``w dt = 0.1``.
+    Gradients are exact for the steps taken, but the result of a bounce converges with the second
+    order of dt, and its derivatives with the first. For the bounce of a ball with frequency w in
+    contact, ``w dt = 0.1`` leaves derivatives without a correct digit, and ``w dt = 0.001`` errors
+    of 0.5 to 10 %. :class:`Softplus` with a width of one step at the speed of impact, ``width = v
+    dt``, leaves 0.1 % at ``w dt = 0.1``.
 
     Args:
-        {parameters}
+        stiffness: k, energy / length^2; a number or ``(atoms,)``.
         depth: penetration beyond which a run stops with an error, length; None: no limit.
 
     Raises:
         ValueError: numbers that are not positive and finite.
     """
-
-    stiffness: Tensor = declared("k, energy / length^2", **VERTICES)
 
     def element(self, gap: Tensor) -> Tensor:
         inside = gap.clamp(max=0)
@@ -106,9 +112,6 @@ class Quadratic(_Sinking):
     def curvature(self, gap: Tensor) -> Tensor:
         return torch.where(gap < 0, self._value("stiffness", gap), 0.0)
 
-    def largest_curvature(self, energy: float | None = None) -> Tensor:
-        return self._value("stiffness", self.stiffness).detach()
-
 
 class Softplus(_Sinking):
     """The smooth one-sided penalty, ``u(g) = k/2 s^2`` with ``s = w ln(1 + exp(-g/w))``.
@@ -118,6 +121,7 @@ class Softplus(_Sinking):
     ``g = 10 w``. The curvature is at most 1.0454 k, at ``g = -3.1 w``.
 
     Args:
+        stiffness: k, energy / length^2; a number or ``(atoms,)``.
         {parameters}
         depth: penetration beyond which a run stops with an error, length; None: no limit.
 
@@ -128,7 +132,6 @@ class Softplus(_Sinking):
     #: The maximum over x of a^2 + ln(1 + exp(x)) a (1 - a), with a = 1 / (1 + exp(-x)).
     STIFFEST: ClassVar[float] = 1.0454
 
-    stiffness: Tensor = declared("k, energy / length^2", **VERTICES)
     width: Tensor = declared("w, length", **VERTICES)
 
     def _parts(self, gap: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,9 +154,6 @@ class Softplus(_Sinking):
     def curvature(self, gap: Tensor) -> Tensor:
         soft, share, width = self._parts(gap)
         return self._value("stiffness", gap) * share * (share + soft * (1 - share) / width)
-
-    def largest_curvature(self, energy: float | None = None) -> Tensor:
-        return self.STIFFEST * self._value("stiffness", self.stiffness).detach()
 
 
 class Barrier(Penalty):

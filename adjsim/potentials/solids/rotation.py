@@ -173,14 +173,12 @@ class _Rotation(torch.autograd.Function):
         ctx.save_for_forward(*inputs, output)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
-        f, r = ctx.saved_tensors
-        return _joined(rotation_along(_apart(f), _apart(r), _apart(cotangents[0])))
-
-    @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
         f, r = ctx.saved_tensors
         return _joined(rotation_along(_apart(f), _apart(r), _apart(tangents[0])))
+
+    # The derivative is a symmetric map.
+    backward = jvp
 
 
 def _apart(x: Tensor) -> Matrix:

@@ -76,14 +76,10 @@ def _recovered(hessian: Hessian, pattern: Any) -> Any:
         probes[colour, axis, np.arange(atoms), axis] = 1.0
     found = hessian.products(probes.reshape(colours * dim, -1)).reshape(probes.shape)
     entries = pattern.tocoo()
-    i, j = entries.row, entries.col
-    # Rows are coordinates of atom i, columns those of atom j.
-    values = found[colour[j], :, i, :]
-    axes = np.arange(dim)
-    rows = np.broadcast_to(i[:, None, None] * dim + axes, values.shape)
-    columns = np.broadcast_to(j[:, None, None] * dim + axes[:, None], values.shape)
+    # Rows of a block are coordinates of the atom of its row, columns those of the other atom.
+    blocks = found[colour[entries.col], :, entries.row, :].transpose(0, 2, 1)
     shape = hessian.shape
-    matrix = sparse.csc_matrix((values.ravel(), (rows.ravel(), columns.ravel())), shape=shape)
+    matrix = sparse.bsr_matrix((blocks, pattern.indices, pattern.indptr), shape=shape).tocsc()
     matrix.eliminate_zeros()
     matrix = 0.5 * (matrix + matrix.T)
     tests = np.random.default_rng(0).standard_normal((2, shape[0]))
