@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import reduce
-from operator import add, mul
+from operator import add, mul, truediv
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import outside_inference_mode
+from adjsim.core.coordinates import dot
 from adjsim.core.parameters import register
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Number, Positions
@@ -18,7 +19,7 @@ from adjsim.meshes import Mesh
 from adjsim.potentials.base import ClosedForm
 from adjsim.potentials.bonded.selection import Selection
 from adjsim.potentials.products import DeferredVJP, Pullback, with_fewer_axes
-from adjsim.potentials.solids.matrices import Matrix, inner, product, transposed
+from adjsim.potentials.solids.matrices import Matrix
 
 
 class Material(ABC):
@@ -145,9 +146,9 @@ class ElasticPotential(ClosedForm, inherits_forces=True):
             df = self._deformation(v, inverse)
             change = material.product(mu, lam, df)
             # F and dF have the factor 1/s, and P is symmetric in its derivatives.
-            columns = zip(*map(transposed, (change, f, stress, df)), strict=True)
+            columns = zip(change.T, f.T, stress.T, df.T, strict=True)
             cotangents = [-rate for rate in material.rates(df)] + [
-                (inner([q], [x]) + inner([p], [y])) / s
+                (dot(q, x) + dot(p, y)) / s
                 for s, (q, x, p, y) in zip(stretch, columns, strict=False)
             ]
             weight = torch.stack(torch.broadcast_tensors(*cotangents), -2)
@@ -159,20 +160,20 @@ class ElasticPotential(ClosedForm, inherits_forces=True):
     def virial(self, position: Positions) -> Tensor:
         """Compute ``-sum over elements of V P F^T``, ``(*batch, dim, dim)``."""
         mu, lam, _, _, f, material = self._strained(position)
-        found = product(material.stress(mu, lam), transposed(f))
+        found = material.stress(mu, lam) @ f.T
         return -torch.stack([torch.stack([x.sum(-1) for x in row], -1) for row in found], -2)
 
     def deformation(self, position: Positions) -> Tensor:
         """Compute the deformation gradient of each element, ``(*batch, elements, dim, dim)``."""
         f = self._strained(position).f
-        return torch.stack([torch.stack(list(row), -1) for row in f], -2)
+        return torch.stack([torch.stack(row, -1) for row in f], -2)
 
     def _strained(self, position: Tensor) -> _Strained:
         mu, lam, *stretch = self.element_numbers(position)
         # The inverse of the sides at rest, by rows.
-        inverse = [list(row.unbind(0)) for row in self.inverse.to(position).unbind(0)]
+        inverse = Matrix(row.unbind(0) for row in self.inverse.to(position).unbind(0))
         if stretch:
-            inverse = [[b / s for b, s in zip(row, stretch, strict=True)] for row in inverse]
+            inverse = Matrix(map(truediv, row, stretch) for row in inverse)
         f = self._deformation(position, inverse)
         return _Strained(mu, lam, stretch, inverse, f, self.material(f))
 
@@ -181,14 +182,11 @@ class ElasticPotential(ClosedForm, inherits_forces=True):
 
         Each is ``(elements,)``, or a number.
         """
-        modulus, ratio, *stretch = (
-            (value.reshape(()) if value.numel() == 1 else value).to(x)
-            for value in (
-                self.youngs_modulus,
-                self.poissons_ratio,
-                *(() if self.rest_stretch is None else self.rest_stretch.unbind(-1)),
-            )
-        )
+        given = [self.youngs_modulus, self.poissons_ratio]
+        if self.rest_stretch is not None:
+            given += self.rest_stretch.unbind(-1)
+        numbers = [value.reshape(()) if value.numel() == 1 else value for value in given]
+        modulus, ratio, *stretch = (number.to(x) for number in numbers)
         volume = reduce(mul, stretch, self.volume.to(x))
         mu = modulus / (2 * (1 + ratio))
         return [volume * mu, volume * (2 * mu * ratio / (1 - 2 * ratio)), *stretch]
@@ -205,14 +203,13 @@ class ElasticPotential(ClosedForm, inherits_forces=True):
                 f"{tuple(x.shape)}."
             )
         corners = [self.corners(column).split(self.count, -1) for column in x.unbind(-1)]
-        sides = [[end - first for end in rest] for first, *rest in corners]
-        return product(sides, inverse)
+        return Matrix([end - first for end in rest] for first, *rest in corners) @ inverse
 
     def _join(self, stress: Matrix, inverse: Matrix, rounding: Rounding) -> Tensor:
         """Sum the forces of stresses V P on vertices, to ``(*batch, vertices, dim)``."""
         rounding = with_fewer_axes(rounding, 2)
         columns: list[Tensor] = []
-        for row in product(stress, transposed(inverse)):
+        for row in stress @ inverse.T:
             # The pulls are minus the forces. Rounded, they are added exactly.
             pulls = [rounding.round(pull) for pull in row]
             ends = torch.cat([reduce(add, pulls), *(-pull for pull in pulls)], -1)
