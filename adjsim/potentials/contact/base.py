@@ -37,7 +37,6 @@ class SurfaceContact(nn.Module, ABC):
         penalty: the energy of a vertex as a function of its gap.
     """
 
-    surface: Surface | Moving
     penalty: Penalty
     _chosen: Tensor | None
 

@@ -236,9 +236,8 @@ def _solve(diagonal: Tensor, beside: Tensor, right: Tensor) -> Tensor:
     while distance < len(diagonal):
         back = -lower / _shifted(diagonal, distance, 1.0)
         ahead = -upper / _shifted(diagonal, -distance, 1.0)
-        before, behind = (back * _shifted(x, distance) for x in (upper, right))
-        after, beyond = (ahead * _shifted(x, -distance) for x in (lower, right))
-        diagonal, right = diagonal + before + after, right + behind + beyond
+        diagonal = diagonal + back * _shifted(upper, distance) + ahead * _shifted(lower, -distance)
+        right = right + back * _shifted(right, distance) + ahead * _shifted(right, -distance)
         lower, upper = back * _shifted(lower, distance), ahead * _shifted(upper, -distance)
         distance *= 2
     return right / diagonal
