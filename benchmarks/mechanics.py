@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim import meshes
-from adjsim.potentials.solids import NeoHookean
+from adjsim.potentials import NeoHookean
 
 jax.config.update("jax_enable_x64", True)
 wp.config.quiet = True

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from adjsim.potentials.contact import (
+from adjsim.potentials import (
     Barrier,
     Box,
     Contact,

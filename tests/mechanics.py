@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim.dynamics.mechanics.mechanics import Mechanics
-from adjsim.potentials.contact import Moving, MovingContact, Plane, PlaneContact, Softplus
+from adjsim.potentials import Moving, MovingContact, Plane, PlaneContact, Softplus
 from adjsim.potentials.gravity import Gravity
 from adjsim.potentials.signals.controls import Controller
 from tests.problems import parameter, vector

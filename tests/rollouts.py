@@ -13,26 +13,28 @@ from torch import Tensor, nn
 import adjsim
 from adjsim import meshes
 from adjsim.dynamics.mechanics.mechanics import Mechanics
-from adjsim.potentials.contact import (
+from adjsim.potentials import (
     Barrier,
     Box,
     Contact,
+    CorotatedLinear,
     Cylinder,
     Inside,
     Moving,
     MovingContact,
+    NeoHookean,
     ParticleContact,
     Plane,
     PlaneContact,
     Quadratic,
     Softplus,
     Sphere,
+    StVenantKirchhoff,
 )
 from adjsim.potentials.gravity import Gravity
 from adjsim.potentials.signals.actuated import Actuated
 from adjsim.potentials.signals.controls import NeuralController, OpenLoop
 from adjsim.potentials.signals.signals import CubicSpline, Harmonics, PiecewiseLinear
-from adjsim.potentials.solids import CorotatedLinear, NeoHookean, StVenantKirchhoff
 from adjsim.potentials.solids.bending import HingeBending
 
 CUBE = meshes.box([1.0, 1.0, 1.0], [1, 1, 1])

@@ -103,7 +103,7 @@ def _documented(cls: type[Declaring], own: Mapping[str, Declared]) -> str:
     text = cleandoc(cls.__doc__ or "")
     rows: list[str] = []
     for name, x in own.items():
-        shapes = "likewise" if rows else cls.shapes_of_declared
+        shapes = "likewise" if rows and cls.shapes_of_declared else cls.shapes_of_declared
         # The meaning of a parameter with several columns gives its shapes.
         shapes = "" if "columns" in x.rule else shapes
         rows.append(f"{name}: {x.meaning}{'; ' + shapes if shapes else ''}.")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from xml.etree import ElementTree
 
 import meshio
@@ -30,16 +30,11 @@ XDMF = (".xdmf", ".xmf")
 KEPT = 1e-6
 # The field of an XDMF series that has the motion; ParaView's filter Warp By Vector shows it.
 DISPLACEMENT = "displacement"
+Frames: TypeAlias = Iterable[tuple[float, meshio.Mesh]]
 
 
 def read_cells(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Read the vertices of a file and its cells, by the names of :class:`~adjsim.meshes.Mesh`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ModuleNotFoundError: the format needs a package that is not installed.
-        ValueError: a file that meshio cannot read, cells of another kind, no cells.
-    """
+    """Read the vertices of a file and its cells, by the names of :class:`~adjsim.meshes.Mesh`."""
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}.")
     _check_suffix(path)
@@ -51,18 +46,16 @@ def read_cells(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         raise ValueError(
             f"meshio cannot read {path}: {error or 'see its message above'}."
         ) from error
-    parts: dict[str, list[np.ndarray]] = {}
     for block in found.cells:
-        if block.type in CELLS:
-            parts.setdefault(CELLS[block.type], []).append(np.asarray(block.data))
-        elif block.type not in IGNORED:
+        if block.type not in (*CELLS, *IGNORED):
             raise ValueError(
                 f"{path} has cells of type {block.type!r}; a mesh has tetrahedra and triangles of "
                 "straight edges. Export first-order tetrahedra."
             )
-    if not parts:
+    cells = {CELLS[kind]: data for kind, data in found.cells_dict.items() if kind in CELLS}
+    if not cells:
         raise ValueError(f"{path} has no tetrahedra and no triangles.")
-    return found.points, {name: np.concatenate(blocks) for name, blocks in parts.items()}
+    return found.points, cells
 
 
 def write_cells(
@@ -72,13 +65,7 @@ def write_cells(
     point_data: Mapping[str, Array],
     cell_data: Mapping[str, Array],
 ) -> None:
-    """Write a mesh with fields.
-
-    Raises:
-        ModuleNotFoundError: the format needs a package that is not installed.
-        ValueError: a suffix that meshio does not know, a format that does not keep the elements or
-            the fields, a field of another length, fields of cells of two kinds.
-    """
+    """Write a mesh with fields; see :func:`adjsim.meshes.write`."""
     _check_suffix(path)
     if path.suffix in TETGEN:
         raise ValueError(f"the format of {path.name!r} is a pair of files, only read; use .vtu.")
@@ -96,16 +83,14 @@ def write_cells(
             # (AssertionError, TypeError), some without a message.
             reason = str(error) or type(error).__name__
             raise ValueError(f"meshio cannot write {path.name!r} ({reason}); use .vtu.") from error
-        _check_kept(path, _read_again(path, temporary, kind), made)
-
-
-def _read_again(path: Path, temporary: Path, kind: str) -> meshio.Mesh:
-    try:
-        return meshio.read(temporary, kind)
-    except Exception as error:
-        raise ValueError(
-            f"meshio writes {path.name!r}, but cannot read what it has written ({error}); use .vtu."
-        ) from error
+        try:
+            found = meshio.read(temporary, kind)
+        except Exception as error:
+            raise ValueError(
+                f"meshio writes {path.name!r}, but cannot read what it has written ({error}); use "
+                ".vtu."
+            ) from error
+        _check_kept(path, found, made)
 
 
 def _check_kept(path: Path, found: meshio.Mesh, made: meshio.Mesh) -> None:
@@ -149,50 +134,38 @@ def write_frames(
     point_data: Mapping[str, Tensor],
 ) -> None:
     """Write a ``.pvd`` or an ``.xdmf`` file, when all of its frames are there."""
+    frames = (
+        (t, _mesh(x, cells, {name: values[number] for name, values in point_data.items()}, {}))
+        for number, (t, x) in enumerate(zip(times, positions, strict=True))
+    )
     if path.suffix in XDMF:
-        _write_xdmf(path, rest, cells, times, positions, point_data)
+        if DISPLACEMENT in point_data:
+            raise ValueError(
+                f"point_data has {DISPLACEMENT!r}, the field in which an .xdmf file has the "
+                "motion; give it another name, or write a .pvd file."
+            )
+        _write_xdmf(path, _mesh(rest, cells, {}, {}), frames)
     elif path.suffix == ".pvd":
-        _write_pvd(path, cells, times, positions, point_data)
+        _write_pvd(path, frames)
     else:
         raise ValueError(
             f"a time series is a .pvd or an .xdmf file, which ParaView opens; got {path.name!r}."
         )
 
 
-def _write_xdmf(
-    path: Path,
-    rest: Tensor,
-    cells: Mapping[str, Tensor],
-    times: list[float],
-    positions: Tensor,
-    point_data: Mapping[str, Tensor],
-) -> None:
+def _write_xdmf(path: Path, rest: meshio.Mesh, frames: Frames) -> None:
     """Write one file of text: the rest shape once, and displacements from it for each frame."""
-    if DISPLACEMENT in point_data:
-        raise ValueError(
-            f"point_data has {DISPLACEMENT!r}, the field in which an .xdmf file has the motion; "
-            "give it another name, or write a .pvd file."
-        )
-    made = _mesh(rest, cells, {}, {})
     with (
         replacing(path) as temporary,
         meshio.xdmf.TimeSeriesWriter(temporary, data_format="XML") as writer,
     ):
-        writer.write_points_cells(made.points, made.cells)
-        for number, (t, x) in enumerate(zip(times, positions, strict=True)):
-            fields = {name: values[number] for name, values in point_data.items()}
-            frame = _mesh(x, cells, fields, {})
-            moved = {DISPLACEMENT: frame.points - made.points}
+        writer.write_points_cells(rest.points, rest.cells)
+        for t, frame in frames:
+            moved = {DISPLACEMENT: frame.points - rest.points}
             writer.write_data(t, point_data={**frame.point_data, **moved})
 
 
-def _write_pvd(
-    path: Path,
-    cells: Mapping[str, Tensor],
-    times: list[float],
-    positions: Tensor,
-    point_data: Mapping[str, Tensor],
-) -> None:
+def _write_pvd(path: Path, frames: Frames) -> None:
     """Write a ``.pvd`` file, and its frames as VTU files in a new folder beside it.
 
     The file names the folder, and replaces an earlier one when all frames are written.
@@ -204,11 +177,9 @@ def _write_pvd(
         folder.chmod(0o755)
         root = ElementTree.Element("VTKFile", type="Collection", version="0.1")
         listed = ElementTree.SubElement(root, "Collection")
-        for number, (t, x) in enumerate(zip(times, positions, strict=True)):
-            frame = folder / f"{number:06d}.vtu"
-            fields = {name: values[number] for name, values in point_data.items()}
-            meshio.write(frame, _mesh(x, cells, fields, {}))
-            file = f"{folder.name}/{frame.name}"
+        for number, (t, mesh) in enumerate(frames):
+            file = f"{folder.name}/{number:06d}.vtu"
+            meshio.write(path.parent / file, mesh)
             ElementTree.SubElement(listed, "DataSet", timestep=repr(t), part="0", file=file)
         with replacing(path) as temporary:
             ElementTree.ElementTree(root).write(temporary, "utf-8", xml_declaration=True)

@@ -6,7 +6,8 @@ A mesh is a rest shape. Its vertices are the atoms of a simulation, so a state h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations, permutations
 from pathlib import Path
@@ -125,10 +126,11 @@ class Mesh:
                 f"density must be a number or ({len(elements)},), one for each element; got shape "
                 f"{tuple(value.shape)}."
             )
-        if not bool(((value.detach() > 0) & torch.isfinite(value.detach())).all()):
+        low, high = (float(x) for x in value.detach().aminmax())
+        if not 0 < low <= high < math.inf:
             raise ValueError(
-                f"density must be positive and finite; got {float(value.detach().min()):g} to "
-                f"{float(value.detach().max()):g}. Pin vertices by infinite masses instead."
+                f"density must be positive and finite; got {low:g} to {high:g}. Pin vertices by "
+                "infinite masses instead."
             )
         sizes = self.areas() if self.tetrahedra is None else self.volumes()
         share = (value.reshape(-1) * sizes.to(value)) / elements.shape[1]
@@ -156,9 +158,7 @@ class Mesh:
         if self.tetrahedra is None:
             raise ValueError("a mesh without tetrahedra is a surface: see triangles.")
         faces = torch.cat([self.tetrahedra[:, face] for face in FACES])
-        _, where, count = faces.sort(-1).values.unique(
-            dim=0, return_inverse=True, return_counts=True
-        )
+        _, where, count = _counted(faces)
         return faces[count[where] == 1]
 
     def hinges(self) -> Tensor:
@@ -174,9 +174,7 @@ class Mesh:
         if self.triangles is None:
             raise ValueError("a mesh without triangles has no hinges().")
         tips = torch.cat([self.triangles[:, turn] for turn in ((0, 1, 2), (1, 2, 0), (2, 0, 1))])
-        edges, where, count = (
-            tips[:, 1:].sort(-1).values.unique(dim=0, return_inverse=True, return_counts=True)
-        )
+        edges, where, count = _counted(tips[:, 1:])
         if bool((count > 2).any()):
             edge = edges[count.argmax()].tolist()
             raise ValueError(f"edge {edge} has {int(count.max())} triangles; a hinge has two.")
@@ -204,16 +202,16 @@ def box(lengths: Array, cells: Array) -> Mesh:
     Raises:
         ValueError: not three of each, or numbers that are not positive.
     """
-    corners, index = _grid("box", lengths, cells, 3)
-    steps = torch.eye(3, dtype=torch.long)
+    vertices, corner = _grid("box", lengths, cells, 3)
     found: list[Tensor] = []
     for order in permutations(range(3)):
-        path = torch.cat([torch.zeros(1, 3, dtype=torch.long), steps[list(order)].cumsum(0)])
+        steps = torch.eye(3)[list(order)]
+        path = [[0, 0, 0], *steps.cumsum(0).int().tolist()]
         # A path along the axes in odd order turns the other way round.
-        if torch.linalg.det(steps[list(order)].double()) < 0:
-            path = path[[0, 2, 1, 3]]
-        found.append(torch.stack([index(*step.tolist()) for step in path], -1))
-    return Mesh(corners, torch.stack(found, -2).reshape(-1, 4))
+        if torch.linalg.det(steps) < 0:
+            path[1], path[2] = path[2], path[1]
+        found.append(torch.stack([corner(*step) for step in path], -1))
+    return Mesh(vertices, torch.stack(found, -2).reshape(-1, 4))
 
 
 def sheet(lengths: Array, cells: Array, *, dim: int = 3) -> Mesh:
@@ -227,14 +225,14 @@ def sheet(lengths: Array, cells: Array, *, dim: int = 3) -> Mesh:
     Raises:
         ValueError: not two of each, numbers that are not positive, another dim.
     """
-    corners, index = _grid("sheet", lengths, cells, 2)
+    vertices, corner = _grid("sheet", lengths, cells, 2)
     if dim not in (2, 3):
         raise ValueError(f"dim must be 2 or 3; got {dim}.")
     if dim == 3:
-        corners = torch.cat([corners, torch.zeros_like(corners[:, :1])], 1)
-    lower = torch.stack([index(0, 0), index(1, 0), index(1, 1)], -1)
-    upper = torch.stack([index(0, 0), index(1, 1), index(0, 1)], -1)
-    return Mesh(corners, triangles=torch.stack([lower, upper], -2).reshape(-1, 3))
+        vertices = torch.cat([vertices, torch.zeros_like(vertices[:, :1])], 1)
+    lower = torch.stack([corner(0, 0), corner(1, 0), corner(1, 1)], -1)
+    upper = torch.stack([corner(0, 0), corner(1, 1), corner(0, 1)], -1)
+    return Mesh(vertices, triangles=torch.stack([lower, upper], -2).reshape(-1, 3))
 
 
 def read(path: str | Path) -> Mesh:
@@ -268,8 +266,8 @@ def write(
     written whole or not at all: a format that leaves out elements or fields is refused. Among them
     are the surface formats .obj, .off, .ply, .stl and .wkt for tetrahedra (write a mesh of the
     triangles of :meth:`Mesh.surface`), and .cgns, .f3grid and .su2 for triangles. TetGen's pair of
-    .node and .ele is read, not written. HDF5 and netCDF formats (.cgns, .e, .h5m, .hmf,
-    .med, .xdmf) need the extra ``adjsim[meshes]``. Vertices of dim 2 are written with z = 0.
+    .node and .ele is only read. HDF5 and netCDF formats (.cgns, .e, .h5m, .hmf, .med, .xdmf) need
+    the extra ``adjsim[meshes]``. Vertices of dim 2 are written with z = 0.
 
     Args:
         path: the file; folders are made.
@@ -279,9 +277,8 @@ def write(
 
     Raises:
         ModuleNotFoundError: a format that needs the extra ``adjsim[meshes]``.
-        ValueError: a suffix that meshio does not know, a format that does not keep elements or
-            fields, a pair of files, a field of another length, fields of elements for a mesh with
-            tetrahedra and triangles.
+        ValueError: a format that cannot be written, a field of another length, fields of elements
+            for a mesh with tetrahedra and triangles.
     """
     from adjsim.meshes.files import write_cells
 
@@ -332,21 +329,10 @@ def write_series(
     write_frames(Path(path), mesh.vertices, mesh.cells(), t.tolist(), x, fields)
 
 
-class _Corners:
-    """The numbers of the vertices at a corner of each cell of a grid."""
-
-    def __init__(self, counts: list[int]) -> None:
-        self.counts = counts
-        shape = [n + 1 for n in counts]
-        self.numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
-
-    def __call__(self, *step: int) -> Tensor:
-        part = tuple(slice(s, s + n) for s, n in zip(step, self.counts, strict=True))
-        return self.numbers[part].flatten()
-
-
-def _grid(name: str, lengths: Array, cells: Array, dim: int) -> tuple[Tensor, _Corners]:
-    """Make the vertices of a grid, and the numbers of the corners of its cells."""
+def _grid(
+    name: str, lengths: Array, cells: Array, dim: int
+) -> tuple[Tensor, Callable[..., Tensor]]:
+    """Make the vertices of a grid, and a function that numbers those at a corner of each cell."""
     sizes, counts = list(lengths), list(cells)
     if len(sizes) != dim or len(counts) != dim:
         raise ValueError(
@@ -360,10 +346,22 @@ def _grid(name: str, lengths: Array, cells: Array, dim: int) -> tuple[Tensor, _C
     axes = [
         torch.arange(n + 1, dtype=torch.float64) * x / n for n, x in zip(wholes, edges, strict=True)
     ]
-    return torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(-1, dim), _Corners(wholes)
+    vertices = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)
+    numbers = torch.arange(vertices.numel() // dim).reshape(vertices.shape[:-1])
+
+    def corner(*step: int) -> Tensor:
+        part = tuple(slice(s, s + n) for s, n in zip(step, wholes, strict=True))
+        return numbers[part].flatten()
+
+    return vertices.reshape(-1, dim), corner
 
 
 def _sides(vertices: Tensor, elements: Tensor) -> tuple[Tensor, ...]:
     """Return the vectors from the first vertex of each element to the others."""
     first, *rest = vertices[elements].unbind(1)
     return tuple(x - first for x in rest)
+
+
+def _counted(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return different rows, in any order of their entries; which of them each is; their counts."""
+    return rows.sort(-1).values.unique(dim=0, return_inverse=True, return_counts=True)

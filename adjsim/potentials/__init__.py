@@ -2,7 +2,13 @@
 
 from adjsim.core.declared import declared as declared
 from adjsim.core.rounding import UNROUNDED as UNROUNDED, Rounding as Rounding
-from adjsim.potentials.analytic import AsymmetricDoubleWell, DoubleWell, Harmonic, MullerBrown
+from adjsim.potentials.analytic import (
+    AsymmetricDoubleWell,
+    DoubleWell,
+    Harmonic,
+    MullerBrown,
+    SeparablePotential as SeparablePotential,
+)
 from adjsim.potentials.base import (
     ForceField,
     Potential as Potential,
@@ -10,40 +16,30 @@ from adjsim.potentials.base import (
     SumPotential as SumPotential,
     force,
 )
-from adjsim.potentials.bonded import (
-    BondedPotential as BondedPotential,
-    CosineAngle,
-    ExplicitPairs,
-    FlatBottomRestraint,
-    HarmonicAngle,
-    HarmonicBond,
-    HarmonicImproper,
-    MorseBond,
-    PeriodicTorsion,
-    PositionRestraint,
-    RyckaertBellemans,
-    ScaledPairs,
-    UreyBradley,
-)
+from adjsim.potentials.bonded.angles import CosineAngle, HarmonicAngle, UreyBradley
+from adjsim.potentials.bonded.base import BondedPotential as BondedPotential
+from adjsim.potentials.bonded.bonds import HarmonicBond, MorseBond
+from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
+from adjsim.potentials.bonded.restraints import FlatBottomRestraint, PositionRestraint
+from adjsim.potentials.bonded.torsions import HarmonicImproper, PeriodicTorsion, RyckaertBellemans
 from adjsim.potentials.charges.coulomb import Coulomb, ReactionField, Wolf
 from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
-from adjsim.potentials.contact import (
-    Barrier,
-    Box as Box,
+from adjsim.potentials.contact.base import (
     Contact,
+    MovingContact,
+    PlaneContact,
+    SurfaceContact as SurfaceContact,
+)
+from adjsim.potentials.contact.particles import ParticleContact
+from adjsim.potentials.contact.penalties import Barrier, Penalty as Penalty, Quadratic, Softplus
+from adjsim.potentials.contact.surfaces import (
+    Box as Box,
     Cylinder as Cylinder,
     Inside as Inside,
     Moving as Moving,
-    MovingContact,
-    ParticleContact,
-    Penalty as Penalty,
     Plane as Plane,
-    PlaneContact,
-    Quadratic,
-    Softplus,
     Sphere as Sphere,
     Surface as Surface,
-    SurfaceContact as SurfaceContact,
 )
 from adjsim.potentials.force_field import ForceFieldPotential as ForceFieldPotential
 from adjsim.potentials.gravity import Gravity
@@ -78,7 +74,6 @@ from adjsim.potentials.pairs.truncation import (
 )
 from adjsim.potentials.pairs.wca import WCA
 from adjsim.potentials.pairs.yukawa import Yukawa
-from adjsim.potentials.separable import SeparablePotential as SeparablePotential
 from adjsim.potentials.signals.actuated import Actuated
 from adjsim.potentials.signals.controls import Controller, NeuralController, OpenLoop
 from adjsim.potentials.signals.signals import (
@@ -87,13 +82,11 @@ from adjsim.potentials.signals.signals import (
     PiecewiseLinear,
     Signal as Signal,
 )
-from adjsim.potentials.solids import (
-    CorotatedLinear,
-    ElasticPotential as ElasticPotential,
-    NeoHookean,
-    StVenantKirchhoff,
-)
+from adjsim.potentials.solids.base import ElasticPotential as ElasticPotential
 from adjsim.potentials.solids.bending import HingeBending
+from adjsim.potentials.solids.corotated import CorotatedLinear
+from adjsim.potentials.solids.neo_hookean import NeoHookean
+from adjsim.potentials.solids.st_venant_kirchhoff import StVenantKirchhoff
 from adjsim.potentials.solvent import GeneralizedBorn
 
 __all__ = [

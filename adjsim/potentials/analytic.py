@@ -1,32 +1,45 @@
-"""Potentials with closed forms, for tests, teaching and method development."""
+"""Sums over coordinates, and potentials with closed forms for tests, teaching and development."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from adjsim.core.parameters import register
-from adjsim.core.typing import Energies, Number, Positions
-from adjsim.potentials.base import Potential
-from adjsim.potentials.separable import SeparablePotential
+from adjsim.core.declared import declared
+from adjsim.core.rounding import Rounding
+from adjsim.core.typing import Energies, Positions
+from adjsim.potentials.base import ClosedForm, Potential
+from adjsim.potentials.evaluated import DeclaredModule
+from adjsim.potentials.products import DeferredVJP, Elementwise, Pullback
+
+
+class SeparablePotential(DeclaredModule, Elementwise, ClosedForm, inherits_forces=True):
+    """A potential ``U = sum over atoms and dimensions of u(q)``.
+
+    ``element`` is u, ``slope`` is u' and ``curvature`` is u'', elementwise.
+    """
+
+    def forward(self, position: Positions) -> Energies:
+        return self.element(position).sum((-1, -2))
+
+    def linearised(self, position: Tensor, rounding: Rounding) -> tuple[Tensor, Pullback]:
+        def product(v: Tensor) -> tuple[Tensor, DeferredVJP]:
+            return -self.curvature(position) * v, DeferredVJP(self, self.slope, -v, position)
+
+        return -self.slope(position), product
 
 
 class Harmonic(SeparablePotential):
     """A harmonic well, ``U = sum k/2 (q - center)^2`` over atoms and dimensions.
 
     Args:
-        k: stiffness, energy / length^2; a scalar or anything that broadcasts against
-            ``(atoms, dim)``.
-        center: rest position, length; likewise.
+        {parameters}
     """
 
-    k: Tensor
-    center: Tensor
+    shapes_of_declared = "a scalar or anything that broadcasts against ``(atoms, dim)``"
 
-    def __init__(self, k: Number = 1.0, center: Number = 0.0) -> None:
-        super().__init__()
-        register(self, "k", k)
-        register(self, "center", center)
+    k: Tensor = declared("stiffness, energy / length^2", 1.0)
+    center: Tensor = declared("rest position, length", 0.0)
 
     def element(self, x: Tensor) -> Tensor:
         return 0.5 * self.k.to(x) * (x - self.center.to(x)) ** 2
@@ -41,21 +54,17 @@ class Harmonic(SeparablePotential):
 class AsymmetricDoubleWell(SeparablePotential):
     """A tilted double well, ``U = sum barrier (q^2 - 1)^2 + asymmetry q``.
 
-    The sum is over atoms and dimensions.
+    The sum is over atoms and dimensions. Lengths are in units of the distance of the wells from the
+    origin.
 
     Args:
-        barrier: height of the barrier between the wells at -1 and 1 if the asymmetry is zero,
-            energy. Lengths are in units of the distance of the wells from the origin.
-        asymmetry: tilt, energy / length; positive favours the left well.
+        {parameters}
     """
 
-    barrier: Tensor
-    asymmetry: Tensor
-
-    def __init__(self, barrier: Number = 1.0, asymmetry: Number = 0.0) -> None:
-        super().__init__()
-        register(self, "barrier", barrier)
-        register(self, "asymmetry", asymmetry)
+    barrier: Tensor = declared(
+        "height of the barrier between the wells at -1 and 1 without asymmetry, energy", 1.0
+    )
+    asymmetry: Tensor = declared("tilt, energy / length, positive favours the left well", 0.0)
 
     def element(self, x: Tensor) -> Tensor:
         return self.barrier.to(x) * (x * x - 1) ** 2 + self.asymmetry.to(x) * x
@@ -73,14 +82,10 @@ class DoubleWell(SeparablePotential):
     Its wells at -1 and 1 are equal. The sum is over atoms and dimensions.
 
     Args:
-        barrier: height of the barrier at the origin, energy.
+        {parameters}
     """
 
-    barrier: Tensor
-
-    def __init__(self, barrier: Number = 1.0) -> None:
-        super().__init__()
-        register(self, "barrier", barrier)
+    barrier: Tensor = declared("height of the barrier at the origin, energy", 1.0)
 
     def element(self, x: Tensor) -> Tensor:
         return self.barrier.to(x) * (x * x - 1) ** 2
@@ -110,13 +115,13 @@ class MullerBrown(Potential):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer(
-            "amplitude", torch.tensor([-200.0, -100.0, -170.0, 15.0], dtype=torch.float64)
-        )
         quadratic = [[-1.0, 0.0, -10.0], [-1.0, 0.0, -10.0], [-6.5, 11.0, -6.5], [0.7, 0.6, 0.7]]
-        self.register_buffer("shape", torch.tensor(quadratic, dtype=torch.float64))
-        centers = [[1.0, 0.0], [0.0, 0.5], [-0.5, 1.5], [-1.0, 1.0]]
-        self.register_buffer("center", torch.tensor(centers, dtype=torch.float64))
+        for name, value in (
+            ("amplitude", [-200.0, -100.0, -170.0, 15.0]),
+            ("shape", quadratic),
+            ("center", [[1.0, 0.0], [0.0, 0.5], [-0.5, 1.5], [-1.0, 1.0]]),
+        ):
+            self.register_buffer(name, torch.tensor(value, dtype=torch.float64))
 
     def forward(self, position: Positions) -> Energies:
         if position.shape[-1] != 2:

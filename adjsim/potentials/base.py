@@ -1,21 +1,21 @@
 """Forces from energies, and their vector-Jacobian products.
 
 A potential is any ``nn.Module`` that maps position ``(*batch, atoms, dim)`` to energy
-``(*batch,)``. Its force is ``-dU/dq``, by automatic differentiation. Two families have a force in
-closed form: :class:`~adjsim.potentials.SeparablePotential`, a sum over coordinates, and
-:class:`~adjsim.potentials.PairPotential`, a sum over pairs. A module that derives from
-:class:`ForceField` is a force that need not come from an energy, and may depend on time.
-
-The adjoint also needs the vector-Jacobian product of a force F(q; theta). :func:`force_vjp` returns
-the force and a function from v to (v^T dF/dq, v^T dF/dtheta), so that both share intermediate
-results.
+``(*batch,)``. Its force is ``-dU/dq``, by automatic differentiation or in closed form. A module
+that derives from :class:`ForceField` is a force that need not come from an energy, and may depend
+on time. The adjoint also needs the vector-Jacobian product of a force F(q; theta):
+:func:`force_vjp` returns the force and a function from v to (v^T dF/dq, v^T dF/dtheta), which share
+intermediate results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from adjsim.core.box import as_box, refuse_other_boxes, share_box
@@ -24,10 +24,11 @@ from adjsim.core.module_cache import refuse_written, version_of
 from adjsim.core.reading import read
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
-from adjsim.potentials.evaluated import FOLLOWING, Evaluated, take_from_base, terms_of
+from adjsim.potentials.evaluated import FOLLOWING, Evaluated, terms_of
 from adjsim.potentials.products import (
     ParameterVJP,
     Pullback,
+    Tensors,
     VJPSum,
     autograd_vjp,
     derived_force,
@@ -61,7 +62,9 @@ class Potential(Evaluated):
         for written, following in FOLLOWING.items():
             if written in vars(cls) and not inherits_forces:
                 for name in following:
-                    take_from_base(cls, name)
+                    having = [kind for kind in cls.__mro__ if name in vars(kind)]
+                    if having and having[0] not in (cls, having[-1]):
+                        setattr(cls, name, vars(having[-1])[name])
 
     def __call__(self, position: Positions, *, box: Array | None = None) -> Energies:
         given = None if box is None else as_box(box)
@@ -99,7 +102,7 @@ class Potential(Evaluated):
         )
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
+        self, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta).
 
@@ -109,112 +112,27 @@ class Potential(Evaluated):
         return autograd_vjp(lambda q: force(self, q, rounding=rounding), self, position, parameters)
 
 
-class SumPotential(Potential):
-    """A sum of potentials, ``U = sum_k U_k``, written ``a + b``.
+class ClosedForm(Potential):
+    """A potential that computes its force and the product of the force in closed form."""
 
-    Each part keeps its own closed forms. The parameters of part k have names that begin with
-    ``parts.k``. A sum has one box: that of the parts which have one.
-
-    Args:
-        parts: modules that map position to energy. A sum among them is replaced by its parts.
-
-    Raises:
-        TypeError: a part without an energy, such as a :class:`ForceField`.
-        ValueError: no parts, parts with different boxes, or a part whose energy is not
-            ``(*batch,)``.
-    """
-
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        if not parts:
-            raise ValueError("a sum of potentials needs at least one part.")
-        for part in parts:
-            if not isinstance(part, nn.Module) or isinstance(part, ForceField):
-                raise TypeError(
-                    f"a part of a sum of potentials is a module with an energy; got a "
-                    f"{type(part).__name__}."
-                )
-        self.parts = nn.ModuleList(_flat(parts))
-        share_box(self)
-        self.validate()
-
-    def terms(self) -> list[nn.Module]:
-        return list(self.parts)
-
-    def validate(self) -> None:
-        """Refuse parts with different boxes."""
-        refuse_other_boxes(self.parts)
-
-    @property
-    def box(self) -> Tensor | None:
-        """The periodic box of the parts, None without one."""
-        boxes = (getattr(part, "box", None) for part in self.parts)
-        return next((box for box in boxes if box is not None), None)
-
-    @box.setter
-    def box(self, value: Array) -> None:
-        shared = as_box(value)
-        for part in self.modules():
-            if part._buffers.get("box") is not None:
-                part._buffers["box"] = shared
-
-    def forward(self, position: Positions) -> Energies:
-        energies = [part(position) for part in self.parts]
-        for part, energy in zip(self.parts, energies, strict=True):
-            if energy.shape != position.shape[:-2]:
-                raise ValueError(
-                    f"{type(part).__name__}, a part of a sum, maps position "
-                    f"{tuple(position.shape)} to energy {tuple(energy.shape)}; it must be "
-                    f"{tuple(position.shape[:-2])}, one number for each system."
-                )
-        return _total(energies)
-
-    def virial(self, position: Positions) -> Tensor:
-        for part in self.parts:
-            if not isinstance(part, Potential):
-                raise TypeError(f"{type(part).__name__}, a part of a sum, has no virial(position).")
-        return _total([cast(Potential, part).virial(position) for part in self.parts])
+    def linearised(self, position: Tensor, rounding: Rounding, /) -> tuple[Tensor, Pullback]:
+        """Compute the force with a graph, and its product, which is called without one."""
+        raise TypeError(f"{type(self).__name__} has no linearised(position, rounding).")
 
     def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
-        return _total([force(part, position, rounding=rounding) for part in self.parts])
+        return self.linearised(position, rounding)[0]
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
+        self, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
-        return _sum_vjp(
-            [force_vjp(part, position, parameters, rounding=rounding) for part in self.parts]
-        )
+        with torch.no_grad():
+            value, product = self.linearised(position, rounding)
 
+        def pullback(v: Tensor) -> tuple[Tensor, ParameterVJP]:
+            with torch.no_grad():
+                return product(v)
 
-def _flat(parts: Sequence[nn.Module]) -> list[nn.Module]:
-    """Replace sums among parts by the parts of these sums."""
-    flat: list[nn.Module] = []
-    for part in parts:
-        # A subclass, or a sum with hooks, is more than its parts.
-        plain = type(part) in (SumPotential, SumForce) and not (
-            part._forward_hooks or part._forward_pre_hooks
-        )
-        flat += terms_of(part) if plain else [part]
-    return flat
-
-
-def _sum_vjp(found: Sequence[tuple[Tensor, Pullback]]) -> tuple[Tensor, Pullback]:
-    """Sum forces and their products."""
-
-    def pullback(v: Tensor) -> tuple[Tensor, VJPSum]:
-        products = [inner(v) for _, inner in found]
-        terms: tuple[ParameterVJP, ...] = tuple(rest for _, rest in products)
-        return _total([along for along, _ in products]), VJPSum(terms)
-
-    return _total([value for value, _ in found]), pullback
-
-
-def _total(values: Sequence[Tensor]) -> Tensor:
-    """Sum values from first to last."""
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
+        return value, pullback
 
 
 class ForceField(Evaluated):
@@ -243,17 +161,104 @@ class ForceField(Evaluated):
         return self(t, position)
 
     def force_vjp(
-        self,
-        t: Any,
-        position: Positions,
-        parameters: Sequence[Tensor],
-        rounding: Rounding = UNROUNDED,
+        self, t: Any, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         """Compute the force at time t and its product, as :meth:`Potential.force_vjp` does."""
         return autograd_vjp(lambda q: self(t, q), self, position, parameters)
 
 
-class SumForce(ForceField):
+class _Sum(Evaluated):
+    """The parts of a sum, which have one box."""
+
+    kinds: ClassVar[tuple[str, str]]
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        summed, kind = self.kinds
+        if not parts:
+            raise ValueError(f"a sum of {summed} needs at least one part.")
+        for part in parts:
+            if not self._takes(part):
+                raise TypeError(
+                    f"a part of a sum of {summed} is {kind}; got a {type(part).__name__}."
+                )
+        self.parts = nn.ModuleList(_flat(parts))
+        share_box(self)
+        self.validate()
+
+    def _takes(self, part: Any) -> bool:
+        return isinstance(part, nn.Module)
+
+    def terms(self) -> list[nn.Module]:
+        return list(self.parts)
+
+    def validate(self) -> None:
+        """Refuse parts with different boxes."""
+        refuse_other_boxes(self.parts)
+
+
+class SumPotential(_Sum, Potential):
+    """A sum of potentials, ``U = sum_k U_k``, written ``a + b``.
+
+    Each part keeps its own closed forms. The parameters of part k have names that begin with
+    ``parts.k``. A sum has one box: that of the parts which have one.
+
+    Args:
+        parts: modules that map position to energy. A sum among them is replaced by its parts.
+
+    Raises:
+        TypeError: a part without an energy, such as a :class:`ForceField`.
+        ValueError: no parts, parts with different boxes, or a part whose energy is not
+            ``(*batch,)``.
+    """
+
+    kinds = "potentials", "a module with an energy"
+
+    def _takes(self, part: Any) -> bool:
+        return isinstance(part, nn.Module) and not isinstance(part, ForceField)
+
+    @property
+    def box(self) -> Tensor | None:
+        """The periodic box of the parts, None without one."""
+        boxes = (getattr(part, "box", None) for part in self.parts)
+        return next((box for box in boxes if box is not None), None)
+
+    @box.setter
+    def box(self, value: Array) -> None:
+        shared = as_box(value)
+        for part in self.modules():
+            if part._buffers.get("box") is not None:
+                part._buffers["box"] = shared
+
+    def forward(self, position: Positions) -> Energies:
+        energies = [part(position) for part in self.parts]
+        for part, energy in zip(self.parts, energies, strict=True):
+            if energy.shape != position.shape[:-2]:
+                raise ValueError(
+                    f"{type(part).__name__}, a part of a sum, maps position "
+                    f"{tuple(position.shape)} to energy {tuple(energy.shape)}; it must be "
+                    f"{tuple(position.shape[:-2])}, one number for each system."
+                )
+        return reduce(add, energies)
+
+    def virial(self, position: Positions) -> Tensor:
+        for part in self.parts:
+            if not isinstance(part, Potential):
+                raise TypeError(f"{type(part).__name__}, a part of a sum, has no virial(position).")
+        return reduce(add, [cast(Potential, part).virial(position) for part in self.parts])
+
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
+        return reduce(add, [force(part, position, rounding=rounding) for part in self.parts])
+
+    def force_vjp(
+        self, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
+    ) -> tuple[Tensor, Pullback]:
+        return _sum_vjp(
+            [force_vjp(part, position, parameters, rounding=rounding) for part in self.parts]
+        )
+
+
+class SumForce(_Sum, ForceField):
     """A sum of forces of energies and of force fields, ``F = -sum_k dU_k/dq + sum_j F_j(t, q)``.
 
     It is written ``a + b``, where one of both is a :class:`ForceField`. Each part keeps its own
@@ -267,41 +272,42 @@ class SumForce(ForceField):
         ValueError: no parts.
     """
 
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        if not parts:
-            raise ValueError("a sum of forces needs at least one part.")
-        for part in parts:
-            if not isinstance(part, nn.Module):
-                raise TypeError(
-                    "a part of a sum of forces is an energy module or a ForceField; got a "
-                    f"{type(part).__name__}."
-                )
-        self.parts = nn.ModuleList(_flat(parts))
-        share_box(self)
-        self.validate()
-
-    def terms(self) -> list[nn.Module]:
-        return list(self.parts)
-
-    def validate(self) -> None:
-        """Refuse parts with different boxes."""
-        refuse_other_boxes(self.parts)
+    kinds = "forces", "an energy module or a ForceField"
 
     def forward(self, t: Any, position: Positions) -> Positions:
-        return _total([force(part, position, t) for part in self.parts])
+        return reduce(add, [force(part, position, t) for part in self.parts])
 
     def force(self, t: Any, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
-        return _total([force(part, position, t, rounding) for part in self.parts])
+        return reduce(add, [force(part, position, t, rounding) for part in self.parts])
 
     def force_vjp(
-        self,
-        t: Any,
-        position: Positions,
-        parameters: Sequence[Tensor],
-        rounding: Rounding = UNROUNDED,
+        self, t: Any, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         return _sum_vjp([force_vjp(part, position, parameters, t, rounding) for part in self.parts])
+
+
+def _flat(parts: Sequence[nn.Module]) -> list[nn.Module]:
+    """Replace sums among parts by the parts of these sums."""
+    flat: list[nn.Module] = []
+    for part in parts:
+        # A subclass, or a sum with hooks, is more than its parts.
+        plain = type(part) in (SumPotential, SumForce) and not (
+            part._forward_hooks or part._forward_pre_hooks
+        )
+        flat += terms_of(part) if plain else [part]
+    return flat
+
+
+def _sum_vjp(found: Sequence[tuple[Tensor, Pullback]]) -> tuple[Tensor, Pullback]:
+    """Sum forces and their products."""
+
+    def pullback(v: Tensor) -> tuple[Tensor, VJPSum]:
+        products = [inner(v) for _, inner in found]
+        return reduce(add, [along for along, _ in products]), VJPSum(
+            tuple(rest for _, rest in products)
+        )
+
+    return reduce(add, [value for value, _ in found]), pullback
 
 
 def force(
@@ -328,14 +334,13 @@ def force(
 def force_vjp(
     potential: nn.Module,
     position: Positions,
-    parameters: Sequence[Tensor],
+    parameters: Tensors,
     t: Any = 0.0,
     rounding: Rounding = UNROUNDED,
 ) -> tuple[Tensor, Pullback]:
-    """Compute the force, detached, and its vector-Jacobian product.
+    """Compute the force, detached, and its product with respect to the position and ``parameters``.
 
-    The product is with respect to the position and ``parameters``. The position must not require
-    grad; the product may be taken once.
+    The position must not require grad; the product may be taken once.
     """
     return Forces(potential, rounding).force_vjp(t, position, parameters)
 

@@ -1,14 +1,17 @@
-"""The base class of potentials and force fields: every evaluation begins with a reading."""
+"""Base classes: modules whose evaluations begin with a reading, and that declare their numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
+from adjsim.core.declared import Declaring
+from adjsim.core.parameters import register
 from adjsim.core.reading import read
+from adjsim.core.typing import Number
 
 
 def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,22 +42,32 @@ class Evaluated(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in ("force", "force_vjp", "virial"):
-            if name in vars(cls):
-                setattr(cls, name, _reads(vars(cls)[name]))
+        for name in {"force", "force_vjp", "virial"} & vars(cls).keys():
+            setattr(cls, name, _reads(vars(cls)[name]))
 
     def terms(self) -> list[nn.Module]:
         """Return the parts of a sum, or the module itself."""
         return [self]
 
 
-def take_from_base(cls: type, name: str) -> None:
-    """Give a class that does not write a method that of the first class that has it."""
-    having = [kind for kind in cls.__mro__ if name in vars(kind)]
-    if having and having[0] is not cls and having[0] is not having[-1]:
-        setattr(cls, name, vars(having[-1])[name])
-
-
 def terms_of(potential: nn.Module) -> list[nn.Module]:
     """Return the parts of a sum, or the potential itself."""
     return potential.terms() if isinstance(potential, Evaluated) else [potential]
+
+
+class DeclaredModule(Declaring, nn.Module):
+    """A module with declared numbers. One whose default is None may be left out."""
+
+    def __init__(self, *values: Number | None, **named: Number | None) -> None:
+        numbers = self.given(values, named)
+        super().__init__()
+        for name, value in numbers.items():
+            declaration = self.__declared__[name]
+            if value is None and declaration.default is None:
+                self.register_buffer(name, None)
+            else:
+                register(self, name, cast(Number, value), **declaration.rule)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse numbers that do not go together."""

@@ -49,7 +49,7 @@ class ForceFieldPotential(SumPotential):
         self, labels: Mapping[str, Sequence[str]] | None = None, **parts: nn.Module
     ) -> None:
         # The parts are attributes of the sum itself, not entries of a list.
-        super(SumPotential, self).__init__()
+        nn.Module.__init__(self)
         if not parts:
             raise ValueError("a force field needs at least one part.")
         for name, part in parts.items():
@@ -85,10 +85,7 @@ class ForceFieldPotential(SumPotential):
 
 
 def _shared_tensors(module: nn.Module) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Return the places, by path and name, of each tensor that is in several modules.
-
-    A sum shares the box of its parts itself.
-    """
+    """Return the places, by path and name, of each tensor but boxes that is in several modules."""
     places: dict[int, list[tuple[str, str]]] = {}
     for path, part in module.named_modules():
         for name, tensor in own_tensors(part).items():
@@ -99,24 +96,16 @@ def _shared_tensors(module: nn.Module) -> tuple[tuple[tuple[str, str], ...], ...
 
 def _is_one(x: Any, y: Any) -> bool:
     """Return whether two tensors are one, or buffers that a change of dtype has made two."""
-    if x is y:
-        return True
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or isinstance(x, nn.Parameter):
-        return False
-    return not (x.requires_grad or y.requires_grad) and x.dtype == y.dtype and torch.equal(x, y)
+    if x is y or not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return x is y
+    trained = isinstance(x, nn.Parameter) or x.requires_grad or y.requires_grad
+    return not trained and x.dtype == y.dtype and torch.equal(x, y)
 
 
 def refuse_high_energy(potential: Potential, position: Tensor, energy: Tensor) -> None:
-    """Refuse a start whose energy tells of wrong units or of overlapping atoms.
+    """Refuse an energy in eV that tells of wrong units or of overlapping atoms.
 
-    Args:
-        potential: a force field, in eV and angstrom.
-        position: ``(*batch, atoms, dim)``.
-        energy: ``(*batch,)``, of the potential at the position.
-
-    Raises:
-        ValueError: an energy of :data:`LARGEST_ENERGY` or :data:`LARGEST_ENERGY_PER_ATOM` or more,
-            or not finite. It names the two atoms on which the forces are largest.
+    The error names the two atoms on which the forces are largest.
     """
     largest = min(LARGEST_ENERGY, LARGEST_ENERGY_PER_ATOM * position.shape[-2])
     bad = ~(energy.detach() < largest)

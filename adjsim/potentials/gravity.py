@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from adjsim.core.parameters import register
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.declared import declared
+from adjsim.core.rounding import Rounding
 from adjsim.core.typing import Energies, Number, Positions
-from adjsim.potentials.base import Potential
+from adjsim.potentials.base import ClosedForm
+from adjsim.potentials.evaluated import DeclaredModule
 from adjsim.potentials.products import DeferredVJP, Pullback
 
 
-class Gravity(Potential):
+class Gravity(DeclaredModule, ClosedForm, inherits_forces=True):
     """Uniform gravity, ``U = sum over atoms of m g h``, with h the height along a direction.
 
     The force is ``-m g`` along the direction. An atom of infinite mass, which is pinned, has
@@ -32,19 +31,12 @@ class Gravity(Potential):
             fit the position.
     """
 
-    mass: Tensor
-    g: Tensor
-    direction: Tensor | None
+    mass: Tensor = declared("m", positive=True, shapes=((), ("atoms",), ("atoms", 1)))
+    g: Tensor = declared("acceleration", finite=True, single=True)
+    direction: Tensor | None = declared("upward", None, finite=True, shapes=(("dim",),))
 
     def __init__(self, mass: Number, g: Number, *, direction: Number | None = None) -> None:
-        super().__init__()
-        register(self, "mass", mass, positive=True, shapes=[(), ("atoms",), ("atoms", 1)])
-        register(self, "g", g, finite=True, single=True)
-        if direction is None:
-            self.direction = None
-            return
-        register(self, "direction", direction, finite=True, shapes=[("dim",)])
-        self.validate()
+        super().__init__(mass, g, direction)
 
     def validate(self) -> None:
         """Refuse a direction of length zero."""
@@ -54,19 +46,11 @@ class Gravity(Potential):
     def forward(self, position: Positions) -> Energies:
         return -(self._pull(position) * position).sum((-1, -2))
 
-    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
-        return self._pull(position)
-
-    def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
-    ) -> tuple[Tensor, Pullback]:
-        with torch.no_grad():
-            value = self._pull(position)
-
-        def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP]:
+    def linearised(self, position: Tensor, rounding: Rounding) -> tuple[Tensor, Pullback]:
+        def product(v: Tensor) -> tuple[Tensor, DeferredVJP]:
             return torch.zeros_like(v), DeferredVJP(self, self._pull, v, position)
 
-        return value, pullback
+        return self._pull(position), product
 
     def _pull(self, position: Tensor) -> Tensor:
         """Compute the force, of the shape of the position."""

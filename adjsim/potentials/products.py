@@ -15,19 +15,15 @@ from adjsim.core.rounding import UNROUNDED, Rounding, straight_through
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Positions
 
+Tensors: TypeAlias = Sequence[Tensor]
+
 
 @dataclass(frozen=True)
 class DeferredVJP:
-    """A deferred gradient of ``sum of weight . function(x; theta)`` with respect to theta.
+    """A deferred gradient of ``sum of weight . function(x; theta)`` by the theta of a module.
 
     Deferred gradients of the same function may be stacked along a new leading axis and computed
     together. This spares small systems the overhead of one autograd call per step.
-
-    Args:
-        module: the module with the parameters theta.
-        function: of x, elementwise.
-        weight: the cotangent of its value.
-        x: the point of evaluation.
     """
 
     module: nn.Module
@@ -35,13 +31,8 @@ class DeferredVJP:
     weight: Tensor
     x: Tensor
 
-    def gradient(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Compute the gradients; None for parameters that the function does not depend on.
-
-        Raises:
-            ValueError: the function depends on a tensor that requires grad and is not one of the
-                parameters.
-        """
+    def gradient(self, parameters: Tensors) -> list[Tensor | None]:
+        """Compute the gradients, None without dependence; refuse a dependence on other tensors."""
         with torch.enable_grad():
             value = self.function(self.x)
         refuse_unknown(value, self.module, parameters, f"the force of {type(self.module).__name__}")
@@ -57,15 +48,13 @@ class VJPSum:
 
     terms: tuple[ParameterVJP, ...]
 
-    def gradient(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    def gradient(self, parameters: Tensors) -> list[Tensor | None]:
         """Compute the sums; None for parameters that no term depends on."""
         total: list[Tensor | None] = [None] * len(parameters)
         for term in self.terms:
             found = term if isinstance(term, list) else term.gradient(parameters)
-            total = [
-                x if y is None else y if x is None else x + y
-                for x, y in zip(total, found, strict=True)
-            ]
+            pairs = zip(total, found, strict=True)
+            total = [x if y is None else y if x is None else x + y for x, y in pairs]
         return total
 
 
@@ -74,15 +63,9 @@ Pullback = Callable[[Tensor], tuple[Tensor, ParameterVJP]]
 
 
 def energy_vjp(
-    potential: nn.Module,
-    position: Positions,
-    parameters: Sequence[Tensor],
-    rounding: Rounding = UNROUNDED,
+    potential: nn.Module, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
 ) -> tuple[Tensor, Pullback]:
-    """Compute the force and its product by automatic differentiation of the energy alone.
-
-    The energy is evaluated once, and with a rounding once more; see :meth:`Potential.force`.
-    """
+    """Compute the force and its product by automatic differentiation of the energy alone."""
     if torch.compiler.is_compiling() or in_transform():
         return autograd_vjp(
             lambda q: derived_force(potential, q, rounding), potential, position, parameters
@@ -108,9 +91,8 @@ def energy_vjp(
 def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Compute ``d(sum of function)/dx``, with a graph when grad mode is on.
 
-    The cost does not depend on how x was computed: the function is applied to a view of x, and
-    autograd stops at the node of this view. If it differentiated with respect to x itself where x
-    is a leaf, it would visit every operation of the graph.
+    The function is applied to a view of x, at whose node autograd stops. So the cost does not
+    depend on how x was computed.
     """
     if torch.compiler.is_compiling() or in_transform():
         return torch.func.grad(lambda y: function(y).sum())(x)
@@ -132,6 +114,32 @@ def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return slope if keeps_graph else slope.detach()
 
 
+class Elementwise:
+    """A function u(x), whose derivatives follow from it where they are not written."""
+
+    def element(self, x: Tensor, /) -> Tensor:
+        """Compute u(x), elementwise."""
+        raise TypeError(f"{type(self).__name__} has no element(x).")
+
+    def slope(self, x: Tensor, /) -> Tensor:
+        """Compute du/dx, elementwise."""
+        return derivative(self.element, x)
+
+    def curvature(self, x: Tensor, /) -> Tensor:
+        """Compute d2u/dx2, elementwise."""
+        return derivative(self.slope, x)
+
+
+def with_fewer_axes(rounding: Rounding, count: int) -> Rounding:
+    """Return a rounding of contributions with so many axes fewer than those of pairs."""
+    if not rounding.rounds or not rounding.spacing.ndim:
+        return rounding
+    spacing = rounding.spacing
+    for _ in range(count):
+        spacing = spacing.squeeze(-1)
+    return Rounding(spacing)
+
+
 def derived_force(potential: nn.Module, position: Tensor, rounding: Rounding = UNROUNDED) -> Tensor:
     """Compute the force by automatic differentiation of the energy."""
     smooth = -derivative(potential, position)
@@ -144,10 +152,7 @@ def derived_force(potential: nn.Module, position: Tensor, rounding: Rounding = U
 
 
 def autograd_vjp(
-    function: Callable[[Tensor], Tensor],
-    module: nn.Module,
-    position: Tensor,
-    parameters: Sequence[Tensor],
+    function: Callable[[Tensor], Tensor], module: nn.Module, position: Tensor, parameters: Tensors
 ) -> tuple[Tensor, Pullback]:
     """Compute a force and its product by automatic differentiation of the force."""
     with torch.enable_grad():
@@ -157,7 +162,7 @@ def autograd_vjp(
     return value.detach(), _pullback(value, q, parameters)
 
 
-def _pullback(value: Tensor, q: Tensor, parameters: Sequence[Tensor]) -> Pullback:
+def _pullback(value: Tensor, q: Tensor, parameters: Tensors) -> Pullback:
     def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         if not value.requires_grad:
             return torch.zeros_like(q), [None] * len(parameters)

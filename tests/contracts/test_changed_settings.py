@@ -11,6 +11,7 @@ from adjsim.potentials import (
     Actuated,
     Coulomb,
     CubicSpline,
+    Cylinder,
     Ewald,
     ForceFieldPotential,
     GeneralizedBorn,
@@ -19,19 +20,20 @@ from adjsim.potentials import (
     HarmonicBond,
     Harmonics,
     Mie,
+    NeoHookean,
+    ParticleContact,
     ParticleMeshEwald,
     PeriodicTorsion,
     PiecewiseLinear,
+    Plane,
     ReactionField,
     ScaledPairs,
     Switched,
     Wolf,
 )
-from adjsim.potentials.contact import Cylinder, ParticleContact, Plane
 from adjsim.potentials.learnt import MessagePassing, PairNetwork
 from adjsim.potentials.pairs.dispersion import DispersionCorrection
 from adjsim.potentials.pairs.noble import LennardJonesMixture
-from adjsim.potentials.solids import NeoHookean
 from tests.problems import parameter
 
 BOX = torch.full((3,), 6.0, dtype=torch.float64)

@@ -10,8 +10,7 @@ import torch
 from scipy.optimize import brentq
 
 import adjsim
-from adjsim.potentials.base import force, force_vjp
-from adjsim.potentials.contact import (
+from adjsim.potentials import (
     Barrier,
     Box,
     Contact,
@@ -26,6 +25,7 @@ from adjsim.potentials.contact import (
     Softplus,
     Sphere,
 )
+from adjsim.potentials.base import force, force_vjp
 from adjsim.potentials.products import derivative
 from tests.bonded import close
 from tests.contact import CENTER, EVERY, PENALTIES, POINTS, SHORT, SURFACES, Swing, contact, moving

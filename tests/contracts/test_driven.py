@@ -20,13 +20,13 @@ from adjsim import (
     meshes,
 )
 from adjsim.core.rounding import Rounding
+from adjsim.potentials import NeoHookean
 from adjsim.potentials.base import ForceField, SumForce, SumPotential, force, force_vjp
 from adjsim.potentials.gravity import Gravity
 from adjsim.potentials.products import VJPSum
 from adjsim.potentials.signals.actuated import Actuated
 from adjsim.potentials.signals.controls import Controller, NeuralController, OpenLoop
 from adjsim.potentials.signals.signals import CubicSpline, Harmonics, PiecewiseLinear
-from adjsim.potentials.solids import NeoHookean
 from adjsim.potentials.solids.bending import HingeBending
 from tests.problems import parameter, slow_but, square, vector
 from tests.retracing import forth_and_back

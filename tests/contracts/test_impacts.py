@@ -11,8 +11,8 @@ from torch import Tensor
 
 import adjsim
 from adjsim.dynamics.stable_step import largest_stable_step
+from adjsim.potentials import Barrier, Contact, ParticleContact, Plane, Quadratic
 from adjsim.potentials.base import force
-from adjsim.potentials.contact import Barrier, Contact, ParticleContact, Plane, Quadratic
 from adjsim.potentials.gravity import Gravity
 from tests.problems import parameter
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import adjsim
 from adjsim import Mechanics, meshes, minimize, simulate
 from adjsim.meshes import Mesh
+from adjsim.potentials import CorotatedLinear, NeoHookean, StVenantKirchhoff
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.gravity import Gravity
-from adjsim.potentials.solids import CorotatedLinear, NeoHookean, StVenantKirchhoff
 from tests.problems import parameter, slow_but
 
 MODULUS, DENSITY, LENGTH = 1e5, 1000.0, 2.0

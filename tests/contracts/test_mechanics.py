@@ -13,7 +13,7 @@ from adjsim.core.state import detached
 from adjsim.dynamics.mechanics.damping import RayleighDamping
 from adjsim.dynamics.mechanics.friction import decay_ratio
 from adjsim.dynamics.mechanics.mechanics import Mechanics
-from adjsim.potentials.contact import Barrier, Contact, Plane, Quadratic
+from adjsim.potentials import Barrier, Contact, Plane, Quadratic
 from adjsim.potentials.gravity import Gravity
 from adjsim.potentials.signals.controls import Controller
 from tests.mechanics import BODIES, Path, body, floor, masses, sliding, start, start_of

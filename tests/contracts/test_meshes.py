@@ -16,7 +16,7 @@ from torch import nn
 from adjsim import meshes
 from adjsim.core.bounds import Between, Positive
 from adjsim.meshes import Mesh
-from adjsim.potentials.solids import NeoHookean
+from adjsim.potentials import NeoHookean
 
 CORNERS = torch.tensor(
     [[0.0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]], dtype=torch.float64

@@ -10,10 +10,9 @@ import torch
 import adjsim
 from adjsim import meshes
 from adjsim.dynamics.stable_step import largest_stable_step
-from adjsim.potentials.contact import Barrier, Contact, MovingContact, Plane, Quadratic
+from adjsim.potentials import Barrier, Contact, MovingContact, NeoHookean, Plane, Quadratic
 from adjsim.potentials.gravity import Gravity
 from adjsim.potentials.products import derivative
-from adjsim.potentials.solids import NeoHookean
 from tests.bonded import CHAIN
 from tests.contact import Moving, Swing
 

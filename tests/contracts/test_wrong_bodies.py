@@ -8,11 +8,10 @@ import torch
 import adjsim
 from adjsim import Mechanics, Splitting, meshes, minimize, simulate
 from adjsim.meshes import Mesh
-from adjsim.potentials.contact import Barrier, Contact, Plane, PlaneContact, Quadratic
+from adjsim.potentials import Barrier, Contact, NeoHookean, Plane, PlaneContact, Quadratic
 from adjsim.potentials.gravity import Gravity
 from adjsim.potentials.signals.controls import OpenLoop
 from adjsim.potentials.signals.signals import CubicSpline, PiecewiseLinear
-from adjsim.potentials.solids import NeoHookean
 
 CUBE = meshes.box([1.0, 1.0, 1.0], [1, 1, 1])
 NAN, INF = float("nan"), float("inf")

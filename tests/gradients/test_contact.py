@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import adjsim
-from adjsim.potentials.contact import ParticleContact
+from adjsim.potentials import ParticleContact
 from adjsim.potentials.signals.signals import CubicSpline
 from tests.bonded import close
 from tests.contact import EVERY, POINTS, SHORT, contact, moving

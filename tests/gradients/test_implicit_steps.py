@@ -17,9 +17,8 @@ from adjsim import (
     meshes,
 )
 from adjsim.dynamics.mechanics.mechanics import Mechanics
-from adjsim.potentials.contact import Contact, Plane, Softplus
+from adjsim.potentials import Contact, NeoHookean, Plane, Softplus
 from adjsim.potentials.gravity import Gravity
-from adjsim.potentials.solids import NeoHookean
 from adjsim.solvers.implicit import newton
 from tests.problems import POTENTIALS, Cage, parameter, slow_but, square, vector
 

@@ -17,7 +17,7 @@ from adjsim import (
     simulate,
 )
 from adjsim.dynamics.mechanics.mechanics import Mechanics
-from adjsim.potentials.contact import PlaneContact
+from adjsim.potentials import PlaneContact
 from adjsim.potentials.gravity import Gravity
 from adjsim.potentials.signals.controls import OpenLoop
 from adjsim.potentials.signals.signals import PiecewiseLinear

@@ -11,7 +11,7 @@ from torch import nn
 import adjsim
 from adjsim import meshes, minimize
 from adjsim.io.systems import cluster
-from adjsim.potentials.solids import NeoHookean
+from adjsim.potentials import NeoHookean
 from adjsim.potentials.statics import curvature, minimum as statics
 from tests.problems import parameter
 

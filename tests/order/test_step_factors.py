@@ -8,7 +8,7 @@ import torch
 import adjsim
 from adjsim import meshes
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.potentials.solids import NeoHookean
+from adjsim.potentials import NeoHookean
 from adjsim.solvers.implicit import newton
 from adjsim.solvers.implicit.step_factors import step_factors
 

@@ -14,7 +14,7 @@ from adjsim.dynamics.masses import Masses, per_atom
 from adjsim.dynamics.moves import GeneralFlow, Move
 from adjsim.dynamics.sources import Coefficients, Field, Time
 from adjsim.dynamics.terms import Term
-from adjsim.potentials.contact import SurfaceContact
+from adjsim.potentials import SurfaceContact
 
 # Series in the square of the argument are used below this square. Both the first term left out of
 # them, and the cancellation in the derivative of the closed forms above it, are below 1e-14.

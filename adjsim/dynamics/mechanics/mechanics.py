@@ -23,8 +23,8 @@ from adjsim.dynamics.mechanics.prescribed import Prescribed, PrescribedStream
 from adjsim.dynamics.stable_step import largest_stable_step
 from adjsim.dynamics.starts import as_start
 from adjsim.dynamics.terms import Term
+from adjsim.potentials import Contact, SurfaceContact
 from adjsim.potentials.base import ForceField, force
-from adjsim.potentials.contact import Contact, SurfaceContact
 from adjsim.potentials.signals.controls import Controller
 
 # Relative error of the square of the frequency that bounds the step.

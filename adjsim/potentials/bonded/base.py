@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +16,21 @@ from adjsim.core.layout import is_tracing
 from adjsim.core.parameters import register
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Number, Positions
-from adjsim.potentials.base import Potential
+from adjsim.potentials.base import ClosedForm
 from adjsim.potentials.bonded.selection import Selection
-from adjsim.potentials.products import DeferredVJP, Pullback, derivative
+from adjsim.potentials.products import DeferredVJP, Elementwise, Pullback, with_fewer_axes
 
 # Atoms of the largest system, which bounds the tables of atoms.
 MOST_ATOMS = 2**26
 
 
-class BondedPotential(Declaring, Periodic, Potential):
+class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_forces=True):
     """A sum over terms of ``element(x)``, with x an internal coordinate of the atoms of a term.
 
     Subclasses name the coordinate, and write ``element``; ``slope`` (du/dx) and ``curvature``
     (d2u/dx2) follow from it, or are written too. They are elementwise in x, whose last axis is that
-    of terms, and read a parameter by ``self.term_parameter(name, x)``. Each atom reads the forces
-    of its terms by a table and sums them, so that sums have a fixed order; in exact runs they are
-    rounded to the lattice before.
+    of terms, and read a parameter by ``self.term_parameter(name, x)``. Each atom sums the forces of
+    its terms in a fixed order; in exact runs they are rounded to the lattice before.
 
     A parameter is a number, one for each term, or one for each type if ``types`` says the type of
     each term. The gradient with respect to the parameter of a type is then one number.
@@ -94,44 +93,23 @@ class BondedPotential(Declaring, Periodic, Potential):
         for name, value in numbers.items():
             self.register_term_parameter(name, value, **self.__declared__[name].rule)
 
-    def element(self, x: Tensor) -> Tensor:
-        """Compute u(x), elementwise."""
-        raise TypeError(f"{type(self).__name__} has no element(x).")
-
-    def slope(self, x: Tensor) -> Tensor:
-        """Compute du/dx, elementwise."""
-        return derivative(self.element, x)
-
-    def curvature(self, x: Tensor) -> Tensor:
-        """Compute d2u/dx2, elementwise."""
-        return derivative(self.slope, x)
-
     def forward(self, position: Positions) -> Energies:
         return self.element(self.geometry(position).value).sum((-1, -2))
 
-    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
+    def linearised(self, position: Tensor, rounding: Rounding) -> tuple[Tensor, Pullback]:
         x = self.geometry(position)
-        return self._join(self._pulls(x, self.slope(x.value), rounding), position)
+        slope = self.slope(x.value)
 
-    def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
-    ) -> tuple[Tensor, Pullback]:
-        with torch.no_grad():
-            x = self.geometry(position)
-            slope = self.slope(x.value)
-            value = self._join(self._pulls(x, slope, rounding), position)
+        def product(v: Tensor) -> tuple[Tensor, DeferredVJP]:
+            rate, turned = x.along(*self.differences(v))
+            second = -self.curvature(x.value) * rate
+            changes = [
+                combined(scaled(second, g), -slope, turn)
+                for g, turn in zip(x.gradient, turned, strict=True)
+            ]
+            return self._join(changes, v), self.parameter_vjp(x, rate, position, v)
 
-        def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP]:
-            with torch.no_grad():
-                rate, turned = x.along(*self.differences(v))
-                second = -self.curvature(x.value) * rate
-                changes = [
-                    combined(scaled(second, g), -slope, turn)
-                    for g, turn in zip(x.gradient, turned, strict=True)
-                ]
-                return self._join(changes, v), self.parameter_vjp(x, rate, position, v)
-
-        return value, pullback
+        return self._join(self._pulls(x, slope, rounding), position), product
 
     def parameter_vjp(
         self, x: Coordinate, rate: Tensor, position: Tensor, v: Tensor
@@ -164,8 +142,7 @@ class BondedPotential(Declaring, Periodic, Potential):
     def displacements(self, position: Positions) -> list[Vector]:
         """Compute the displacements of each term, to nearest images."""
         self._check_position(position)
-        found = self.differences(position)
-        return found if self.image_box is None else [self._nearest(d) for d in found]
+        return self._to_nearest(self.differences(position))
 
     def differences(self, x: Tensor) -> list[Vector]:
         """Compute the differences between the members of each term of any ``x_i``."""
@@ -182,20 +159,19 @@ class BondedPotential(Declaring, Periodic, Potential):
             for place, row in zip(self.used, rows, strict=True)
         }
 
-    def _nearest(self, d: Vector) -> Vector:
-        if self.image_box is None:
-            return d
-        parts = nearest_image([x.unsqueeze(-2) for x in d], self.image_box.to(d[0]))
-        return [x.squeeze(-2) for x in parts]
+    def _to_nearest(self, vectors: list[Vector]) -> list[Vector]:
+        box = self.image_box
+        if box is None:
+            return vectors
+        moved = [nearest_image([x.unsqueeze(-2) for x in d], box.to(d[0])) for d in vectors]
+        return [[x.squeeze(-2) for x in d] for d in moved]
 
     def _pulls(self, x: Coordinate, slope: Tensor, rounding: Rounding) -> list[Vector]:
         """Compute minus the derivative of the energy by each displacement.
 
         Rounded, they are added and subtracted exactly, so that a sum over atoms is zero.
         """
-        pulls = [scaled(-slope, g) for g in x.gradient]
-        if rounding.rounds and rounding.spacing.ndim:
-            rounding = Rounding(rounding.spacing.squeeze(-1))
+        pulls, rounding = [scaled(-slope, g) for g in x.gradient], with_fewer_axes(rounding, 1)
         return [[rounding.round(part) for part in pull] for pull in pulls]
 
     def _join(self, pulls: Sequence[Vector], like: Tensor) -> Tensor:
@@ -205,13 +181,8 @@ class BondedPotential(Declaring, Periodic, Potential):
             joined = whole(pull)
             members[i] = members[i] - joined if i in members else -joined
             members[j] = members[j] + joined if j in members else joined
-        rows = self.atoms.transpose(torch.cat([members[place] for place in self.used], -1))
-        rest = like.shape[-2] - self.atoms.count
-        if rest > 0:
-            # Atoms behind the last one that a term names.
-            none = torch.zeros_like(rows[..., :1]).expand(*rows.shape[:-1], rest)
-            rows = torch.cat([rows, none], -1)
-        return rows.transpose(-1, -2)
+        rows = torch.cat([members[place] for place in self.used], -1)
+        return self.atoms.transpose(rows, like.shape[-2]).transpose(-1, -2)
 
     def _check_position(self, position: Tensor) -> None:
         atoms, dim = position.shape[-2:]
@@ -226,75 +197,57 @@ class BondedPotential(Declaring, Periodic, Potential):
             raise ValueError(f"{name} needs {self.dim} dimensions; position has dim {dim}.")
 
     def register_term_parameter(
-        self,
-        name: str,
-        value: Number,
-        *,
-        positive: bool = False,
-        depth: bool = False,
-        angle: bool = False,
-        columns: tuple[int, ...] = (),
+        self, name: str, value: Number, *, columns: tuple[int, ...] = (), **rule: Any
     ) -> None:
         """Store a parameter: a number, one for each term or one for each type.
 
-        Args:
-            name, value, positive, depth, angle: as for a parameter of any potential.
-            columns: the shape of the parameter of one term.
+        ``columns`` is the shape of the parameter of one term, and ``rule`` that of the number.
         """
-        register(self, name, value, positive=positive, depth=depth, angle=angle)
-        found: Tensor = getattr(self, name)
+        register(self, name, value, **rule)
         self._columns[name] = columns
-        self._check_parameter(name, found, columns)
-        if self.types is not None and found.ndim > len(columns):
+        count = self._check_parameter(name)
+        if self.types is not None and count > 1:
             # The transpose of a selection depends on the number of types.
             with outside_inference_mode():
-                self.by_type[str(len(found))] = Selection(self.types.clone(), len(found))
+                self.by_type[str(count)] = Selection(self.types.clone(), count)
 
     def validate(self) -> None:
         """Refuse atoms, types or numbers of terms other than those that the tables are made for."""
         super().validate()
-        index, types = self.index, self.types
+        name, types, index = type(self).__name__, self.types, self.index
         index = index if len(self.used) == self.members else index[:, self.used]
         if not torch.equal(self.atoms.index.reshape(len(self.used), -1).T, index):
-            raise ValueError(
-                f"the index of {type(self).__name__} has changed since it was made: make it again."
-            )
-        for known in self.by_type.values():
-            if types is None or not torch.equal(cast(Tensor, known.index), types):
+            raise ValueError(f"the index of {name} has changed since it was made: make it again.")
+        made: list[Any] = list(self.by_type.values())
+        if not all(types is not None and torch.equal(x.index, types) for x in made):
+            raise ValueError(f"the types of {name} have changed since it was made: make it again.")
+        for parameter in self._columns:
+            count = self._check_parameter(parameter)
+            if types is not None and count > 1 and str(count) not in self.by_type._modules:
                 raise ValueError(
-                    f"the types of {type(self).__name__} have changed since it was made: make it "
-                    "again."
-                )
-        for name, columns in self._columns.items():
-            found: Tensor = getattr(self, name)
-            lead = found.shape[: found.ndim - len(columns)]
-            if found.shape[found.ndim - len(columns) :] == columns and (
-                not lead or (types is not None and str(lead[0]) in self.by_type._modules)
-            ):
-                continue
-            self._check_parameter(name, found, columns)
-            if self.types is not None:
-                raise ValueError(
-                    f"{name} of {type(self).__name__} is for {len(found)} types, and was for "
-                    "another number when it was made: make it again."
+                    f"{parameter} of {name} is for {count} types, and was for another number when "
+                    "it was made: make it again."
                 )
 
-    def _check_parameter(self, name: str, value: Tensor, columns: tuple[int, ...]) -> None:
+    def _check_parameter(self, name: str) -> int:
+        """Return for how many terms or types a parameter is, 1 for all; refuse another shape."""
+        value: Tensor = getattr(self, name)
+        columns, types = self._columns[name], self.types
         lead = value.ndim - len(columns)
-        if tuple(value.shape[lead:]) != columns or lead not in (0, 1):
-            lead = -1
-        terms = len(self.index)
-        wanted = terms if self.types is None else int(self.types.max()) + 1
-        if lead == 0 or (lead == 1 and len(value) in (1, wanted)):
-            return
-        if lead == 1 and self.types is not None and len(value) > wanted:
-            return
+        fits, count = lead in (0, 1) and value.shape[lead:] == columns, 1
+        if lead == 1:
+            count = len(value)
+        if fits and (count == 1 or str(count) in self.by_type._modules):
+            return count
+        wanted = len(self.index) if types is None else int(types.max()) + 1
+        if fits and (count == wanted or (types is not None and count > wanted)):
+            return count
         one = "a number" if not columns else str(columns)
-        many = "terms" if self.types is None else "types"
-        count = f"{terms} terms" if self.types is None else f"types up to {wanted - 1}"
+        many = "terms" if types is None else "types"
+        counted = f"{wanted} terms" if types is None else f"types up to {wanted - 1}"
         raise ValueError(
             f"{name} must be {one}, or ({', '.join(map(str, (many, *columns)))}"
-            f"{',' if not columns else ''}) with {count}; got shape {tuple(value.shape)}."
+            f"{',' if not columns else ''}) with {counted}; got shape {tuple(value.shape)}."
         )
 
     def term_parameter(self, name: str, x: Tensor) -> Tensor:

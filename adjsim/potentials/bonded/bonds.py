@@ -19,7 +19,7 @@ class HarmonicTerm(BondedPotential):
     k: Tensor
 
     def change(self, x: Tensor) -> Tensor:
-        """Compute d, the difference of the coordinate from its value at rest, with slope 1."""
+        """Compute d, the difference of the coordinate from its value at rest, of slope 1 or 0."""
         raise TypeError(f"{type(self).__name__} has no change(x).")
 
     def element(self, x: Tensor) -> Tensor:

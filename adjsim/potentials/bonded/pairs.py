@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_flag, as_number, describe_type, outside_inference_mode
 from adjsim.core.box import refuse_other_boxes
 from adjsim.core.coordinates import Distance, SquaredDistance
+from adjsim.core.declared import declared
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.selection import Selection
@@ -23,8 +24,8 @@ class ScaledPairs(BondedPotential):
 
     u is that of the given potential, whose parameters are shared: the gradient with respect to an
     epsilon has the contributions of both. The listed pairs should be among the exclusions of the
-    potential itself, which are ignored here. For numbers of pairs that do not follow from numbers
-    of atoms use :class:`ExplicitPairs`.
+    potential itself, which are ignored here. Pairs with numbers of their own are
+    :class:`ExplicitPairs`.
 
     Args:
         potential: a :class:`~adjsim.potentials.PairPotential`. Its species must not change later.
@@ -43,7 +44,7 @@ class ScaledPairs(BondedPotential):
     steps = ((0, 1),)
     coordinate = SquaredDistance
 
-    scale: Tensor
+    scale: Tensor = declared("factor of u")
 
     def __init__(
         self,
@@ -60,10 +61,9 @@ class ScaledPairs(BondedPotential):
                 "potential must be a pair potential, such as LennardJones(...); got "
                 f"{describe_type(potential)}."
             )
-        super().__init__(index, types=types, box=potential.box if box is None else box)
+        super().__init__(index, scale, types=types, box=potential.box if box is None else box)
         self.potential, self._shares_box = potential, box is None
         self.truncated = as_flag("truncated", truncated)
-        self.register_term_parameter("scale", scale)
         self.operands = nn.ModuleDict()
         with outside_inference_mode():
             self._select_operands()
@@ -94,22 +94,19 @@ class ScaledPairs(BondedPotential):
                 f"index names atom {self._most} and the potential has species of "
                 f"{len(pair.species)} atoms."
             )
+        self._shapes = _shapes(pair)
         for name in pair.operand_names():
             value = pair.pair_table(name)
             if value.numel() == 1:
                 continue
-            count = len(value)
-            atoms = value.ndim == 1
+            count, atoms = len(value), value.ndim == 1
             if (atoms or pair.species is None) and self._most >= count:
                 raise ValueError(
                     f"index names atom {self._most} and {name} of the potential is for {count} "
                     "atoms."
                 )
-            if atoms:
-                self.operands[f"{name} i"] = Selection(i, count)
-                self.operands[f"{name} j"] = Selection(j, count)
-            else:
-                self.operands[f"{name} ij"] = Selection(self._entries(count), count * count)
+            for key, places in (("i", i), ("j", j)) if atoms else (("ij", self._entries(count)),):
+                self.operands[f"{count} {key}"] = Selection(places, count ** len(key))
 
     def _entries(self, count: int) -> Tensor:
         """Return the places of the pairs in a flat table of so many species."""
@@ -123,27 +120,21 @@ class ScaledPairs(BondedPotential):
         pair = self.potential
         if self._shares_box:
             refuse_other_boxes([pair, self])
-        entries: dict[int, Tensor] = {}
-        operands = self.operands._modules
-        for name in pair.operand_names():
-            found_of = (operands.get(f"{name} {key}") for key in ("i", "j", "ij"))
-            known: list[Any] = [selection for selection in found_of if selection is not None]
-            value: Tensor = getattr(pair, name)
-            # Numbers of species are mixed to a table.
-            size = value.shape[0] ** (3 - len(known)) if known and value.ndim else 1
-            if any(found.count != size for found in known) or (not known and value.numel() > 1):
+        for name, shape in _shapes(pair).items():
+            if shape != self._shapes.get(name, ()):
                 raise ValueError(
                     f"{name} of the potential has another shape than when ScaledPairs was made of "
                     "it: make it again."
                 )
-            if len(known) == 1:
-                if size not in entries:
-                    entries[size] = self._entries(math.isqrt(size))
-                if not torch.equal(known[0].index, entries[size]):
-                    raise ValueError(
-                        "the species of the potential have changed since ScaledPairs was made of "
-                        "it: make it again."
-                    )
+        for key, selection in self.operands._modules.items():
+            known: Any = selection
+            if key.endswith("ij") and not torch.equal(
+                known.index, self._entries(math.isqrt(known.count))
+            ):
+                raise ValueError(
+                    "the species of the potential have changed since ScaledPairs was made of it: "
+                    "make it again."
+                )
 
     def _of_pairs(self) -> PairPotential:
         """Return the potential with the operands of the listed pairs."""
@@ -152,12 +143,17 @@ class ScaledPairs(BondedPotential):
             value = self.potential.pair_table(name)
             if value.numel() == 1:
                 values[name] = value.reshape(())
-            elif value.ndim == 1:
-                first, second = (self.operands[f"{name} {end}"] for end in "ij")
-                values[name] = first(value), second(value)
-            else:
-                values[name] = self.operands[f"{name} ij"](value.flatten())
+                continue
+            keys = ("i", "j") if value.ndim == 1 else ("ij",)
+            found = [self.operands[f"{len(value)} {key}"](value.flatten()) for key in keys]
+            values[name] = (found[0], found[1]) if value.ndim == 1 else found[0]
         return self.potential.with_operands(values)
+
+
+def _shapes(pair: PairPotential) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each operand of a potential, that of a number for one entry."""
+    found: dict[str, Tensor] = {name: getattr(pair, name) for name in pair.operand_names()}
+    return {name: tuple(x.shape) if x.numel() > 1 else () for name, x in found.items()}
 
 
 class ExplicitPairs(BondedPotential):
@@ -170,9 +166,7 @@ class ExplicitPairs(BondedPotential):
 
     Args:
         index: ``(pairs, 2)``, the atoms of each pair.
-        epsilon: depth of the well, energy; a number, one for each pair or one for each type.
-        sigma: distance where the Lennard-Jones energy is zero; likewise.
-        product: product of the two charges, with the scale of the pair; likewise.
+        {parameters}
         constant: 1/(4 pi epsilon_0), see :class:`~adjsim.Coulomb`.
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
@@ -181,9 +175,9 @@ class ExplicitPairs(BondedPotential):
     steps = ((0, 1),)
     coordinate = Distance
 
-    epsilon: Tensor
-    sigma: Tensor
-    product: Tensor
+    epsilon: Tensor = declared("depth of the well, energy", depth=True)
+    sigma: Tensor = declared("distance where the Lennard-Jones energy is zero")
+    product: Tensor = declared("product of the two charges, with the scale of the pair")
 
     def __init__(
         self,
@@ -196,10 +190,7 @@ class ExplicitPairs(BondedPotential):
         types: Array | None = None,
         box: Array | None = None,
     ) -> None:
-        super().__init__(index, types=types, box=box)
-        self.register_term_parameter("epsilon", epsilon, depth=True)
-        self.register_term_parameter("sigma", sigma)
-        self.register_term_parameter("product", product)
+        super().__init__(index, epsilon, sigma, product, types=types, box=box)
         self.constant = as_number("constant", constant)
         if not math.isfinite(self.constant):
             raise ValueError(f"constant must be finite; got {constant}.")

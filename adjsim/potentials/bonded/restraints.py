@@ -33,10 +33,8 @@ class Restraint(BondedPotential):
         if name != "position":
             super().register_term_parameter(name, value, **rule)
             return
-        register(
-            self, name, value, shapes=[(len(self.index), "dim")],
-            each="a point for each restrained atom",
-        )  # fmt: skip
+        each = "a point for each restrained atom"
+        register(self, name, value, shapes=[(len(self.index), "dim")], each=each)
 
     def displacements(self, position: Positions) -> list[Vector]:
         self._check_position(position)
@@ -60,13 +58,12 @@ class Restraint(BondedPotential):
     def _pull(self, place: Tensor) -> Tensor:
         """Compute the force on the restrained atoms, ``(*batch, dim, terms)``."""
         x = self.coordinate(*self._from_points([place]))
-        (pull,) = self._pulls(x, self.slope(x.value), UNROUNDED)
-        return whole(pull)
+        return whole(self._pulls(x, self.slope(x.value), UNROUNDED)[0])
 
     def _from_points(self, places: Vector) -> list[Vector]:
         points = self.position.to(places[0]).T
         rows = points.split([part.shape[-2] for part in places])
-        return [self._nearest(subtracted(places, rows))]
+        return self._to_nearest([subtracted(places, rows)])
 
     def virial(self, position: Positions) -> Tensor:
         raise TypeError(
@@ -92,7 +89,7 @@ class PositionRestraint(Restraint, HarmonicTerm):
         return x
 
 
-class FlatBottomRestraint(Restraint):
+class FlatBottomRestraint(Restraint, HarmonicTerm):
     """Restraints to balls, ``U = sum over atoms of k/2 max(0, |q - position| - radius)^2``.
 
     Args:
@@ -108,15 +105,8 @@ class FlatBottomRestraint(Restraint):
     position: Tensor = declared("points")
     radius: Tensor = declared("radius")
 
-    def element(self, x: Tensor) -> Tensor:
-        outside = self._outside(x)
-        return 0.5 * self.term_parameter("k", x) * outside * outside
-
-    def slope(self, x: Tensor) -> Tensor:
-        return self.term_parameter("k", x) * self._outside(x)
+    def change(self, x: Tensor) -> Tensor:
+        return (x - self.term_parameter("radius", x)).clamp(min=0)
 
     def curvature(self, x: Tensor) -> Tensor:
-        return torch.where(self._outside(x) > 0, self.term_parameter("k", x), 0.0)
-
-    def _outside(self, x: Tensor) -> Tensor:
-        return (x - self.term_parameter("radius", x)).clamp(min=0)
+        return torch.where(self.change(x) > 0, self.term_parameter("k", x), 0.0)

@@ -35,22 +35,26 @@ class Selection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Select ``(*batch, entries)`` from ``(*batch, count)``."""
-        if not torch.is_grad_enabled():
-            return x.index_select(-1, self.index)
-        return _Select.apply(x, *self._tensors())
+        return self._mapped(x, False)
 
-    def transpose(self, x: Tensor) -> Tensor:
-        """Sum ``(*batch, entries)`` to ``(*batch, count)``."""
-        if not torch.is_grad_enabled():
-            return _sum(x, *self._tensors())
-        return _Sum.apply(x, *self._tensors())
+    def transpose(self, x: Tensor, length: int | None = None) -> Tensor:
+        """Sum ``(*batch, entries)`` to ``(*batch, count)``, with zeros behind up to a length."""
+        total, rest = self._mapped(x, True), 0 if length is None else length - self.count
+        if rest > 0:
+            none = torch.zeros_like(total[..., :1]).expand(*total.shape[:-1], rest)
+            total = torch.cat([total, none], -1)
+        return total
 
-    def _tensors(self) -> tuple[Tensor, ...]:
-        """Return the index and the tables, which are all buffers of the module."""
-        return tuple(x for x in self._buffers.values() if x is not None)
+    def _mapped(self, x: Tensor, sums: bool) -> Tensor:
+        # The index and the tables are all buffers of the module.
+        tensors = [x for x in self._buffers.values() if x is not None]
+        return (_Linear.apply if torch.is_grad_enabled() else _map)(x, sums, *tensors)
 
 
-def _sum(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
+def _map(x: Tensor, sums: bool, index: Tensor, *tables: Tensor) -> Tensor:
+    """Compute the selection, or its transpose."""
+    if not sums:
+        return x.index_select(-1, index)
     for table in tables:
         # Zeros that do not depend on x leave a concatenation before without another reader.
         zero = torch.zeros((*x.shape[:-1], 1), dtype=x.dtype, device=x.device)
@@ -59,48 +63,29 @@ def _sum(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map by an index and its tables."""
+    """The selection or its transpose; each is the derivative of the other."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
-
-
-class _Select(_Linear):
-    """The selection, whose derivative reads the tables too."""
+    def forward(x: Tensor, sums: bool, *tensors: Tensor) -> Tensor:
+        return _map(x, sums, *tensors)
 
     @staticmethod
-    def forward(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
-        return x.index_select(-1, index)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.sums, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         tensors: tuple[Tensor, ...] = ctx.saved_tensors
-        return _Sum.apply(cotangents[0], *tensors), *(None for _ in tensors)
+        found = _Linear.apply(cotangents[0], not ctx.sums, *tensors)
+        return found, None, *(None for _ in tensors)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        return _Select.apply(tangents[0], *ctx.saved_tensors)
-
-
-class _Sum(_Linear):
-    """The transpose of the selection."""
-
-    @staticmethod
-    def forward(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
-        return _sum(x, index, *tables)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        tensors: tuple[Tensor, ...] = ctx.saved_tensors
-        return _Select.apply(cotangents[0], *tensors), *(None for _ in tensors)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        return _Sum.apply(tangents[0], *ctx.saved_tensors)
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return _Linear.apply(tangents[0], ctx.sums, *ctx.saved_tensors)
 
 
 def _tables(index: Tensor, count: int) -> list[Tensor]:

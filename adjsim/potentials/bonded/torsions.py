@@ -1,18 +1,30 @@
-"""Torsions: energies of the dihedral angle of four atoms."""
+"""Torsions and impropers: energies of the dihedral angle of four atoms."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_indices, outside_inference_mode
+from adjsim.core.arguments import as_indices
 from adjsim.core.coordinates import Dihedral
 from adjsim.core.declared import declared
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
+from adjsim.potentials.bonded.bonds import HarmonicTerm
 
 
-class PeriodicTorsion(BondedPotential):
+class DihedralTerm(BondedPotential):
+    """The base class of terms of the dihedral angle of four atoms."""
+
+    members = 4
+    steps = ((0, 1), (1, 2), (2, 3))
+    coordinate = Dihedral
+    dim = 3
+
+
+class PeriodicTorsion(DihedralTerm):
     """Periodic torsions, ``U = sum over torsions of k (1 + cos(n phi - phase))``.
 
     phi is the dihedral angle, from -pi to pi, with the sign of IUPAC (trans is pi). Where three
@@ -20,24 +32,16 @@ class PeriodicTorsion(BondedPotential):
 
     Args:
         index: ``(torsions, 4)``, the atoms of each torsion. Several terms may name the same atoms.
-        k: half the height of the barrier, energy; a number, one for each torsion or one for each
-            type.
-        periodicity: n, positive integers; likewise. It has no gradient.
-        phase: radians; likewise.
+        {parameters}
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
 
     Raises:
         ValueError: a periodicity that is not a positive integer.
     """
 
-    members = 4
-    steps = ((0, 1), (1, 2), (2, 3))
-    coordinate = Dihedral
-    dim = 3
-
-    k: Tensor
-    periodicity: Tensor
-    phase: Tensor
+    k: Tensor = declared("half the height of the barrier, energy")
+    periodicity: Tensor = declared("n, positive integers, without a gradient")
+    phase: Tensor = declared("radians", angle=True)
 
     def __init__(
         self,
@@ -49,12 +53,8 @@ class PeriodicTorsion(BondedPotential):
         types: Array | None = None,
         box: Array | None = None,
     ) -> None:
-        super().__init__(index, types=types, box=box)
-        self.register_term_parameter("k", k)
-        with outside_inference_mode():
-            times = as_indices("periodicity", periodicity)
-            self.register_term_parameter("periodicity", times)
-        self.register_term_parameter("phase", phase, angle=True)
+        times = as_indices("periodicity", periodicity)
+        super().__init__(index, k, times, phase, types=types, box=box)
         self.validate()
 
     def validate(self) -> None:
@@ -82,7 +82,7 @@ class PeriodicTorsion(BondedPotential):
         return k, n, n * x - phase
 
 
-class RyckaertBellemans(BondedPotential):
+class RyckaertBellemans(DihedralTerm):
     """Torsions as polynomials of a cosine, ``U = sum over torsions of sum_n c_n cos(phi - pi)^n``.
 
     n is 0 to 5, and phi as for :class:`PeriodicTorsion`. See Ryckaert and Bellemans, Chem. Phys.
@@ -93,11 +93,6 @@ class RyckaertBellemans(BondedPotential):
         {parameters}
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
-
-    members = 4
-    steps = ((0, 1), (1, 2), (2, 3))
-    coordinate = Dihedral
-    dim = 3
 
     coefficients: Tensor = declared(
         "c_0 to c_5, energy; ``(6,)``, ``(torsions, 6)`` or ``(types, 6)``", columns=(6,)
@@ -116,6 +111,27 @@ class RyckaertBellemans(BondedPotential):
         return cosine * _polynomial(-cosine, first) + sine * sine * _polynomial(
             -cosine, _derived(first)
         )
+
+
+class HarmonicImproper(HarmonicTerm, DihedralTerm):
+    """Harmonic impropers, ``U = sum over impropers of k/2 d^2``.
+
+    d is the difference of the dihedral angle of the four atoms, in their given order, from
+    ``angle``, by at most half a turn. The force jumps where d is half a turn.
+
+    Args:
+        index: ``(impropers, 4)``, the atoms of each improper.
+        {parameters}
+        types, box: see :class:`~adjsim.potentials.BondedPotential`.
+    """
+
+    k: Tensor = declared("stiffness, energy / radian^2")
+    angle: Tensor = declared("dihedral angle at rest, radians", angle=True)
+
+    def change(self, x: Tensor) -> Tensor:
+        d = x - self.term_parameter("angle", x)
+        turns = torch.round(d.detach() * (1 / (2 * math.pi)))
+        return d - 2 * math.pi * turns
 
 
 def _polynomial(x: Tensor, coefficients: list[Tensor]) -> Tensor:

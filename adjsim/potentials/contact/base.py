@@ -11,7 +11,6 @@ With the gap g, the unit normal n and the curvature H of the surface (see
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ from adjsim.core.coordinates import Coordinate, Vector, combined, scaled
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Number, Positions
-from adjsim.potentials.base import ForceField, Potential
+from adjsim.potentials.base import ClosedForm, ForceField
 from adjsim.potentials.contact.penalties import Penalty, Softplus
 from adjsim.potentials.contact.surfaces import Moving, Plane, Surface
-from adjsim.potentials.products import DeferredVJP, Pullback, VJPSum
+from adjsim.potentials.products import DeferredVJP, Pullback, Tensors, VJPSum
 
 
 class SurfaceContact(nn.Module, ABC):
@@ -41,23 +40,29 @@ class SurfaceContact(nn.Module, ABC):
     penalty: Penalty
     _chosen: Tensor | None
 
-    def _check(self, surface: Any, penalty: Any, index: Array | None) -> None:
-        """Check and store what is common. Called by the constructors."""
+    def __init__(
+        self, surface: Surface | Moving, penalty: Penalty, *, index: Array | None = None
+    ) -> None:
+        super().__init__()
+        self._check_surface(surface)
         if not isinstance(penalty, Penalty):
             raise TypeError(
                 "penalty must be Quadratic(stiffness), Softplus(stiffness, width) or "
                 f"Barrier(stiffness, distance); got {describe_type(penalty)}."
             )
-        self.surface = surface
-        self.penalty = penalty
+        self.surface, self.penalty = surface, penalty
         with outside_inference_mode():
             chosen = None if index is None else _mask(index)
             self.register_buffer("_chosen", chosen, persistent=False)
 
-    @property
     @abstractmethod
+    def _check_surface(self, surface: Any) -> None:
+        """Refuse a surface of the other kind, or no surface."""
+
+    @property
     def _resting(self) -> Surface:
         """The surface where it was at first."""
+        return self.surface.surface if isinstance(self.surface, Moving) else self.surface
 
     def _shift(self, like: Tensor, t: Any) -> Tensor | None:
         """Compute by how much the surface has moved, ``(dim,)``; None at rest."""
@@ -97,11 +102,7 @@ class SurfaceContact(nn.Module, ABC):
         return self._masked(self.gap(position, t), torch.inf) - lowest
 
     def refuse_penetration(self, position: Positions, t: Any = 0.0) -> None:
-        """Raise if a vertex is behind the surface by more than the penalty allows.
-
-        Raises:
-            ValueError: it names the vertex, its gap and the ways out.
-        """
+        """Refuse a vertex that is behind the surface by more than the penalty allows."""
         lowest = self.penalty.lowest
         with torch.no_grad():
             margin = self.margin(position, t)
@@ -117,7 +118,7 @@ class SurfaceContact(nn.Module, ABC):
             )
 
     def _relative(self, position: Tensor, t: Any) -> Tensor:
-        """Return positions relative to where the surface was at first."""
+        """Return positions relative to the surface where it was at first."""
         shift = self._shift(position, t)
         return position if shift is None else position - shift
 
@@ -142,36 +143,29 @@ class SurfaceContact(nn.Module, ABC):
         chosen = torch.cat([self._chosen, self._chosen.new_zeros(rest)])
         return torch.where(chosen, x, fill)
 
-    def _energy(self, x: Tensor) -> Tensor:
-        """Compute the energies of positions relative to the surface."""
-        return self._masked(self.penalty.element(self._coordinate(x).value)).sum((-1, -2))
-
     def _slope(self, gap: Coordinate) -> Tensor:
         return self._masked(self.penalty.slope(gap.value))
 
     def _push(self, x: Tensor) -> Tensor:
         """Compute the forces at positions relative to the surface."""
+        return self.linearised(x, UNROUNDED)[0]
+
+    def linearised(self, x: Tensor, rounding: Rounding) -> tuple[Tensor, Pullback]:
+        # A vertex has one contribution, so there is no sum to round for.
         gap = self._coordinate(x)
-        return _joined(scaled(-self._slope(gap), gap.gradient[0]), x)
+        slope = self._slope(gap)
+        (normal,) = gap.gradient
 
-    def _push_vjp(self, x: Tensor) -> tuple[Tensor, Pullback]:
-        with torch.no_grad():
-            gap = self._coordinate(x)
-            slope = self._slope(gap)
-            (normal,) = gap.gradient
-            value = _joined(scaled(-slope, normal), x)
+        def product(v: Tensor) -> tuple[Tensor, DeferredVJP]:
+            rate, (turn,) = gap.along(_columns(v))
+            second = self._masked(self.penalty.curvature(gap.value)) * rate
+            along = _joined(combined(scaled(-second, normal), -slope, turn), x)
+            return along, DeferredVJP(self, self._push, v, x)
 
-        def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP]:
-            with torch.no_grad():
-                rate, (turn,) = gap.along(_columns(v))
-                second = self._masked(self.penalty.curvature(gap.value)) * rate
-                along = _joined(combined(scaled(-second, normal), -slope, turn), x)
-                return along, DeferredVJP(self, self._push, v, x)
-
-        return value, pullback
+        return _joined(scaled(-slope, normal), x), product
 
 
-class Contact(SurfaceContact, Potential):
+class Contact(SurfaceContact, ClosedForm, inherits_forces=True):
     """Contact of vertices with a surface at rest, ``U = sum over vertices of u(g(q))``.
 
     Args:
@@ -188,34 +182,21 @@ class Contact(SurfaceContact, Potential):
 
     surface: Surface
 
-    def __init__(self, surface: Surface, penalty: Penalty, *, index: Array | None = None) -> None:
-        super().__init__()
-        if not isinstance(surface, Surface):
-            moving = isinstance(surface, Moving)
+    def _check_surface(self, surface: Any) -> None:
+        if isinstance(surface, Moving):
             raise TypeError(
                 "Contact has an energy and its surface is at rest; got Moving(...). Use "
                 "MovingContact(surface, penalty)."
-                if moving
-                else "surface must be a Surface, such as Plane(normal, offset); got "
+            )
+        if not isinstance(surface, Surface):
+            raise TypeError(
+                "surface must be a Surface, such as Plane(normal, offset); got "
                 f"{describe_type(surface)}."
             )
-        self._check(surface, penalty, index)
-
-    @property
-    def _resting(self) -> Surface:
-        return self.surface
 
     def forward(self, position: Positions) -> Energies:
-        return self._energy(position)
-
-    # A vertex has one contribution, so there is no sum to round for.
-    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
-        return self._push(position)
-
-    def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
-    ) -> tuple[Tensor, Pullback]:
-        return self._push_vjp(position)
+        gap = self._coordinate(position).value
+        return self._masked(self.penalty.element(gap)).sum((-1, -2))
 
 
 class MovingContact(SurfaceContact, ForceField):
@@ -234,18 +215,12 @@ class MovingContact(SurfaceContact, ForceField):
 
     surface: Moving
 
-    def __init__(self, surface: Moving, penalty: Penalty, *, index: Array | None = None) -> None:
-        super().__init__()
+    def _check_surface(self, surface: Any) -> None:
         if not isinstance(surface, Moving):
             raise TypeError(
                 f"surface must be Moving(surface, path); got {describe_type(surface)}. For a "
                 "surface at rest use Contact(surface, penalty)."
             )
-        self._check(surface, penalty, index)
-
-    @property
-    def _resting(self) -> Surface:
-        return self.surface.surface
 
     def _shift(self, like: Tensor, t: Any) -> Tensor:
         found, dim = self.surface.path(t), self._resting.dim
@@ -269,26 +244,22 @@ class MovingContact(SurfaceContact, ForceField):
         return self._push(self._relative(position, t))
 
     def force_vjp(
-        self,
-        t: Any,
-        position: Positions,
-        parameters: Sequence[Tensor],
-        rounding: Rounding = UNROUNDED,
+        self, t: Any, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         with torch.enable_grad():
             shift = self._shift(position, t)
         refuse_unknown(shift, self, parameters, f"the path of {type(self._resting).__name__}")
-        value, inner = self._push_vjp(position - shift.detach())
+        with torch.no_grad():
+            value, product = self.linearised(position - shift, rounding)
 
         def pullback(v: Tensor) -> tuple[Tensor, VJPSum]:
-            along, rest = inner(v)
+            with torch.no_grad():
+                along, rest = product(v)
             if not (shift.requires_grad and parameters):
                 return along, VJPSum((rest,))
             # The force depends on the difference of position and shift.
             lead = tuple(range(along.ndim - 1))
-            found = torch.autograd.grad(
-                shift, list(parameters), -along.sum(lead), allow_unused=True
-            )
+            found = torch.autograd.grad(shift, parameters, -along.sum(lead), allow_unused=True)
             return along, VJPSum((rest, list[Tensor | None](found)))
 
         return value, pullback

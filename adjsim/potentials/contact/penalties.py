@@ -6,17 +6,28 @@ import math
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjsim.core.arguments import as_number
-from adjsim.core.parameters import register
+from adjsim.core.declared import declared
 from adjsim.core.typing import Number
+from adjsim.potentials.evaluated import DeclaredModule
+from adjsim.potentials.products import Elementwise
 
 # Steps of the search for a gap: half of a digit in 53 remains.
 HALVINGS = 53
 
 
-class Penalty(nn.Module):
+# The rule of a number, or one for each vertex.
+VERTICES = {
+    "positive": True,
+    "finite": True,
+    "shapes": ((), ("atoms",)),
+    "each": "one number for each vertex",
+}
+
+
+class Penalty(Elementwise, DeclaredModule):
     """An energy u(g) of a vertex with gap g, elementwise, with closed derivatives.
 
     Subclasses write ``element`` (u), ``slope`` (u' <= 0), ``curvature`` (u'') and
@@ -30,17 +41,7 @@ class Penalty(nn.Module):
     lowest: float | None = None
     reach: ClassVar[str] = "depth"
 
-    def element(self, gap: Tensor) -> Tensor:
-        """Compute u(g), elementwise."""
-        raise TypeError(f"{type(self).__name__} has no element(gap).")
-
-    def slope(self, gap: Tensor) -> Tensor:
-        """Compute du/dg, elementwise."""
-        raise TypeError(f"{type(self).__name__} has no slope(gap).")
-
-    def curvature(self, gap: Tensor) -> Tensor:
-        """Compute d2u/dg2, elementwise."""
-        raise TypeError(f"{type(self).__name__} has no curvature(gap).")
+    shapes_of_declared = "a number or ``(atoms,)``"
 
     def largest_curvature(self, energy: float | None = None) -> Tensor:
         """Compute the largest u'' where u is at most ``energy``; None: at any gap.
@@ -48,12 +49,6 @@ class Penalty(nn.Module):
         The result is a number, or ``(atoms,)`` if a parameter is.
         """
         raise TypeError(f"{type(self).__name__} has no largest_curvature(energy).")
-
-    def _register(self, name: str, value: Number) -> None:
-        register(
-            self, name, value, positive=True, finite=True, shapes=[(), ("atoms",)],
-            each="one number for each vertex",
-        )  # fmt: skip
 
     def _value(self, name: str, gap: Tensor) -> Tensor:
         """Return a parameter, to broadcast against gaps ``(*batch, atoms)``."""
@@ -67,26 +62,37 @@ class Penalty(nn.Module):
         return value
 
 
-def _checked_depth(depth: float | None) -> float | None:
-    if depth is None:
-        return None
-    found = as_number("depth", depth)
-    if not 0 < found < math.inf:
-        raise ValueError(f"depth must be positive and finite; got {depth}.")
-    return -found
+class _Sinking(Penalty):
+    """A penalty that allows a penetration up to a depth, and has a largest curvature."""
+
+    #: The largest curvature, in units of the stiffness.
+    STIFFEST: ClassVar[float] = 1.0
+
+    stiffness: Tensor = declared("k, energy / length^2", **VERTICES)
+
+    def __init__(self, *values: Number, depth: float | None = None, **named: Number) -> None:
+        super().__init__(*values, **named)
+        if depth is None:
+            return
+        self.lowest = -as_number("depth", depth)
+        if not 0 < -self.lowest < math.inf:
+            raise ValueError(f"depth must be positive and finite; got {depth}.")
+
+    def largest_curvature(self, energy: float | None = None) -> Tensor:
+        return self.STIFFEST * self._value("stiffness", self.stiffness).detach()
 
 
-class Quadratic(Penalty):
+class Quadratic(_Sinking):
     """The one-sided quadratic penalty, ``u(g) = k/2 max(0, -g)^2``.
 
     Value and slope are continuous, and the curvature jumps from 0 to k at the surface. A load F
     sinks in by F/k.
 
-    Gradients are exact for the steps taken, but those steps see the surface through the jump: the
-    result of a bounce converges with the second order of dt, and its derivatives with the first.
-    For the bounce of a ball with frequency w in contact, ``w dt = 0.1`` leaves derivatives without
-    a correct digit, and ``w dt = 0.001`` leaves errors of 0.5 to 10 %. :class:`Softplus` with a
-    width of one step at the speed of impact, ``width = v dt``, leaves 0.1 % at ``w dt = 0.1``.
+    Gradients are exact for the steps taken, but the result of a bounce converges with the second
+    order of dt, and its derivatives with the first. For the bounce of a ball with frequency w in
+    contact, ``w dt = 0.1`` leaves derivatives without a correct digit, and ``w dt = 0.001`` errors
+    of 0.5 to 10 %. :class:`Softplus` with a width of one step at the speed of impact, ``width = v
+    dt``, leaves 0.1 % at ``w dt = 0.1``.
 
     Args:
         stiffness: k, energy / length^2; a number or ``(atoms,)``.
@@ -95,13 +101,6 @@ class Quadratic(Penalty):
     Raises:
         ValueError: numbers that are not positive and finite.
     """
-
-    stiffness: Tensor
-
-    def __init__(self, stiffness: Number, *, depth: float | None = None) -> None:
-        super().__init__()
-        self._register("stiffness", stiffness)
-        self.lowest = _checked_depth(depth)
 
     def element(self, gap: Tensor) -> Tensor:
         inside = gap.clamp(max=0)
@@ -113,11 +112,8 @@ class Quadratic(Penalty):
     def curvature(self, gap: Tensor) -> Tensor:
         return torch.where(gap < 0, self._value("stiffness", gap), 0.0)
 
-    def largest_curvature(self, energy: float | None = None) -> Tensor:
-        return self._value("stiffness", self.stiffness).detach()
 
-
-class Softplus(Penalty):
+class Softplus(_Sinking):
     """The smooth one-sided penalty, ``u(g) = k/2 s^2`` with ``s = w ln(1 + exp(-g/w))``.
 
     It is smooth everywhere and tends to :class:`Quadratic` as the width w goes to zero. It acts
@@ -126,7 +122,7 @@ class Softplus(Penalty):
 
     Args:
         stiffness: k, energy / length^2; a number or ``(atoms,)``.
-        width: w, length; likewise.
+        {parameters}
         depth: penetration beyond which a run stops with an error, length; None: no limit.
 
     Raises:
@@ -136,14 +132,7 @@ class Softplus(Penalty):
     #: The maximum over x of a^2 + ln(1 + exp(x)) a (1 - a), with a = 1 / (1 + exp(-x)).
     STIFFEST: ClassVar[float] = 1.0454
 
-    stiffness: Tensor
-    width: Tensor
-
-    def __init__(self, stiffness: Number, width: Number, *, depth: float | None = None) -> None:
-        super().__init__()
-        self._register("stiffness", stiffness)
-        self._register("width", width)
-        self.lowest = _checked_depth(depth)
+    width: Tensor = declared("w, length", **VERTICES)
 
     def _parts(self, gap: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         width = self._value("width", gap)
@@ -166,9 +155,6 @@ class Softplus(Penalty):
         soft, share, width = self._parts(gap)
         return self._value("stiffness", gap) * share * (share + soft * (1 - share) / width)
 
-    def largest_curvature(self, energy: float | None = None) -> Tensor:
-        return self.STIFFEST * self._value("stiffness", self.stiffness).detach()
-
 
 class Barrier(Penalty):
     """The logarithmic barrier, ``u(g) = -kappa (g - d)^2 ln(g/d)``.
@@ -184,9 +170,7 @@ class Barrier(Penalty):
     The stiffness at the floor bounds the step of the run: ``u''(f) = 443 kappa`` at f = d/20.
 
     Args:
-        stiffness: kappa, energy / length^2; a number or ``(atoms,)``.
-        distance: d, length; likewise.
-        floor: f, length, below d; likewise. None: d/20.
+        {parameters}
 
     Raises:
         ValueError: numbers that are not positive and finite, a floor at or above the distance.
@@ -195,19 +179,9 @@ class Barrier(Penalty):
     lowest = 0.0
     reach = "distance"
 
-    stiffness: Tensor
-    distance: Tensor
-    floor: Tensor | None
-
-    def __init__(self, stiffness: Number, distance: Number, floor: Number | None = None) -> None:
-        super().__init__()
-        self._register("stiffness", stiffness)
-        self._register("distance", distance)
-        if floor is None:
-            self.register_buffer("floor", None)
-            return
-        self._register("floor", floor)
-        self.validate()
+    stiffness: Tensor = declared("kappa, energy / length^2", **VERTICES)
+    distance: Tensor = declared("d, length", **VERTICES)
+    floor: Tensor | None = declared("f, length, below d, and d/20 if None", None, **VERTICES)
 
     def validate(self) -> None:
         """Refuse a floor at or above the distance."""
@@ -223,13 +197,13 @@ class Barrier(Penalty):
         g, x, scale, distance = self._parts(gap)
         log, rest, beyond = x.log(), 1 - x, gap - g
         value = -distance * distance * rest * rest * log
-        value = value + beyond * (self._slope(distance, x, log) + 0.5 * beyond * _bend(x, log))
+        value = value + beyond * (_slope(distance, x, log) + 0.5 * beyond * _bend(x, log))
         return torch.where(gap >= distance, 0.0, scale * value)
 
     def slope(self, gap: Tensor) -> Tensor:
         g, x, scale, distance = self._parts(gap)
         log = x.log()
-        value = self._slope(distance, x, log) + (gap - g) * _bend(x, log)
+        value = _slope(distance, x, log) + (gap - g) * _bend(x, log)
         return torch.where(gap >= distance, 0.0, scale * value)
 
     def curvature(self, gap: Tensor) -> Tensor:
@@ -262,10 +236,10 @@ class Barrier(Penalty):
         g = torch.where(gap > floor, torch.where(gap < distance, gap, distance), floor)
         return g, g / distance, self._value("stiffness", gap), distance
 
-    @staticmethod
-    def _slope(distance: Tensor, x: Tensor, log: Tensor) -> Tensor:
-        """Compute u' / stiffness, which is negative."""
-        return distance * (1 - x) * (2 * log + 1 - 1 / x)
+
+def _slope(distance: Tensor, x: Tensor, log: Tensor) -> Tensor:
+    """Compute u' / stiffness of the barrier, which is negative."""
+    return distance * (1 - x) * (2 * log + 1 - 1 / x)
 
 
 def _bend(x: Tensor, log: Tensor) -> Tensor:

@@ -35,11 +35,16 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import describe_type
 from adjsim.core.coordinates import Coordinate, Distance, Vector, combined, dot, scaled, subtracted
-from adjsim.core.parameters import register
+from adjsim.core.declared import declared
 from adjsim.core.typing import Number
+from adjsim.potentials.evaluated import DeclaredModule
+
+# The rules of a vector with an entry for each dimension, and of a length.
+POINT = {"finite": True, "shapes": (("dim",),), "each": "one number for each dimension"}
+LENGTH = {"positive": True, "finite": True, "single": True}
 
 
-class Surface(nn.Module):
+class Surface(DeclaredModule):
     """A surface that does not move. Subclasses write ``coordinate(x)``.
 
     Attributes:
@@ -56,17 +61,6 @@ class Surface(nn.Module):
         """
         raise TypeError(f"{type(self).__name__} has no coordinate(x).")
 
-    def _register_point(self, name: str, value: Number) -> None:
-        """Store a vector with an entry for each dimension."""
-        register(
-            self, name, value, finite=True, shapes=[("dim",)],
-            each="one number for each dimension",
-        )  # fmt: skip
-
-    def _register_length(self, name: str, value: Number) -> None:
-        """Store a positive number."""
-        register(self, name, value, positive=True, finite=True, single=True)
-
 
 class Plane(Surface):
     """The plane ``n^T x = offset``, with matter on the side to which n points.
@@ -74,23 +68,21 @@ class Plane(Surface):
     The gap is ``n . x - offset`` with ``n = normal / abs(normal)``.
 
     Args:
-        normal: ``(dim,)``, of any length but zero.
-        offset: distance of the plane from the origin along n.
+        {parameters}
 
     Raises:
         ValueError: a normal of length zero or not ``(dim,)``, more than one offset, infinite
             numbers.
     """
 
-    normal: Tensor
-    offset: Tensor
+    normal: Tensor = declared("``(dim,)``, of any length but zero", **POINT)
+    offset: Tensor = declared(
+        "distance of the plane from the origin along n", 0.0, finite=True, single=True
+    )
 
-    def __init__(self, normal: Number, offset: Number = 0.0) -> None:
-        super().__init__()
-        self._register_point("normal", normal)
-        register(self, "offset", offset, finite=True, single=True)
+    def __init__(self, *values: Number, **named: Number) -> None:
+        super().__init__(*values, **named)
         self.dim = len(self.normal)
-        self.validate()
 
     def validate(self) -> None:
         """Refuse a normal without a direction."""
@@ -101,66 +93,59 @@ class Plane(Surface):
         return _PlaneGap(x, scaled(dot(normal, normal).rsqrt(), normal), _number(self.offset, x))
 
 
-class Sphere(Surface):
+class Centred(Surface):
+    """The base class of surfaces around a point."""
+
+    center: Tensor = declared("a point", **POINT)
+
+    def __init__(self, *values: Number, **named: Number) -> None:
+        super().__init__(*values, **named)
+        self.dim = len(self.center)
+
+
+class Sphere(Centred):
     """A solid ball, with matter outside of it.
 
     The gap is ``abs(x - center) - radius``. In two dimensions it is a disc.
 
     Args:
         center: ``(dim,)``.
-        radius: length.
+        {parameters}
 
     Raises:
         ValueError: a radius that is not one positive number, infinite numbers.
     """
 
-    center: Tensor
-    radius: Tensor
-
-    def __init__(self, center: Number, radius: Number) -> None:
-        super().__init__()
-        self._register_point("center", center)
-        self._register_length("radius", radius)
-        self.dim = len(self.center)
+    radius: Tensor = declared("length", **LENGTH)
 
     def coordinate(self, x: Vector) -> Coordinate:
         return _Rounded(subtracted(x, _column(self.center, x)), _number(self.radius, x))
 
 
-class Cylinder(Surface):
+class Cylinder(Centred):
     """A solid cylinder without ends, with matter outside of it.
 
     The gap is ``abs(w) - radius`` with the part w of ``x - center`` that is orthogonal to the axis.
 
     Args:
         center: ``(3,)``, a point of the axis.
-        axis: ``(3,)``, of any length but zero.
-        radius: length.
+        {parameters}
 
     Raises:
         ValueError: not three dimensions, an axis of length zero, a radius that is not one positive
             number, infinite numbers.
     """
 
-    center: Tensor
-    axis: Tensor
-    radius: Tensor
+    axis: Tensor = declared("``(3,)``, of any length but zero", **POINT)
+    radius: Tensor = declared("length", **LENGTH)
 
-    def __init__(self, center: Number, axis: Number, radius: Number) -> None:
-        super().__init__()
-        self._register_point("center", center)
-        self._register_point("axis", axis)
-        self._register_length("radius", radius)
+    def validate(self) -> None:
+        """Refuse other dimensions than three, and an axis without a direction."""
         if len(self.center) != 3 or len(self.axis) != 3:
             raise ValueError(
                 f"center and axis must be (3,); got {tuple(self.center.shape)} and "
                 f"{tuple(self.axis.shape)}. In two dimensions use Sphere, a disc."
             )
-        self.validate()
-        self.dim = 3
-
-    def validate(self) -> None:
-        """Refuse an axis without a direction."""
         _refuse_no_direction("axis", self.axis)
 
     def coordinate(self, x: Vector) -> Coordinate:
@@ -170,7 +155,7 @@ class Cylinder(Surface):
         return _Rounded(b, _number(self.radius, x), axis)
 
 
-class Box(Surface):
+class Box(Centred):
     """A solid box along the axes, with matter outside of it.
 
     The gap is the distance from the box, and inside minus the distance from the nearest face. Edges
@@ -179,24 +164,22 @@ class Box(Surface):
 
     Args:
         center: ``(dim,)``.
-        half_lengths: ``(dim,)``, positive.
+        {parameters}
 
     Raises:
         ValueError: half lengths that are not positive or not as many as the coordinates of the
             center, infinite numbers.
     """
 
-    center: Tensor
-    half_lengths: Tensor
+    half_lengths: Tensor = declared("``(dim,)``", positive=True, finite=True)
 
-    def __init__(self, center: Number, half_lengths: Number) -> None:
-        super().__init__()
-        self._register_point("center", center)
-        self.dim = len(self.center)
-        register(
-            self, "half_lengths", half_lengths, positive=True, finite=True, shapes=[(self.dim,)],
-            each="as center",
-        )  # fmt: skip
+    def validate(self) -> None:
+        """Refuse half lengths that are not as many as the coordinates of the center."""
+        if self.half_lengths.shape != self.center.shape:
+            raise ValueError(
+                f"half_lengths must be ({len(self.center)},), as center; got shape "
+                f"{tuple(self.half_lengths.shape)}."
+            )
 
     def coordinate(self, x: Vector) -> Coordinate:
         b = subtracted(x, _column(self.center, x))
@@ -225,8 +208,7 @@ class Inside(Surface):
                 f"surface must be a Surface; got {describe_type(surface)}. A moving one is "
                 "Moving(Inside(surface), path)."
             )
-        self.surface = surface
-        self.dim = surface.dim
+        self.surface, self.dim = surface, surface.dim
 
     def coordinate(self, x: Vector) -> Coordinate:
         return _Opposite(self.surface.coordinate(x))
@@ -252,9 +234,7 @@ class Moving(nn.Module):
             raise TypeError(f"surface must be a Surface; got {describe_type(surface)}.")
         if not callable(path):
             raise TypeError(f"path must be a function of time; got {describe_type(path)}.")
-        self.surface = surface
-        self.path = path
-        self.dim = surface.dim
+        self.surface, self.path, self.dim = surface, path, surface.dim
 
 
 class _PlaneGap(Coordinate):
@@ -296,14 +276,9 @@ class _BoxGap(Coordinate):
             face = [
                 torch.where(nearer, signs[k] if j == k else 0.0, old) for j, old in enumerate(face)
             ]
-        self._is_outside = depth > 0
-        self.value = torch.where(self._is_outside, self._outside.value, depth)
-        self.gradient = [
-            [
-                torch.where(self._is_outside, round_, flat)
-                for round_, flat in zip(self._outside.gradient[0], face, strict=True)
-            ]
-        ]
+        outside, (normal,) = depth > 0, self._outside.gradient
+        self.value = torch.where(outside, self._outside.value, depth)
+        self.gradient = [[torch.where(outside, x, y) for x, y in zip(normal, face, strict=True)]]
 
     def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
         moved = [torch.where(out, x, 0.0) for out, x in zip(self._out, v[0], strict=True)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from adjsim.core.reading import read
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import ForceField, force, force_vjp
-from adjsim.potentials.products import ParameterVJP, Pullback, VJPSum
+from adjsim.potentials.products import ParameterVJP, Pullback, Tensors, VJPSum
 
 
 class Actuated(ForceField):
@@ -83,11 +83,7 @@ class Actuated(ForceField):
         return force(self._driven(self._values(t)), position, rounding=rounding)
 
     def force_vjp(
-        self,
-        t: Any,
-        position: Positions,
-        parameters: Sequence[Tensor],
-        rounding: Rounding = UNROUNDED,
+        self, t: Any, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         with torch.enable_grad():
             values = self._values(t)
@@ -103,16 +99,11 @@ class Actuated(ForceField):
             along, found = inner(v)
             grads = found if isinstance(found, list) else found.gradient(known)
             direct, cotangents = grads[: len(parameters)], grads[len(parameters) :]
-            pairs = [
-                (values[name], x)
-                for name, x in zip(wanted, cotangents, strict=True)
-                if x is not None
-            ]
-            if not pairs or not parameters:
+            driven = [values[n] for n, x in zip(wanted, cotangents, strict=True) if x is not None]
+            if not driven or not parameters:
                 return along, direct
-            through = torch.autograd.grad(
-                [x for x, _ in pairs], list(parameters), [y for _, y in pairs], allow_unused=True
-            )
+            given = [x for x in cotangents if x is not None]
+            through = torch.autograd.grad(driven, list(parameters), given, allow_unused=True)
             return along, VJPSum((direct, list[Tensor | None](through)))
 
         return value, pullback
@@ -128,27 +119,26 @@ class Actuated(ForceField):
 
     def _replaced(self, name: str) -> Tensor:
         """Return the parameter of the potential that a signal replaces."""
-        potential = self.potential
+        potential, kind = self.potential, type(self.potential).__name__
         # Buffers that are not saved, such as volumes, follow from the arguments.
         derived = potential._non_persistent_buffers_set
-        found = {**potential._parameters, **potential._buffers}
-        numbers = [
-            key
-            for key, x in found.items()
+        numbers = {
+            key: x
+            for key, x in {**potential._parameters, **potential._buffers}.items()
             if x is not None and x.is_floating_point() and key not in derived
-        ]
-        if name not in numbers:
-            if getattr(potential, name, False) is None:
-                raise ValueError(
-                    f"{name} of {type(potential).__name__} is None: give it a number of the shape "
-                    "of the signal, such as torch.ones(...), which the signal replaces."
-                )
+        }
+        if name in numbers:
+            return numbers[name]
+        if getattr(potential, name, False) is None:
             raise ValueError(
-                f"{name} is no parameter of {type(potential).__name__} that a signal can replace; "
-                f"these are {', '.join(numbers) or 'none'}. For a part of a sum actuate the part: "
-                "Actuated(part, ...) + rest."
+                f"{name} of {kind} is None: give it a number of the shape of the signal, such as "
+                "torch.ones(...), which the signal replaces."
             )
-        return cast(Tensor, found[name])
+        raise ValueError(
+            f"{name} is no parameter of {kind} that a signal can replace; these are "
+            f"{', '.join(numbers) or 'none'}. For a part of a sum actuate the part: "
+            "Actuated(part, ...) + rest."
+        )
 
     def _values(self, t: Any) -> dict[str, Tensor]:
         """Compute the values of the signals at a time."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,31 +48,22 @@ class _Placed(nn.Module):
     def forward(self, value: Tensor, position: Tensor) -> Tensor:
         """Place ``(*batch, vertices, dim)``, or values that broadcast to it."""
         *batch, atoms, dim = position.shape
-        value = value.to(position)
-        if self.count is None:
-            return self._rows(value, position.shape)
-        if self.reach > atoms:
+        shape = (*batch, atoms if self.count is None else self.count, dim)
+        if self.count is not None and self.reach > atoms:
             raise ValueError(
                 f"index names vertex {self.reach - 1} and position has {atoms} vertices, numbered "
                 "from 0."
             )
-        rows = self._rows(value, (*batch, self.count, dim)).transpose(-1, -2)
-        placed = self.vertices.transpose(rows)
-        if atoms > self.reach:
-            # Vertices behind the last one that the index names.
-            none = torch.zeros_like(placed[..., :1]).expand(*batch, dim, atoms - self.reach)
-            placed = torch.cat([placed, none], -1)
-        return placed.transpose(-1, -2)
-
-    @staticmethod
-    def _rows(value: Tensor, shape: Sequence[int]) -> Tensor:
         try:
-            return value.expand(*shape)
+            rows = value.to(position).expand(shape)
         except RuntimeError as error:
             raise ValueError(
                 f"the force of a control must be {tuple(shape[-2:])}, a row for each of its "
                 f"vertices; got shape {tuple(value.shape)}."
             ) from error
+        if self.count is None:
+            return rows
+        return self.vertices.transpose(rows.transpose(-1, -2), atoms).transpose(-1, -2)
 
 
 class OpenLoop(ForceField):

@@ -10,14 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from adjsim.core.declared import declared
 from adjsim.core.derived import has_values
 from adjsim.core.parameters import check_numbers, register
 from adjsim.core.typing import Number
+from adjsim.potentials.evaluated import DeclaredModule
 
 
-class Signal(nn.Module):
+class Signal(DeclaredModule):
     """A function of time, ``x(t)``. Subclasses write ``forward``, and may write ``rate``."""
 
     def __call__(self, t: Any) -> Tensor:
@@ -38,14 +40,8 @@ class Signal(nn.Module):
 class _Nodes(Signal):
     """A signal through values at given times."""
 
-    times: Tensor
-    values: Tensor
-
-    def __init__(self, times: Number, values: Number) -> None:
-        super().__init__()
-        register(self, "times", times)
-        register(self, "values", values)
-        self.validate()
+    times: Tensor = declared("``(n,)``, increasing, at least two")
+    values: Tensor = declared("``(n, *shape)``")
 
     def validate(self) -> None:
         """Refuse times that do not increase, and values of another length."""
@@ -124,8 +120,8 @@ class CubicSpline(_Nodes):
         super().__init__(times, values)
         if slopes is None:
             self.register_buffer("slopes", None)
-            return
-        register(self, "slopes", slopes, shapes=[(), (2, *self.values.shape[1:])])
+        else:
+            register(self, "slopes", slopes, shapes=[(), (2, *self.values.shape[1:])])
 
     def forward(self, t: Any) -> Tensor:
         share, _, width = self._shares(t)
@@ -148,10 +144,11 @@ class CubicSpline(_Nodes):
         """
         values, h = self.values, width.to(self.values)
         slope = (values[1:] - values[:-1]) / _columns(h, values)
+        none = torch.zeros_like(width[:1])
         if self.slopes is None:
-            right = torch.cat([torch.zeros_like(values[:1]), 6 * (slope[1:] - slope[:-1])])
-            right = torch.cat([right, torch.zeros_like(values[:1])])
-            one, none = torch.ones_like(width[:1]), torch.zeros_like(width[:1])
+            end = torch.zeros_like(values[:1])
+            right = torch.cat([end, 6 * (slope[1:] - slope[:-1]), end])
+            one = torch.ones_like(width[:1])
             diagonal = torch.cat([one, 2 * (width[:-1] + width[1:]), one])
             # The second derivative at an end is known, so its column moves to the right side.
             beside = torch.cat([none, width[1:-1], none]) if len(width) > 1 else none
@@ -159,7 +156,7 @@ class CubicSpline(_Nodes):
         else:
             ends = self.slopes.to(values).expand(2, *values.shape[1:])
             right = 6 * (torch.cat([slope, ends[1:]]) - torch.cat([ends[:1], slope]))
-            diagonal = 2 * (torch.cat([width, 0 * width[:1]]) + torch.cat([0 * width[:1], width]))
+            diagonal = 2 * (torch.cat([width, none]) + torch.cat([none, width]))
             beside = width
         return _combined(_solve(diagonal, beside, weight), right)
 
@@ -189,16 +186,12 @@ class Harmonics(Signal):
     ) -> None:
         super().__init__()
         register(self, "amplitude", amplitude)
-        self.amplitude: Tensor
         lead, *shape = self.amplitude.shape or (1,)
-        for name, value in (("frequency", frequency), ("phase", phase)):
-            register(
-                self, name, value, shapes=[(), (lead,), (lead, *shape)], each="as the amplitude"
-            )
-        register(
-            self, "offset", offset, shapes=[(), tuple(shape)],
-            each="as the amplitude of one harmonic",
-        )  # fmt: skip
+        shapes = [(), (lead,), (lead, *shape)]
+        register(self, "frequency", frequency, shapes=shapes, each="as the amplitude")
+        register(self, "phase", phase, shapes=shapes, each="as the amplitude")
+        each = "as the amplitude of one harmonic"
+        register(self, "offset", offset, shapes=[(), tuple(shape)], each=each)
 
     def forward(self, t: Any) -> Tensor:
         amplitude, _, turn = self._turns(t)
@@ -243,21 +236,14 @@ def _solve(diagonal: Tensor, beside: Tensor, right: Tensor) -> Tensor:
     while distance < len(diagonal):
         back = -lower / _shifted(diagonal, distance, 1.0)
         ahead = -upper / _shifted(diagonal, -distance, 1.0)
-        diagonal = (
-            diagonal
-            + back * _shifted(upper, distance, 0.0)
-            + ahead * _shifted(lower, -distance, 0.0)
-        )
-        right = (
-            right + back * _shifted(right, distance, 0.0) + ahead * _shifted(right, -distance, 0.0)
-        )
-        lower = back * _shifted(lower, distance, 0.0)
-        upper = ahead * _shifted(upper, -distance, 0.0)
+        diagonal = diagonal + back * _shifted(upper, distance) + ahead * _shifted(lower, -distance)
+        right = right + back * _shifted(right, distance) + ahead * _shifted(right, -distance)
+        lower, upper = back * _shifted(lower, distance), ahead * _shifted(upper, -distance)
         distance *= 2
     return right / diagonal
 
 
-def _shifted(x: Tensor, distance: int, fill: float) -> Tensor:
+def _shifted(x: Tensor, distance: int, fill: float = 0.0) -> Tensor:
     """Return ``x[k - distance]``, and ``fill`` where there is no such entry."""
     rest = torch.full_like(x[: abs(distance)], fill)
     return torch.cat([rest, x[:-distance]] if distance > 0 else [x[-distance:], rest])

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from functools import reduce
+from operator import add, mul, truediv
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import outside_inference_mode
+from adjsim.core.coordinates import dot
 from adjsim.core.parameters import register
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Number, Positions
 from adjsim.meshes import Mesh
-from adjsim.potentials.base import Potential
+from adjsim.potentials.base import ClosedForm
 from adjsim.potentials.bonded.selection import Selection
-from adjsim.potentials.products import DeferredVJP, Pullback
-from adjsim.potentials.solids.matrices import Matrix, inner, product, transposed
+from adjsim.potentials.products import DeferredVJP, Pullback, with_fewer_axes
+from adjsim.potentials.solids.matrices import Matrix
 
 
 class Material(ABC):
@@ -48,7 +50,18 @@ class Material(ABC):
         """Compute the derivative of the stress along dF."""
 
 
-class ElasticPotential(Potential):
+class _Strained(NamedTuple):
+    """The elements at a position: V mu, V lambda, rest stretch, inverse sides at rest, and F."""
+
+    mu: Tensor
+    lam: Tensor
+    stretch: list[Tensor]
+    inverse: Matrix
+    f: Matrix
+    material: Material
+
+
+class ElasticPotential(ClosedForm, inherits_forces=True):
     """An elastic solid, ``U = sum over elements of V psi(F)``, with F constant in each element.
 
     With the sides ``D = (x_1 - x_0, ..., x_dim - x_0)`` of an element as columns, and D_0 those of
@@ -60,9 +73,8 @@ class ElasticPotential(Potential):
         mu = E / (2 (1 + nu))        lambda = E nu / ((1 + nu) (1 - 2 nu))
 
     Tetrahedra are solids; triangles in the plane are solids in plane strain of thickness one.
-    Subclasses name a :class:`Material`. Each vertex reads the forces of its elements by a table
-    and sums them, so that sums have a fixed order; in exact runs they are rounded to the lattice
-    before.
+    Subclasses name a :class:`Material`. Each vertex sums the forces of its elements in a fixed
+    order; in exact runs they are rounded to the lattice before.
 
     Args:
         mesh: the rest shape. Positions are ``(*batch, vertices, dim)``.
@@ -94,12 +106,11 @@ class ElasticPotential(Potential):
     ) -> None:
         super().__init__()
         self.mesh_size = mesh.vertices.shape
-        elements = mesh.elements
+        elements, name = mesh.elements, type(self).__name__
         if elements.shape[1] != mesh.dim + 1:
             raise ValueError(
-                f"{type(self).__name__} needs tetrahedra, or triangles with vertices of dim 2. A "
-                "surface in space is made of springs (HarmonicBond over mesh.edges()) and bending "
-                "(HingeBending)."
+                f"{name} needs tetrahedra, or triangles with vertices of dim 2. A surface in space "
+                "is made of springs (HarmonicBond over mesh.edges()) and bending (HingeBending)."
             )
         self.count = len(elements)
         with outside_inference_mode():
@@ -111,143 +122,96 @@ class ElasticPotential(Potential):
             size = mesh.areas() if mesh.tetrahedra is None else mesh.volumes()
             self.register_buffer("volume", size, persistent=False)
             self.corners = Selection(elements.T.flatten(), len(mesh.vertices))
-        shapes = [(), (self.count,)]
-        each = "one number for each element"
-        register(
-            self, "youngs_modulus", youngs_modulus, positive=True, finite=True, shapes=shapes,
-            each=each,
-        )  # fmt: skip
-        register(
-            self, "poissons_ratio", poissons_ratio, between=(-1, 0.5), shapes=shapes, each=each,
-            advice="A solid that is nearly incompressible has 0.49.",
-        )  # fmt: skip
+        count, dim = self.count, mesh.dim
+        rule: dict[str, Any] = {"shapes": [(), (count,)], "each": "one number for each element"}
+        register(self, "youngs_modulus", youngs_modulus, positive=True, finite=True, **rule)
+        advice = "A solid that is nearly incompressible has 0.49."
+        register(self, "poissons_ratio", poissons_ratio, between=(-1, 0.5), advice=advice, **rule)
         if rest_stretch is None:
             self.register_buffer("rest_stretch", None)
-        else:
-            rows = [(mesh.dim,), (self.count, mesh.dim)]
-            register(
-                self, "rest_stretch", rest_stretch, positive=True, finite=True, shapes=rows,
-                each="one row for each element",
-            )  # fmt: skip
+            return
+        rule = {"shapes": [(dim,), (count, dim)], "each": "one row for each element"}
+        register(self, "rest_stretch", rest_stretch, positive=True, finite=True, **rule)
 
     def forward(self, position: Positions) -> Energies:
-        mu, lam, *stretch = self.element_numbers(position)
-        a, b = self.material(
-            self._deformation(position, self._inverse(position, stretch))
-        ).energies()
-        return (mu * a + lam * b).sum(-1)
+        strained = self._strained(position)
+        a, b = strained.material.energies()
+        return (strained.mu * a + strained.lam * b).sum(-1)
 
-    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
-        mu, lam, *stretch = self.element_numbers(position)
-        inverse = self._inverse(position, stretch)
-        stress = self.material(self._deformation(position, inverse)).stress(mu, lam)
-        return self._join(stress, inverse, rounding)
-
-    def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
-    ) -> tuple[Tensor, Pullback]:
-        with torch.no_grad():
-            mu, lam, *stretch = self.element_numbers(position)
-            inverse = self._inverse(position, stretch)
-            f = self._deformation(position, inverse)
-            material = self.material(f)
-            stress = material.stress(mu, lam)
-            value = self._join(stress, inverse, rounding)
+    def linearised(self, position: Tensor, rounding: Rounding) -> tuple[Tensor, Pullback]:
+        mu, lam, stretch, inverse, f, material = self._strained(position)
+        stress = material.stress(mu, lam)
 
         def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP]:
-            with torch.no_grad():
-                df = self._deformation(v, inverse)
-                change = material.product(mu, lam, df)
-                cotangents = [-rate for rate in material.rates(df)]
-                # F and dF have the factor 1/s, and P is symmetric in its derivatives.
-                cotangents += (
-                    [
-                        (inner([q], [x]) + inner([p], [y])) / s
-                        for s, q, x, p, y in zip(
-                            stretch, *map(transposed, (change, f, stress, df)), strict=True
-                        )
-                    ]
-                    if stretch
-                    else []
-                )
-                weight = torch.stack(torch.broadcast_tensors(*cotangents), -2)
-                numbers = DeferredVJP(self, self._stacked_numbers, weight, weight)
-                return self._join(change, inverse, UNROUNDED), numbers
+            df = self._deformation(v, inverse)
+            change = material.product(mu, lam, df)
+            # F and dF have the factor 1/s, and P is symmetric in its derivatives.
+            columns = zip(change.T, f.T, stress.T, df.T, strict=True)
+            cotangents = [-rate for rate in material.rates(df)] + [
+                (dot(q, x) + dot(p, y)) / s
+                for s, (q, x, p, y) in zip(stretch, columns, strict=False)
+            ]
+            weight = torch.stack(torch.broadcast_tensors(*cotangents), -2)
+            numbers = DeferredVJP(self, self._stacked_numbers, weight, weight)
+            return self._join(change, inverse, UNROUNDED), numbers
 
-        return value, pullback
+        return self._join(stress, inverse, rounding), pullback
 
     def virial(self, position: Positions) -> Tensor:
         """Compute ``-sum over elements of V P F^T``, ``(*batch, dim, dim)``."""
-        mu, lam, *stretch = self.element_numbers(position)
-        f = self._deformation(position, self._inverse(position, stretch))
-        found = product(self.material(f).stress(mu, lam), transposed(f))
+        mu, lam, _, _, f, material = self._strained(position)
+        found = material.stress(mu, lam) @ f.T
         return -torch.stack([torch.stack([x.sum(-1) for x in row], -1) for row in found], -2)
 
     def deformation(self, position: Positions) -> Tensor:
         """Compute the deformation gradient of each element, ``(*batch, elements, dim, dim)``."""
-        _, _, *stretch = self.element_numbers(position)
-        f = self._deformation(position, self._inverse(position, stretch))
-        return torch.stack([torch.stack(list(row), -1) for row in f], -2)
+        f = self._strained(position).f
+        return torch.stack([torch.stack(row, -1) for row in f], -2)
+
+    def _strained(self, position: Tensor) -> _Strained:
+        mu, lam, *stretch = self.element_numbers(position)
+        # The inverse of the sides at rest, by rows.
+        inverse = Matrix(row.unbind(0) for row in self.inverse.to(position).unbind(0))
+        if stretch:
+            inverse = Matrix(map(truediv, row, stretch) for row in inverse)
+        f = self._deformation(position, inverse)
+        return _Strained(mu, lam, stretch, inverse, f, self.material(f))
 
     def element_numbers(self, x: Tensor) -> list[Tensor]:
         """Compute V mu, V lambda, and s along each axis if the rest shape is stretched.
 
         Each is ``(elements,)``, or a number.
         """
-        modulus, ratio = (
-            self._of_elements(p, x) for p in (self.youngs_modulus, self.poissons_ratio)
-        )
-        volume, stretch = self.volume.to(x), self._stretch(x)
-        for s in stretch:
-            volume = volume * s
+        given = [self.youngs_modulus, self.poissons_ratio]
+        if self.rest_stretch is not None:
+            given += self.rest_stretch.unbind(-1)
+        numbers = [value.reshape(()) if value.numel() == 1 else value for value in given]
+        modulus, ratio, *stretch = (number.to(x) for number in numbers)
+        volume = reduce(mul, stretch, self.volume.to(x))
         mu = modulus / (2 * (1 + ratio))
         return [volume * mu, volume * (2 * mu * ratio / (1 - 2 * ratio)), *stretch]
 
     def _stacked_numbers(self, x: Tensor) -> Tensor:
         return torch.stack([value.expand(self.count) for value in self.element_numbers(x)])
 
-    def _stretch(self, x: Tensor) -> list[Tensor]:
-        if self.rest_stretch is None:
-            return []
-        return [self._of_elements(s, x) for s in self.rest_stretch.unbind(-1)]
-
-    def _of_elements(self, value: Tensor, x: Tensor) -> Tensor:
-        return (value.reshape(()) if value.numel() == 1 else value).to(x)
-
-    def _inverse(self, x: Tensor, stretch: Sequence[Tensor]) -> Matrix:
-        """Compute the inverse of the sides at rest, by rows."""
-        rows = [list(row.unbind(0)) for row in self.inverse.to(x).unbind(0)]
-        if stretch:
-            rows = [[b / s for b, s in zip(row, stretch, strict=True)] for row in rows]
-        return rows
-
     def _deformation(self, x: Tensor, inverse: Matrix) -> Matrix:
         """Compute the sides of the elements of any ``x_i``, times the inverse of those at rest."""
-        self._check_position(x)
-        sides: list[list[Tensor]] = []
-        for column in x.unbind(-1):
-            first, *rest = self.corners(column).split(self.count, -1)
-            sides.append([end - first for end in rest])
-        return product(sides, inverse)
-
-    def _join(self, stress: Matrix, inverse: Matrix, rounding: Rounding) -> Tensor:
-        """Sum the forces of stresses V P on vertices, to ``(*batch, vertices, dim)``."""
-        if rounding.rounds and rounding.spacing.ndim:
-            rounding = Rounding(rounding.spacing.squeeze(-1).squeeze(-1))
-        columns: list[Tensor] = []
-        for pulls in product(stress, transposed(inverse)):
-            # The pulls are minus the forces. Rounded, they are added exactly.
-            pulls = [rounding.round(pull) for pull in pulls]
-            total = pulls[0]
-            for pull in pulls[1:]:
-                total = total + pull
-            columns.append(self.corners.transpose(torch.cat([total, *(-p for p in pulls)], -1)))
-        return torch.stack(columns, -1)
-
-    def _check_position(self, position: Tensor) -> None:
-        if position.shape[-2:] != self.mesh_size:
+        if x.shape[-2:] != self.mesh_size:
             vertices, dim = self.mesh_size
             raise ValueError(
                 f"{type(self).__name__} has {vertices} vertices in {dim} dimensions; position is "
-                f"{tuple(position.shape)}."
+                f"{tuple(x.shape)}."
             )
+        corners = [self.corners(column).split(self.count, -1) for column in x.unbind(-1)]
+        return Matrix([end - first for end in rest] for first, *rest in corners) @ inverse
+
+    def _join(self, stress: Matrix, inverse: Matrix, rounding: Rounding) -> Tensor:
+        """Sum the forces of stresses V P on vertices, to ``(*batch, vertices, dim)``."""
+        rounding = with_fewer_axes(rounding, 2)
+        columns: list[Tensor] = []
+        for row in stress @ inverse.T:
+            # The pulls are minus the forces. Rounded, they are added exactly.
+            pulls = [rounding.round(pull) for pull in row]
+            ends = torch.cat([reduce(add, pulls), *(-pull for pull in pulls)], -1)
+            columns.append(self.corners.transpose(ends))
+        return torch.stack(columns, -1)

@@ -9,10 +9,10 @@ from adjsim.core.arguments import outside_inference_mode
 from adjsim.core.coordinates import Fold
 from adjsim.core.typing import Number
 from adjsim.meshes import Mesh
-from adjsim.potentials.bonded.base import BondedPotential
+from adjsim.potentials.bonded.torsions import DihedralTerm
 
 
-class HingeBending(BondedPotential):
+class HingeBending(DihedralTerm):
     """Bending of a surface, ``U = sum over hinges of k 3 |e|^2 / A (theta - rest)^2``.
 
     This is the discrete shell of Grinspun et al., Symposium on Computer Animation (2003). A hinge
@@ -36,10 +36,7 @@ class HingeBending(BondedPotential):
         ValueError: a mesh whose triangles have no common edge, numbers of other lengths.
     """
 
-    members = 4
-    steps = ((0, 1), (1, 2), (2, 3))
     coordinate = Fold
-    dim = 3
 
     stiffness: Tensor
     rest_angle: Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from adjsim.potentials.solids.base import ElasticPotential, Material
-from adjsim.potentials.solids.matrices import Matrix, added, combined, inner, scaled, subtracted
+from adjsim.potentials.solids.matrices import Matrix
 from adjsim.potentials.solids.rotation import rotation, rotation_along
 
 
@@ -23,22 +23,21 @@ class CorotatedMaterial(Material):
 
     def __init__(self, f: Matrix) -> None:
         self.f, self.r = f, rotation(f)
-        self.stretch = subtracted(f, self.r)
-        self.growth = inner(self.r, f) - len(f)
+        self.stretch = f - self.r
+        self.growth = self.r.inner(f) - len(f)
 
     def energies(self) -> tuple[Tensor, Tensor]:
-        return inner(self.stretch, self.stretch), 0.5 * self.growth * self.growth
+        return self.stretch.inner(self.stretch), 0.5 * self.growth * self.growth
 
     def stress(self, mu: Tensor, lam: Tensor) -> Matrix:
-        return combined(2 * mu, self.stretch, lam * self.growth, self.r)
+        return self.stretch.combined(2 * mu, lam * self.growth, self.r)
 
     def rates(self, df: Matrix) -> tuple[Tensor, Tensor]:
-        return 2 * inner(self.stretch, df), self.growth * inner(self.r, df)
+        return 2 * self.stretch.inner(df), self.growth * self.r.inner(df)
 
     def product(self, mu: Tensor, lam: Tensor, df: Matrix) -> Matrix:
-        turned = rotation_along(self.f, self.r, df)
-        plain = combined(2 * mu, df, lam * inner(self.r, df), self.r)
-        return added(plain, scaled(lam * self.growth - 2 * mu, turned))
+        plain = df.combined(2 * mu, lam * self.r.inner(df), self.r)
+        return plain + rotation_along(self.f, self.r, df) * (lam * self.growth - 2 * mu)
 
 
 class CorotatedLinear(ElasticPotential):

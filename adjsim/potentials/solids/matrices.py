@@ -1,108 +1,93 @@
-"""Small matrices in components, one for each element.
-
-A matrix is a list of rows. Each component is a tensor ``(*batch, elements)``, so that a compiled
-loop computes all components of an element together.
-"""
+"""Small matrices in components, one for each element."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
+from operator import add, sub
+from typing import Any
 
 from torch import Tensor
 
-Matrix: TypeAlias = Sequence[Sequence[Tensor]]
+from adjsim.core.coordinates import added, cross, dot
 
 
-def inner(a: Matrix, b: Matrix) -> Tensor:
-    """Compute ``A : B``, the sum of products of components."""
-    first, *rest = [x * y for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
-    for product in rest:
-        first = first + product
-    return first
+class Matrix:
+    """A matrix by its rows, whose components are tensors ``(*batch, elements)``.
 
-
-def product(a: Matrix, b: Matrix) -> Matrix:
-    """Compute ``A B``."""
-    return [[_dot(row, column) for column in zip(*b, strict=True)] for row in a]
-
-
-def transposed(a: Matrix) -> Matrix:
-    """Return the transpose."""
-    return list(zip(*a, strict=True))
-
-
-def combined(x: Tensor, a: Matrix, y: Tensor, b: Matrix) -> Matrix:
-    """Compute ``x A + y B``."""
-    return [[x * p + y * q for p, q in zip(u, v, strict=True)] for u, v in zip(a, b, strict=True)]
-
-
-def added(a: Matrix, b: Matrix) -> Matrix:
-    """Compute ``A + B``."""
-    return [[p + q for p, q in zip(u, v, strict=True)] for u, v in zip(a, b, strict=True)]
-
-
-def subtracted(a: Matrix, b: Matrix) -> Matrix:
-    """Compute ``A - B``."""
-    return [[p - q for p, q in zip(u, v, strict=True)] for u, v in zip(a, b, strict=True)]
-
-
-def diagonal_added(a: Matrix, x: Tensor | float) -> Matrix:
-    """Compute ``A + x 1``."""
-    return [[p + x if i == j else p for j, p in enumerate(row)] for i, row in enumerate(a)]
-
-
-def trace(a: Matrix) -> Tensor:
-    """Compute the sum of the diagonal."""
-    first, *rest = [row[i] for i, row in enumerate(a)]
-    for x in rest:
-        first = first + x
-    return first
-
-
-def scaled(x: Tensor | float, a: Matrix) -> Matrix:
-    """Compute ``x A``."""
-    return [[x * p for p in row] for row in a]
-
-
-def cofactors(f: Matrix) -> Matrix:
-    """Compute the derivative of det F, in two or three dimensions.
-
-    Its components are polynomials, so that it is finite for every F. In three dimensions its rows
-    are the vector products of the other two rows of F.
+    Apart, the components of an element are computed together by a compiled loop.
     """
-    if len(f) == 2:
-        (a, b), (c, d) = f
-        return [[d, -c], [-b, a]]
-    return [_cross(f[1], f[2]), _cross(f[2], f[0]), _cross(f[0], f[1])]
 
+    def __init__(self, rows: Iterable[Iterable[Tensor]]) -> None:
+        self.rows = [list(row) for row in rows]
 
-def cofactors_along(f: Matrix, df: Matrix) -> Matrix:
-    """Compute the derivative of :func:`cofactors` along dF."""
-    if len(f) == 2:
-        return cofactors(df)
-    pairs = ((1, 2), (2, 0), (0, 1))
-    return [
-        [x + y for x, y in zip(_cross(df[i], f[j]), _cross(f[i], df[j]), strict=True)]
-        for i, j in pairs
-    ]
+    def __len__(self) -> int:
+        return len(self.rows)
 
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return iter(self.rows)
 
-def determinant(f: Matrix, cofactor: Matrix) -> Tensor:
-    """Compute det F from its first row and its cofactors."""
-    return _dot(f[0], cofactor[0])
+    def __getitem__(self, row: int) -> list[Tensor]:
+        return self.rows[row]
 
+    def each(self, function: Callable[..., Any], *others: Matrix) -> Matrix:
+        """Apply a function to the components of this matrix and of others."""
+        return Matrix(map(function, *rows) for rows in zip(self, *others, strict=True))
 
-def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    first, *rest = [x * y for x, y in zip(a, b, strict=True)]
-    for term in rest:
-        first = first + term
-    return first
+    def __add__(self, other: Matrix) -> Matrix:
+        return self.each(add, other)
 
+    def __sub__(self, other: Matrix) -> Matrix:
+        return self.each(sub, other)
 
-def _cross(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        a[1] * b[2] - a[2] * b[1],
-        a[2] * b[0] - a[0] * b[2],
-        a[0] * b[1] - a[1] * b[0],
-    ]
+    def __mul__(self, x: Tensor | float) -> Matrix:
+        return self.each(lambda component: x * component)
+
+    def __matmul__(self, other: Matrix) -> Matrix:
+        return Matrix([dot(row, column) for column in other.T] for row in self)
+
+    def combined(self, x: Tensor, y: Tensor, other: Matrix) -> Matrix:
+        """Compute ``x A + y B``."""
+        return self.each(lambda p, q: x * p + y * q, other)
+
+    @property
+    def T(self) -> Matrix:
+        """The transpose."""
+        return Matrix(zip(*self, strict=True))
+
+    def inner(self, other: Matrix) -> Tensor:
+        """Compute ``A : B``, the sum of products of components."""
+        return dot(*([x for row in matrix for x in row] for matrix in (self, other)))
+
+    def trace(self) -> Tensor:
+        """Compute the sum of the diagonal."""
+        return reduce(add, [row[i] for i, row in enumerate(self)])
+
+    def plus(self, x: Tensor | float) -> Matrix:
+        """Compute ``A + x 1``."""
+        return Matrix(
+            [p + x if i == j else p for j, p in enumerate(row)] for i, row in enumerate(self)
+        )
+
+    def cofactors(self) -> Matrix:
+        """Compute the derivative of the determinant, in two or three dimensions.
+
+        Its components are polynomials, so that it is finite for every matrix. In three dimensions
+        its rows are the vector products of the other two rows.
+        """
+        if len(self) == 2:
+            (a, b), (c, d) = self
+            return Matrix([[d, -c], [-b, a]])
+        a, b, c = self
+        return Matrix([cross(b, c), cross(c, a), cross(a, b)])
+
+    def cofactors_along(self, change: Matrix) -> Matrix:
+        """Compute the derivative of :meth:`cofactors` along a change of the matrix."""
+        if len(self) == 2:
+            return change.cofactors()
+        pairs = ((1, 2), (2, 0), (0, 1))
+        return Matrix(added(cross(change[i], self[j]), cross(self[i], change[j])) for i, j in pairs)
+
+    def determinant(self, cofactors: Matrix) -> Tensor:
+        """Compute the determinant from the first row and the cofactors."""
+        return dot(self[0], cofactors[0])

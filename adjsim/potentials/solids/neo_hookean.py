@@ -5,14 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from adjsim.potentials.solids.base import ElasticPotential, Material
-from adjsim.potentials.solids.matrices import (
-    Matrix,
-    cofactors,
-    cofactors_along,
-    combined,
-    determinant,
-    inner,
-)
+from adjsim.potentials.solids.matrices import Matrix
 
 
 class NeoHookeanMaterial(Material):
@@ -26,30 +19,26 @@ class NeoHookeanMaterial(Material):
     """
 
     def __init__(self, f: Matrix) -> None:
-        self.f = f
-        self.cofactor = cofactors(f)
-        self.growth = determinant(f, self.cofactor) - 1
+        self.f, self.cofactors = f, f.cofactors()
+        self.growth = f.determinant(self.cofactors) - 1
 
     def energies(self) -> tuple[Tensor, Tensor]:
         b = 0.5 * self.growth * self.growth
-        return 0.5 * (inner(self.f, self.f) - len(self.f)) - self.growth + b, b
+        return 0.5 * (self.f.inner(self.f) - len(self.f)) - self.growth + b, b
 
     def stress(self, mu: Tensor, lam: Tensor) -> Matrix:
-        return combined(mu, self.f, (lam + mu) * self.growth - mu, self.cofactor)
+        return self.f.combined(mu, (lam + mu) * self.growth - mu, self.cofactors)
 
     def rates(self, df: Matrix) -> tuple[Tensor, Tensor]:
-        growth = inner(self.cofactor, df)
+        growth = self.cofactors.inner(df)
         b = self.growth * growth
-        return inner(self.f, df) - growth + b, b
+        return self.f.inner(df) - growth + b, b
 
     def product(self, mu: Tensor, lam: Tensor, df: Matrix) -> Matrix:
         both = lam + mu
-        t, rate = both * self.growth - mu, both * inner(self.cofactor, df)
-        turned = cofactors_along(self.f, df)
-        return [
-            [mu * x + t * y + rate * z for x, y, z in zip(p, q, r, strict=True)]
-            for p, q, r in zip(df, turned, self.cofactor, strict=True)
-        ]
+        t, rate = both * self.growth - mu, both * self.cofactors.inner(df)
+        turned = self.f.cofactors_along(df)
+        return df.each(lambda x, y, z: mu * x + t * y + rate * z, turned, self.cofactors)
 
 
 class NeoHookean(ElasticPotential):

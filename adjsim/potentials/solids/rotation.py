@@ -19,19 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.potentials.solids.matrices import (
-    Matrix,
-    added,
-    cofactors,
-    combined,
-    determinant,
-    diagonal_added,
-    inner,
-    product,
-    scaled,
-    trace,
-    transposed,
-)
+from adjsim.potentials.solids.matrices import Matrix
 
 # Newton steps for t, which converge quadratically where R is unique; and for R.
 ROOT_STEPS, ROTATION_STEPS = 16, 3
@@ -41,8 +29,7 @@ def rotation(f: Matrix) -> Matrix:
     """Compute R, differentiable any number of times."""
     if not torch.is_grad_enabled():
         return _rotation(f)
-    joined = torch.stack([torch.stack(list(row)) for row in f])
-    return [list(row.unbind(0)) for row in _Rotation.apply(joined).unbind(0)]
+    return _apart(_Rotation.apply(_joined(f)))
 
 
 def rotation_along(f: Matrix, r: Matrix, df: Matrix) -> Matrix:
@@ -50,7 +37,7 @@ def rotation_along(f: Matrix, r: Matrix, df: Matrix) -> Matrix:
 
     It is ``R [w]`` with ``(tr(S) - S) w`` the axial vector of ``R^T dF - dF^T R``.
     """
-    return product(r, _skew(_turn(product(transposed(r), f), product(transposed(r), df))))
+    return r @ _skew(_turn(r.T @ f, r.T @ df))
 
 
 def _smallest(x: Tensor) -> float:
@@ -61,16 +48,14 @@ def _smallest(x: Tensor) -> float:
 def _turn(s: Matrix, a: Matrix) -> list[Tensor]:
     """Solve ``(tr(S) - S) w = axial(A - A^T)``; w is zero where it is not unique."""
     if len(s) == 2:
-        total = trace(s)
-        unique = total * total > _smallest(total) ** 2 * inner(s, s)
+        total = s.trace()
+        unique = total * total > _smallest(total) ** 2 * s.inner(s)
         return [(a[1][0] - a[0][1]) * torch.where(unique, 1 / torch.where(unique, total, 1), 0)]
     axial = [a[2][1] - a[1][2], a[0][2] - a[2][0], a[1][0] - a[0][1]]
-    symmetric = scaled(-0.5, added(s, transposed(s)))
-    whole = diagonal_added(symmetric, trace(s))
-    adjugate = cofactors(whole)
-    size = determinant(whole, adjugate)
-    cube = inner(s, s)
-    unique = size * size > _smallest(size) ** 2 * cube * cube * cube
+    whole = ((s + s.T) * -0.5).plus(s.trace())
+    adjugate = whole.cofactors()
+    size, square = whole.determinant(adjugate), s.inner(s)
+    unique = size * size > _smallest(size) ** 2 * square * square * square
     inverse = torch.where(unique, 1 / torch.where(unique, size, 1), 0)
     return [inverse * (x * axial[0] + y * axial[1] + z * axial[2]) for x, y, z in adjugate]
 
@@ -78,40 +63,40 @@ def _turn(s: Matrix, a: Matrix) -> list[Tensor]:
 def _skew(w: list[Tensor]) -> Matrix:
     if len(w) == 1:
         none = torch.zeros_like(w[0])
-        return [[none, -w[0]], [w[0], none]]
+        return Matrix([[none, -w[0]], [w[0], none]])
     x, y, z = w
     none = torch.zeros_like(x)
-    return [[none, -z, y], [z, none, -x], [-y, x, none]]
+    return Matrix([[none, -z, y], [z, none, -x], [-y, x, none]])
 
 
 def _rotation(f: Matrix) -> Matrix:
     if len(f) == 2:
         x, y = f[0][0] + f[1][1], f[1][0] - f[0][1]
         square = x * x + y * y
-        unique = square > _smallest(square) ** 2 * inner(f, f)
+        unique = square > _smallest(square) ** 2 * f.inner(f)
         inverse = torch.where(unique, torch.rsqrt(torch.where(unique, square, 1)), 0)
         c, s = torch.where(unique, x * inverse, 1), y * inverse
-        return [[c, -s], [s, c]]
-    square = inner(f, f)
+        return Matrix([[c, -s], [s, c]])
+    square = f.inner(f)
     none = square == 0
     factor = torch.where(none, 0, torch.rsqrt(torch.where(none, 1, square)))
-    unit = diagonal_added(scaled(factor, f), torch.where(none, 1.0, 0.0).to(square))
+    unit = (f * factor).plus(torch.where(none, 1.0, 0.0).to(square))
     r = _of_quaternion(_eigenvector(unit))
     for _ in range(ROTATION_STEPS):
         # Newton's step for S - S^T = 0, as a rotation by the formula of Cayley.
-        s = product(transposed(r), unit)
+        s = r.T @ unit
         w = _turn(s, s)
         turn = _skew(w)
         half = 0.5 / (1 + 0.25 * (w[0] * w[0] + w[1] * w[1] + w[2] * w[2]))
-        r = added(r, product(r, combined(2 * half, turn, half, product(turn, turn))))
+        r = r + r @ turn.combined(2 * half, half, turn @ turn)
     return r
 
 
 def _eigenvector(f: Matrix) -> list[Tensor]:
     """Compute a quaternion of the largest trace for a matrix of norm one."""
-    square, cofactor = inner(f, f), cofactors(f)
-    linear = -8 * determinant(f, cofactor)
-    last = square * square - 4 * inner(cofactor, cofactor)
+    square, cofactors = f.inner(f), f.cofactors()
+    linear = -8 * f.determinant(cofactors)
+    last = square * square - 4 * cofactors.inner(cofactors)
     t = torch.sqrt(3 * square)
     for _ in range(ROOT_STEPS):
         value = ((t * t - 2 * square) * t + linear) * t + last
@@ -134,15 +119,15 @@ def _eigenvector(f: Matrix) -> list[Tensor]:
     return best
 
 
-def _adjugate(n: Matrix) -> list[list[Tensor]]:
+def _adjugate(n: list[list[Tensor]]) -> list[list[Tensor]]:
     """Compute the adjugate of a symmetric matrix of four rows."""
     found: list[list[Tensor]] = []
     for i in range(4):
         row = [found[j][i] for j in range(i)]
         for j in range(i, 4):
             p, q = ([k for k in range(4) if k != gone] for gone in (i, j))
-            minor = [[n[k][m] for m in q] for k in p]
-            size = determinant(minor, cofactors(minor))
+            minor = Matrix([n[k][m] for m in q] for k in p)
+            size = minor.determinant(minor.cofactors())
             row.append(size if (i + j) % 2 == 0 else -size)
         found.append(row)
     return found
@@ -152,11 +137,13 @@ def _of_quaternion(q: list[Tensor]) -> Matrix:
     """Compute the rotation of a quaternion of any length."""
     w, x, y, z = q
     f = 2 / (w * w + x * x + y * y + z * z)
-    return [
-        [1 - f * (y * y + z * z), f * (x * y - w * z), f * (x * z + w * y)],
-        [f * (x * y + w * z), 1 - f * (x * x + z * z), f * (y * z - w * x)],
-        [f * (x * z - w * y), f * (y * z + w * x), 1 - f * (x * x + y * y)],
-    ]
+    return Matrix(
+        [
+            [1 - f * (y * y + z * z), f * (x * y - w * z), f * (x * z + w * y)],
+            [f * (x * y + w * z), 1 - f * (x * x + z * z), f * (y * z - w * x)],
+            [f * (x * z - w * y), f * (y * z + w * x), 1 - f * (x * x + y * y)],
+        ]
+    )
 
 
 class _Rotation(torch.autograd.Function):
@@ -174,19 +161,17 @@ class _Rotation(torch.autograd.Function):
         ctx.save_for_forward(*inputs, output)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
-        f, r = ctx.saved_tensors
-        return _joined(rotation_along(_apart(f), _apart(r), _apart(cotangents[0])))
-
-    @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
         f, r = ctx.saved_tensors
         return _joined(rotation_along(_apart(f), _apart(r), _apart(tangents[0])))
 
+    # The derivative is a symmetric map.
+    backward = jvp
+
 
 def _apart(x: Tensor) -> Matrix:
-    return [list(row.unbind(0)) for row in x.unbind(0)]
+    return Matrix(row.unbind(0) for row in x.unbind(0))
 
 
 def _joined(x: Matrix) -> Tensor:
-    return torch.stack([torch.stack(list(row)) for row in x])
+    return torch.stack([torch.stack(row) for row in x])

@@ -5,16 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from adjsim.potentials.solids.base import ElasticPotential, Material
-from adjsim.potentials.solids.matrices import (
-    Matrix,
-    added,
-    diagonal_added,
-    inner,
-    product,
-    scaled,
-    trace,
-    transposed,
-)
+from adjsim.potentials.solids.matrices import Matrix
 
 
 class StVenantKirchhoffMaterial(Material):
@@ -29,36 +20,35 @@ class StVenantKirchhoffMaterial(Material):
 
     def __init__(self, f: Matrix) -> None:
         self.f = f
-        half = product(transposed(f), f)
-        self.strain = [
+        self.strain = Matrix(
             [0.5 * (x - 1) if i == j else 0.5 * x for j, x in enumerate(row)]
-            for i, row in enumerate(half)
-        ]
-        self.growth = trace(self.strain)
+            for i, row in enumerate(f.T @ f)
+        )
+        self.growth = self.strain.trace()
 
     def energies(self) -> tuple[Tensor, Tensor]:
-        return inner(self.strain, self.strain), 0.5 * self.growth * self.growth
+        return self.strain.inner(self.strain), 0.5 * self.growth * self.growth
 
     def stress(self, mu: Tensor, lam: Tensor) -> Matrix:
-        return product(self.f, self._second(mu, lam))
+        return self.f @ self._second(mu, lam)
 
     def rates(self, df: Matrix) -> tuple[Tensor, Tensor]:
         change = self._change(df)
-        return 2 * inner(self.strain, change), self.growth * trace(change)
+        return 2 * self.strain.inner(change), self.growth * change.trace()
 
     def product(self, mu: Tensor, lam: Tensor, df: Matrix) -> Matrix:
         change = self._change(df)
-        turned = diagonal_added(scaled(2 * mu, change), lam * trace(change))
-        return added(product(df, self._second(mu, lam)), product(self.f, turned))
+        turned = (change * (2 * mu)).plus(lam * change.trace())
+        return df @ self._second(mu, lam) + self.f @ turned
 
     def _second(self, mu: Tensor, lam: Tensor) -> Matrix:
         """Compute the second Piola-Kirchhoff stress S."""
-        return diagonal_added(scaled(2 * mu, self.strain), lam * self.growth)
+        return (self.strain * (2 * mu)).plus(lam * self.growth)
 
     def _change(self, df: Matrix) -> Matrix:
         """Compute the derivative of the strain along dF."""
-        half = product(transposed(df), self.f)
-        return scaled(0.5, added(half, transposed(half)))
+        half = df.T @ self.f
+        return (half + half.T) * 0.5
 
 
 class StVenantKirchhoff(ElasticPotential):

@@ -1,15 +1,11 @@
-"""The Hessian of an energy at a minimum, and its pseudo-inverse.
+"""The Hessian of an energy at a minimum, for the atoms that are not fixed, and its pseudo-inverse.
 
-Atoms may be fixed. The Hessian is then that of the other, free, atoms.
-
-At a minimum each direction is one of three kinds, by the ratio of its curvature to the largest
-curvature: *flat* (zero to rounding), *stiff* (above the square root of machine epsilon), or *soft*
-(in between). A linear system is solved in the stiff directions alone. A soft direction would cost
-the solution more than half of its digits, so it is an error.
-
-The Hessian of a free cluster is singular, and its eigenvalues are known to rounding only: MINRES
-applied to a right-hand side with a component along a flat direction diverges. So flat directions
-are found first and projected out.
+Each direction is one of three kinds, by the ratio of its curvature to the largest curvature: *flat*
+(zero to rounding), *stiff* (above the square root of machine epsilon), or *soft* (in between). A
+linear system is solved in the stiff directions alone. A soft direction would cost the solution more
+than half of its digits, so it is an error. Flat directions, such as the translations of a free
+cluster, are found first and projected out: MINRES applied to a right-hand side with a component
+along one diverges.
 
 The Hessian of few coordinates is diagonalised. A larger one is factorised if atoms interact with
 near atoms alone (:mod:`adjsim.potentials.statics.local_hessian`), and otherwise used by its
@@ -20,6 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from itertools import combinations
 from typing import Any, Literal
 
@@ -39,22 +36,21 @@ RESIDUAL = 1e-8
 # Largest number of flat directions, in addition to translations and rotations, that the search
 # without a Hessian matrix finds.
 SEARCHED = 32
+# Share of dF/dtheta along a flat direction that counts as zero.
+FLAT_SHARE = 1e-6
 # Restarts of Lanczos iterations, of 64 products each.
 RESTARTS = 300
 # Coordinates of the copies of a system whose products are taken together: half a megabyte.
 BATCH = 2**16
+# The way out of an ill-conditioned minimum.
+HOLD = "Hold the soft coordinate, or measure it in units in which it is stiffer."
 
 
 class Hessian(LinearOperator):
     """The Hessian of the energy in the coordinates of the free atoms, as a linear operator.
 
-    Args:
-        potential: the energy.
-        q: position of one system, ``(atoms, dim)``.
-        free: mask of the atoms that are not fixed, ``(atoms,)``; None: all atoms.
-
-    Attributes:
-        taken: the number of products taken so far.
+    The position q is that of one system, ``(atoms, dim)``, ``free`` is a mask ``(atoms,)``, and
+    ``taken`` counts the products so far.
     """
 
     def __init__(self, potential: nn.Module, q: Tensor, free: Tensor | None = None) -> None:
@@ -83,26 +79,36 @@ class Hessian(LinearOperator):
     def products(self, x: np.ndarray) -> np.ndarray:
         """Compute the product with each row of x, ``(count, free x dim)``."""
         chunk = max(1, BATCH // self.q.numel())
-        found = [self._rows(x[start : start + chunk]) for start in range(0, len(x), chunk)]
-        return np.concatenate(found)
+        parts = [x[start : start + chunk] for start in range(0, len(x), chunk)]
+        return np.concatenate([self._product(part, part.shape[:1]) for part in parts])
 
     def _matvec(self, x: np.ndarray) -> np.ndarray:
-        _, pullback = force_vjp(self.potential, self.q, [])
-        self.taken += 1
-        return -self.restrict(pullback(self.embed(x.ravel()))[0])
+        return self._product(x.ravel(), ())
 
-    def _rows(self, x: np.ndarray) -> np.ndarray:
-        _, pullback = force_vjp(self.potential, self.q.expand(len(x), *self.q.shape), [])
-        self.taken += len(x)
+    def _product(self, x: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
+        _, pullback = force_vjp(self.potential, self.q.expand(*lead, *self.q.shape), [])
+        self.taken += math.prod(lead)
         return -self.restrict(pullback(self.embed(x))[0])
+
+    def response(self, x: np.ndarray, parameters: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Compute ``x^T dF_f/dq`` and ``x^T dF_f/dtheta``, for x of the free atoms."""
+        _, pullback = force_vjp(self.potential, self.q, parameters)
+        along, grads = pullback(self.embed(x))
+        listed = grads if isinstance(grads, list) else grads.gradient(parameters)
+        return along, [
+            torch.zeros_like(p) if g is None else g.detach()
+            for p, g in zip(parameters, listed, strict=True)
+        ]
+
+    def held(self, x: Tensor) -> Tensor:
+        """Return the entries ``(atoms, dim)`` of fixed atoms, and zero for the others."""
+        return torch.where(self.free[:, None].to(x.device), 0.0, x)
 
 
 class PseudoInverse(ABC):
     """Curvatures at a position, and least-norm solutions of ``H x = b``.
 
-    Attributes:
-        largest_curvature: the largest absolute curvature.
-        flat: orthonormal flat directions, ``(free x dim, count)``.
+    ``flat`` holds orthonormal flat directions, ``(free x dim, count)``.
     """
 
     def __init__(self, hessian: Hessian) -> None:
@@ -128,17 +134,11 @@ class PseudoInverse(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse a saddle and an ill-conditioned minimum.
-
-        The check may add flat directions.
-        """
+        """Refuse a saddle and an ill-conditioned minimum; may add flat directions."""
 
     @abstractmethod
     def estimate(self, b: np.ndarray) -> np.ndarray:
-        """Estimate the least-norm solution of ``H x = b``.
-
-        The part of b along flat directions is left out.
-        """
+        """Estimate the least-norm solution of ``H x = b``, without b along flat directions."""
 
     def solve(self, b: np.ndarray) -> np.ndarray:
         """Compute the least-norm solution, or raise if its residual is not small."""
@@ -146,9 +146,8 @@ class PseudoInverse(ABC):
         size = float(np.linalg.norm(wanted))
         residual = float(np.linalg.norm(self.project(self.hessian.matvec(x)) - wanted))
         # If b is along flat directions alone, its projection is rounding, and any x will do.
-        if not residual <= max(
-            RESIDUAL, ROUNDING * self.epsilon
-        ) * size + ROUNDING * self.epsilon * float(np.linalg.norm(b)):
+        rounding = ROUNDING * self.epsilon
+        if not residual <= max(RESIDUAL, rounding) * size + rounding * float(np.linalg.norm(b)):
             raise RuntimeError(
                 f"the linear system of the minimum was not solved: {residual / size:.1e} of its "
                 "right-hand side is left as residual. The minimum is ill-conditioned; hold the "
@@ -164,20 +163,47 @@ class PseudoInverse(ABC):
 
     def _check_lowest(self, lowest: float) -> None:
         """Refuse a negative or soft curvature, given the lowest that is not flat."""
+        largest = self.largest_curvature
         if lowest < -self.rounding:
             raise RuntimeError(
                 "this is a saddle, not a minimum: it has a direction of curvature "
-                f"{lowest:.3g} (the largest curvature is "
-                f"{self.largest_curvature:.3g}). Start elsewhere."
+                f"{lowest:.3g} (the largest curvature is {largest:.3g}). Start elsewhere."
             )
         if lowest < self.soft_limit:
-            largest = self.largest_curvature
             raise RuntimeError(
                 f"the minimum is ill-conditioned: its curvatures are between {lowest:.2g} and "
                 f"{largest:.2g}, a condition number of {largest / lowest:.1e}. Above "
-                f"{largest / self.soft_limit:.1e} too few digits of the derivative are left. Hold "
-                "the soft coordinate, or measure it in units in which it is stiffer."
+                f"{largest / self.soft_limit:.1e} too few digits of the derivative are left. {HOLD}"
             )
+
+    def refuse_pushes(self, parameters: dict[str, Tensor]) -> None:
+        """Refuse a parameter, or a fixed atom, that pushes along a flat direction.
+
+        A push counts if it exceeds the sum of two bounds: a share of the push along a direction
+        that is not flat, and the rounding of forces divided by the size of the parameter.
+        """
+        if not self.flat.shape[1]:
+            return
+        hessian, listed = self.hessian, list(parameters.values())
+        other = self.project(np.random.default_rng(0).standard_normal(hessian.shape[0]))
+        other /= max(1e-300, float(np.linalg.norm(other)))
+        rounding = self.rounding * float(self.q.abs().max())
+        names = [*(f"parameter {name!r}" for name in parameters), "a fixed atom"]
+        sizes = [float(x.detach().norm()) or 1.0 for x in (*listed, self.q)]
+
+        def pushes(direction: np.ndarray) -> list[float]:
+            along, grads = hessian.response(direction, listed)
+            return [float(g.norm()) for g in (*grads, hessian.held(along))]
+
+        usual = pushes(other)
+        for direction in self.flat.T:
+            for name, push, scale, size in zip(names, pushes(direction), usual, sizes, strict=True):
+                if push > FLAT_SHARE * scale + rounding / size:
+                    raise RuntimeError(
+                        f"{name} pushes along a direction in which the energy has no curvature, so "
+                        "there is no minimum at another value of it, and no derivative. Restrain "
+                        "that direction, for example by a weak spring on the centre."
+                    )
 
 
 class DenseInverse(PseudoInverse):
@@ -194,24 +220,20 @@ class DenseInverse(PseudoInverse):
         return float(np.abs(self.values).max())
 
     def _flat(self) -> np.ndarray:
-        return self.vectors[:, np.abs(self.values) <= self.rounding]
+        curved = np.abs(self.values) > self.rounding
+        self.curvatures, self.directions = self.values[curved], self.vectors[:, curved]
+        return self.vectors[:, ~curved]
 
     def check(self) -> None:
-        curved = self.values[np.abs(self.values) > self.rounding]
-        if len(curved):
-            self._check_lowest(float(curved[0]))
+        if len(self.curvatures):
+            self._check_lowest(float(self.curvatures[0]))
 
     def estimate(self, b: np.ndarray) -> np.ndarray:
-        curved = np.abs(self.values) > self.rounding
-        vectors = self.vectors[:, curved]
-        return vectors @ ((vectors.T @ b) / self.values[curved])
+        return self.directions @ ((self.directions.T @ b) / self.curvatures)
 
 
 class IterativeInverse(PseudoInverse):
-    """The pseudo-inverse from products with the Hessian alone.
-
-    Translations and rotations are tested for flatness; other flat directions are searched for.
-    """
+    """The pseudo-inverse from products alone, with a search for flat directions."""
 
     def _largest(self) -> float:
         # An estimate is enough: it is the scale of the other curvatures.
@@ -244,61 +266,55 @@ class IterativeInverse(PseudoInverse):
         b, size = self.project(b), float(np.linalg.norm(b))
         if float(np.linalg.norm(b)) <= self.epsilon * size:
             return np.zeros_like(b)
-        x, _ = minres(_Deflated(self), b, rtol=1e-14, maxiter=20 * len(b) + 100)
+        x, _ = minres(self._deflated(), b, rtol=1e-14, maxiter=20 * len(b) + 100)
         return self.project(np.asarray(x))
 
     def _softest(self) -> np.ndarray:
         """Find the direction of the lowest curvature that is not known to be flat."""
         # The lowest curvature is the largest eigenvalue of a shifted operator. Lanczos converges
         # relative to the size of that eigenvalue.
-        shifted = _Deflated(self, -1.0, 1.1 * self.largest_curvature)
+        shifted = self._deflated(-1.0, 1.1 * self.largest_curvature)
         return extreme(shifted, "LA", 0.1 * math.sqrt(self.epsilon))[1]
 
+    def _deflated(self, sign: float = 1.0, shift: float = 0.0) -> LinearOperator:
+        """Return ``sign (H + largest P) + shift``, which is not singular.
 
-class _Deflated(LinearOperator):
-    """``sign (H + largest P) + shift``, which is not singular.
+        P is the projector on flat directions.
+        """
+        flat, largest = self.flat, self.largest_curvature
 
-    P is the projector on flat directions.
-    """
+        def product(x: np.ndarray) -> np.ndarray:
+            x = x.ravel()
+            return sign * (self.hessian.matvec(x) + largest * (flat @ (flat.T @ x))) + shift * x
 
-    def __init__(self, inverse: IterativeInverse, sign: float = 1.0, shift: float = 0.0) -> None:
-        super().__init__(np.dtype(np.float64), inverse.hessian.shape)
-        self.hessian, self.flat, self.largest_curvature = (
-            inverse.hessian,
-            inverse.flat,
-            inverse.largest_curvature,
-        )
-        self.sign, self.offset = sign, shift
+        return operator(self.hessian.shape, product)
 
-    def _matvec(self, x: np.ndarray) -> np.ndarray:
-        x = x.ravel()
-        product = self.hessian.matvec(x) + self.largest_curvature * (self.flat @ (self.flat.T @ x))
-        return self.sign * product + self.offset * x
+
+def operator(shape: tuple[int, int], product: Callable[[np.ndarray], np.ndarray]) -> LinearOperator:
+    """Make a linear operator of its product with a vector."""
+    make: Any = LinearOperator
+    return make(shape, product, dtype=np.float64)
 
 
 def extreme(
-    operator: LinearOperator, which: Literal["LA", "SA", "LM"], tol: float
+    matrix: LinearOperator, which: Literal["LA", "SA", "LM"], tol: float
 ) -> tuple[float, np.ndarray]:
     """Find an extreme eigenvalue of a symmetric operator, and its vector."""
-    n = operator.shape[0]
+    n = matrix.shape[0]
     start = np.random.default_rng(0).standard_normal(n)
     options: dict[str, Any] = {"v0": start, "ncv": min(n, 64), "maxiter": RESTARTS, "tol": tol}
     try:
-        values, vectors = eigsh(operator, k=1, which=which, **options)
+        values, vectors = eigsh(matrix, k=1, which=which, **options)
     except ArpackNoConvergence as failure:
         raise RuntimeError(
             "the softest curvature of the minimum could not be distinguished from the others, "
-            "since it is a small share of the largest: the minimum is ill-conditioned. Hold "
-            "the soft coordinate, or measure it in units in which it is stiffer."
+            f"since it is a small share of the largest: the minimum is ill-conditioned. {HOLD}"
         ) from failure
     return float(values[0]), vectors[:, 0]
 
 
 def rigid_motions(q: np.ndarray) -> np.ndarray:
-    """Compute orthonormal translations and rotations of positions, ``(atoms x dim, count)``.
-
-    There are fewer rotations where the atoms ``(atoms, dim)`` lie on a line.
-    """
+    """Compute orthonormal translations and rotations of atoms, ``(atoms x dim, count)``."""
     atoms, dim = q.shape
     motions = [np.tile(axis, (atoms, 1)) for axis in np.eye(dim)]
     x = q - q.mean(0)

@@ -9,15 +9,16 @@ the Hessian on random vectors. A matrix that fails is discarded, and a longer ra
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any, cast
 
 import numpy as np
 import scipy.sparse as sparse
 import torch
-from scipy.sparse.linalg import LinearOperator, splu
+from scipy.sparse.linalg import splu
 from scipy.spatial import KDTree
 
-from adjsim.potentials.statics.curvature import Hessian, IterativeInverse, extreme
+from adjsim.potentials.statics.curvature import Hessian, IterativeInverse, extreme, operator
 
 # Assumed ranges, in units of the largest distance of an atom to its nearest neighbour.
 RANGES = (1.8, 2.7, 4.0)
@@ -29,15 +30,12 @@ AGREEMENT = 2**16
 def local_hessian(hessian: Hessian, pattern: Any = None) -> Any:
     """Find the Hessian as a sparse matrix, or return None if that does not spare products.
 
-    Args:
-        hessian: the Hessian of one system.
-        pattern: a matrix ``(free, free)`` that is nonzero where atoms are taken to interact; None:
-            take it from distances.
+    ``pattern`` is a matrix ``(free, free)`` that is nonzero where atoms are taken to interact. If
+    it is wrong or None, the pattern is taken from distances.
     """
-    if pattern is not None:
-        found = _recovered(hessian, pattern)
-        if found is not None:
-            return found
+    found = None if pattern is None else _recovered(hessian, pattern)
+    if found is not None:
+        return found
     q = hessian.restrict(hessian.q).reshape(-1, hessian.q.shape[-1])
     if not len(q) > 1:
         return None
@@ -47,7 +45,8 @@ def local_hessian(hessian: Hessian, pattern: Any = None) -> Any:
         pairs = tree.query_pairs(multiple * spacing, output_type="ndarray")
         if not 2 * len(pairs) < len(q) ** 2 / 4:
             return None
-        found = _recovered(hessian, _symmetric(pairs, len(q)))
+        both = np.concatenate([pairs, pairs[:, ::-1], np.repeat(np.arange(len(q))[:, None], 2, 1)])
+        found = _recovered(hessian, _ones(both[:, 0], both[:, 1], len(q)))
         if found is not None:
             return found
     return None
@@ -57,13 +56,11 @@ def atom_pattern(matrix: Any, dim: int) -> Any:
     """Return the matrix ``(atoms, atoms)`` that is nonzero where the blocks of a matrix are."""
     entries = matrix.tocoo()
     kept = entries.data != 0
-    rows, columns = entries.row[kept] // dim, entries.col[kept] // dim
-    shape = (matrix.shape[0] // dim, matrix.shape[0] // dim)
-    return sparse.csr_matrix((np.ones(len(rows)), (rows, columns)), shape=shape)
+    return _ones(entries.row[kept] // dim, entries.col[kept] // dim, matrix.shape[0] // dim)
 
 
-def _symmetric(pairs: np.ndarray, atoms: int) -> Any:
-    i, j = np.concatenate([pairs, pairs[:, ::-1], np.repeat(np.arange(atoms)[:, None], 2, 1)]).T
+def _ones(i: np.ndarray, j: np.ndarray, atoms: int) -> Any:
+    """Return a matrix ``(atoms, atoms)`` of ones at these rows and columns."""
     return sparse.csr_matrix((np.ones(len(i)), (i, j)), shape=(atoms, atoms))
 
 
@@ -71,22 +68,18 @@ def _recovered(hessian: Hessian, pattern: Any) -> Any:
     """Recover a matrix of this pattern from products; None if the Hessian is not of it."""
     atoms, dim = pattern.shape[0], hessian.q.shape[-1]
     colour = _colouring(pattern @ pattern)
-    count = int(colour.max()) + 1
-    if count > atoms / 2:
+    colours = int(colour.max()) + 1
+    if colours > atoms / 2:
         return None
-    probes = np.zeros((count, dim, atoms, dim))
+    probes = np.zeros((colours, dim, atoms, dim))
     for axis in range(dim):
         probes[colour, axis, np.arange(atoms), axis] = 1.0
-    found = hessian.products(probes.reshape(count * dim, -1)).reshape(count, dim, atoms, dim)
+    found = hessian.products(probes.reshape(colours * dim, -1)).reshape(probes.shape)
     entries = pattern.tocoo()
-    i, j = entries.row, entries.col
-    # Rows are coordinates of atom i, columns those of atom j.
-    values = found[colour[j], :, i, :]
-    axes = np.arange(dim)
-    rows = np.broadcast_to(i[:, None, None] * dim + axes, values.shape)
-    columns = np.broadcast_to(j[:, None, None] * dim + axes[:, None], values.shape)
+    # Rows of a block are coordinates of the atom of its row, columns those of the other atom.
+    blocks = found[colour[entries.col], :, entries.row, :].transpose(0, 2, 1)
     shape = hessian.shape
-    matrix = sparse.csc_matrix((values.ravel(), (rows.ravel(), columns.ravel())), shape=shape)
+    matrix = sparse.bsr_matrix((blocks, pattern.indices, pattern.indptr), shape=shape).tocsc()
     matrix.eliminate_zeros()
     matrix = 0.5 * (matrix + matrix.T)
     tests = np.random.default_rng(0).standard_normal((2, shape[0]))
@@ -102,26 +95,17 @@ def _colouring(conflicts: Any) -> np.ndarray:
     starts, others = conflicts.indptr, conflicts.indices
     for i in range(len(colour)):
         taken = set(colour[others[starts[i] : starts[i + 1]]].tolist())
-        mine = 0
-        while mine in taken:
-            mine += 1
-        colour[i] = mine
+        colour[i] = next(mine for mine in count() if mine not in taken)
     return colour
 
 
 def positive_factor(matrix: Any, shift: float) -> Any:
-    """Factorise a symmetric matrix plus a multiple of the unit matrix; None if it is not positive.
-
-    By Sylvester's law of inertia the pivots on the diagonal have the signs of the eigenvalues.
-    """
+    """Factorise a symmetric matrix plus ``shift 1``; None if the sum is not positive."""
     shifted = matrix + shift * sparse.identity(matrix.shape[0])
-    symmetric = {"SymmetricMode": True}
-    factor = splu(
-        cast(Any, shifted.tocsc()),
-        permc_spec="MMD_AT_PLUS_A",
-        diag_pivot_thresh=0.0,
-        options=symmetric,
-    )
+    options = {"SymmetricMode": True}
+    matrix = cast(Any, shifted.tocsc())
+    factor = splu(matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=options)
+    # By Sylvester's law of inertia pivots on the diagonal have the signs of the eigenvalues.
     diagonal = np.array_equal(factor.perm_r, factor.perm_c)
     return factor if diagonal and bool((factor.U.diagonal() > 0).all()) else None
 
@@ -156,7 +140,7 @@ class LocalInverse(IterativeInverse):
     def _softest(self) -> np.ndarray:
         # No curvature is far below zero, so the lowest one is the one nearest to zero, whose
         # inverse is the largest.
-        return extreme(_Solution(self), "LM", 1e-3)[1]
+        return extreme(operator(self.hessian.shape, self.solution), "LM", 1e-3)[1]
 
     def solution(self, b: np.ndarray) -> np.ndarray:
         """Solve the system above without refinement."""
@@ -171,14 +155,3 @@ class LocalInverse(IterativeInverse):
             self._factor = columns, splu(cast(Any, whole.tocsc()))
         solved = self._factor[1].solve(np.concatenate([b.ravel(), np.zeros(columns)]))
         return solved[: b.size]
-
-
-class _Solution(LinearOperator):
-    """The pseudo-inverse as a linear operator."""
-
-    def __init__(self, inverse: LocalInverse) -> None:
-        super().__init__(np.dtype(np.float64), inverse.hessian.shape)
-        self.inverse = inverse
-
-    def _matvec(self, x: np.ndarray) -> np.ndarray:
-        return self.inverse.solution(x)

@@ -29,7 +29,6 @@ from adjsim.potentials.statics.local_hessian import (
     local_hessian,
     positive_factor,
 )
-from adjsim.potentials.statics.response import check_flat_directions, held, products
 
 NEWTON_STEPS = 20
 # Free coordinates above which factors of a sparse Hessian are tried first. Against diagonalisation,
@@ -66,21 +65,17 @@ def minimize(
     backward pass solves one linear system with H_ff for each system of a batch, and its gradient
     has no graph.
 
-    The Hessian of up to 200 free coordinates is diagonalised. A larger one is found from some
-    dozens of products and factorised if each atom interacts with near atoms alone, as in an elastic
-    body or a network of springs. Otherwise one of up to 600 coordinates is diagonalised too, and
-    for a larger one the linear systems are solved by products with the Hessian (MINRES). Where
-    factors are known, the minimiser follows Newton steps (Levenberg-Marquardt); elsewhere it is
-    L-BFGS, with Newton steps at its end.
+    The Hessian of up to 200 free coordinates is diagonalised. A larger one is factorised if each
+    atom interacts with near atoms alone, as in an elastic body or a network of springs. Otherwise
+    one of up to 600 coordinates is diagonalised too, and for a larger one the linear systems are
+    solved by products with the Hessian (MINRES). Where factors are known, the minimiser follows
+    Newton steps (Levenberg-Marquardt); elsewhere it is L-BFGS, with Newton steps at its end.
 
-    ``H^+`` is the pseudo-inverse. A free cluster may be translated and rotated without a change of
-    energy, so its minima form a family, and the theorem gives ``dq* = H^+ dF/dtheta dtheta + n``
-    with any n along the flat directions. The least-norm solution has n = 0. It is the derivative of
-    a minimiser that follows forces: where the energy is flat for every theta, forces have no
-    component along flat directions, so the cluster is neither translated nor rotated. A loss that
-    depends on the position or orientation of the cluster gets the derivative of this minimiser. If
-    a parameter pushes along a flat direction (``dF/dtheta`` has a component there), there is no
-    minimum at another value of the parameter, which is an error.
+    ``H^+`` is the pseudo-inverse. The minima of a free cluster form a family, and the theorem gives
+    ``dq* = H^+ dF/dtheta dtheta + n`` with any n along the flat directions. The least-norm solution
+    has n = 0. It is the derivative of a minimiser that follows forces, which neither translates nor
+    rotates the cluster. If a parameter pushes along a flat direction (``dF/dtheta`` has a component
+    there), there is no minimum at another value of the parameter, which is an error.
 
     Do not use it for a mean at a temperature (see ScoreFunction), or where the minimum changes its
     basin with the parameter: the derivative is that of one basin.
@@ -150,20 +145,16 @@ def _free(fixed: Any, atoms: int) -> Tensor:
         free = ~mask
     elif len(given):
         index = as_indices("fixed", given).cpu().reshape(-1)
-        if not bool(((index >= 0) & (index < atoms)).all()):
+        outside = index[(index < 0) | (index >= atoms)]
+        if len(outside):
             raise ValueError(
-                f"fixed holds {_first_outside(index, atoms)}, and there are {atoms} atoms, from 0 "
-                f"to {atoms - 1}."
+                f"fixed holds {int(outside[0])}, and there are {atoms} atoms, from 0 to "
+                f"{atoms - 1}."
             )
         free[index] = False
     if not bool(free.any()):
         raise ValueError("all atoms are fixed, so there is nothing to minimise: leave one free.")
     return free
-
-
-def _first_outside(index: Tensor, atoms: int) -> int:
-    """Return the first number that is not that of an atom."""
-    return int(index[(index < 0) | (index >= atoms)][0])
 
 
 class _Search:
@@ -195,21 +186,15 @@ class _Search:
         )
 
     def _allowed(self, start: Tensor, inverse: PseudoInverse) -> float:
-        """Return the largest residual force component of a minimum.
-
-        Coordinates far from the origin are coarse, and so are the forces at them.
-        """
+        """Return the largest residual force component of a minimum."""
         q = inverse.q
-        moved = float((q - start).abs().max())
-        size = max(_extent(start), _extent(q), moved)
+        size = max(_extent(start), _extent(q), float((q - start).abs().max()))
+        # Coordinates far from the origin are coarse, and so are the forces at them.
         coarse = ROUNDED * inverse.epsilon * float(q.abs().max())
         return inverse.largest_curvature * max(self.tol * size, coarse)
 
     def _refuse_unheld(self, start: Tensor, inverse: PseudoInverse) -> None:
-        """Refuse a body that a force moves without end, since no curvature holds it.
-
-        It moves until the forces of its elements are so large that what is left counts as rounding.
-        """
+        """Refuse a body that a force has moved far away, since no curvature holds it."""
         moved, extent = (inverse.q - start).mean(0), (start - start.mean(0)).abs().max()
         if not bool(self.free.all()) or not bool(moved.norm() > extent):
             return
@@ -229,30 +214,19 @@ class _Search:
     def pseudo_inverse(self, q: Tensor, near: PseudoInverse | None = None) -> PseudoInverse:
         """Make the pseudo-inverse of the Hessian at a position ``(atoms, dim)``.
 
-        Args:
-            q: the position.
-            near: the pseudo-inverse at a position nearby, whose pattern of zeros is tried first.
+        The pattern of zeros of the pseudo-inverse at a position nearby is tried first.
         """
         hessian = Hessian(self.potential, q, self.free)
-        dense = hessian.shape[0] <= DENSE
-        other = near is not None and not isinstance(near, LocalInverse)
-        if dense and (other or hessian.shape[0] <= LOCAL):
-            return DenseInverse(hessian)
-        if other:
-            return IterativeInverse(hessian)
-        known = near.matrix if isinstance(near, LocalInverse) else None
-        pattern = None if known is None else atom_pattern(known, q.shape[-1])
-        matrix = local_hessian(hessian, pattern)
-        if matrix is not None:
-            return LocalInverse(hessian, matrix)
-        return DenseInverse(hessian) if dense else IterativeInverse(hessian)
+        size, known = hessian.shape[0], near.matrix if isinstance(near, LocalInverse) else None
+        if size > min(DENSE, LOCAL) and (near is None or known is not None):
+            pattern = None if known is None else atom_pattern(known, q.shape[-1])
+            matrix = local_hessian(hessian, pattern)
+            if matrix is not None:
+                return LocalInverse(hessian, matrix)
+        return DenseInverse(hessian) if size <= DENSE else IterativeInverse(hessian)
 
     def _descend_by_factors(self, start: Tensor) -> Tensor | None:
-        """Follow Newton steps to the rounding of the energy; None if the Hessian is not sparse.
-
-        A multiple of the unit matrix is added to a Hessian that is not positive, and where a step
-        does not lower the energy as it should (Levenberg-Marquardt).
-        """
+        """Follow Newton steps to the rounding of the energy; None if the Hessian is not sparse."""
         hessian = Hessian(self.potential, start, self.free)
         small = hessian.shape[0] <= min(DENSE, LOCAL)
         matrix = None if small else local_hessian(hessian)
@@ -277,6 +251,7 @@ class _Search:
                     matrix = local_hessian(hessian, atom_pattern(matrix, q.shape[-1]))
                     shift = 0.1 * shift if shift > SHIFT else 0.0
                     continue
+            # The Hessian is not positive, or the step does not lower the energy as it should.
             shift = max(10 * shift, SHIFT)
         return hessian.q
 
@@ -308,17 +283,13 @@ class _Search:
             return (self._energy(q) - first) / work, slope * (length / work)
 
         options = {"maxiter": self.max_iterations, "ftol": 0.0, "gtol": 0.0, "maxcor": 30}
-        found = scipy.optimize.minimize(
-            energy, np.zeros(frame.shape[0]), jac=True, method="L-BFGS-B", options=options
-        )
+        x = np.zeros(frame.shape[0])
+        found = scipy.optimize.minimize(energy, x, jac=True, method="L-BFGS-B", options=options)
         return place(found.x)
 
 
 def _step_length(hessian: Hessian) -> float:
-    """Estimate the length of a first step along the force, from the curvature in its direction.
-
-    The length does not depend on the units, and is at most the extent of the body.
-    """
+    """Estimate the length of a step along the force, at most the extent of the body."""
     f = hessian.force()
     size = float(np.linalg.norm(f))
     if not 0 < size < math.inf:
@@ -361,9 +332,10 @@ class _Minimum(torch.autograd.Function):
         for q, v in zip(systems, cotangents[0].reshape(systems.shape), strict=True):
             inverse = search.pseudo_inverse(q)
             inverse.check()
-            check_flat_directions(inverse, parameters)
-            x = inverse.solve(inverse.hessian.restrict(v))
-            along, grads = products(inverse.hessian, x, list(parameters.values()))
-            positions.append(held(inverse.hessian, v + along))
+            inverse.refuse_pushes(parameters)
+            hessian = inverse.hessian
+            x = inverse.solve(hessian.restrict(v))
+            along, grads = hessian.response(x, list(parameters.values()))
+            positions.append(hessian.held(v + along))
             total = [old + g for old, g in zip(total, grads, strict=True)]
         return (None, None, torch.stack(positions).reshape(found.shape), *total)
