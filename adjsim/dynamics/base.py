@@ -30,7 +30,7 @@ from adjsim.dynamics.forces import add_to
 from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.starts import as_start, check_potential
 from adjsim.dynamics.terms import Term
-from adjsim.potentials.contact import SurfaceContact
+from adjsim.potentials import SurfaceContact
 
 
 class Dynamics(nn.Module, Generic[State]):
