@@ -13,21 +13,16 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
-from adjsim.core.cache_key import Identity, UninspectableError, cache_key, object_key
+from adjsim.core.cache_key import Identity, UninspectableError, bytes_of, cache_key, object_key
 from adjsim.core.libraries import is_library
 
 
 def module_fingerprint(module: nn.Module, function: Callable[..., Any] | None = None) -> str:
     """Hash everything that a module and a function read, except registered tensors.
 
-    Objects of the module that cannot be inspected are left out.
-
-    Raises:
-        UninspectableError: an object of the function cannot be inspected.
+    Objects of the module that cannot be inspected are left out, those of the function refused.
     """
     key = cache_key(module, function, is_library)
     opaque = set(key.opaque).difference(cache_key(module, None, is_library).opaque)
@@ -45,47 +40,29 @@ def tensor_fingerprint(x: Tensor) -> str:
     """Hash dtype, shape and numbers of a tensor; a number is shown in full."""
     if x.numel() == 1 and not x.is_complex():
         return f"{x.detach().item()!r} ({x.dtype}, shape {tuple(x.shape)})"
-    content = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     digest = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=8)
-    digest.update(content.data)
+    digest.update(bytes_of(x).data)
     return digest.hexdigest()
 
 
 def _digest(key: Any) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update(repr(_plain(key, {})).encode())
-    return digest.hexdigest()
+    return hashlib.blake2b(repr(_plain(key, {})).encode(), digest_size=8).hexdigest()
 
 
 def _plain(key: Any, numbers: dict[int, int]) -> Any:
     """Convert a key to nested tuples of strings; modules are numbered as they first appear."""
     if isinstance(key, Identity):
-        x = key.referent
-        if isinstance(x, type):
-            return _name(x)
-        return "module", numbers.setdefault(id(x), len(numbers))
+        key = key.referent
+        if not isinstance(key, type):
+            return "module", numbers.setdefault(id(key), len(numbers))
     if isinstance(key, tuple):
         return tuple(_plain(part, numbers) for part in key)
     if isinstance(key, frozenset):
         return sorted(repr(_plain(part, numbers)) for part in key)
     if isinstance(key, CodeType):
-        return (
-            key.co_name,
-            key.co_code,
-            key.co_names,
-            key.co_varnames,
-            key.co_freevars,
-            key.co_cellvars,
-            _plain(key.co_consts, numbers),
-        )
-    if isinstance(key, type):
-        return _name(key)
-    if isinstance(key, np.generic | str | bytes | int | float | complex | None):
-        return repr(key)
+        names = key.co_names, key.co_varnames, key.co_freevars, key.co_cellvars
+        return key.co_name, key.co_code, names, _plain(key.co_consts, numbers)
     if callable(key):
-        return getattr(key, "__qualname__", None) or getattr(key, "__name__", _name(type(key)))
+        kind = type(key)
+        return getattr(key, "__qualname__", None) or getattr(key, "__name__", kind.__qualname__)
     return repr(key)
-
-
-def _name(kind: type) -> str:
-    return kind.__qualname__

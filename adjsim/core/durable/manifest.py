@@ -21,20 +21,12 @@ from adjsim.core.durable.store import Store, StoreError
 # returns its rates by descriptions of them.
 Measure = Callable[[float], dict[str, Tensor]]
 # The part of the start by which its numbers are changed, to see what rounding may change in rates.
-CHANGE = 1e-6
-MARGIN = 4.0
+CHANGE, MARGIN = 1e-6, 4.0
 
 
 @dataclass(frozen=True)
 class Saving:
-    """Where and how often a run saves itself.
-
-    Attributes:
-        store: the store.
-        every: seconds between two saves.
-        manifest: the description of the run.
-        measure: evaluates the run at its start, for :func:`check_numbers`.
-    """
+    """The store of a run, the seconds between two saves, and how the store knows the run."""
 
     store: Store
     every: float
@@ -48,11 +40,7 @@ def versions() -> dict[str, str]:
 
 
 def describe_module(module: nn.Module, function: Callable[..., Any] | None) -> dict[str, str]:
-    """Describe a dynamics, the function that is observed, and the values of all tensors.
-
-    Raises:
-        StoreError: a part of them cannot be inspected.
-    """
+    """Describe a dynamics, the function that is observed, and the values of all tensors."""
     try:
         formulas = module_fingerprint(module, function)
     except UninspectableError as reason:
@@ -69,11 +57,7 @@ def describe_module(module: nn.Module, function: Callable[..., Any] | None) -> d
 
 
 def check_numbers(store: Store, measure: Measure) -> None:
-    """Compare a computation at its start with that of the store, or store its numbers.
-
-    Raises:
-        StoreError: the numbers differ by more than rounding changes them.
-    """
+    """Compare a computation at its start, up to rounding, with that of the store, or store it."""
     found = measure(0.0)
     if not store.has("start"):
         store.write("start", found)
@@ -82,14 +66,13 @@ def check_numbers(store: Store, measure: Measure) -> None:
     for name, x in found.items():
         y = known[name].to(x.device)
         by = difference(x, y)
-        if by <= rounding(x, y) or by <= MARGIN * difference(measure(CHANGE)[name], x):
-            continue
-        raise StoreError(
-            f"store '{store.folder}' is of another computation: {name} at the start differs by "
-            f"{by:.1e}, although no value that can be seen has changed. The potential, the "
-            "dynamics or the observable reads another one (a patched function, a computed name, "
-            "an object that cannot be inspected). Give another folder."
-        )
+        if by > rounding(x, y) and by > MARGIN * difference(measure(CHANGE)[name], x):
+            raise StoreError(
+                f"store '{store.folder}' is of another computation: {name} at the start differs by "
+                f"{by:.1e}, although no value that can be seen has changed. The potential, the "
+                "dynamics or the observable reads another one (a patched function, a computed "
+                "name, an object that cannot be inspected). Give another folder."
+            )
 
 
 def describe_function(function: Callable[..., Any], where: str) -> str:
@@ -101,11 +84,7 @@ def describe_function(function: Callable[..., Any], where: str) -> str:
 
 
 def describe_object(x: Any, where: str) -> str:
-    """Describe an object such as a solver.
-
-    Raises:
-        StoreError: it cannot be inspected.
-    """
+    """Describe an object such as a solver."""
     try:
         return f"{x!r} [{object_fingerprint(x, where)}]"
     except UninspectableError as reason:
