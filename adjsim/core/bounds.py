@@ -34,11 +34,7 @@ class Positive(nn.Module):
         return torch.exp(y)
 
     def right_inverse(self, x: Tensor) -> Tensor:
-        """Compute y.
-
-        Raises:
-            ValueError: a number that is not positive.
-        """
+        """Compute y; a number that is not positive is a ValueError."""
         if not bool((x > 0).all()):
             raise ValueError(f"Positive() needs positive numbers; got {float(x.min()):g}.")
         return torch.log(x)
@@ -72,11 +68,7 @@ class Between(nn.Module):
         return self.low + (self.high - self.low) * torch.sigmoid(y)
 
     def right_inverse(self, x: Tensor) -> Tensor:
-        """Compute y.
-
-        Raises:
-            ValueError: a number that is not between the bounds.
-        """
+        """Compute y; a number that is not between the bounds is a ValueError."""
         wrong = x[~((x > self.low) & (x < self.high))]
         if wrong.numel():
             raise ValueError(

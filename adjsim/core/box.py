@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from itertools import product
+from operator import add, mul
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_tensor, outside_inference_mode
+from adjsim.core.coordinates import cross
 from adjsim.core.derived import derived
 from adjsim.core.typing import Array
 
@@ -37,6 +40,11 @@ def differences(x: Tensor) -> Tensor:
 def perpendicular_widths(box: Tensor) -> Tensor:
     """Compute the distances between opposite faces of a cell, ``(dim,)``."""
     return box if box.ndim == 1 else 1 / torch.linalg.inv(box).norm(dim=0)
+
+
+def rows_of(box: Tensor) -> Tensor:
+    """Return the rows of a cell."""
+    return torch.diag(box) if box.ndim == 1 else box
 
 
 def volume(box: Tensor) -> Tensor:
@@ -156,20 +164,17 @@ def refuse_other_boxes(parts: Iterable[nn.Module]) -> None:
 
 def _same_box(one: Tensor, other: Tensor) -> bool:
     """Return whether two boxes are one cell, given by lengths or by rows."""
-    a, b = (torch.diag(x) if x.ndim == 1 else x for x in (one, other.to(one)))
+    a, b = rows_of(one), rows_of(other.to(one))
     return a.shape == b.shape and torch.equal(a, b)
 
 
 def checked_box(box: Array, cutoff: float | None) -> Tensor:
     """Convert a cell to float64, check it, and reduce it if it is tilted.
 
-    The rows of a tilted cell may change; its lattice does not.
-
-    Raises:
-        ValueError: a shape that is not a cell, no volume, a cutoff above half the smallest
-            perpendicular width of the reduced cell. With a cutoff of at most half this width,
-            rounding finds the nearest image of every pair within the cutoff, and no atom interacts
-            with two images of another, since no vector of the lattice is shorter than the width.
+    The rows of a tilted cell may change; its lattice does not. With a cutoff of at most half the
+    smallest perpendicular width of the reduced cell, rounding finds the nearest image of every pair
+    within the cutoff, and no atom interacts with two images of another, since no vector of the
+    lattice is shorter than the width.
     """
     given = as_box(box)
     cell = given.detach()
@@ -204,10 +209,7 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
 
 
 def _reduction(cell: Tensor) -> Tensor | None:
-    """Find integers that take a cell to the rows of its lattice with the largest width.
-
-    The smallest perpendicular width of these rows is as large as possible. None: the cell has them.
-    """
+    """Find integers that take a cell to the rows of its lattice with the largest width, if any."""
     from ase.geometry import minkowski_reduce
 
     count = len(cell)
@@ -251,8 +253,7 @@ def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -
 def _shifts(d: Sequence[Tensor], box: Tensor, exact: bool) -> list[Tensor]:
     """Compute the shifts of differences to their nearest image in a tilted cell, by coordinate.
 
-    They are written in scalar entries of the cell, so that a compiled loop over pairs can contain
-    them.
+    They are written in scalar entries of the cell, which a compiled loop over pairs can contain.
     """
     rows = [row.unbind(0) for row in box.unbind(0)]
     integers = [-torch.round(_dot(d, fraction)) for fraction in _fractions(rows)]
@@ -281,20 +282,13 @@ def _fractions(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     if len(rows) == 2:
         normals = [[rows[1][1], -rows[1][0]], [-rows[0][1], rows[0][0]]]
     else:
-        normals = [_cross(rows[1], rows[2]), _cross(rows[2], rows[0]), _cross(rows[0], rows[1])]
+        normals = [cross(rows[k - 2], rows[k - 1]) for k in range(3)]
     size = _dot(rows[0], normals[0])
     return [[x / size for x in normal] for normal in normals]
 
 
-def _cross(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    return [a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0]]
-
-
 def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    total = a[0] * b[0]
-    for x, y in zip(a[1:], b[1:], strict=True):
-        total = total + x * y
-    return total
+    return reduce(add, map(mul, a, b))
 
 
 def refuse_kept_boxes(copy: nn.Module, box: Tensor) -> None:

@@ -201,7 +201,7 @@ class _KeyBuilder:
         attributes = {
             key: value
             for key, value in vars(x).items()
-            if key not in left_out or (value and key in _HOOKS)
+            if key not in left_out or (key in _HOOKS and value)
         }
         parts = tuple(
             (path, Identity(source_of(part)))

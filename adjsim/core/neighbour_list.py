@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import outside_inference_mode
+from adjsim.core.box import rows_of
 from adjsim.core.neighbour_search import images_within, pairs_within
 
 # Lists are kept up to this number and to this number of pairs, unless one has more.
@@ -23,10 +24,9 @@ KEPT, PAIRS = 16, 2**23
 
 
 class NeighbourPairs(NamedTuple):
-    """Pairs of atoms, each in both orders.
+    """Pairs of atoms, each in both orders, sorted by the first atom, the second one and the image.
 
-    Atoms are numbered one system after another. Pairs are sorted by the first atom, then by the
-    second one, then by the image.
+    Atoms are numbered one system after another.
 
     Attributes:
         i, j: ``(pairs,)`` int64, the first and the second atom.
@@ -149,7 +149,7 @@ class AllImages(NeighbourList):
         i, j, n = images_within(q, self.box, reach)
         shift = torch.zeros_like(n, dtype=q.dtype)
         if self.box is not None:
-            rows = (torch.diag(self.box) if self.box.ndim == 1 else self.box).to(q)
+            rows = rows_of(self.box).to(q)
             # Products and sums are elementwise, so that a shift has the same bits wherever it is in
             # the list.
             for number, row in zip(n.T, rows, strict=True):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adjsim.core.box import nearest_image, perpendicular_widths
+from adjsim.core.box import nearest_image, perpendicular_widths, rows_of
 
 
 def pairs_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor, Tensor]:
@@ -28,9 +28,8 @@ def pairs_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor,
     """
     points = q.detach().double().cpu().numpy()
     if cell is not None:
-        rows = torch.diag(cell) if cell.ndim == 1 else cell
         # No nearest image is farther than the sum of the edges.
-        radius = min(radius, float(rows.norm(dim=1).sum()))
+        radius = min(radius, float(rows_of(cell).norm(dim=1).sum()))
     if cell is None:
         pairs = _tree(points).query_pairs(radius, output_type="ndarray")
     elif cell.ndim == 1:
@@ -41,7 +40,8 @@ def pairs_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor,
         tree = _tree(wrapped, boxsize=lengths)
         pairs = tree.query_pairs(radius, output_type="ndarray")
     else:
-        pairs = _with_images(points, cell, radius)
+        i, j, _ = _with_images(points, cell, radius)
+        pairs = np.stack([i, j], 1)[i < j]
     numbers = np.sort(pairs[:, 0] * len(points) + pairs[:, 1])
     # In a tilted cell several images of a pair may be within a radius beyond half the width.
     numbers = numbers[np.diff(numbers, prepend=-1) > 0]
@@ -64,21 +64,7 @@ def images_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor
         i, j ``(pairs,)`` and the integers n ``(pairs, dim)`` with ``|q_j + n cell - q_i|`` at most
         the radius, on the device of the position, sorted by i, j and n.
     """
-    points = q.detach().double().cpu().numpy()
-    whole = np.zeros_like(points)
-    if cell is None:
-        images, owners, offsets = points, np.arange(len(points)), whole
-    else:
-        rows = (torch.diag(cell) if cell.ndim == 1 else cell).cpu().numpy()
-        fractions = points @ np.linalg.inv(rows)
-        whole = np.floor(fractions)
-        margin = radius / perpendicular_widths(cell).cpu().numpy()
-        near, owners, offsets = _images(fractions - whole, margin)
-        points, images = (fractions - whole) @ rows, near @ rows
-    found = _tree(points).sparse_distance_matrix(_tree(images), radius, output_type="ndarray")
-    i, image = found["i"], found["j"]
-    j = owners[image]
-    n = np.rint(offsets[image] + whole[i] - whole[j]).astype(np.int64)
+    i, j, n = _with_images(q.detach().double().cpu().numpy(), cell, radius)
     other = (i != j) | (n != 0).any(1)
     i, j, n = i[other], j[other], n[other]
     order = np.lexsort((*n.T[::-1], j, i))
@@ -93,8 +79,7 @@ def closest_atoms(q: Tensor, cell: Tensor | None) -> tuple[int, int, float]:
     """
     points, size = q.detach().double().cpu().numpy(), None
     if cell is not None:
-        rows = torch.diag(cell) if cell.ndim == 1 else cell
-        points, size = points @ np.linalg.inv(rows.cpu().numpy()), 1.0
+        points, size = points @ np.linalg.inv(rows_of(cell).cpu().numpy()), 1.0
         points = points - np.floor(points)
         # Rounding takes a small negative coordinate to the upper face, which the tree refuses.
         points[points >= 1] = 0.0
@@ -108,38 +93,38 @@ def closest_atoms(q: Tensor, cell: Tensor | None) -> tuple[int, int, float]:
     return min(i, j), max(i, j), float(d.norm())
 
 
-def _with_images(points: np.ndarray, cell: Tensor, radius: float) -> np.ndarray:
-    """Find the pairs i<j of a tilted cell, by a tree of the atoms and their images around it."""
-    rows = cell.cpu().numpy()
-    fractions = points @ np.linalg.inv(rows)
-    fractions -= np.floor(fractions)
-    margin = radius / perpendicular_widths(cell).cpu().numpy()
-    images, atoms, _ = _images(fractions, margin)
-    tree = _tree(images @ rows)
-    found = _tree(fractions @ rows).sparse_distance_matrix(tree, radius, output_type="ndarray")
-    pairs = np.stack([found["i"], atoms[found["j"]]], 1)
-    return pairs[pairs[:, 0] < pairs[:, 1]]
+def _with_images(points: np.ndarray, cell: Tensor | None, radius: float) -> list[np.ndarray]:
+    """Find i, j and n of all pairs, also of atoms with themselves, by a tree of the images."""
+    whole = np.zeros_like(points)
+    if cell is None:
+        images, owners, offsets = points, np.arange(len(points)), whole
+    else:
+        rows = rows_of(cell).cpu().numpy()
+        fractions = points @ np.linalg.inv(rows)
+        whole = np.floor(fractions)
+        margin = radius / perpendicular_widths(cell).cpu().numpy()
+        near, owners, offsets = _images(fractions - whole, margin)
+        points, images = (fractions - whole) @ rows, near @ rows
+    found = _tree(points).sparse_distance_matrix(_tree(images), radius, output_type="ndarray")
+    i, image = found["i"], found["j"]
+    j = owners[image]
+    return [i, j, np.rint(offsets[image] + whole[i] - whole[j]).astype(np.int64)]
 
 
-def _images(fractions: np.ndarray, margin: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _images(fractions: np.ndarray, margin: np.ndarray) -> tuple[np.ndarray, ...]:
     """Repeat atoms of a cell, in fractions of it, up to a margin around it.
 
     Returns:
         The images, the atom of each, and the integers by which it is moved.
     """
-    cells = [range(-math.ceil(x), math.ceil(x) + 1) for x in margin]
-    images: list[np.ndarray] = []
-    atoms: list[np.ndarray] = []
-    offsets: list[np.ndarray] = []
-    for offset in product(*cells):
-        by = np.array(offset, dtype=np.float64)
-        moved = fractions + by
+    found: list[tuple[np.ndarray, ...]] = []
+    for offset in product(*(range(-math.ceil(x), math.ceil(x) + 1) for x in margin)):
+        moved = fractions + np.array(offset, dtype=np.float64)
         # A small excess keeps images that rounding would put beyond the margin.
         near = ((moved >= -margin - 1e-9) & (moved <= 1 + margin + 1e-9)).all(1)
-        images.append(moved[near])
-        atoms.append(np.flatnonzero(near))
-        offsets.append(np.broadcast_to(by, images[-1].shape))
-    return np.concatenate(images), np.concatenate(atoms), np.concatenate(offsets)
+        atoms = np.flatnonzero(near)
+        found.append((moved[near], atoms, np.tile(offset, (len(atoms), 1))))
+    return tuple(map(np.concatenate, zip(*found, strict=True)))
 
 
 def _tree(points: np.ndarray, boxsize: Any = None) -> Any:

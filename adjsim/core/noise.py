@@ -37,14 +37,7 @@ class NoiseStream(IntEnum):
 
 
 def as_generator(seed: Seed) -> torch.Generator | None:
-    """Make a generator from a seed; return a generator or None unchanged.
-
-    None stands for torch's default generator.
-
-    Raises:
-        TypeError: anything else, such as a float or a string.
-        ValueError: a seed of more than 64 bits.
-    """
+    """Make a generator from a seed; return a generator, or None for the default one, unchanged."""
     if seed is None or isinstance(seed, torch.Generator):
         return seed
     if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
@@ -58,13 +51,12 @@ def as_generator(seed: Seed) -> torch.Generator | None:
 
 
 def seed_from(generator: Seed) -> int:
-    """Draw one integer, the seed of a run, from a generator (None: torch's default one).
+    """Draw one integer, the seed of a run, from a generator, or from a new one of this seed.
 
-    A generator advances by one draw. An integer is used as the seed of a new generator, so it gives
-    the same result every time. The generator may be on another device than the state.
+    A generator advances by one draw. It may be on another device than the state.
     """
     generator = as_generator(generator)
-    device = generator.device if generator is not None else None
+    device = None if generator is None else generator.device
     return int(torch.randint(2**SEED_BITS, (), generator=generator, device=device))
 
 
@@ -95,11 +87,8 @@ class Noise:
     ) -> list[Tensor]:
         """Return the numbers of ``count`` steps from ``step`` on, in parts of several steps.
 
-        Args:
-            step, count: the first step and the number of steps.
-            shape: ``(replicas, dof)``; a part has the shape ``(steps, replicas, dof)``.
-            like: a tensor, for its dtype and device.
-            end: the number of steps of the run, after which no numbers are drawn.
+        A part has the shape ``(steps, replicas, dof)``. No numbers are drawn after ``end``, the
+        number of steps of the run.
         """
         replicas, dof = shape
         first, last, end = step + self.begin, step + self.begin + count, end + self.begin
@@ -127,15 +116,13 @@ class Noise:
             offset = start - first * ELEMENTS
             drawn = torch.from_numpy(np.concatenate(tiles, axis=1))
             # A copy of a part, since a view would keep whole tiles alive.
-            rows = drawn[:, offset : offset + count].to(
-                like.device, like.dtype, copy=count < drawn.shape[1]
-            )
+            part = count < drawn.shape[1]
+            rows = drawn[:, offset : offset + count].to(like.device, like.dtype, copy=part)
             self._blocks[key] = rows.reshape(steps, replicas, dof)
         return self._blocks[key]
 
     def _tile(self, block: int, column: int, steps: int) -> np.ndarray:
         """Draw the first steps of a tile; their numbers do not depend on how many steps follow."""
-        key = np.array(
-            [self.seed | self.stream << SEED_BITS, (block << 32) | column], dtype=np.uint64
-        )
+        words = self.seed | self.stream << SEED_BITS, (block << 32) | column
+        key = np.array(words, dtype=np.uint64)
         return np.random.Generator(np.random.Philox(key=key)).standard_normal((steps, ELEMENTS))

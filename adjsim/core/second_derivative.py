@@ -6,15 +6,7 @@ import torch
 
 
 def refuse_second_derivative(gradient: str, remedy: str = "") -> None:
-    """Refuse a backward pass with create_graph.
-
-    Args:
-        gradient: the gradient, and why it has no graph.
-        remedy: a sentence with another way.
-
-    Raises:
-        RuntimeError: the pass records a graph.
-    """
+    """Refuse a backward pass with create_graph of a gradient, which the message describes."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{gradient} and has no graph of its own, so it cannot be differentiated again "

@@ -28,13 +28,9 @@ class TimeAverage:
     equation. The component is left out of the step-size control, so that the path does not change.
 
     Args:
-        function: a function from the state to a tensor. Of integers and bools the average has the
-            dtype of the state. The shape must not change from step to step.
-        burn_in: time at the start that is left out.
-
-    Raises:
-        TypeError: a function that cannot be called, a burn_in that is not a number.
-        ValueError: a negative burn_in.
+        function: a function from the state to a tensor of a fixed shape. Of integers and bools the
+            average has the dtype of the state.
+        burn_in: time at the start that is left out, not negative.
     """
 
     function: Callable[[Any], Tensor]
@@ -53,9 +49,6 @@ class Final:
 
     Args:
         function: a function from the state to a tensor whose leading axis is the replicas.
-
-    Raises:
-        TypeError: a function that cannot be called.
     """
 
     function: Callable[[Any], Tensor]
@@ -97,8 +90,8 @@ class RunEnd:
         step: the number of steps since.
         seed, first: the seed of the noise, and the number of the first replica; None without noise.
         solver: describes the solver, for comparison.
-        spacings: the spacings of the lattice of an exact run.
-        check_every: steps between two checks of the buffers of an exact run.
+        spacings, check_every: of an exact run, the spacings of the lattice, and the steps between
+            two checks of the buffers.
         fields: fields of the last state that a state of the dynamics lacks: buffers, or the second
             copies of :class:`~adjsim.Coupled`.
         force: the force with which the next compiled step begins.
@@ -132,17 +125,16 @@ class Trajectory(Generic[State]):
             was verified). With checkpoint and reversible adjoints there is ``cotangent_growth``,
             None before backward: how much the cotangents of the state grew in the sweep. Some runs
             have ``order`` (of a splitting), ``rate`` (of the coupling of reversible Runge-Kutta
-            steps), ``step_times`` (of steps of varying size: the time of the start and of the end
-            of each step, ``(steps + 1,)``), ``rejected`` (of adaptive steps: the number of attempts
-            that were repeated with a smaller size), ``checkpoint_every`` and ``checkpoints`` (of a
-            reversible adjoint: the smallest distance, or None, and the number of stored states),
-            ``compiled_forward``, ``compiled_backward`` and ``compile_seconds`` (of compiled runs:
-            what compiled the loops, None before they run, and the time that it took),
-            ``resumed_at`` (of a run with a store: the step from which it went on, or None),
-            ``seed`` (of stochastic dynamics), ``pairs`` (how each pair potential evaluates them:
-            "neighbour list", "all pairs", or by operations of torch, with the reason),
-            ``buffer_bits`` and ``buffer_bound`` (of an exact run: the bits per step and degree of
-            freedom that its buffers took, and that friction removes).
+            steps), ``step_times`` (of steps of varying size: the start and all ends, ``(steps +
+            1,)``), ``rejected`` (the attempts that adaptive steps repeated with a smaller size),
+            ``checkpoint_every`` and ``checkpoints`` (of a reversible adjoint: the smallest
+            distance, or None, and the number of stored states), ``compiled_forward``,
+            ``compiled_backward`` and ``compile_seconds`` (what compiled the loops, None before they
+            run, and how long it took), ``resumed_at`` (the step from which a run with a store went
+            on, or None), ``seed`` (of stochastic dynamics), ``pairs`` (how each pair potential
+            evaluates them: "neighbour list", "all pairs", or by operations of torch, with the
+            reason), ``buffer_bits`` and ``buffer_bound`` (of an exact run: the bits per step and
+            degree of freedom that its buffers took, and that friction removes).
 
     A trajectory can be pickled, saved with ``torch.save``, loaded with ``torch.load``
     (``weights_only=True`` too, where adjsim has been imported), and deep-copied. The copy has the
@@ -207,12 +199,7 @@ torch.serialization.add_safe_globals([Trajectory, RunEnd])
 
 
 def check_times(ts: Any) -> Tensor:
-    """Convert save times to a float64 tensor, and check that they increase.
-
-    Raises:
-        TypeError: not a list, array or tensor of numbers.
-        ValueError: times that require grad, fewer than two, not finite or not increasing.
-    """
+    """Convert save times to a float64 tensor, and check that they increase."""
     if isinstance(ts, Tensor) and ts.requires_grad:
         raise ValueError(
             "ts requires grad, and simulate has no gradient with respect to times: pass "
@@ -224,13 +211,12 @@ def check_times(ts: Any) -> Tensor:
             "ts must list the initial time and at least one save time; got shape "
             f"{tuple(times.shape)}."
         )
-    values = _numbers(times)
-    if not all(map(math.isfinite, values)) or any(b <= a for a, b in pairwise(values)):
-        k = next(
-            k for k, b in enumerate(values) if not math.isfinite(b) or (k and b <= values[k - 1])
-        )
-        after = f" after ts[{k - 1}] = {values[k - 1]:g}" if k else ""
-        raise ValueError(f"ts must be finite and increase; got ts[{k}] = {values[k]:g}{after}.")
+    before = -math.inf
+    for k, t in enumerate(_numbers(times)):
+        if not before < t < math.inf:
+            after = f" after ts[{k - 1}] = {before:g}" if k else ""
+            raise ValueError(f"ts must be finite and increase; got ts[{k}] = {t:g}{after}.")
+        before = t
     return times
 
 
@@ -240,11 +226,7 @@ def _numbers(times: Tensor) -> list[float]:
 
 
 def step_numbers(times: Tensor, dt: float) -> list[int]:
-    """Convert save times to step numbers.
-
-    Raises:
-        ValueError: a save time off the grid of dt by more than a thousandth of a step.
-    """
+    """Convert save times, on the grid of dt to a thousandth of a step, to step numbers."""
     values = _numbers(times)
     first = values[0]
     exact = [(t - first) / dt for t in values]
@@ -275,11 +257,7 @@ def sum_dtype(value: Tensor) -> torch.dtype:
 
 
 def check_shape(value: Tensor, shape: torch.Size, when: str) -> None:
-    """Refuse a value of a recorded or averaged function with another shape than before.
-
-    Raises:
-        ValueError: another shape, with the time or the step in ``when``.
-    """
+    """Refuse a value of a recorded or averaged function with another shape than before."""
     if value.shape != shape:
         raise ValueError(
             f"the record has shape {tuple(value.shape)} {when}, and had shape {tuple(shape)} "

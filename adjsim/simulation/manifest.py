@@ -22,12 +22,7 @@ from adjsim.solvers.run import Run
 
 
 def run_manifest(run: Run[State], adjoint: Adjoint) -> dict[str, str]:
-    """Describe a run by everything that its numbers depend on.
-
-    Raises:
-        TypeError: a run that cannot be saved.
-        StoreError: a part of it cannot be inspected.
-    """
+    """Describe a run by everything that its numbers depend on."""
     if not isinstance(run.solver, SteppingSolver):
         raise TypeError(
             f"store= is for solvers that take steps, such as Splitting; not for {run.solver!r}."
@@ -38,14 +33,13 @@ def run_manifest(run: Run[State], adjoint: Adjoint) -> dict[str, str]:
             "CheckpointAdjoint(), or run under torch.no_grad()."
         )
     record, noise, end, times = run.record, run.noise, run.continues, run.times
+    fields = run.state._asdict()
     average = isinstance(record, TimeAverage)
     return {
         "the computation": "a run",
         **versions(),
         **describe_module(run.dynamics, record.function if average else record),
-        **{
-            f"{name} of the start": tensor_fingerprint(x) for name, x in run.state._asdict().items()
-        },
+        **{f"{name} of the start": tensor_fingerprint(x) for name, x in fields.items()},
         "ts": f"{times.tolist()}" if len(times) < 5 else tensor_fingerprint(times),
         "the solver": describe_object(run.solver, "the solver"),
         "the adjoint": describe_object(adjoint, "the adjoint"),
@@ -65,14 +59,9 @@ def rates_at_start(
     function: Callable[[State], Tensor] | None,
     change: float,
 ) -> dict[str, Tensor]:
-    """Evaluate the force or the rates, and a function of the state, at a start.
+    """Evaluate the force or the rates at a start, and a function of it, such as a record.
 
-    Args:
-        dynamics: the dynamics.
-        state: the start.
-        t: its time.
-        function: a function of the state, such as a record; None: there is none.
-        change: the part of itself by which each number of the start is changed.
+    Each number of the start is changed by a part of itself.
     """
     start = detached(state)
     if change:

@@ -82,26 +82,24 @@ def simulate(
         record: a function of the state, whose values are saved instead of the states, or a
             :class:`TimeAverage`. It may depend on the parameters of the dynamics.
         generator: seeds the noise of stochastic dynamics, as a generator or an integer; None:
-            torch's default generator. The seed of the start may be used again, since starts and
-            steps have separate streams. The noise is a function of the seed, the step and the
-            replica alone. (In ``torch.func.vmap`` every sample gets the same noise; give the state
-            a batch axis instead.)
-        compile: run forward and backward in compiled loops of steps. It works for
-            steps of a fixed size, with any adjoint that the solver goes with, except for implicit
-            steps of a Hamiltonian or a body. The gradient then has no graph of its own. It needs a
-            C++ compiler. The first run of a kind compiles for a few seconds, or up to a minute
-            where torch's Inductor has to compile it
-            (``trajectory.stats["compiled_forward"]`` and ``["compile_seconds"]``), and the
-            result is kept across processes. A different number of steps, seed, parameter
-            value or save time does not compile again. Anything else that a potential or a record
-            reads (numbers, arrays, functions, tensors that are not registered, globals) is baked
-            in, and a change of it compiles again. A change that no inspection finds, such as that
-            of a patched function, is found by a comparison with one step without compilation. The
-            first call after the compilation makes the comparison, and later ones make it so rarely
-            that it takes at most a fortieth of the time of the loops; with an object that cannot be
-            inspected, every call makes it.
-            Gradients agree with uncompiled ones to rounding. Exact runs agree to the last bit,
-            unless the force has functions such as exp, or powers above the third.
+            torch's default generator. The noise is a function of the seed, the step and the replica
+            alone. Starts have a stream of their own, so their seed may be used again. (In
+            ``torch.func.vmap`` every sample gets the same noise; give the state a batch axis
+            instead.)
+        compile: run forward and backward in compiled loops of steps of a fixed size, with any
+            adjoint that the solver goes with, except for implicit steps of a Hamiltonian or a body.
+            The gradient then has no graph of its own. It needs a C++ compiler. The first run of a
+            kind compiles for a few seconds, or up to a minute where torch's Inductor has to compile
+            it (``trajectory.stats["compiled_forward"]`` and ``["compile_seconds"]``), and the
+            result is kept across processes. A different number of steps, seed, parameter value or
+            save time does not compile again. Anything else that a potential or a record reads
+            (numbers, arrays, functions, tensors that are not registered, globals) is baked in, and
+            a change of it compiles again. A change that no inspection finds, such as that of a
+            patched function, is found by a comparison with one step without compilation: at the
+            first call after the compilation, then so rarely that it takes at most a fortieth of the
+            time of the loops, and at every call with an object that cannot be inspected. Gradients
+            agree with uncompiled ones to rounding, and exact runs to the last bit, unless the force
+            has functions such as exp, or powers above the third.
         progress: show a progress bar, on a terminal.
         store: a folder in which the run saves itself, forward and backward. Called again with the
             same arguments, also by another process, it goes on from its last save, and ends with
@@ -143,20 +141,11 @@ def simulate(
         noise = Noise(seed_from(generator))
     if state is None:
         raise TypeError("state must be a start, such as dynamics.init(position); got None.")
-    kept = None if store is None else (Store(store), _seconds(every))
-    return run(
-        dynamics,
-        state,
-        ts,
-        solver,
-        adjoint,
-        record,
-        noise,
-        progress,
-        compile,
-        kept,
-        end,
-    )
+    kept = None if store is None else (Store(store), as_number("every", every))
+    if kept is not None and not kept[1] > 0:
+        raise ValueError(f"every must be a positive number of seconds; got {every}.")
+    settings = progress, compile, kept, end
+    return run(dynamics, state, ts, solver, adjoint, record, noise, *settings)
 
 
 @outside_inference_mode()
@@ -173,10 +162,7 @@ def run(
     store: tuple[Store, float] | None = None,
     continues: RunEnd | None = None,
 ) -> Trajectory[State]:
-    """Run :func:`simulate` on given noise.
-
-    A chunk of a larger batch passes its own part of the noise.
-    """
+    """Run :func:`simulate` on given noise, such as the part of one chunk of a larger batch."""
     _check_pair(solver, adjoint)
     check_record(record)
     if in_transform() and not isinstance(adjoint, DirectAdjoint):
@@ -234,10 +220,8 @@ def assemble(
     paths = pair_paths(dynamics.potential, state[0].detach())
     if paths:
         report.pairs = paths
-    found = Run(
-        reading, tensors, dynamics, state, times, solver, record, noise, progress, compile, key=key
-    )
-    return found, report
+    settings = solver, record, noise, progress, compile
+    return Run(reading, tensors, dynamics, state, times, *settings, key=key), report
 
 
 def check_start(run: Run[State]) -> None:
@@ -249,12 +233,6 @@ def check_start(run: Run[State]) -> None:
         plan = run.plan
         with torch.no_grad():
             run.solver.check(plan, dynamics, start, t)
-
-
-def _seconds(every: Any) -> float:
-    if not as_number("every", every) > 0:
-        raise ValueError(f"every must be a positive number of seconds; got {every}.")
-    return float(every)
 
 
 def check_dynamics(dynamics: Any) -> None:

@@ -1,13 +1,13 @@
 """The check of the rates of a dynamics at the start of a run.
 
-A compiled run of a field whose form has been checked before is not evaluated at its start again. In
-a training that is every step but the first.
+During training, a compiled run of a field skips this check after the first step, since its form has
+been checked before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from adjsim.core.cache_key import cache_key
 from adjsim.core.module_cache import ModuleCache
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.reading import Reading
-from adjsim.core.state import AnyState, State, detached, in_transform
+from adjsim.core.state import State, detached, in_transform
 from adjsim.core.trajectory import Record, TimeAverage
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.base import FieldDynamics
@@ -25,24 +25,15 @@ from adjsim.solvers.run import bound_record
 
 # The forms that have been checked, of each dynamics.
 _checked: ModuleCache[bool] = ModuleCache(32)
+# A reading, its values, the dynamics that holds them, and the key of what a compiled run reads, or
+# None.
+Checked: TypeAlias = tuple[Reading[Dynamics[State]], tuple[Tensor, ...], Dynamics[State], Any]
 
 
 def check_rates(
     dynamics: Dynamics[State], state: State, t: float, record: Record[State], compile: bool
-) -> tuple[Reading[Dynamics[State]], tuple[Tensor, ...], Dynamics[State], Any]:
-    """Read the dynamics, evaluate it at the start, and refuse rates with which it cannot be run.
-
-    Args:
-        dynamics: the dynamics.
-        state: the start.
-        t: its time.
-        record: the record of the run.
-        compile: whether the run is compiled.
-
-    Returns:
-        the reading; its values, as leaves; the dynamics that holds them; and the key of what a
-        compiled run reads, None where it is not known.
-    """
+) -> Checked[State]:
+    """Read the dynamics, evaluate it at the start, and refuse rates with which it cannot be run."""
     found = _read(dynamics, state, t, record, compile)
     if found is None:
         # The first evaluation of a module has made tensors and numbers, which belong to it.
@@ -51,8 +42,7 @@ def check_rates(
     if found is None:
         reading = Reading(dynamics)
         read, start = reading.bound(reading.leaves()), detached(state)
-        device = state[0].device
-        what = describe_change(read, lambda: read.check_rates(t, start), device)
+        what = describe_change(read, lambda: read.check_rates(t, start), state[0].device)
         raise ValueError(
             f"{what or f'{type(dynamics).__name__} or a part of it makes other numbers'} whenever "
             "it is evaluated, so no run is repeated or reversed by the same numbers. Put it into "
@@ -63,28 +53,34 @@ def check_rates(
 
 def _read(
     dynamics: Dynamics[State], state: State, t: float, record: Record[State], compile: bool
-) -> tuple[Reading[Dynamics[State]], tuple[Tensor, ...], Dynamics[State], Any] | None:
+) -> Checked[State] | None:
     """Read the dynamics and check it; None if the evaluation makes what it reads."""
-    graph = torch.is_grad_enabled() and not in_transform()
     reading = Reading(dynamics)
     if reading.lazy:
         return None
-    tensors = reading.connected() if in_transform() else reading.leaves()
+    if in_transform():
+        tensors = reading.connected()
+        read = reading.bound(tensors)
+        read.check(state)
+        read.check_rates(t, state)
+        return reading, tensors, read, None
+    tensors = reading.leaves()
     read = reading.bound(tensors)
     read.check(state)
+    graph, device = torch.is_grad_enabled(), state[0].device
     # Leaves, whose graph shows which other tensors the rates depend on.
     start = type(state)._make(x.detach().requires_grad_() for x in state) if graph else state
-    keyed = compile and not in_transform() and isinstance(dynamics, FieldDynamics)
-    key = _key(read, record) if keyed else None
-    if key is not None and _checked.get(reading.source, _form(key, t, start, reading, graph)):
+    key = _key(read, record) if compile and isinstance(dynamics, FieldDynamics) else None
+    shapes = tuple((x.shape, x.dtype, x.device) for x in (*start, *reading.tensors))
+    # Everything but numbers that the rates depend on. Numbers may make the rates infinite, which
+    # ends the run, and is checked then.
+    form = key, t, type(state), shapes, reading.slots, reading.wanted, graph
+    if key is not None and _checked.get(reading.source, form):
         return reading, tensors, read, key
-    if in_transform():
-        read.check_rates(t, start)
-        return reading, tensors, read, None
-    before = random_state(state[0].device)
+    before = random_state(device)
     rates = read.check_rates(t, start)
     if (
-        random_state(state[0].device) != before
+        random_state(device) != before
         or reading.registers_others(read)
         or reading.written(read, tensors) is not None
         or (key is not None and _key(read, record) != key)
@@ -94,9 +90,9 @@ def _read(
         at = torch.tensor(t, dtype=torch.float64)
         reading.refuse_kept(tensors, lambda copy: copy.drift(at, start))
     if graph:
-        _check_captured(reading, tensors, read, start, rates, record)
+        _refuse_captured(reading, tensors, read, start, rates, record)
     if key is not None:
-        _checked.put(reading.source, _form(key, t, start, reading, graph), True)
+        _checked.put(reading.source, form, True)
     return reading, tensors, read, key
 
 
@@ -107,16 +103,7 @@ def _key(dynamics: Dynamics[State], record: Record[State]) -> Any:
     return cache_key(dynamics, None if record is None else record.function)
 
 
-def _form(key: Any, t: float, state: AnyState, reading: Reading[Any], graph: bool) -> Any:
-    """Return everything but numbers that the rates at a start depend on.
-
-    Numbers may make the rates infinite. That ends the run, and is checked then.
-    """
-    shapes = tuple((x.shape, x.dtype, x.device) for x in (*state, *reading.tensors))
-    return key, t, type(state), shapes, reading.slots, reading.wanted, graph
-
-
-def _check_captured(
+def _refuse_captured(
     reading: Reading[Any],
     tensors: tuple[Tensor, ...],
     dynamics: Dynamics[State],
@@ -127,20 +114,11 @@ def _check_captured(
     """Refuse captured tensors that require grad, to which an adjoint would give no gradient.
 
     A tensor that is first read later in the run is refused then.
-
-    Args:
-        reading: the reading of the dynamics.
-        tensors: its values, as leaves.
-        dynamics: the dynamics that holds them.
-        start: the start as leaves that require grad.
-        rates: drift and diffusion at these leaves, by descriptions of them.
-        record: the record of the run.
     """
     values = dict(rates)
     bound = bound_record(record, reading, dynamics, tensors)
     if bound is not None:
-        function = bound.function if isinstance(bound, TimeAverage) else bound
-        value = function(start)
+        value = (bound.function if isinstance(bound, TimeAverage) else bound)(start)
         if not isinstance(value, Tensor):
             raise TypeError(f"record must return a tensor; got {type(value).__name__}.")
         values["the record"] = value
