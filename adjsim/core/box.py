@@ -135,13 +135,10 @@ def share_box(module: nn.Module) -> None:
     boxes: list[Tensor] = []
     for part in module.modules():
         box = part._buffers.get("box")
-        if box is None:
-            continue
-        same = next((x for x in boxes if x.shape == box.shape and torch.equal(x, box)), None)
-        if same is None:
+        if box is not None:
             boxes.append(box)
-        else:
-            part._buffers["box"] = same
+            same = (x for x in boxes if x.shape == box.shape and torch.equal(x, box))
+            part._buffers["box"] = next(same, box)
 
 
 def refuse_other_boxes(parts: Iterable[nn.Module]) -> None:
@@ -231,8 +228,7 @@ def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -
     The differences are one tensor ``(*batch, dim, ...)`` with the coordinates third from the end,
     or one tensor ``(*batch, 1, ...)`` for each coordinate. The box comes from :func:`checked_box`.
     In a tilted cell rounding finds the nearest image only within half the smallest width, which a
-    cutoff guarantees. ``exact`` also searches the neighbouring images, which are enough in a
-    reduced cell.
+    cutoff guarantees; ``exact`` also searches the neighbouring images of the reduced cell.
     """
     dim = sum(part.shape[-3] for part in parts)
     if box.shape[0] != dim:
@@ -243,10 +239,7 @@ def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -
             d - x * torch.round(d.detach() * (1 / x)) for d, x in zip(parts, lengths, strict=True)
         ]
     planes = parts[0].split(1, -3) if len(parts) == 1 else parts
-    moved = [
-        d + shift
-        for d, shift in zip(planes, _shifts([d.detach() for d in planes], box, exact), strict=True)
-    ]
+    moved = list(map(add, planes, _shifts([d.detach() for d in planes], box, exact)))
     return [torch.cat(moved, -3)] if len(parts) == 1 else moved
 
 
@@ -260,19 +253,16 @@ def _shifts(d: Sequence[Tensor], box: Tensor, exact: bool) -> list[Tensor]:
     shift = [_dot(integers, column) for column in zip(*rows, strict=True)]
     if not exact:
         return shift
-    near = [x + y for x, y in zip(d, shift, strict=True)]
+    near = list(map(add, d, shift))
     best, extra = _dot(near, near), [torch.zeros_like(x) for x in near]
     for offset in product((-1.0, 0.0, 1.0), repeat=len(rows)):
-        step = [
-            sum(n * x for n, x in zip(offset, column, strict=True))
-            for column in zip(*rows, strict=True)
-        ]
-        other = [x + y for x, y in zip(near, step, strict=True)]
+        step = [sum(map(mul, offset, column)) for column in zip(*rows, strict=True)]
+        other = list(map(add, near, step))
         distance = _dot(other, other)
         closer = distance < best
         best = torch.where(closer, distance, best)
         extra = [torch.where(closer, y, x) for x, y in zip(extra, step, strict=True)]
-    return [x + y for x, y in zip(shift, extra, strict=True)]
+    return list(map(add, shift, extra))
 
 
 def _fractions(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -294,7 +284,7 @@ def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
 def refuse_kept_boxes(copy: nn.Module, box: Tensor) -> None:
     """Refuse a copy of which a part has kept its own box."""
     for part in copy.modules():
-        own = getattr(part, "box", None)
+        own = getattr(part, "box", box)
         if own is None or own is box:
             continue
         if not isinstance(own, Tensor) or own.shape != box.shape or not torch.equal(own, box):

@@ -64,14 +64,6 @@ _GETTERS = (attrgetter, itemgetter, methodcaller)
 _SLOTS = (GetSetDescriptorType, MemberDescriptorType)
 
 
-class _Named(NamedTuple):
-    field: Any
-
-
-# The type of the descriptors of fields in a class of named tuples, which hold their position.
-_FIELD: Any = type(vars(_Named)["field"])
-
-
 class UninspectableError(ValueError):
     """Raised for an object that cannot be inspected, where its identity is not enough."""
 
@@ -104,18 +96,17 @@ class Identity:
 
 
 class CacheKey(NamedTuple):
-    """The key of everything that modules and a function read.
-
-    Attributes:
-        dtype: the default dtype.
-        opaque: names of the objects that cannot be inspected.
-    """
+    """The key of everything that modules and a function read, and what cannot be inspected."""
 
     dtype: torch.dtype
     autocast: AutocastState
     modules: tuple[Any, ...]
     function: Any
     opaque: tuple[str, ...]
+
+
+# The type of the descriptors of fields in a class of named tuples, which hold their position.
+_FIELD: Any = type(vars(CacheKey)["opaque"])
 
 
 @dataclass
@@ -125,9 +116,8 @@ class _KeyBuilder:
     Attributes:
         known: identities of modules that are inspected separately.
         ignored: tells of the name of a Python module whether its data are left out.
-        seen: the objects inspected so far, with their numbers, by identity. References to the
-            objects prevent reuse of their identities.
-        opaque: names of the objects that cannot be inspected.
+        seen: the objects inspected so far, with their numbers, by identity. The references to them
+            prevent reuse of their identities.
     """
 
     known: set[int]
@@ -203,13 +193,13 @@ class _KeyBuilder:
             for key, value in vars(x).items()
             if key not in left_out or (key in _HOOKS and value)
         }
-        parts = tuple(
-            (path, Identity(source_of(part)))
-            for path, part in x._modules.items()
-            if part is not None
+        parts = [(path, part) for path, part in x._modules.items() if part is not None]
+        return (
+            Identity(source_of(x)),
+            self._class(type(x), name),
+            tuple((path, Identity(source_of(part))) for path, part in parts),
+            *self._named(attributes, name),
         )
-        class_key = self._class(type(x), name)
-        return Identity(source_of(x)), class_key, parts, *self._named(attributes, name)
 
     def _named(self, values: Mapping[str, Any], where: str) -> list[Any]:
         return [(name, self.key(value, f"{where}.{name}")) for name, value in values.items()]
@@ -265,14 +255,10 @@ class _KeyBuilder:
         modules: set[int] = set()
         # The list grows by what functions may read from modules, and from modules inside these.
         for name, value in found:
-            if not isinstance(value, ModuleType) or id(value) in modules:
-                continue
-            modules.add(id(value))
-            if not self.ignored(value.__name__):
-                found += [
-                    (f"{name}.{inner}", vars(value)[inner])
-                    for inner in sorted(mentioned & set(vars(value)))
-                ]
+            if isinstance(value, ModuleType) and id(value) not in modules:
+                modules.add(id(value))
+                inner = () if self.ignored(value.__name__) else sorted(mentioned & set(vars(value)))
+                found += [(f"{name}.{x}", vars(value)[x]) for x in inner]
         seen = ((name, self.key(value, f"{where} ({name})")) for name, value in found)
         return (
             x.__code__,
@@ -289,10 +275,9 @@ def cache_key(
     function: Callable[..., Any] | None = None,
     ignored: Callable[[str], bool] = is_package,
 ) -> CacheKey:
-    """Build a key from everything that a module and a function read.
+    """Build a key from everything that a module and a function read, except registered tensors.
 
-    Registered tensors are left out, since they are inputs. So are data in the Python modules of
-    whose names ``ignored`` is true.
+    Data in Python modules of whose names ``ignored`` is true are left out too.
     """
     modules = list(module.modules())
     builder = _KeyBuilder({id(x) for part in modules for x in (part, source_of(part))}, ignored)
@@ -329,10 +314,7 @@ def _tensor(x: Tensor) -> Any:
 
 @lru_cache(4096)
 def names_in(code: CodeType) -> frozenset[str]:
-    """Collect global names, attributes and strings in a function's code and in functions inside.
-
-    A string may be the name of a global, of an attribute or of a module.
-    """
+    """Collect names, and strings that may be names, in code and in functions inside."""
     strings = (x for x in code.co_consts if isinstance(x, str))
     inner = (names_in(x) for x in code.co_consts if isinstance(x, CodeType))
     return frozenset(code.co_names).union(strings, *inner)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import reduce
-from operator import add, mul
+from operator import add, mul, sub
 from typing import TypeAlias
 
 import torch
@@ -45,11 +45,7 @@ def cross(a: Vector, b: Vector) -> Vector:
     """Compute the vector product in three dimensions."""
     if len(a) == 1:
         return [torch.linalg.cross(a[0], b[0], dim=-2)]
-    return [
-        a[1] * b[2] - a[2] * b[1],
-        a[2] * b[0] - a[0] * b[2],
-        a[0] * b[1] - a[1] * b[0],
-    ]
+    return [a[k - 2] * b[k - 1] - a[k - 1] * b[k - 2] for k in range(3)]
 
 
 def scaled(factor: Tensor, a: Vector) -> Vector:
@@ -59,12 +55,12 @@ def scaled(factor: Tensor, a: Vector) -> Vector:
 
 def added(a: Vector, b: Vector) -> Vector:
     """Compute the sum of two vectors."""
-    return [x + y for x, y in zip(a, b, strict=True)]
+    return list(map(add, a, b))
 
 
 def subtracted(a: Vector, b: Vector) -> Vector:
     """Compute the difference of two vectors."""
-    return [x - y for x, y in zip(a, b, strict=True)]
+    return list(map(sub, a, b))
 
 
 def combined(a: Vector, factor: Tensor, b: Vector) -> Vector:

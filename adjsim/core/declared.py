@@ -17,13 +17,9 @@ _REQUIRED = Parameter.empty
 
 @dataclass(frozen=True)
 class Declared:
-    """A parameter that a class declares.
+    """A parameter that a class declares: its meaning, with its unit, its default and its rule.
 
-    Attributes:
-        meaning: what it is, with its unit.
-        default: its value if none is given.
-        rule: the arguments with which it is registered, see
-            :class:`~adjsim.core.parameters.NumberRule`.
+    The rule holds the arguments of a :class:`~adjsim.core.parameters.NumberRule`.
     """
 
     meaning: str
@@ -60,11 +56,7 @@ class Declaring:
 
     @classmethod
     def given(cls, values: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Assign the arguments of a constructor to the declared parameters.
-
-        Raises:
-            TypeError: too many arguments, an unknown name, or none for a required parameter.
-        """
+        """Assign the arguments of a constructor to the declared parameters."""
         try:
             bound = Signature(_parameters(cls)).bind(*values, **named)
         except TypeError as error:
@@ -85,9 +77,8 @@ def _parameters(cls: type[Declaring]) -> list[Parameter]:
 
 def _signature_of(cls: type[Declaring]) -> Signature:
     """Return the signature of the constructor, with the declared parameters in their place."""
-    found = signature(cls.__init__)
     parts: list[Parameter] = []
-    for part in list(found.parameters.values())[1:]:
+    for part in list(signature(cls.__init__).parameters.values())[1:]:
         if part.kind is Parameter.VAR_POSITIONAL:
             parts += _parameters(cls)
         elif part.kind is not Parameter.VAR_KEYWORD:
@@ -96,10 +87,7 @@ def _signature_of(cls: type[Declaring]) -> Signature:
 
 
 def _documented(cls: type[Declaring], own: Mapping[str, Declared]) -> str:
-    """Return the docstring of a class with its parameters in the list of arguments.
-
-    They stand where the docstring has the line ``{parameters}``.
-    """
+    """Return the docstring of a class with its parameters in place of the line ``{parameters}``."""
     text = cleandoc(cls.__doc__ or "")
     rows: list[str] = []
     for name, x in own.items():

@@ -65,8 +65,8 @@ class Noise:
 
     Args:
         seed: identifies the sequence.
-        first: the number of the first replica, when a batch is a part of a larger one.
-        begin: the number of the first step, when a run is a part of a longer one.
+        first, begin: the numbers of the first replica and of the first step, where a batch or a run
+            is a part of a larger one.
         stream: the use of the numbers; two streams are independent.
     """
 

@@ -65,14 +65,13 @@ class NumberRule:
     """The numbers that a parameter may be, checked whenever a run reads it.
 
     Attributes:
-        positive: above zero.
-        finite: not infinite. A pinned atom's mass, for one, is infinite.
+        finite: not infinite, as the mass of a pinned atom is.
         depth: the depth of a well, which is not negative.
         single: one number for a whole system.
         angle: radians, at most two pi.
         between: two limits, both excluded.
         advice: a sentence of the error of a number outside of the limits.
-        shapes: the shapes that it may have, with a word for a size that is free; empty: any.
+        shapes: the shapes that it may have; empty: any.
         each: what an entry belongs to, such as "one number for each atom".
     """
 
@@ -146,9 +145,8 @@ class NumberRule:
 
 
 def _fits(found: Sequence[int], shape: Shape) -> bool:
-    return len(found) == len(shape) and all(
-        isinstance(size, str) or size == n for n, size in zip(found, shape, strict=True)
-    )
+    fits = (isinstance(size, str) or size == n for n, size in zip(found, shape, strict=False))
+    return len(found) == len(shape) and all(fits)
 
 
 def _describe_shape(shape: Shape) -> str:

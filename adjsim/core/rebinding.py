@@ -32,8 +32,8 @@ PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 def rebound(value: V, twins: Mapping[int, Any]) -> V:
     """Replace modules and tensors inside a value, by their identities.
 
-    A value that reaches none of them is returned itself. Of any other the parts that reach one are
-    copied; parts that are shared, or that contain each other, stay so.
+    The parts of the value that reach one are copied, others kept. Parts that are shared, or that
+    contain each other, stay so.
     """
     return value if type(value) in PLAIN else _rebuilt(value, twins, {})
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+N = TypeVar("N", float, Tensor)
 SAFETY, SHRINK, GROW = 0.9, 0.2, 10.0
 # A smaller error is replaced by this one, of which every power is finite.
 SMALLEST_ERROR = 1e-30
@@ -29,15 +30,7 @@ def relative(error: Tensor, states: Sequence[Tensor], rtol: Any, atol: Any) -> T
     return error / (atol + rtol * size)
 
 
-@overload
-def next_factor(error: Tensor, order: int, most: Tensor) -> Tensor: ...
-
-
-@overload
-def next_factor(error: float, order: int, most: float = GROW) -> float: ...
-
-
-def next_factor(error: Any, order: int, most: Any = GROW) -> Any:
+def next_factor(error: N, order: int, most: N | float = GROW) -> N:
     """Return the ratio, of at most ``most``, of the next step size to the present one.
 
     An error of infinity or NaN stands for a step that left the finite numbers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations_with_replacement
 from typing import Any
@@ -14,6 +14,8 @@ from adjsim.core.arguments import as_number, describe_type
 # A rooted tree is the sorted tuple of the trees on its root.
 Tree = tuple["Tree", ...]
 HIGHEST_ORDER = 6
+# The rounding of sums of coefficients, far below any condition that a method misses.
+TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class Tableau:
 
     a: Sequence[Sequence[float | int]]
     b: Sequence[float | int]
-    c: Sequence[float | int] | None = field(default=None)
-    error: Sequence[float | int] | None = field(default=None)
+    c: Sequence[float | int] | None = None
+    error: Sequence[float | int] | None = None
 
     def __post_init__(self) -> None:
         b = _numbers("b", self.b)
@@ -61,14 +63,24 @@ class Tableau:
                 )
             if len(row) < i:
                 raise ValueError(f"a[{i}] has {len(row)} entries; it must have {i}.")
-        a = tuple(row[:i] for i, row in enumerate(rows))
-        sums = tuple(math.fsum(row) for row in a)
+        sums = tuple(math.fsum(row) for row in rows)
         c = sums if self.c is None else _numbers("c", self.c)
-        if len(c) != stages or any(abs(x - y) > 1e-9 for x, y in zip(c, sums, strict=True)):
+        if len(c) != stages or any(abs(x - y) > TOLERANCE for x, y in zip(c, sums, strict=True)):
             raise ValueError(f"c must be the sums of the rows of a, {sums}; got {c}.")
-        if abs(math.fsum(b) - 1) > 1e-9:
+        if abs(math.fsum(b) - 1) > TOLERANCE:
             raise ValueError(f"the sum of b must be 1; got {math.fsum(b):g}.")
-        error = None if self.error is None else _error_weights(self.error, stages)
+        error = None if self.error is None else _numbers("error", self.error)
+        if error is not None and len(error) not in (stages, stages + 1):
+            raise ValueError(
+                f"error has {len(error)} weights; it must have one for each of the {stages} "
+                "stages, and may have one more for the rate at the end of the step."
+            )
+        if error is not None and (abs(math.fsum(error)) > TOLERANCE or not any(error)):
+            raise ValueError(
+                "error must be the differences of two sets of weights, not all zero, and their sum "
+                f"zero; got the sum {math.fsum(error):g}."
+            )
+        a = tuple(row[:i] for i, row in enumerate(rows))
         for name, value in (("a", a), ("b", b), ("c", c), ("error", error)):
             object.__setattr__(self, name, value)
 
@@ -82,12 +94,11 @@ class Tableau:
     def order(self) -> int:
         """The order of accuracy, at most six."""
         trees: list[list[Tree]] = [[()]]
-        for order in range(1, HIGHEST_ORDER + 1):
-            for tree in trees[order - 1]:
+        for order in range(HIGHEST_ORDER):
+            for tree in trees[order]:
                 weight = math.fsum(b * x for b, x in zip(self.b, self._weights(tree), strict=True))
-                # Rounding of the coefficients, far below any condition that a method misses.
-                if abs(weight - 1 / _density(tree)) > 1e-9:
-                    return order - 1
+                if abs(weight - 1 / _density(tree)) > TOLERANCE:
+                    return order
             trees.append(_grown(trees))
         return HIGHEST_ORDER
 
@@ -108,21 +119,6 @@ class Tableau:
             for i, row in enumerate(self.a):
                 found[i] *= math.fsum(x * y for x, y in zip(row, below, strict=False))
         return found
-
-
-def _error_weights(values: Any, stages: int) -> tuple[float, ...]:
-    error = _numbers("error", values)
-    if len(error) not in (stages, stages + 1):
-        raise ValueError(
-            f"error has {len(error)} weights; it must have one for each of the {stages} stages, "
-            "and may have one more for the rate at the end of the step."
-        )
-    if abs(math.fsum(error)) > 1e-9 or not any(error):
-        raise ValueError(
-            "error must be the differences of two sets of weights, not all zero, and their sum "
-            f"zero; got the sum {math.fsum(error):g}."
-        )
-    return error
 
 
 def _numbers(name: str, values: Any) -> tuple[float, ...]:
@@ -162,9 +158,7 @@ TABLEAUS = {
     "ssp3": Tableau([[], [1], [1 / 4, 1 / 4]], [1 / 6, 1 / 6, 2 / 3]),
     # The third-order method of the pair of Bogacki and Shampine (1989), and its error.
     "bogacki-shampine": Tableau(
-        [[], [1 / 2], [0, 3 / 4]],
-        [2 / 9, 1 / 3, 4 / 9],
-        error=[-5 / 72, 1 / 12, 1 / 9, -1 / 8],
+        [[], [1 / 2], [0, 3 / 4]], [2 / 9, 1 / 3, 4 / 9], error=[-5 / 72, 1 / 12, 1 / 9, -1 / 8]
     ),
     "rk4": Tableau([[], [1 / 2], [0, 1 / 2], [0, 0, 1]], [1 / 6, 1 / 3, 1 / 3, 1 / 6]),
     # The fifth-order method of the pair of Dormand and Prince (1980), and its error.
@@ -178,14 +172,6 @@ TABLEAUS = {
             [9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656],
         ],
         [35 / 384, 0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84],
-        error=[
-            71 / 57600,
-            0,
-            -71 / 16695,
-            71 / 1920,
-            -17253 / 339200,
-            22 / 525,
-            -1 / 40,
-        ],
+        error=[71 / 57600, 0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40],
     ),
 }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.module_cache import refuse_written, version_of
-from adjsim.core.neighbour_search import closest_atoms
+from adjsim.core.neighbour_list import closest_atoms
 from adjsim.core.state import in_transform
 from adjsim.potentials.base import ForceField, Potential, force
 from adjsim.potentials.evaluated import terms_of

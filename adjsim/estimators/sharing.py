@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from adjsim.core.durable.identity import tensor_fingerprint
 from adjsim.core.durable.interruption import ending_at_once
 from adjsim.core.durable.manifest import (
     Measure,
@@ -26,6 +25,7 @@ from adjsim.core.durable.manifest import (
     describe_function,
     describe_module,
     describe_object,
+    tensor_fingerprint,
     versions,
 )
 from adjsim.core.durable.ranks import Ranks

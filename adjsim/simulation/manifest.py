@@ -10,8 +10,12 @@ from torch import Tensor
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.core.agreement import perturbed
-from adjsim.core.durable.identity import tensor_fingerprint
-from adjsim.core.durable.manifest import describe_module, describe_object, versions
+from adjsim.core.durable.manifest import (
+    describe_module,
+    describe_object,
+    tensor_fingerprint,
+    versions,
+)
 from adjsim.core.state import State, detached, position_of
 from adjsim.core.trajectory import TimeAverage
 from adjsim.dynamics.base import Dynamics, named_rates
