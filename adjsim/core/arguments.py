@@ -2,9 +2,8 @@
 
 A setting (a step, a cutoff, a time) becomes a Python float or int. A physical number or a field
 becomes a tensor. Tensors keep their dtype, device and graph. NumPy's float32 and float64 keep their
-dtype and are copied. Python numbers, lists and integers of any kind become float64. Quantities of
-OpenMM become float64 in eV, angstrom and amu. A string, None or a bool in place of a number is a
-TypeError.
+dtype and are copied. Other numbers and lists become float64, and quantities of OpenMM float64 in
+eV, angstrom and amu. A string, None or a bool in place of a number is a TypeError.
 """
 
 from __future__ import annotations
@@ -65,18 +64,7 @@ def as_tensor(name: str, value: Any) -> Tensor:
             return value.double()
         copied = value.is_inference() and not torch.is_inference_mode_enabled()
         return value.clone() if copied else value
-    return torch.tensor(_as_array(name, _plain(name, value)))
-
-
-def as_indices(name: str, value: Any) -> Tensor:
-    """Convert integers to an int64 tensor."""
-    found = as_tensor(name, value).detach()
-    if not bool((found == found.round()).all()):
-        raise ValueError(f"{name} must be integers; got {found.tolist()}.")
-    return found.long()
-
-
-def _as_array(name: str, value: Any) -> np.ndarray:
+    value = _plain(name, value)
     if not isinstance(value, np.ndarray | np.generic | numbers.Real | Sequence) and not hasattr(
         value, "__array__"
     ):
@@ -95,7 +83,15 @@ def _as_array(name: str, value: Any) -> np.ndarray:
     if array.dtype.kind not in "iuf" or (not hasattr(value, "__array__") and _holds_bool(value)):
         raise TypeError(f"{name} must be real numbers; got {describe_type(value)}.")
     kept = array.dtype.kind == "f" and array.itemsize <= 8
-    return np.array(array, dtype=array.dtype.newbyteorder("=") if kept else np.float64)
+    return torch.tensor(np.array(array, array.dtype.newbyteorder("=") if kept else np.float64))
+
+
+def as_indices(name: str, value: Any) -> Tensor:
+    """Convert integers to an int64 tensor."""
+    found = as_tensor(name, value).detach()
+    if not bool((found == found.round()).all()):
+        raise ValueError(f"{name} must be integers; got {found.tolist()}.")
+    return found.long()
 
 
 def _plain(name: str, value: Any) -> Any:

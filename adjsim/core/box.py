@@ -1,15 +1,14 @@
 """Periodic cells, orthogonal or tilted.
 
-An orthogonal cell is given by ``(dim,)`` edge lengths, a tilted one by ``(dim, dim)`` rows. Many
-cells describe one lattice, and the distances between images depend on the lattice alone. Rounding
-fractional coordinates to integers finds the nearest image if the image is closer than w/2.
-Here w is the smallest distance between opposite faces of the cell: each fractional coordinate of a
-difference d shorter than w/2 has the size ``|d . n_i| / w_i < 1/2``, with n_i the unit normal of a
-pair of faces and w_i their distance. For skewed rows w may be arbitrarily small. So tilted cells
-are reduced first, to the rows of the lattice with the largest possible w. These rows are dual to a
-Minkowski-reduced basis of the reciprocal lattice: 1/w_i is the length of a reciprocal vector, and
-in up to three dimensions the longest vector of a Minkowski-reduced basis is as short as possible
-(Nguyen and Stehle, ACM Trans. Algorithms 5, 46 (2009)).
+An orthogonal cell is given by ``(dim,)`` lengths, a tilted one by ``(dim, dim)`` rows. Rounding
+fractional coordinates finds the nearest image if the image is closer than w/2, with w the smallest
+distance between opposite faces: each fractional coordinate of a difference d shorter than w/2 has
+the size ``|d . n_i| / w_i < 1/2``, with n_i the unit normal of a pair of faces and w_i their
+distance. For skewed rows w may be arbitrarily small. So tilted cells are reduced first, to
+the rows of the lattice with the largest possible w. These rows are dual to a Minkowski-reduced
+basis of the reciprocal lattice: 1/w_i is the length of a reciprocal vector, and in up to three
+dimensions the longest vector of such a basis is as short as possible (Nguyen and Stehle, ACM Trans.
+Algorithms 5, 46 (2009)).
 """
 
 from __future__ import annotations
@@ -143,26 +142,19 @@ def share_box(module: nn.Module) -> None:
 
 def refuse_other_boxes(parts: Iterable[nn.Module]) -> None:
     """Refuse parts of a sum whose boxes differ."""
-    known: tuple[str, Tensor] | None = None
-    for part in parts:
-        box = getattr(part, "box", None)
-        if not isinstance(box, Tensor):
+    found = [part for part in parts if isinstance(getattr(part, "box", None), Tensor)]
+    for part in found[1:]:
+        known: Any = found[0].box
+        box: Any = part.box
+        if box is known:
             continue
-        name = type(part).__name__
-        if known is None:
-            known = name, box
-        elif box is not known[1] and not _same_box(box, known[1]):
+        rows, others = rows_of(box), rows_of(known.to(box))
+        if rows.shape != others.shape or not torch.equal(rows, others):
             raise ValueError(
-                f"a sum has one box, and {known[0]} has {known[1].tolist()} where {name} has "
-                f"{box.tolist()}. Make the parts with the same box, and write a new one into all "
-                "of them."
+                f"a sum has one box, and {type(found[0]).__name__} has {known.tolist()} where "
+                f"{type(part).__name__} has {box.tolist()}. Make the parts with the same box, and "
+                "write a new one into all of them."
             )
-
-
-def _same_box(one: Tensor, other: Tensor) -> bool:
-    """Return whether two boxes are one cell, given by lengths or by rows."""
-    a, b = rows_of(one), rows_of(other.to(one))
-    return a.shape == b.shape and torch.equal(a, b)
 
 
 def checked_box(box: Array, cutoff: float | None) -> Tensor:
@@ -192,9 +184,8 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
                 f"a tilted box has one to three dimensions; got {len(cell)}. Give (dim,) lengths."
             )
         integers = _reduction(cell)
-        if integers is not None:
-            given = integers @ given
-            cell = given.detach()
+        given = given if integers is None else integers @ given
+        cell = given.detach()
     width = float(perpendicular_widths(cell).min())
     if cutoff is not None and cutoff > width / 2 * (1 + 1e-12):
         raise ValueError(

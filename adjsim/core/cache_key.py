@@ -1,11 +1,11 @@
 """Cache keys of compiled code, from everything that the code depends on except its inputs.
 
 Tensors registered on modules are inputs of compiled code. Everything else that a potential or a
-record reads is baked into the code: numbers, strings, arrays, activation functions, data classes,
-attributes of classes, closures, globals, and modules that a function imports or names in a string.
-So all of these are part of the key. An object that cannot be inspected is compared by its identity.
-A change inside such an object, and a value that is read in another way, are found by a comparison
-of a compiled loop with its steps taken without compilation (:mod:`adjsim.adjoints.loops.check`).
+record reads is baked into the code, and so is part of the key: numbers, strings, arrays, activation
+functions, data classes, attributes of classes, closures, globals, and modules that a function
+imports or names in a string. An object that cannot be inspected is compared by its identity. A
+change inside such an object, and a value that is read in another way, are found by a comparison of
+a compiled loop with steps without compilation (:mod:`adjsim.adjoints.loops.check`).
 """
 
 from __future__ import annotations
@@ -140,7 +140,11 @@ class _KeyBuilder:
         if isinstance(x, _FIELD):
             return x.__reduce__()
         if isinstance(x, Tensor):
-            return _tensor(x)
+            form = x.dtype, x.device, x.requires_grad, tuple(x.shape)
+            if x.layout != torch.strided:
+                return *form, Identity(x), x._version
+            # The contents, since ``.data`` evades the version counter.
+            return *form, hashlib.blake2b(bytes_of(x).data, digest_size=16).digest()
         if isinstance(x, np.ndarray):
             content = self.key(x.tolist(), where) if x.dtype.hasobject else x.tobytes()
             return x.shape, x.dtype.str, content
@@ -257,8 +261,8 @@ class _KeyBuilder:
         for name, value in found:
             if isinstance(value, ModuleType) and id(value) not in modules:
                 modules.add(id(value))
-                inner = () if self.ignored(value.__name__) else sorted(mentioned & set(vars(value)))
-                found += [(f"{name}.{x}", vars(value)[x]) for x in inner]
+                read = () if self.ignored(value.__name__) else sorted(mentioned & set(vars(value)))
+                found += [(f"{name}.{inner}", vars(value)[inner]) for inner in read]
         seen = ((name, self.key(value, f"{where} ({name})")) for name, value in found)
         return (
             x.__code__,
@@ -302,14 +306,6 @@ def object_key(x: Any, where: str, ignored: Callable[[str], bool] = is_package) 
 def bytes_of(x: Tensor) -> np.ndarray:
     """Return the contents of a tensor as bytes."""
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _tensor(x: Tensor) -> Any:
-    """Build the key of a tensor from its contents, since ``.data`` evades the version counter."""
-    kind = (x.dtype, x.device, x.requires_grad, tuple(x.shape))
-    if x.layout != torch.strided:
-        return *kind, Identity(x), x._version
-    return *kind, hashlib.blake2b(bytes_of(x).data, digest_size=16).digest()
 
 
 @lru_cache(4096)

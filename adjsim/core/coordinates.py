@@ -1,23 +1,18 @@
 """Internal coordinates of displacement vectors, with closed-form derivatives.
 
-A coordinate x is a distance, an angle or a dihedral angle. It is a function of the displacements
-b_1, b_2, ... between the atoms of a chain, ``b_k = q_k - q_(k-1)``. Each class computes
+A coordinate x, such as a distance or an angle, is a function of the displacements b_1, b_2, ...
+between the atoms of a chain, ``b_k = q_k - q_(k-1)``. With respect to a point its gradient is
+``dx/dq_k = dx/db_k - dx/db_(k+1)``. The derivatives of x and of its gradient along displacements
+follow from the chain rule applied forward, operation by operation.
 
-- ``value``: x;
-- ``gradient``: dx/db_k for each k. With respect to a point it is ``dx/dq_k = dx/db_k -
-  dx/db_(k+1)``;
-- ``along(v)``: the derivatives of x and of its gradient along displacements v_k, by the chain rule
-  applied forward, operation by operation.
-
-A vector is a list of tensors ``(*batch, dim, terms)``, one with all coordinates, or one ``(*batch,
-1, terms)`` for each coordinate. The second form lets a compiled loop compute all coordinates
-together. Scalars are ``(*batch, 1, terms)``.
+A vector is a list of tensors: one ``(*batch, dim, terms)``, or one ``(*batch, 1, terms)`` for each
+coordinate, so that a compiled loop computes all together. Scalars are ``(*batch, 1, terms)``.
 
 Where a coordinate is not differentiable, its gradient is zero instead of NaN: a distance of
 coincident points, an angle with a side without length, the angle of three points on a line (0 or
-pi), and a dihedral angle with three consecutive points on a line. A point counts as on the line if
-the sine of the angle is below eight rounding errors. Autograd through ``value`` and ``gradient``
-is finite there too. NaN and infinite points give NaN.
+pi), and a dihedral angle with three consecutive points on a line. Points are on a line if the sine
+of the angle is below eight rounding errors. Autograd through ``value`` and ``gradient`` is finite
+there too. NaN and infinite points give NaN.
 """
 
 from __future__ import annotations
@@ -72,8 +67,8 @@ class Coordinate(ABC):
     """An internal coordinate of displacements, which are the arguments of the constructor.
 
     Attributes:
-        value: ``(*batch, 1, terms)``.
-        gradient: the derivative with respect to each displacement.
+        value: x, ``(*batch, 1, terms)``.
+        gradient: dx/db_k for each k.
     """
 
     value: Tensor

@@ -1,8 +1,7 @@
 """Parameters that a class declares once, with their meaning, default and rule.
 
 A class writes ``length: Tensor = declared("length at rest", positive=True)`` in its body. Its base
-class, a :class:`Declaring`, makes the constructor's signature and its documentation from that, and
-registers the values.
+class, a :class:`Declaring`, makes the signature and the documentation of the constructor from that.
 """
 
 from __future__ import annotations
@@ -52,7 +51,14 @@ class Declaring:
             cls.__declared__ = {**cls.__declared__, **own}
             cls.__doc__ = _documented(cls, own)
         if own or "__init__" in vars(cls):
-            cls.__signature__ = _signature_of(cls)
+            # The declared parameters stand in the place of ``*values``.
+            parts: list[Parameter] = []
+            for part in list(signature(cls.__init__).parameters.values())[1:]:
+                if part.kind is Parameter.VAR_POSITIONAL:
+                    parts += _parameters(cls)
+                elif part.kind is not Parameter.VAR_KEYWORD:
+                    parts.append(part)
+            cls.__signature__ = Signature(parts, return_annotation=None)
 
     @classmethod
     def given(cls, values: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,17 +79,6 @@ def _parameters(cls: type[Declaring]) -> list[Parameter]:
         Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=x.default, annotation="Number")
         for name, x in cls.__declared__.items()
     ]
-
-
-def _signature_of(cls: type[Declaring]) -> Signature:
-    """Return the signature of the constructor, with the declared parameters in their place."""
-    parts: list[Parameter] = []
-    for part in list(signature(cls.__init__).parameters.values())[1:]:
-        if part.kind is Parameter.VAR_POSITIONAL:
-            parts += _parameters(cls)
-        elif part.kind is not Parameter.VAR_KEYWORD:
-            parts.append(part)
-    return Signature(parts, return_annotation=None)
 
 
 def _documented(cls: type[Declaring], own: Mapping[str, Declared]) -> str:

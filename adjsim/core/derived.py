@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -76,13 +76,9 @@ class derived(Generic[V]):
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    @overload
-    def __get__(self, module: None, owner: Any = None) -> derived[V]: ...
-    @overload
-    def __get__(self, module: nn.Module, owner: Any = None) -> V: ...
-    def __get__(self, module: nn.Module | None, owner: Any = None) -> derived[V] | V:
+    def __get__(self, module: nn.Module | None, owner: Any = None) -> V:
         if module is None:
-            return self
+            return cast(V, self)
         made: Made | None = module.__dict__.get(MADE)
         if made is not None and made.holds(module, _first_sources(type(module), self.name)):
             found = module._buffers.get(self.name)
@@ -142,10 +138,10 @@ def derived_names(kind: type) -> frozenset[str]:
 @cache
 def _first_sources(kind: type, name: str) -> tuple[str, ...]:
     """Return the attributes from which a derived value follows, through other derived values."""
-    rules = {rule.name: rule for rule in derived_of(kind)}
-    if name not in rules:
+    rule = getattr(kind, name, None)
+    if not isinstance(rule, derived):
         return (name,)
-    return tuple({first for x in rules[name].sources for first in _first_sources(kind, x)})
+    return tuple({first for x in rule.sources for first in _first_sources(kind, x)})
 
 
 def _has_numbers(x: Tensor) -> bool:

@@ -1,8 +1,7 @@
 """The memory layout of fields inside compiled steps.
 
-Public shapes are ``(*batch, atoms, dim)``. A compiled loop over pairs reads many numbers at once
-along the last axis in memory. So inside compiled steps coordinates come first, and atoms come last,
-or replicas where there are enough of them.
+A compiled loop over pairs reads many numbers at once along the last axis in memory. So inside
+compiled steps coordinates come first, and atoms last, or replicas where there are enough of them.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ counter-based Philox generator keyed by (seed, tile). The number for replica r, 
 and step k is element ``r * dof + d`` of step ``k``. It does not depend on the number of replicas,
 the save times, the segments, the adjoint or the direction of the run. Keys have 128 bits, so no
 two tiles share a stream. (Torch's own CPU generator takes 32 bits of seed, and would repeat a tile
-after some tens of thousands.) Steps, drawn momenta and drawn memory have separate streams, so one
-seed serves the start and the run without correlating the two. Numbers are drawn in float64 on the
-CPU and then cast and moved, so a float32 or GPU run gets the same noise.
+after some tens of thousands.) Numbers are drawn in float64 on the CPU and then cast and moved, so a
+float32 or GPU run gets the same noise.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SEED_BITS = 62
 
 
 class NoiseStream(IntEnum):
-    """The use of the numbers of one seed."""
+    """The use of the numbers of one seed, so that start and run are not correlated."""
 
     STEPS = 0
     MOMENTA = 1
@@ -67,7 +66,7 @@ class Noise:
         seed: identifies the sequence.
         first, begin: the numbers of the first replica and of the first step, where a batch or a run
             is a part of a larger one.
-        stream: the use of the numbers; two streams are independent.
+        stream: the use of the numbers.
     """
 
     def __init__(
@@ -85,10 +84,9 @@ class Noise:
     def span(
         self, step: int, count: int, shape: tuple[int, ...], like: Tensor, end: int
     ) -> list[Tensor]:
-        """Return the numbers of ``count`` steps from ``step`` on, in parts of several steps.
+        """Return the numbers of ``count`` steps in parts ``(steps, replicas, dof)``.
 
-        A part has the shape ``(steps, replicas, dof)``. No numbers are drawn after ``end``, the
-        number of steps of the run.
+        No numbers are drawn after ``end``, the number of steps of the run.
         """
         replicas, dof = shape
         first, last, end = step + self.begin, step + self.begin + count, end + self.begin

@@ -3,11 +3,10 @@
 A float, an array or a list becomes a buffer (float64, unless an array is float32) and is cast to
 the state's dtype where it is used. An ``nn.Parameter`` stays a parameter. A tensor that requires
 grad (a network's output, a field of elastic moduli) becomes a buffer that keeps its graph. So
-everything that a simulation can be differentiated with respect to is registered, and
-:func:`trainable` finds it. A force may also read a tensor that requires grad and is not registered.
-A constant-memory adjoint would give such a tensor no gradient, so :func:`refuse_unknown` raises an
-error that names it. The rules under which numbers are registered are checked again whenever a run
-reads them, since an optimiser may have broken them.
+everything that a simulation can be differentiated with respect to is registered. A constant-memory
+adjoint would give no gradient to any other tensor, which :func:`refuse_unknown` names. The rules
+under which numbers are registered are checked again whenever a run reads them, since an optimiser
+may have broken them.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class NumberRule:
     """The numbers that a parameter may be, checked whenever a run reads it.
 
     Attributes:
-        finite: not infinite, as the mass of a pinned atom is.
+        finite: not infinite. The mass of a pinned atom, for one, is infinite.
         depth: the depth of a well, which is not negative.
         single: one number for a whole system.
         angle: radians, at most two pi.

@@ -1,21 +1,16 @@
 """Readings: what a run computes, read once from the modules that the user edits.
 
-A module is what the user edits; a reading is what is computed. A reading holds the tensors of a
-module tree as they were when it was made, and :meth:`Reading.bound` makes private shallow copies of
-the tree with these tensors, or with others, in their places. A run computes with such copies alone,
-forward and backward. So a later change of the module (an optimiser's step, ``load_state_dict``, the
-end of a ``functional_call``) does not reach a run that has started, and nothing is ever put into
-the user's module: other threads see it as it is.
+A reading holds the tensors of a module tree as they were when it was made, and makes private
+shallow copies of the tree with these tensors, or with others, in their places. A run computes with
+such copies alone, forward and backward. So a later change of the module (an optimiser's step,
+``load_state_dict``, the end of a ``functional_call``) does not reach a run that has started, and
+nothing is ever put into the user's module: other threads see it as it is.
 
 Numbers are checked whenever a reading is made, by the rules under which they were registered
-(:func:`adjsim.core.parameters.register`) and by the method ``validate`` of a module, which its
-constructor calls too. Values that follow from others are made with the reading
-(:mod:`adjsim.core.derived`).
-
-A copy is shallow: its attributes are shared, but for those that reach modules and tensors of the
-tree, which are rebuilt with the copies in their places (:mod:`adjsim.core.rebinding`). Functions of
-the user that name the user's modules (a record, an observable) are evaluated by :meth:`Reading.on`.
-Modules of ``torch.jit`` are not copied, and their tensors are not read.
+(:mod:`adjsim.core.parameters`) and by the method ``validate`` of a module, which its constructor
+calls too. Values that follow from others are made with the reading (:mod:`adjsim.core.derived`).
+Attributes of a copy are shared, but for those that reach modules and tensors of the tree, which are
+rebuilt (:mod:`adjsim.core.rebinding`). Modules of ``torch.jit`` are neither copied nor read.
 """
 
 from __future__ import annotations
@@ -56,17 +51,15 @@ _KEPT = STANDARD | OWN
 class Reading(Generic[M]):
     """The tensors of a module tree at one time, and copies of the tree that hold them.
 
-    Args:
-        module: the root of the tree; a copy that another reading has made is read as well.
-        box: a periodic box in place of that of each part that has one; None: their own.
+    The tree may be a copy that another reading has made. A periodic box takes the place of that of
+    each part that has one.
 
     Attributes:
         source: the module that the user edits.
         tensors: each parameter and buffer once, even if it has several names.
         names: the first name of each.
         wanted: the indices in ``tensors`` of the tensors that require grad.
-        slots: the names, the places of the tensors in the tree, and the derived values that are no
-            tensors.
+        slots: the names and places of the tensors, and the derived values that are no tensors.
     """
 
     def __init__(self, module: M, box: Tensor | None = None) -> None:
@@ -84,7 +77,17 @@ class Reading(Generic[M]):
             if x is not None and name not in derived_names(type(part))
         ]
         if box is not None:
-            found = _with_box(module, found, box)
+            # A part may hold the box of another under a name of its own.
+            boxes = {id(x) for *_, name, x in found if name == "box"}
+            if not boxes:
+                raise ValueError(
+                    f"{type(module).__name__} has no box to replace: give it one when it is made "
+                    "(box=)."
+                )
+            found = [
+                (path, part, table, name, box if id(x) in boxes else x)
+                for path, part, table, name, x in found
+            ]
         changed = [] if box is None else found.copy()
         self._values: list[tuple[nn.Module, dict[str, Any]]] = []
         for path, part in self._parts:
@@ -254,9 +257,9 @@ class Reading(Generic[M]):
     ) -> Callable[..., V]:
         """Return a function that reads a copy, and its tensors, where it names the source.
 
-        A record or an observable is a function of the user, which may name the user's module.
-        Modules of the tree in its closure are replaced by those of the copy. Where it reaches the
-        tree in another way, torch functions receive the tensors of the copy.
+        The function, such as a record, may name the user's module. Modules of the tree in its
+        closure are replaced by those of the copy. Where it reaches the tree in another way, torch
+        functions receive the tensors of the copy.
         """
         function = self.rebound(copy, function)
         stand_ins: dict[int, Tensor] = {}
@@ -316,14 +319,3 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _with_box(module: nn.Module, found: Sequence[Any], box: Tensor) -> list[Any]:
-    """Put a box into each place of a tree that has one."""
-    # A part may hold the box of another under a name of its own.
-    boxes = {id(x) for *_, name, x in found if name == "box"}
-    if not boxes:
-        raise ValueError(
-            f"{type(module).__name__} has no box to replace: give it one when it is made (box=)."
-        )
-    return [(*place, box if id(x) in boxes else x) for *place, x in found]

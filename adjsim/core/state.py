@@ -1,9 +1,8 @@
 """States: immutable named tuples of tensors, with a field for each physical quantity.
 
-Every dynamics has its own state. A state of matter begins with ``position`` of shape ``(*batch,
-atoms, dim)``, and a state of a vector field has fields ``(*batch, n)``. The first field gives the
-batch, the dtype and the device. A step returns a new state and never writes into an old one, so
-states may be stored, shared and compared without copying.
+A state of matter begins with ``position``, ``(*batch, atoms, dim)``, and a state of a vector field
+has fields ``(*batch, n)``. The first field gives the batch, the dtype and the device. A step
+returns a new state and never writes into an old one, so states may be shared without copying.
 """
 
 from __future__ import annotations
@@ -115,10 +114,9 @@ def magnitudes(state: AnyState) -> list[Tensor]:
 
 
 def as_state(state: Any) -> Any:
-    """Convert the fields of a state from arrays or lists to tensors.
+    """Convert arrays to tensors, and lists to tensors like the first field.
 
-    Lists take dtype and device of the first field. Anything that is not a named tuple is returned
-    unchanged, for ``check`` of the dynamics to refuse.
+    Anything that is not a named tuple is left for ``check`` of the dynamics to refuse.
     """
     if not isinstance(state, tuple) or not hasattr(state, "_fields") or not state:
         return state

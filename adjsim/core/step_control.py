@@ -1,11 +1,8 @@
-r"""The choice of step sizes by an estimate of the error, for every method with adaptive steps.
+"""The choice of step sizes by an estimate of the error, for every method with adaptive steps.
 
 With the error e of a step of size h, relative to its tolerance, and an estimate of order p in the
-step size, the next size is
-
-.. math:: h' = h \min(g, \max(0.2, 0.9\, e^{-1/p})).
-
-This is the controller of SciPy's solvers, with g = 10, and g = 1 after a rejected attempt.
+step size, the next size is ``h min(g, max(0.2, 0.9 e^(-1/p)))``. This is the controller of SciPy's
+solvers, with g = 10, and g = 1 after a rejected attempt.
 """
 
 from __future__ import annotations
@@ -48,8 +45,7 @@ def first_size(
 ) -> Tensor:
     """Choose the first step size (Hairer, Norsett and Wanner, section II.4), as SciPy does.
 
-    Size and slope are norms of the state and of its rate, relative to the tolerance, and change(h)
-    is that of the change of the rate over a trial step h along the rate.
+    The norms are relative to the tolerance; ``change`` is of the rate, over a trial step along it.
     """
     large = (size >= 1e-5) & (slope >= 1e-5)
     trial = torch.where(large, 0.01 * size / slope, 1e-6).minimum(length)

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations_with_replacement
+from operator import mul
 from typing import Any
 
 from adjsim.core.arguments import as_number, describe_type
 
-# A rooted tree is the sorted tuple of the trees on its root.
-Tree = tuple["Tree", ...]
 HIGHEST_ORDER = 6
 # The rounding of sums of coefficients, far below any condition that a method misses.
 TOLERANCE = 1e-9
@@ -93,13 +92,18 @@ class Tableau:
     @cached_property
     def order(self) -> int:
         """The order of accuracy, at most six."""
-        trees: list[list[Tree]] = [[()]]
+        # The size, the density and the elementary weight at each stage of each rooted tree.
+        trees: list[tuple[int, int, list[float]]] = []
         for order in range(HIGHEST_ORDER):
-            for tree in trees[order]:
-                weight = math.fsum(b * x for b, x in zip(self.b, self._weights(tree), strict=True))
-                if abs(weight - 1 / _density(tree)) > TOLERANCE:
+            known = [x for n in range(order + 1) for x in combinations_with_replacement(trees, n)]
+            for branches in known:
+                if sum(size for size, _, _ in branches) != order:
+                    continue
+                density = (order + 1) * math.prod(x for _, x, _ in branches)
+                weights = [math.prod(_dot(row, x) for _, _, x in branches) for row in self.a]
+                if abs(_dot(self.b, weights) - 1 / density) > TOLERANCE:
                     return order
-            trees.append(_grown(trees))
+                trees.append((order + 1, density, weights))
         return HIGHEST_ORDER
 
     @cached_property
@@ -111,41 +115,15 @@ class Tableau:
         embedded = [x - e for x, e in zip(b, self.error, strict=True)]
         return min(self.order, Tableau([*self.a, *[self.b] * extra], embedded).order)
 
-    def _weights(self, tree: Tree) -> list[float]:
-        """Return the elementary weight of a tree at each stage."""
-        found = [1.0] * len(self.b)
-        for branch in tree:
-            below = self._weights(branch)
-            for i, row in enumerate(self.a):
-                found[i] *= math.fsum(x * y for x, y in zip(row, below, strict=False))
-        return found
+
+def _dot(x: Sequence[float], y: Sequence[float]) -> float:
+    return math.fsum(map(mul, x, y))
 
 
 def _numbers(name: str, values: Any) -> tuple[float, ...]:
     if isinstance(values, str) or not hasattr(values, "__len__"):
         raise TypeError(f"{name} must be a list of numbers; got {describe_type(values)}.")
     return tuple(as_number(f"{name}[{i}]", x) for i, x in enumerate(values))
-
-
-def _size(tree: Tree) -> int:
-    return 1 + sum(map(_size, tree))
-
-
-def _density(tree: Tree) -> int:
-    return _size(tree) * math.prod(map(_density, tree))
-
-
-def _grown(trees: list[list[Tree]]) -> list[Tree]:
-    """List the trees with one vertex more than the largest of those given."""
-    size, known = len(trees), [tree for group in trees for tree in group]
-    return sorted(
-        {
-            tuple(sorted(branches))
-            for count in range(1, size + 1)
-            for branches in combinations_with_replacement(known, count)
-            if sum(map(_size, branches)) == size
-        }
-    )
 
 
 TABLEAUS = {

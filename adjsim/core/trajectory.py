@@ -22,10 +22,10 @@ class TimeAverage:
     With steps of one size it is the mean of ``function`` over the ends of all steps with
     ``t - ts[0] > burn_in``. (:class:`~adjsim.SDESolver` stores the states after these steps until
     the end of the run.) With :class:`~adjsim.Coupled` steps of varying size it is the integral of
-    ``function`` over this time by the trapezoidal rule, divided by the length of this time. Its
-    error is of second order in the steps, whatever the order of the method. With
-    :class:`~adjsim.ODESolver` it is the same integral, solved as an additional component of the
-    equation. The component is left out of the step-size control, so that the path does not change.
+    ``function`` over this time by the trapezoidal rule, divided by the length of this time, with an
+    error of second order in the steps for any method. With :class:`~adjsim.ODESolver` the integral
+    is an additional component of the equation, left out of the step-size control, so that the path
+    does not change.
 
     Args:
         function: a function from the state to a tensor of a fixed shape. Of integers and bools the
@@ -118,6 +118,7 @@ class Trajectory(Generic[State]):
         record: the saved values: ``(frames, ...)`` of a function, ``(...)`` of a
             :class:`TimeAverage`, None without ``record=``.
         final: the state at the last time.
+        end: the end of the run, for ``simulate(continues=)``; None if it had no fixed steps.
         stats: a dict. Every run has ``steps`` (None for adaptive steps of torchdiffeq),
             ``energy_evaluations`` (passes over the energy: a force is one, a product with its
             Jacobian is one, and backward adds its own) and ``reconstruction_error`` (None before
@@ -152,7 +153,7 @@ class Trajectory(Generic[State]):
         end: RunEnd | None = None,
     ) -> None:
         self.times, self.record, self.final, self.stats = times, record, final, stats
-        self._states, self._end = states, end
+        self._states, self.end = states, end
 
     def __getattr__(self, name: str) -> Tensor:
         # During unpickling there is no final state yet.
@@ -167,22 +168,12 @@ class Trajectory(Generic[State]):
         return getattr(self._states, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "times": self.times,
-            "record": None if self.record is None else self.record.detach(),
-            "final": detached(self.final),
-            "stats": self.stats,
-            "_states": None if self._states is None else detached(self._states),
-            "_end": self._end,
-        }
+        record = None if self.record is None else self.record.detach()
+        states = None if self._states is None else detached(self._states)
+        return {**vars(self), "record": record, "final": detached(self.final), "_states": states}
 
     def __copy__(self) -> Trajectory[State]:
-        return Trajectory(self.times, self._states, self.record, self.final, self.stats, self._end)
-
-    @property
-    def end(self) -> RunEnd | None:
-        """The end of the run, for ``simulate(continues=)``; None if it had no fixed steps."""
-        return self._end
+        return Trajectory(self.times, self._states, self.record, self.final, self.stats, self.end)
 
     def __repr__(self) -> str:
         kept = "states" if self._states is not None else "record"

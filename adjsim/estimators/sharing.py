@@ -33,7 +33,7 @@ from adjsim.core.durable.store import Nested, Store, moved
 from adjsim.core.state import AnyState, select
 from adjsim.core.trajectory import Final, TimeAverage
 from adjsim.estimators.unchanged import Unchanged
-from adjsim.simulation.manifest import rates_at_start
+from adjsim.simulation.simulate import rates_at_start
 
 T = TypeVar("T")
 

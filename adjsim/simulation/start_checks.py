@@ -7,7 +7,7 @@ random numbers, so a run that evaluates such a module cannot be repeated, recomp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any, TypeAlias
@@ -94,7 +94,18 @@ def _read(
         at = torch.tensor(t, dtype=torch.float64)
         reading.refuse_kept(tensors, lambda copy: copy.drift(at, start))
     if graph:
-        _refuse_captured(reading, tensors, read, start, rates, record)
+        # An adjoint would give no gradient to captured tensors that require grad. A tensor that is
+        # first read later in the run is refused then.
+        values: dict[str, Any] = dict(rates)
+        bound = bound_record(record, reading, read, tensors)
+        if bound is not None:
+            value = (bound.function if isinstance(bound, TimeAverage) else bound)(start)
+            if not isinstance(value, Tensor):
+                raise TypeError(f"record must return a tensor; got {type(value).__name__}.")
+            values["the record"] = value
+        known = [*start, *reading.trainable(tensors).values()]
+        for what, value in values.items():
+            refuse_unknown(value, read, known, what)
     if key is not None:
         _checked.put(reading.source, form, True)
     return reading, tensors, read, key
@@ -105,30 +116,6 @@ def _key(dynamics: Dynamics[State], record: Record[State]) -> Any:
     if not isinstance(record, TimeAverage | None):
         return None
     return cache_key(dynamics, None if record is None else record.function)
-
-
-def _refuse_captured(
-    reading: Reading[Any],
-    tensors: tuple[Tensor, ...],
-    dynamics: Dynamics[State],
-    start: State,
-    rates: Mapping[str, Tensor],
-    record: Record[State],
-) -> None:
-    """Refuse captured tensors that require grad, to which an adjoint would give no gradient.
-
-    A tensor that is first read later in the run is refused then.
-    """
-    values = dict(rates)
-    bound = bound_record(record, reading, dynamics, tensors)
-    if bound is not None:
-        value = (bound.function if isinstance(bound, TimeAverage) else bound)(start)
-        if not isinstance(value, Tensor):
-            raise TypeError(f"record must return a tensor; got {type(value).__name__}.")
-        values["the record"] = value
-    known = [*start, *reading.trainable(tensors).values()]
-    for what, value in values.items():
-        refuse_unknown(value, dynamics, known, what)
 
 
 def random_state(device: torch.device) -> bytes:

@@ -25,6 +25,7 @@ from adjsim.core.autocast import autocast_state
 from adjsim.core.cache_key import Identity, UninspectableError, bytes_of, cache_key, object_key
 from adjsim.core.durable.store import Store, StoreError
 from adjsim.core.libraries import is_library
+from adjsim.core.parameters import trainable
 
 # Evaluates a computation at a start whose numbers are changed by this part of themselves, and
 # returns its rates by descriptions of them.
@@ -59,9 +60,7 @@ def describe_module(module: nn.Module, function: Callable[..., Any] | None) -> d
         "the autocast on CPU and GPU": f"{autocast_state()}",
         "the formulas of the dynamics and of the observable": formulas,
         **{name: tensor_fingerprint(x) for name, x in tensors.items()},
-        "the parameters that require grad": ", ".join(
-            name for name, x in tensors.items() if x.requires_grad
-        ),
+        "the parameters that require grad": ", ".join(trainable(module)),
     }
 
 

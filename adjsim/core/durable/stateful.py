@@ -63,8 +63,10 @@ class SavedStates:
                 if isinstance(y, Entries):
                     label = f"{name}.{key}"
                     counts[label] = len(y.values)
-                    added = y.values[self._counts.get(label, 0) :]
-                    new[label] = _stacked(added) if y.stacked else list(added)
+                    new[label] = list(y.values[self._counts.get(label, 0) :])
+                    if y.stacked:
+                        stacks = [torch.stack(x) for x in zip(*new[label], strict=True)]
+                        new[label] = {"stacks": stacks}
         if counts != self._counts:
             self.store.write(self._file(self._files), new)
             self._files, self._counts = self._files + 1, counts
@@ -93,10 +95,6 @@ class SavedStates:
 
     def _file(self, number: int) -> str:
         return f"{self.name}-{number:06}"
-
-
-def _stacked(entries: Sequence[Nested]) -> Nested:
-    return {"stacks": [torch.stack(x) for x in zip(*entries, strict=True)]}
 
 
 def _unstacked(found: Nested) -> Sequence[Nested]:
