@@ -62,15 +62,12 @@ def _read(
     reading = Reading(dynamics)
     if reading.lazy:
         return None
-    if in_transform():
-        tensors = reading.connected()
-        read = reading.bound(tensors)
-        read.check(state)
-        read.check_rates(t, state)
-        return reading, tensors, read, None
-    tensors = reading.leaves()
+    tensors = reading.connected() if in_transform() else reading.leaves()
     read = reading.bound(tensors)
     read.check(state)
+    if in_transform():
+        read.check_rates(t, state)
+        return reading, tensors, read, None
     graph, device = torch.is_grad_enabled(), state[0].device
     # Leaves, whose graph shows which other tensors the rates depend on.
     start = type(state)._make(x.detach().requires_grad_() for x in state) if graph else state

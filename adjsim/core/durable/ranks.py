@@ -34,10 +34,9 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any = None) -> Ranks:
-        """Return the ranks of a group.
+        """Return the ranks of a group, or of the default group that ``torchrun`` has started.
 
-        None stands for the default group of ``torch.distributed``, which is made where
-        ``torchrun`` has started the process, and for this process alone elsewhere.
+        Without a default group it is this process alone.
         """
         if isinstance(group, Ranks):
             return group
@@ -87,11 +86,7 @@ class Ranks:
                 )
 
     def share(self, count: int, compute: Callable[[int], Nested]) -> list[Nested]:
-        """Compute ``count`` trees, each on one rank, and return all on every rank.
-
-        Rank r computes number i where i is r modulo the number of ranks. An error on one rank is
-        raised on all.
-        """
+        """Compute ``count`` trees, each on one rank, and return all; an error is raised on all."""
         return self.collect(count, range(self.rank, count, self.size), compute)
 
     def collect(
@@ -194,10 +189,9 @@ def _end() -> None:
 def _describe(reason: str, ended: list[int]) -> str:
     """Say in one sentence which rank is missing."""
     if ended:
+        who, where = f"ranks {ended} have", "Their output says which one was the first."
         if len(ended) == 1:
             who, where = f"rank {ended[0]} has", "The output of that rank says more."
-        else:
-            who, where = f"ranks {ended} have", "Their output says which one was the first."
         return (
             f"{who} ended before the work was finished: killed, by an error, or since the script "
             f"did something else there. {where}"
