@@ -29,7 +29,7 @@ def is_tracing() -> bool:
 
 @contextmanager
 def outside_tracing() -> Generator[None, None, None]:
-    """Compute constants of a function, which may be read, without recording or transforming."""
+    """Compute constants, whose values can be read, without recording or transforming them."""
     with ExitStack() as stack:
         if in_transform():
             stack.enter_context(temporarily_clear_interpreter_stack())
@@ -41,7 +41,7 @@ def outside_tracing() -> Generator[None, None, None]:
 def memory_order(axes: int, batch: int, replicas: int) -> tuple[int, ...]:
     """Order the axes of a field ``(*batch, ..., atoms, dim)`` for a compiled step.
 
-    The field has so many axes, of which the first ones are of a batch of so many replicas.
+    ``batch`` is the number of batch axes, and ``replicas`` the number of systems in the batch.
     """
     if axes < batch + 2:
         return tuple(range(axes))

@@ -44,8 +44,8 @@ from adjsim.core.state import in_transform
 M = TypeVar("M", bound=nn.Module)
 V = TypeVar("V")
 
-_HOOKS = frozenset(name for name in STANDARD if name.endswith("_hooks"))
-_KEPT = (STANDARD | OWN) - _HOOKS
+_HOOKS = tuple(name for name in STANDARD if name.endswith("_hooks"))
+_KEPT = STANDARD | OWN
 
 
 class Reading(Generic[M]):
@@ -139,9 +139,11 @@ class Reading(Generic[M]):
         for (_, part), given in zip(self._parts, self._states, strict=True):
             twin, state = twins[id(part)], given.copy()
             for name, value in state.items():
-                unused = name in _HOOKS and not value
-                if not (name in _KEPT or type(value) in PLAIN or unused):
+                if name not in _KEPT and type(value) not in PLAIN:
                     state[name] = rebound(value, twins)
+            for name in _HOOKS:
+                if state.get(name):
+                    state[name] = rebound(state[name], twins)
             state["_modules"] = {
                 name: twins.get(id(child), child) for name, child in given["_modules"].items()
             }

@@ -6,7 +6,7 @@ import torch
 
 
 def refuse_second_derivative(gradient: str, remedy: str = "") -> None:
-    """Refuse a backward pass with create_graph of a gradient, which the message describes."""
+    """Refuse a backward pass with create_graph; ``gradient`` says why there is no graph."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{gradient} and has no graph of its own, so it cannot be differentiated again "

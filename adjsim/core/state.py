@@ -97,7 +97,7 @@ def in_transform() -> bool:
 
 
 def all_finite(state: AnyState) -> bool:
-    """Return whether the sum of all numbers of the state is finite, and so is each."""
+    """Return whether the sum of all numbers of the state is finite, as it is only if each is."""
     return math.isfinite(float(sum(x.detach().sum(dtype=torch.float64) for x in state)))
 
 

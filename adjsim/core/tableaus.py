@@ -92,7 +92,7 @@ class Tableau:
     @cached_property
     def order(self) -> int:
         """The order of accuracy, at most six."""
-        # The size, the density and the elementary weight at each stage of each rooted tree.
+        # The size, the density and the elementary weights at the stages of each rooted tree.
         trees: list[tuple[int, int, list[float]]] = []
         for order in range(HIGHEST_ORDER):
             known = [x for n in range(order + 1) for x in combinations_with_replacement(trees, n)]
