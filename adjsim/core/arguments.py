@@ -2,9 +2,8 @@
 
 A setting (a step, a cutoff, a time) becomes a Python float or int. A physical number or a field
 becomes a tensor. Tensors keep their dtype, device and graph. NumPy's float32 and float64 keep their
-dtype and are copied. Python numbers, lists and integers of any kind become float64. Quantities of
-OpenMM become float64 in eV, angstrom and amu. A string, None or a bool in place of a number is a
-TypeError.
+dtype and are copied. Other numbers and lists become float64, and quantities of OpenMM float64 in
+eV, angstrom and amu. A string, None or a bool in place of a number is a TypeError.
 """
 
 from __future__ import annotations
@@ -23,12 +22,7 @@ from adjsim.core.openmm_units import converted, is_quantity
 
 
 def as_number(name: str, value: Any) -> float:
-    """Convert a setting of a run to a float.
-
-    Raises:
-        TypeError: not a real number.
-        ValueError: a tensor that requires grad, or that holds more than one number.
-    """
+    """Convert a setting of a run to a float."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             raise ValueError(
@@ -48,12 +42,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 def as_whole(name: str, value: Any) -> int:
-    """Convert a count to an int.
-
-    Raises:
-        TypeError: as :func:`as_number`.
-        ValueError: as :func:`as_number`, and for a fraction.
-    """
+    """Convert a count to an int."""
     number = as_number(name, value)
     if not number.is_integer():
         raise ValueError(f"{name} must be an integer; got {number:g}.")
@@ -67,39 +56,15 @@ def as_flag(name: str, value: Any) -> bool:
 
 
 def as_tensor(name: str, value: Any) -> Tensor:
-    """Convert a number, an array, a list or a tensor to a floating-point tensor.
-
-    Raises:
-        TypeError: strings, None, bools, complex numbers.
-        ValueError: a list with rows of different lengths, or with a tensor that requires grad.
-    """
+    """Convert a number, an array, a list or a tensor to a floating-point tensor."""
     if isinstance(value, Tensor):
         if value.dtype == torch.bool or value.is_complex():
             raise TypeError(f"{name} must be real numbers; got a tensor of {value.dtype}.")
         if not value.is_floating_point():
             return value.double()
-        return (
-            value
-            if not value.is_inference() or torch.is_inference_mode_enabled()
-            else value.clone()
-        )
-    return torch.tensor(_as_array(name, _plain(name, value)))
-
-
-def as_indices(name: str, value: Any) -> Tensor:
-    """Convert integers to an int64 tensor.
-
-    Raises:
-        TypeError: as :func:`as_tensor`.
-        ValueError: as :func:`as_tensor`, and for fractions.
-    """
-    found = as_tensor(name, value).detach()
-    if not bool((found == found.round()).all()):
-        raise ValueError(f"{name} must be integers; got {found.tolist()}.")
-    return found.long()
-
-
-def _as_array(name: str, value: Any) -> np.ndarray:
+        copied = value.is_inference() and not torch.is_inference_mode_enabled()
+        return value.clone() if copied else value
+    value = _plain(name, value)
     if not isinstance(value, np.ndarray | np.generic | numbers.Real | Sequence) and not hasattr(
         value, "__array__"
     ):
@@ -117,11 +82,16 @@ def _as_array(name: str, value: Any) -> np.ndarray:
     # A list may hold a bool among numbers, which NumPy converts to 0 or 1.
     if array.dtype.kind not in "iuf" or (not hasattr(value, "__array__") and _holds_bool(value)):
         raise TypeError(f"{name} must be real numbers; got {describe_type(value)}.")
-    if array.dtype.kind != "f":
-        return array.astype(np.float64)
-    return np.array(
-        array, dtype=array.dtype.newbyteorder("=") if array.itemsize <= 8 else np.float64
-    )
+    kept = array.dtype.kind == "f" and array.itemsize <= 8
+    return torch.tensor(np.array(array, array.dtype.newbyteorder("=") if kept else np.float64))
+
+
+def as_indices(name: str, value: Any) -> Tensor:
+    """Convert integers to an int64 tensor."""
+    found = as_tensor(name, value).detach()
+    if not bool((found == found.round()).all()):
+        raise ValueError(f"{name} must be integers; got {found.tolist()}.")
+    return found.long()
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -148,23 +118,13 @@ def _holds_bool(value: Any) -> bool:
 
 def describe_type(value: Any) -> str:
     """Describe a wrong argument for an error message, by type and, if short, by value."""
-    text = repr(value)
-    kind = type(value).__name__
-    return (
-        kind
-        if value is None or isinstance(value, type)
-        else f"{kind} {text}"
-        if len(text) <= 40
-        else kind
-    )
+    text, kind = repr(value), type(value).__name__
+    short = value is not None and not isinstance(value, type) and len(text) <= 40
+    return f"{kind} {text}" if short else kind
 
 
 def refuse_uncalled(name: str, value: Any) -> None:
-    """Raise if ``value`` is a class or function in place of an object.
-
-    Raises:
-        TypeError: names the call that makes an object, such as ``VelocityVerlet(dt)``.
-    """
+    """Raise if ``value`` is a class or function in place of an object."""
     refuse_uncalled_class(name, value)
     if inspect.isfunction(value):
         raise TypeError(
@@ -187,21 +147,17 @@ def _call(function: Any) -> str:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return f"{function.__name__}(...)"
-    needed = [
-        p
+    names = [
+        f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else p.name
         for p in parameters
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    names = [f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else p.name for p in needed]
     return f"{function.__name__}({', '.join(names)})"
 
 
 @contextmanager
 def outside_inference_mode() -> Generator[None, None, None]:
-    """Replace ``torch.inference_mode`` by ``torch.no_grad``.
-
-    Forces are derivatives, which inference mode forbids.
-    """
+    """Replace ``torch.inference_mode``, which forbids derivatives, by ``torch.no_grad``."""
     if not torch.is_inference_mode_enabled():
         yield
         return

@@ -1,15 +1,7 @@
 """Parametrisations by which an optimiser's numbers stay admissible.
 
 An optimiser changes an unconstrained number; the parameter that a potential reads is a smooth
-function of it::
-
-    from torch.nn.utils.parametrize import register_parametrization
-
-    body = NeoHookean(mesh, nn.Parameter(torch.tensor(1e5)), nn.Parameter(torch.tensor(0.3)))
-    register_parametrization(body, "youngs_modulus", Positive())
-    register_parametrization(body, "poissons_ratio", Between(0.0, 0.5))
-
-Registration keeps the value that the parameter has.
+function of it.
 """
 
 from __future__ import annotations
@@ -23,22 +15,21 @@ from adjsim.core.arguments import as_number
 
 
 class Positive(nn.Module):
-    """Positive numbers, ``x = exp(y)``, as a parametrisation of torch.
+    """Positive numbers, ``x = exp(y)``, as a parametrisation of torch::
 
-    ``register_parametrization(body, "youngs_modulus", Positive())`` keeps the value of the
-    parameter, and ``body.parameters()`` then has y in its place. Equal steps of y are equal ratios
-    of x, so that numbers such as moduli may be wrong by powers of ten at the start.
+        from torch.nn.utils.parametrize import register_parametrization
+
+        register_parametrization(body, "youngs_modulus", Positive())
+
+    The parameter keeps its value, and ``body.parameters()`` then has y in its place. Equal steps of
+    y are equal ratios of x, so that numbers such as moduli may be wrong by powers of ten at first.
     """
 
     def forward(self, y: Tensor) -> Tensor:
         return torch.exp(y)
 
     def right_inverse(self, x: Tensor) -> Tensor:
-        """Compute y.
-
-        Raises:
-            ValueError: a number that is not positive.
-        """
+        """Compute y; a number that is not positive is a ValueError."""
         if not bool((x > 0).all()):
             raise ValueError(f"Positive() needs positive numbers; got {float(x.min()):g}.")
         return torch.log(x)
@@ -72,11 +63,7 @@ class Between(nn.Module):
         return self.low + (self.high - self.low) * torch.sigmoid(y)
 
     def right_inverse(self, x: Tensor) -> Tensor:
-        """Compute y.
-
-        Raises:
-            ValueError: a number that is not between the bounds.
-        """
+        """Compute y; a number that is not between the bounds is a ValueError."""
         wrong = x[~((x > self.low) & (x < self.high))]
         if wrong.numel():
             raise ValueError(

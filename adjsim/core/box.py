@@ -1,22 +1,23 @@
 """Periodic cells, orthogonal or tilted.
 
-An orthogonal cell is given by ``(dim,)`` edge lengths, a tilted one by ``(dim, dim)`` rows. Many
-cells describe one lattice, and the distances between images depend on the lattice alone. Rounding
-fractional coordinates to integers finds the nearest image if the image is closer than w/2.
-Here w is the smallest distance between opposite faces of the cell: each fractional coordinate of a
-difference d shorter than w/2 has the size ``|d . n_i| / w_i < 1/2``, with n_i the unit normal of a
-pair of faces and w_i their distance. For skewed rows w may be arbitrarily small. So tilted cells
-are reduced first, to the rows of the lattice with the largest possible w. These rows are dual to a
-Minkowski-reduced basis of the reciprocal lattice: 1/w_i is the length of a reciprocal vector, and
-in up to three dimensions the longest vector of a Minkowski-reduced basis is as short as possible
-(Nguyen and Stehle, ACM Trans. Algorithms 5, 46 (2009)).
+An orthogonal cell is given by ``(dim,)`` lengths, a tilted one by ``(dim, dim)`` rows. Rounding
+fractional coordinates finds the nearest image if the image is closer than w/2, with w the smallest
+distance between opposite faces: each fractional coordinate of a difference d shorter than w/2 has
+the size ``|d . n_i| / w_i < 1/2``, with n_i the unit normal of a pair of faces and w_i their
+distance. For skewed rows w may be arbitrarily small. So tilted cells are reduced first, to
+the rows of the lattice with the largest possible w. These rows are dual to a Minkowski-reduced
+basis of the reciprocal lattice: 1/w_i is the length of a reciprocal vector, and in up to three
+dimensions the longest vector of such a basis is as short as possible (Nguyen and Stehle, ACM Trans.
+Algorithms 5, 46 (2009)).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from itertools import product
+from operator import add, mul
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_tensor, outside_inference_mode
+from adjsim.core.coordinates import cross
 from adjsim.core.derived import derived
 from adjsim.core.typing import Array
 
@@ -37,6 +39,11 @@ def differences(x: Tensor) -> Tensor:
 def perpendicular_widths(box: Tensor) -> Tensor:
     """Compute the distances between opposite faces of a cell, ``(dim,)``."""
     return box if box.ndim == 1 else 1 / torch.linalg.inv(box).norm(dim=0)
+
+
+def rows_of(box: Tensor) -> Tensor:
+    """Return the rows of a cell."""
+    return torch.diag(box) if box.ndim == 1 else box
 
 
 def volume(box: Tensor) -> Tensor:
@@ -127,49 +134,36 @@ def share_box(module: nn.Module) -> None:
     boxes: list[Tensor] = []
     for part in module.modules():
         box = part._buffers.get("box")
-        if box is None:
-            continue
-        same = next((x for x in boxes if x.shape == box.shape and torch.equal(x, box)), None)
-        if same is None:
+        if box is not None:
             boxes.append(box)
-        else:
-            part._buffers["box"] = same
+            same = (x for x in boxes if x.shape == box.shape and torch.equal(x, box))
+            part._buffers["box"] = next(same, box)
 
 
 def refuse_other_boxes(parts: Iterable[nn.Module]) -> None:
     """Refuse parts of a sum whose boxes differ."""
-    known: tuple[str, Tensor] | None = None
-    for part in parts:
-        box = getattr(part, "box", None)
-        if not isinstance(box, Tensor):
+    found = [part for part in parts if isinstance(getattr(part, "box", None), Tensor)]
+    for part in found[1:]:
+        known: Any = found[0].box
+        box: Any = part.box
+        if box is known:
             continue
-        name = type(part).__name__
-        if known is None:
-            known = name, box
-        elif box is not known[1] and not _same_box(box, known[1]):
+        rows, others = rows_of(box), rows_of(known.to(box))
+        if rows.shape != others.shape or not torch.equal(rows, others):
             raise ValueError(
-                f"a sum has one box, and {known[0]} has {known[1].tolist()} where {name} has "
-                f"{box.tolist()}. Make the parts with the same box, and write a new one into all "
-                "of them."
+                f"a sum has one box, and {type(found[0]).__name__} has {known.tolist()} where "
+                f"{type(part).__name__} has {box.tolist()}. Make the parts with the same box, and "
+                "write a new one into all of them."
             )
-
-
-def _same_box(one: Tensor, other: Tensor) -> bool:
-    """Return whether two boxes are one cell, given by lengths or by rows."""
-    a, b = (torch.diag(x) if x.ndim == 1 else x for x in (one, other.to(one)))
-    return a.shape == b.shape and torch.equal(a, b)
 
 
 def checked_box(box: Array, cutoff: float | None) -> Tensor:
     """Convert a cell to float64, check it, and reduce it if it is tilted.
 
-    The rows of a tilted cell may change; its lattice does not.
-
-    Raises:
-        ValueError: a shape that is not a cell, no volume, a cutoff above half the smallest
-            perpendicular width of the reduced cell. With a cutoff of at most half this width,
-            rounding finds the nearest image of every pair within the cutoff, and no atom interacts
-            with two images of another, since no vector of the lattice is shorter than the width.
+    The rows of a tilted cell may change; its lattice does not. With a cutoff of at most half the
+    smallest perpendicular width of the reduced cell, rounding finds the nearest image of every pair
+    within the cutoff, and no atom interacts with two images of another, since no vector of the
+    lattice is shorter than the width.
     """
     given = as_box(box)
     cell = given.detach()
@@ -190,9 +184,8 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
                 f"a tilted box has one to three dimensions; got {len(cell)}. Give (dim,) lengths."
             )
         integers = _reduction(cell)
-        if integers is not None:
-            given = integers @ given
-            cell = given.detach()
+        given = given if integers is None else integers @ given
+        cell = given.detach()
     width = float(perpendicular_widths(cell).min())
     if cutoff is not None and cutoff > width / 2 * (1 + 1e-12):
         raise ValueError(
@@ -204,10 +197,7 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
 
 
 def _reduction(cell: Tensor) -> Tensor | None:
-    """Find integers that take a cell to the rows of its lattice with the largest width.
-
-    The smallest perpendicular width of these rows is as large as possible. None: the cell has them.
-    """
+    """Find integers that take a cell to the rows of its lattice with the largest width, if any."""
     from ase.geometry import minkowski_reduce
 
     count = len(cell)
@@ -229,8 +219,7 @@ def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -
     The differences are one tensor ``(*batch, dim, ...)`` with the coordinates third from the end,
     or one tensor ``(*batch, 1, ...)`` for each coordinate. The box comes from :func:`checked_box`.
     In a tilted cell rounding finds the nearest image only within half the smallest width, which a
-    cutoff guarantees. ``exact`` also searches the neighbouring images, which are enough in a
-    reduced cell.
+    cutoff guarantees; ``exact`` also searches the neighbouring images of the reduced cell.
     """
     dim = sum(part.shape[-3] for part in parts)
     if box.shape[0] != dim:
@@ -241,37 +230,30 @@ def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -
             d - x * torch.round(d.detach() * (1 / x)) for d, x in zip(parts, lengths, strict=True)
         ]
     planes = parts[0].split(1, -3) if len(parts) == 1 else parts
-    moved = [
-        d + shift
-        for d, shift in zip(planes, _shifts([d.detach() for d in planes], box, exact), strict=True)
-    ]
+    moved = list(map(add, planes, _shifts([d.detach() for d in planes], box, exact)))
     return [torch.cat(moved, -3)] if len(parts) == 1 else moved
 
 
 def _shifts(d: Sequence[Tensor], box: Tensor, exact: bool) -> list[Tensor]:
     """Compute the shifts of differences to their nearest image in a tilted cell, by coordinate.
 
-    They are written in scalar entries of the cell, so that a compiled loop over pairs can contain
-    them.
+    They are written in scalar entries of the cell, which a compiled loop over pairs can contain.
     """
     rows = [row.unbind(0) for row in box.unbind(0)]
     integers = [-torch.round(_dot(d, fraction)) for fraction in _fractions(rows)]
     shift = [_dot(integers, column) for column in zip(*rows, strict=True)]
     if not exact:
         return shift
-    near = [x + y for x, y in zip(d, shift, strict=True)]
+    near = list(map(add, d, shift))
     best, extra = _dot(near, near), [torch.zeros_like(x) for x in near]
     for offset in product((-1.0, 0.0, 1.0), repeat=len(rows)):
-        step = [
-            sum(n * x for n, x in zip(offset, column, strict=True))
-            for column in zip(*rows, strict=True)
-        ]
-        other = [x + y for x, y in zip(near, step, strict=True)]
+        step = [sum(map(mul, offset, column)) for column in zip(*rows, strict=True)]
+        other = list(map(add, near, step))
         distance = _dot(other, other)
         closer = distance < best
         best = torch.where(closer, distance, best)
         extra = [torch.where(closer, y, x) for x, y in zip(extra, step, strict=True)]
-    return [x + y for x, y in zip(shift, extra, strict=True)]
+    return list(map(add, shift, extra))
 
 
 def _fractions(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -281,26 +263,19 @@ def _fractions(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     if len(rows) == 2:
         normals = [[rows[1][1], -rows[1][0]], [-rows[0][1], rows[0][0]]]
     else:
-        normals = [_cross(rows[1], rows[2]), _cross(rows[2], rows[0]), _cross(rows[0], rows[1])]
+        normals = [cross(rows[k - 2], rows[k - 1]) for k in range(3)]
     size = _dot(rows[0], normals[0])
     return [[x / size for x in normal] for normal in normals]
 
 
-def _cross(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    return [a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0]]
-
-
 def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    total = a[0] * b[0]
-    for x, y in zip(a[1:], b[1:], strict=True):
-        total = total + x * y
-    return total
+    return reduce(add, map(mul, a, b))
 
 
 def refuse_kept_boxes(copy: nn.Module, box: Tensor) -> None:
     """Refuse a copy of which a part has kept its own box."""
     for part in copy.modules():
-        own = getattr(part, "box", None)
+        own = getattr(part, "box", box)
         if own is None or own is box:
             continue
         if not isinstance(own, Tensor) or own.shape != box.shape or not torch.equal(own, box):

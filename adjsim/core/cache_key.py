@@ -1,31 +1,36 @@
 """Cache keys of compiled code, from everything that the code depends on except its inputs.
 
 Tensors registered on modules are inputs of compiled code. Everything else that a potential or a
-record reads is baked into the code: numbers, strings, arrays, activation functions, data classes,
-attributes of classes, closures, globals, and modules that a function imports or names in a string.
-So all of these are part of the key. An object that cannot be inspected is compared by its identity.
-A change inside such an object, and a value that is read in another way, are found by a comparison
-of a compiled loop with its steps taken without compilation (:mod:`adjsim.adjoints.loops.check`).
+record reads is baked into the code, and so is part of the key: numbers, strings, arrays, activation
+functions, data classes, attributes of classes, closures, globals, and modules that a function
+imports or names in a string. An object that cannot be inspected is compared by its identity. A
+change inside such an object, and a value that is read in another way, are found by a comparison of
+a compiled loop with steps without compilation (:mod:`adjsim.adjoints.loops.check`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, lru_cache, partial, partialmethod
 from operator import attrgetter, itemgetter, methodcaller
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
+    CellType,
+    CodeType,
+    EllipsisType,
     FunctionType,
     GetSetDescriptorType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
+    NotImplementedType,
 )
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
@@ -38,42 +43,19 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from adjsim.core.autocast import AutocastState, autocast_state
-from adjsim.core.code import called_by, imported_by, names_in
-from adjsim.core.derived import derived_names, source_of
-from adjsim.core.libraries import is_library, is_package
+from adjsim.core.derived import OWN, STANDARD, derived_names, source_of
+from adjsim.core.libraries import is_library, is_package, of_library
+from adjsim.core.rebinding import attributes_of
 
-# Attributes that torch puts on a module: registered tensors are inputs, submodules are inspected
-# separately. Hooks are inspected where there are any. Rules of numbers do not enter a computation.
-_MODULE_ATTRIBUTES = set(vars(nn.Module())) - {"training"} | {
-    "_rules",
-    "_reading",
-    "_source",
-    "_made",
-}
+# Attributes of a module that are left out: registered tensors are inputs, submodules are inspected
+# separately, rules of numbers enter no computation. Hooks are inspected where there are any.
+_LEFT_OUT = (STANDARD | OWN) - {"training"}
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    Enum,
-    Fraction,
-    PurePath,
-    range,
-    type(Ellipsis),
-    type(NotImplemented),
-    torch.memory_format,
-)
-
-
-# The commonest of these, looked up in less time.
+# Values that are their own keys; the commonest are looked up in less time.
 _SIMPLE = {type(None), bool, int, str}
+_VALUES = (int, complex, str, bytes, range, Enum, Fraction, PurePath)
+_SETTINGS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (*_VALUES, *_SETTINGS, EllipsisType, NotImplementedType)
 # Weak dictionaries are caches: their entries are left out, since no result depends on them.
 _CACHES = (WeakKeyDictionary, WeakValueDictionary, WeakIdKeyDictionary, WeakTensorKeyDictionary)
 # Callables that hold the names or the numbers that they read.
@@ -82,20 +64,8 @@ _GETTERS = (attrgetter, itemgetter, methodcaller)
 _SLOTS = (GetSetDescriptorType, MemberDescriptorType)
 
 
-class _Named(NamedTuple):
-    field: Any
-
-
-# The type of the descriptors of fields in a class of named tuples, which hold their position.
-_FIELD: Any = type(vars(_Named)["field"])
-
-
 class UninspectableError(ValueError):
-    """Raised for an object that cannot be inspected, where its identity is not enough.
-
-    Args:
-        what: names the object.
-    """
+    """Raised for an object that cannot be inspected, where its identity is not enough."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -106,10 +76,7 @@ class UninspectableError(ValueError):
 
 
 class Identity:
-    """A weak reference to an object, compared by identity.
-
-    It equals only references to the same living object.
-    """
+    """A weak reference to an object, which equals only references to the same living object."""
 
     __slots__ = ("_id", "_ref")
 
@@ -129,15 +96,7 @@ class Identity:
 
 
 class CacheKey(NamedTuple):
-    """The key of everything that a module and a function read.
-
-    Attributes:
-        dtype: the default dtype.
-        autocast: the state of autocast.
-        modules: the keys of the modules.
-        function: the key of the function.
-        opaque: names of the objects that cannot be inspected.
-    """
+    """The key of everything that modules and a function read, and what cannot be inspected."""
 
     dtype: torch.dtype
     autocast: AutocastState
@@ -146,16 +105,19 @@ class CacheKey(NamedTuple):
     opaque: tuple[str, ...]
 
 
+# The type of the descriptors of fields in a class of named tuples, which hold their position.
+_FIELD: Any = type(vars(CacheKey)["opaque"])
+
+
 @dataclass
 class _KeyBuilder:
     """Builds one key from objects that may refer to each other.
 
-    Args:
+    Attributes:
         known: identities of modules that are inspected separately.
         ignored: tells of the name of a Python module whether its data are left out.
-        seen: the objects inspected so far, with their numbers, by identity. References to the
-            objects prevent reuse of their identities.
-        opaque: names of the objects that cannot be inspected.
+        seen: the objects inspected so far, with their numbers, by identity. The references to them
+            prevent reuse of their identities.
     """
 
     known: set[int]
@@ -170,7 +132,7 @@ class _KeyBuilder:
         if isinstance(x, float):
             return float, x.hex()  # NaN equals itself, and the two zeros differ.
         if isinstance(x, _PLAIN):
-            if isinstance(x, Enum) and not _of_library(type(x)):
+            if isinstance(x, Enum) and not of_library(type(x)):
                 return x.name, self.key(x.value, where), self.key(type(x), where)
             return type(x), x
         if isinstance(x, np.generic):
@@ -178,13 +140,14 @@ class _KeyBuilder:
         if isinstance(x, _FIELD):
             return x.__reduce__()
         if isinstance(x, Tensor):
-            return _tensor(x)
+            form = x.dtype, x.device, x.requires_grad, tuple(x.shape)
+            if x.layout != torch.strided:
+                return *form, Identity(x), x._version
+            # The contents, since ``.data`` evades the version counter.
+            return *form, hashlib.blake2b(bytes_of(x).data, digest_size=16).digest()
         if isinstance(x, np.ndarray):
-            return (
-                x.shape,
-                x.dtype.str,
-                self.key(x.tolist(), where) if x.dtype.hasobject else x.tobytes(),
-            )
+            content = self.key(x.tolist(), where) if x.dtype.hasobject else x.tobytes()
+            return x.shape, x.dtype.str, content
         if isinstance(x, ModuleType):
             return x.__name__
         if id(x) in self.seen:
@@ -195,26 +158,32 @@ class _KeyBuilder:
         if isinstance(x, _GETTERS):
             return type(x), self.key(x.__reduce__()[1:], where)
         if isinstance(x, (tuple, list, deque)):
-            return (
-                self._kind(x, where),
-                self._attributes(x, where),
-                *(self.key(y, f"{where}[{i}]") for i, y in enumerate(x)),
-            )
+            entries = (self.key(y, f"{where}[{i}]") for i, y in enumerate(x))
+            return self._container(x, where, entries)
         if isinstance(x, (set, frozenset)):
-            return self._kind(x, where), frozenset(self.key(y, where) for y in x)
+            return self._container(x, where, (frozenset(self.key(y, where) for y in x),))
         if isinstance(x, Mapping):
             items = ((self.key(k, where), self.key(y, f"{where}[{k!r}]")) for k, y in x.items())
-            return self._kind(x, where), self._attributes(x, where), *items
+            return self._container(x, where, items)
         if isinstance(x, nn.Module):
-            return Identity(source_of(x)) if id(x) in self.known else self._foreign_module(x, where)
+            if id(x) in self.known:
+                return Identity(source_of(x))
+            # Tensors of a module outside of the dynamics are constants.
+            tensors = [self.key(y, where) for y in (*x.parameters(), *x.buffers())]
+            return tuple(map(self.module, x.modules())), *tensors
         if isinstance(x, type):
             return self._class(x, where)
-        own = not _of_library(type(x)) and hasattr(type(x), "__slots__")
+        own = not of_library(type(x)) and hasattr(type(x), "__slots__")
         if (callable(x) and not hasattr(x, "__dict__") and not own) or isinstance(
             x, BuiltinFunctionType | FunctionType | MethodType | partial
         ):
             return self._function(x, where)
-        return self._object(x, where)
+        attributes = dict(attributes_of(x))
+        if not attributes and not hasattr(x, "__dict__"):
+            kind: Any = type(x)
+            self.opaque.append(f"{where} ({kind.__name__})")
+            return Identity(x) if kind.__weakrefoffset__ else kind
+        return self._class(type(x), where), *self._named(attributes, where)
 
     def module(self, x: nn.Module) -> Any:
         """Build the key of one module of the dynamics."""
@@ -222,37 +191,36 @@ class _KeyBuilder:
         # Hooks of weight_norm and spectral_norm compute an attribute anew before each evaluation.
         hooks = x._forward_pre_hooks.values()
         computed = {hook.name for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))}
+        left_out = _LEFT_OUT | derived_names(type(x)) | computed
         attributes = {
             key: value
             for key, value in vars(x).items()
-            if key not in computed
-            and (
-                (key not in _MODULE_ATTRIBUTES and key not in derived_names(type(x)))
-                or (value and key in _HOOKS)
-            )
+            if key not in left_out or (key in _HOOKS and value)
         }
-        parts = tuple(
-            (path, Identity(source_of(part)))
-            for path, part in x._modules.items()
-            if part is not None
-        )
+        parts = [(path, part) for path, part in x._modules.items() if part is not None]
         return (
             Identity(source_of(x)),
             self._class(type(x), name),
-            parts,
-            *((key, self.key(value, f"{name}.{key}")) for key, value in attributes.items()),
+            tuple((path, Identity(source_of(part))) for path, part in parts),
+            *self._named(attributes, name),
         )
 
-    def _foreign_module(self, x: nn.Module, where: str) -> Any:
-        """Build the key of a module outside the dynamics, whose tensors are constants."""
-        tensors = [*x.parameters(), *x.buffers()]
-        return tuple(self.module(part) for part in x.modules()), *(
-            self.key(y, where) for y in tensors
-        )
+    def _named(self, values: Mapping[str, Any], where: str) -> list[Any]:
+        return [(name, self.key(value, f"{where}.{name}")) for name, value in values.items()]
+
+    def _container(self, x: Any, where: str, entries: Iterable[Any]) -> Any:
+        """Build the key of a container, the methods of whose class may read anything."""
+        kind = type(x) if of_library(type(x)) else self.key(type(x), where)
+        return kind, self._attributes(x, where), *entries
+
+    def _attributes(self, x: Any, where: str) -> Any:
+        """Build the key of the attributes of a container or function."""
+        found = {n: y for n, y in getattr(x, "__dict__", {}).items() if n != "__wrapped__"}
+        return tuple(self._named(found, where))
 
     def _class(self, x: type, where: str) -> Any:
-        kinds = [kind for kind in x.__mro__ if not _of_library(kind)]
-        if not kinds and _of_library(type(x)):
+        kinds = [kind for kind in x.__mro__ if not of_library(kind)]
+        if not kinds and of_library(type(x)):
             # Such a class does not change.
             return Identity(x), x.__module__
         found = []
@@ -263,14 +231,9 @@ class _KeyBuilder:
                     name.startswith("__") or isinstance(value, _SLOTS)
                 ):
                     found.append((name, self.key(value, f"{where}.{name}")))
-        kind = () if _of_library(type(x)) else self.key(type(x), where)
+        kind = () if of_library(type(x)) else self.key(type(x), where)
         bases = tuple(f"{base.__module__}.{base.__qualname__}" for base in x.__mro__[1:])
         return Identity(x), bases, kind, *found
-
-    def _kind(self, x: Any, where: str) -> Any:
-        """Build the key of the class of a container, whose methods may read anything."""
-        kind = type(x)
-        return kind if _of_library(kind) else self.key(kind, where)
 
     def _function(self, x: Any, where: str) -> Any:
         if isinstance(x, MethodType):
@@ -282,8 +245,10 @@ class _KeyBuilder:
             if owner is None or isinstance(owner, ModuleType | type):
                 return x
             return getattr(x, "__name__", type(x)), self.key(owner, where)
-        cells_of = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-        cells = tuple(self._cell(cell, f"{where} ({name})") for name, cell in cells_of)
+        cells = tuple(
+            "empty" if cell == CellType() else self.key(cell.cell_contents, f"{where} ({name})")
+            for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+        )
         home: str = x.__globals__.get("__name__") or ""
         if is_library(home):
             # A decorator or a function transform of the package, around what is not fixed.
@@ -294,14 +259,10 @@ class _KeyBuilder:
         modules: set[int] = set()
         # The list grows by what functions may read from modules, and from modules inside these.
         for name, value in found:
-            if not isinstance(value, ModuleType) or id(value) in modules:
-                continue
-            modules.add(id(value))
-            if not self.ignored(value.__name__):
-                found += [
-                    (f"{name}.{inner}", vars(value)[inner])
-                    for inner in sorted(mentioned & set(vars(value)))
-                ]
+            if isinstance(value, ModuleType) and id(value) not in modules:
+                modules.add(id(value))
+                read = () if self.ignored(value.__name__) else sorted(mentioned & set(vars(value)))
+                found += [(f"{name}.{inner}", vars(value)[inner]) for inner in read]
         seen = ((name, self.key(value, f"{where} ({name})")) for name, value in found)
         return (
             x.__code__,
@@ -312,52 +273,15 @@ class _KeyBuilder:
             self.key(x.__kwdefaults__, where),
         )
 
-    def _attributes(self, x: Any, where: str) -> Any:
-        """Build the key of the attributes of a list, dictionary or function."""
-        attributes = {
-            name: value
-            for name, value in getattr(x, "__dict__", {}).items()
-            if name != "__wrapped__"
-        }
-        return tuple(
-            (name, self.key(value, f"{where}.{name}")) for name, value in attributes.items()
-        )
-
-    def _cell(self, cell: Any, where: str) -> Any:
-        try:
-            content = cell.cell_contents
-        except ValueError:
-            return "empty"
-        return self.key(content, where)
-
-    def _object(self, x: Any, where: str) -> Any:
-        slots = [
-            name
-            for kind in type(x).__mro__
-            for name in getattr(kind, "__slots__", ())
-            if hasattr(x, name)
-        ]
-        if not hasattr(x, "__dict__") and not slots:
-            self.opaque.append(f"{where} ({type(x).__name__})")
-            return Identity(x) if type(x).__weakrefoffset__ else type(x)
-        inner = {
-            **getattr(x, "__dict__", {}),
-            **{name: getattr(x, name) for name in slots if name != "__weakref__"},
-        }
-        return self._class(type(x), where), *(
-            (name, self.key(value, f"{where}.{name}")) for name, value in inner.items()
-        )
-
 
 def cache_key(
     module: nn.Module,
     function: Callable[..., Any] | None = None,
     ignored: Callable[[str], bool] = is_package,
 ) -> CacheKey:
-    """Build a key from everything that a module and a function read.
+    """Build a key from everything that a module and a function read, except registered tensors.
 
-    Registered tensors are left out, since they are inputs. So are data in the Python modules of
-    whose names ``ignored`` is true.
+    Data in Python modules of whose names ``ignored`` is true are left out too.
     """
     modules = list(module.modules())
     builder = _KeyBuilder({id(x) for part in modules for x in (part, source_of(part))}, ignored)
@@ -371,11 +295,7 @@ def cache_key(
 
 
 def object_key(x: Any, where: str, ignored: Callable[[str], bool] = is_package) -> Any:
-    """Build a key from everything that an object outside of the dynamics reads.
-
-    Raises:
-        UninspectableError: an object that cannot be inspected.
-    """
+    """Build a key from everything that an object outside of the dynamics reads."""
     builder = _KeyBuilder(set(), ignored)
     key = builder.key(x, where)
     if builder.opaque:
@@ -383,14 +303,44 @@ def object_key(x: Any, where: str, ignored: Callable[[str], bool] = is_package) 
     return key
 
 
-def _tensor(x: Tensor) -> Any:
-    """Build the key of a tensor from its contents, since ``.data`` evades the version counter."""
-    kind = (x.dtype, x.device, x.requires_grad, tuple(x.shape))
-    if x.layout != torch.strided:
-        return *kind, Identity(x), x._version
-    content = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return *kind, hashlib.blake2b(content.tobytes(), digest_size=16).digest()
+def bytes_of(x: Tensor) -> np.ndarray:
+    """Return the contents of a tensor as bytes."""
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _of_library(kind: type) -> bool:
-    return is_library(kind.__module__)
+@lru_cache(4096)
+def names_in(code: CodeType) -> frozenset[str]:
+    """Collect names, and strings that may be names, in code and in functions inside."""
+    strings = (x for x in code.co_consts if isinstance(x, str))
+    inner = (names_in(x) for x in code.co_consts if isinstance(x, CodeType))
+    return frozenset(code.co_names).union(strings, *inner)
+
+
+def imported_by(names: frozenset[str], package: str) -> list[tuple[str, ModuleType]]:
+    """List modules outside of libraries that code of a package with these names may import."""
+    modules = ((name, sys.modules.get(name)) for name in _importable(names, package))
+    return [
+        (name, module)
+        for name, module in modules
+        if isinstance(module, ModuleType) and not is_library(name)
+    ]
+
+
+@lru_cache(4096)
+def _importable(names: frozenset[str], package: str) -> tuple[str, ...]:
+    """List the full names of modules that code with these names may import."""
+    parts = package.split(".") if package else []
+    prefixes = ["", *(".".join(parts[:n]) + "." for n in range(1, len(parts) + 1))]
+    return tuple(prefix + name for name in sorted(names) for prefix in prefixes)
+
+
+def called_by(x: Any) -> Any:
+    """Return the function that an attribute of a class calls, such as that of a property."""
+    if isinstance(x, staticmethod | classmethod):
+        return called_by(x.__func__)
+    if isinstance(x, property | cached_property):
+        return called_by(x.fget if isinstance(x, property) else x.func)
+    if isinstance(x, partialmethod):
+        return partial(x.func, *x.args, **x.keywords)
+    # The wrapper of functools.cache has no code of its own.
+    return x if isinstance(x, FunctionType) else getattr(x, "__wrapped__", x)

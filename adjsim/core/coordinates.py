@@ -1,29 +1,26 @@
 """Internal coordinates of displacement vectors, with closed-form derivatives.
 
-A coordinate x is a distance, an angle or a dihedral angle. It is a function of the displacements
-b_1, b_2, ... between the atoms of a chain, ``b_k = q_k - q_(k-1)``. Each class computes
+A coordinate x, such as a distance or an angle, is a function of the displacements b_1, b_2, ...
+between the atoms of a chain, ``b_k = q_k - q_(k-1)``. With respect to a point its gradient is
+``dx/dq_k = dx/db_k - dx/db_(k+1)``. The derivatives of x and of its gradient along displacements
+follow from the chain rule applied forward, operation by operation.
 
-- ``value``: x;
-- ``gradient``: dx/db_k for each k. With respect to a point it is ``dx/dq_k = dx/db_k -
-  dx/db_(k+1)``;
-- ``along(v)``: the derivatives of x and of its gradient along displacements v_k, by the chain rule
-  applied forward, operation by operation.
-
-A vector is a list of tensors ``(*batch, dim, terms)``, one with all coordinates, or one ``(*batch,
-1, terms)`` for each coordinate. The second form lets a compiled loop compute all coordinates
-together. Scalars are ``(*batch, 1, terms)``.
+A vector is a list of tensors: one ``(*batch, dim, terms)``, or one ``(*batch, 1, terms)`` for each
+coordinate, so that a compiled loop computes all together. Scalars are ``(*batch, 1, terms)``.
 
 Where a coordinate is not differentiable, its gradient is zero instead of NaN: a distance of
 coincident points, an angle with a side without length, the angle of three points on a line (0 or
-pi), and a dihedral angle with three consecutive points on a line. A point counts as on the line if
-the sine of the angle is below eight rounding errors. Autograd through ``value`` and ``gradient``
-is finite there too. NaN and infinite points give NaN.
+pi), and a dihedral angle with three consecutive points on a line. Points are on a line if the sine
+of the angle is below eight rounding errors. Autograd through ``value`` and ``gradient`` is finite
+there too. NaN and infinite points give NaN.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import reduce
+from operator import add, mul, sub
 from typing import TypeAlias
 
 import torch
@@ -36,21 +33,14 @@ def dot(a: Vector, b: Vector) -> Tensor:
     """Compute the scalar product, ``(*batch, 1, terms)``."""
     if len(a) == 1:
         return (a[0] * b[0]).sum(-2, keepdim=True)
-    total = a[0] * b[0]
-    for x, y in zip(a[1:], b[1:], strict=True):
-        total = total + x * y
-    return total
+    return reduce(add, map(mul, a, b))
 
 
 def cross(a: Vector, b: Vector) -> Vector:
     """Compute the vector product in three dimensions."""
     if len(a) == 1:
         return [torch.linalg.cross(a[0], b[0], dim=-2)]
-    return [
-        a[1] * b[2] - a[2] * b[1],
-        a[2] * b[0] - a[0] * b[2],
-        a[0] * b[1] - a[1] * b[0],
-    ]
+    return [a[k - 2] * b[k - 1] - a[k - 1] * b[k - 2] for k in range(3)]
 
 
 def scaled(factor: Tensor, a: Vector) -> Vector:
@@ -60,12 +50,12 @@ def scaled(factor: Tensor, a: Vector) -> Vector:
 
 def added(a: Vector, b: Vector) -> Vector:
     """Compute the sum of two vectors."""
-    return [x + y for x, y in zip(a, b, strict=True)]
+    return list(map(add, a, b))
 
 
 def subtracted(a: Vector, b: Vector) -> Vector:
     """Compute the difference of two vectors."""
-    return [x - y for x, y in zip(a, b, strict=True)]
+    return list(map(sub, a, b))
 
 
 def combined(a: Vector, factor: Tensor, b: Vector) -> Vector:
@@ -77,8 +67,8 @@ class Coordinate(ABC):
     """An internal coordinate of displacements, which are the arguments of the constructor.
 
     Attributes:
-        value: ``(*batch, 1, terms)``.
-        gradient: the derivative with respect to each displacement.
+        value: x, ``(*batch, 1, terms)``.
+        gradient: dx/db_k for each k.
     """
 
     value: Tensor
@@ -131,53 +121,61 @@ class Distance(Coordinate):
         return rate, [turn]
 
 
-class Cosine(Coordinate):
-    """The cosine of the angle at the middle one of three points, ``-u_1 . u_2``.
+class _Bend(Coordinate):
+    """A coordinate of three points, from the directions u and w of b_1 and b_2.
 
-    u_k is the direction of b_k. The cosine is smooth at 0 and pi.
+    It reads ``c = u . w``, the part ``w - c u`` of w that is orthogonal to u, and likewise of u.
     """
 
     def __init__(self, b1: Vector, b2: Vector) -> None:
-        self._units = first, second = _Unit(b1), _Unit(b2)
-        u, w = first.direction, second.direction
+        self._units = _Unit(b1), _Unit(b2)
+        self._directions = u, w = [unit.direction for unit in self._units]
         self._product = c = dot(u, w)
         self._across = combined(w, -c, u), combined(u, -c, w)
-        self.value = -c
+
+    def _along_units(self, v: Sequence[Vector]) -> list[tuple[Tensor, Vector]]:
+        return [unit.along(x) for unit, x in zip(self._units, v, strict=True)]
+
+    def _along_across(self, du: Vector, dw: Vector, dc: Tensor) -> tuple[Vector, Vector]:
+        (u, w), c = self._directions, self._product
+        return (
+            subtracted(combined(dw, -dc, u), scaled(c, du)),
+            subtracted(combined(du, -dc, w), scaled(c, dw)),
+        )
+
+
+class Cosine(_Bend):
+    """The cosine ``-c`` of the angle at the middle one of three points, smooth at 0 and pi."""
+
+    def __init__(self, b1: Vector, b2: Vector) -> None:
+        super().__init__(b1, b2)
+        self.value = -self._product
         self.gradient = [
             scaled(-unit.inverse, across)
             for unit, across in zip(self._units, self._across, strict=True)
         ]
 
     def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
-        (u, w), c = (unit.direction for unit in self._units), self._product
-        (r1, du), (r2, dw) = (unit.along(x) for unit, x in zip(self._units, v, strict=True))
+        u, w = self._directions
+        (r1, du), (r2, dw) = self._along_units(v)
         dc = dot(du, w) + dot(u, dw)
-        across = (
-            subtracted(combined(dw, -dc, u), scaled(c, du)),
-            subtracted(combined(du, -dc, w), scaled(c, dw)),
-        )
+        changes = self._along_across(du, dw, dc)
         # The gradient is -across / length.
         turned = [
             scaled(-unit.inverse, combined(change, -rate * unit.inverse, old))
             for unit, change, rate, old in zip(
-                self._units, across, (r1, r2), self._across, strict=True
+                self._units, changes, (r1, r2), self._across, strict=True
             )
         ]
         return -dc, turned
 
 
-class Angle(Coordinate):
-    """The angle at the middle one of three points, from 0 to pi.
-
-    With u and w the directions of b_1 and b_2, ``c = u . w`` and the part ``p = w - c u`` of w that
-    is orthogonal to u, the angle is ``atan2(|p|, -c)``.
-    """
+class Angle(_Bend):
+    """The angle at the middle one of three points, ``atan2(|w - c u|, -c)``, from 0 to pi."""
 
     def __init__(self, b1: Vector, b2: Vector) -> None:
-        self._units = first, second = _Unit(b1), _Unit(b2)
-        u, w = first.direction, second.direction
-        self._product = c = dot(u, w)
-        across = combined(w, -c, u)
+        super().__init__(b1, b2)
+        c, (across, _) = self._product, self._across
         square = dot(across, across)
         straight = square <= _smallest(square)
         sine = torch.where(straight, 1.0, square).sqrt()
@@ -188,28 +186,21 @@ class Angle(Coordinate):
         self._sine = torch.where(straight, 0.0, sine)
         self._cosecant = torch.where(straight, 0.0, 1 / sine)
         #: Unit vectors orthogonal to b_1 and b_2, in the plane of both.
-        self._normals = (
-            scaled(self._cosecant, across),
-            scaled(self._cosecant, combined(u, -c, w)),
-        )
+        self._normals = [scaled(self._cosecant, x) for x in self._across]
         self.gradient = [
             scaled(unit.inverse, normal)
             for unit, normal in zip(self._units, self._normals, strict=True)
         ]
 
     def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
-        (u, w), c = (unit.direction for unit in self._units), self._product
-        (r1, du), (r2, dw) = (unit.along(x) for unit, x in zip(self._units, v, strict=True))
+        (r1, du), (r2, dw) = self._along_units(v)
         rate = dot(self.gradient[0], v[0]) + dot(self.gradient[1], v[1])
-        # Since c = -cos and |p| = sin.
-        dc, ds = self._sine * rate, -c * rate
-        across = (
-            subtracted(combined(dw, -dc, u), scaled(c, du)),
-            subtracted(combined(du, -dc, w), scaled(c, dw)),
-        )
+        # Since c = -cos, and the length of w - c u is the sine.
+        dc, ds = self._sine * rate, -self._product * rate
+        changes = self._along_across(du, dw, dc)
         turned: list[Vector] = []
         for unit, change, r, normal in zip(
-            self._units, across, (r1, r2), self._normals, strict=True
+            self._units, changes, (r1, r2), self._normals, strict=True
         ):
             turn = scaled(self._cosecant, combined(change, -ds, normal))
             turned.append(scaled(unit.inverse, combined(turn, -r * unit.inverse, normal)))

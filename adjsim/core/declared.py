@@ -1,8 +1,7 @@
 """Parameters that a class declares once, with their meaning, default and rule.
 
 A class writes ``length: Tensor = declared("length at rest", positive=True)`` in its body. Its base
-class, a :class:`Declaring`, makes the constructor's signature and its documentation from that, and
-registers the values.
+class, a :class:`Declaring`, makes the signature and the documentation of the constructor from that.
 """
 
 from __future__ import annotations
@@ -17,13 +16,9 @@ _REQUIRED = Parameter.empty
 
 @dataclass(frozen=True)
 class Declared:
-    """A parameter that a class declares.
+    """A parameter that a class declares: its meaning, with its unit, its default and its rule.
 
-    Attributes:
-        meaning: what it is, with its unit.
-        default: its value if none is given.
-        rule: the arguments with which it is registered, see
-            :class:`~adjsim.core.parameters.NumberRule`.
+    The rule holds the arguments of a :class:`~adjsim.core.parameters.NumberRule`.
     """
 
     meaning: str
@@ -56,15 +51,18 @@ class Declaring:
             cls.__declared__ = {**cls.__declared__, **own}
             cls.__doc__ = _documented(cls, own)
         if own or "__init__" in vars(cls):
-            cls.__signature__ = _signature_of(cls)
+            # The declared parameters stand in the place of ``*values``.
+            parts: list[Parameter] = []
+            for part in list(signature(cls.__init__).parameters.values())[1:]:
+                if part.kind is Parameter.VAR_POSITIONAL:
+                    parts += _parameters(cls)
+                elif part.kind is not Parameter.VAR_KEYWORD:
+                    parts.append(part)
+            cls.__signature__ = Signature(parts, return_annotation=None)
 
     @classmethod
     def given(cls, values: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Assign the arguments of a constructor to the declared parameters.
-
-        Raises:
-            TypeError: too many arguments, an unknown name, or none for a required parameter.
-        """
+        """Assign the arguments of a constructor to the declared parameters."""
         try:
             bound = Signature(_parameters(cls)).bind(*values, **named)
         except TypeError as error:
@@ -83,23 +81,8 @@ def _parameters(cls: type[Declaring]) -> list[Parameter]:
     ]
 
 
-def _signature_of(cls: type[Declaring]) -> Signature:
-    """Return the signature of the constructor, with the declared parameters in their place."""
-    found = signature(cls.__init__)
-    parts: list[Parameter] = []
-    for part in list(found.parameters.values())[1:]:
-        if part.kind is Parameter.VAR_POSITIONAL:
-            parts += _parameters(cls)
-        elif part.kind is not Parameter.VAR_KEYWORD:
-            parts.append(part)
-    return Signature(parts, return_annotation=None)
-
-
 def _documented(cls: type[Declaring], own: Mapping[str, Declared]) -> str:
-    """Return the docstring of a class with its parameters in the list of arguments.
-
-    They stand where the docstring has the line ``{parameters}``.
-    """
+    """Return the docstring of a class with its parameters in place of the line ``{parameters}``."""
     text = cleandoc(cls.__doc__ or "")
     rows: list[str] = []
     for name, x in own.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +24,11 @@ from adjsim.core.state import in_transform
 M = TypeVar("M", bound=nn.Module)
 V = TypeVar("V")
 
-MADE, SOURCE = "_made", "_source"
+# Attributes that torch gives every module, and those of the library: the rules of numbers, and what
+# a reading puts on a copy.
+STANDARD = frozenset(vars(nn.Module()))
+READING, MADE, SOURCE = "_reading", "_made", "_source"
+OWN = frozenset({"_rules", READING, MADE, SOURCE})
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,8 @@ class Made:
 
     Attributes:
         values: the derived values that are no tensors; the others are buffers of the copy.
-        tensors: its tensors, by name. A value is out of date if one of its sources is another.
-        evaluators: how the pairs of a pair potential are evaluated, with the attributes for which
-            this was chosen.
+        tensors: its tensors. A value is out of date if one of its sources is another.
+        evaluators: how pairs are evaluated, with the attributes for which this was chosen.
     """
 
     values: Mapping[str, Any]
@@ -43,7 +46,7 @@ class Made:
     evaluators: dict[Any, tuple[list[Any], Any]] = field(default_factory=dict)
 
     def holds(self, module: nn.Module, sources: tuple[str, ...]) -> bool:
-        """Return whether a copy still holds the tensors of these names that it was made with."""
+        """Return whether a copy still holds these tensors that it was made with."""
         parameters, buffers = module._parameters, module._buffers
         return all(
             parameters.get(name, buffers.get(name)) is self.tensors.get(name) for name in sources
@@ -56,11 +59,10 @@ class derived(Generic[V]):
     ``@derived("box", "cutoff")`` above a method makes a property, whose value is made when a
     reading of the module is, or at the first use. The value is kept until a source has another
     value: tensors are compared by their contents, since ``x.data`` evades the version counter. A
-    value with a source that requires grad is made at each use.
+    value that requires grad, or with such a source, is made at each use.
 
-    A tensor is a buffer of the copies that a reading makes, and so an input of compiled loops; one
-    that requires grad is made at each use. Any other value is a constant of them, and part of their
-    key.
+    A tensor is a buffer of the copies that a reading makes, and so an input of compiled loops. Any
+    other value is a constant of them, and part of their key.
     """
 
     def __init__(self, *sources: str) -> None:
@@ -74,13 +76,9 @@ class derived(Generic[V]):
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    @overload
-    def __get__(self, module: None, owner: Any = None) -> derived[V]: ...
-    @overload
-    def __get__(self, module: nn.Module, owner: Any = None) -> V: ...
-    def __get__(self, module: nn.Module | None, owner: Any = None) -> derived[V] | V:
+    def __get__(self, module: nn.Module | None, owner: Any = None) -> V:
         if module is None:
-            return self
+            return cast(V, self)
         made: Made | None = module.__dict__.get(MADE)
         if made is not None and made.holds(module, _first_sources(type(module), self.name)):
             found = module._buffers.get(self.name)
@@ -93,10 +91,7 @@ class derived(Generic[V]):
     def make(self, module: nn.Module, readable: bool | None = None) -> V:
         """Return the value that follows from the present sources.
 
-        Args:
-            module: the module.
-            readable: the result of :func:`has_values`, where it is known; it takes as long as the
-                rest.
+        The result of :func:`has_values` is given where it is known: it takes as long as the rest.
         """
         sources = [getattr(module, name) for name in self.sources]
         tensors = [x for x in sources if isinstance(x, Tensor)]
@@ -143,10 +138,10 @@ def derived_names(kind: type) -> frozenset[str]:
 @cache
 def _first_sources(kind: type, name: str) -> tuple[str, ...]:
     """Return the attributes from which a derived value follows, through other derived values."""
-    rules = {rule.name: rule for rule in derived_of(kind)}
-    if name not in rules:
+    rule = getattr(kind, name, None)
+    if not isinstance(rule, derived):
         return (name,)
-    return tuple({first for x in rules[name].sources for first in _first_sources(kind, x)})
+    return tuple({first for x in rule.sources for first in _first_sources(kind, x)})
 
 
 def _has_numbers(x: Tensor) -> bool:
@@ -156,14 +151,8 @@ def _has_numbers(x: Tensor) -> bool:
 
 
 def _equal(x: Any, y: Any) -> bool:
-    if isinstance(x, Tensor) or isinstance(y, Tensor):
-        return (
-            isinstance(x, Tensor)
-            and isinstance(y, Tensor)
-            and x.dtype == y.dtype
-            and x.device == y.device
-            and torch.equal(x, y)
-        )
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x.dtype == y.dtype and x.device == y.device and torch.equal(x, y)
     return type(x) is type(y) and bool(x == y)
 
 
@@ -178,17 +167,15 @@ def source_of(module: M) -> M:
 
 
 def replaced(module: M, tensors: Mapping[str, Tensor | None]) -> M:
-    """Return a shallow copy of one module with other tensors of these names.
+    """Return a copy of one module, with shared submodules, and other tensors of these names.
 
-    Its submodules are shared. Derived values that follow from these tensors are made again.
+    Derived values that follow from these tensors are made again.
     """
-    twin = object.__new__(type(module))
-    state = vars(module) | {
-        "_parameters": dict(module._parameters), "_buffers": dict(module._buffers)
-    }  # fmt: skip
-    vars(twin).update(state)
+    twin, parameters = object.__new__(type(module)), {**module._parameters}
+    buffers = {**module._buffers}
+    vars(twin).update(vars(module), _parameters=parameters, _buffers=buffers)
     for name, x in tensors.items():
-        table: dict[str, Any] = twin._parameters if name in twin._parameters else twin._buffers
+        table: dict[str, Any] = parameters if name in parameters else buffers
         table[name] = x
     return twin
 

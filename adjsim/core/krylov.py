@@ -17,12 +17,9 @@ Product = Callable[[Tensor], Tensor]
 
 
 def largest_eigenvalue(product: Product, start: Tensor, tolerance: float) -> float:
-    """Find the largest eigenvalue of a symmetric matrix, by Lanczos iterations.
+    """Find the largest eigenvalue of a symmetric matrix to a relative tolerance (Lanczos).
 
-    Args:
-        product: the product with the matrix.
-        start: the first vector, of any length. Invariant subspaces without a part of it are missed.
-        tolerance: the largest error, relative to the eigenvalue.
+    Invariant subspaces without a part of the start, which may have any length, are missed.
     """
     from scipy.sparse.linalg import eigsh
 

@@ -1,8 +1,7 @@
 """The memory layout of fields inside compiled steps.
 
-Public shapes are ``(*batch, atoms, dim)``. A compiled loop over pairs reads many numbers at once
-along the last axis in memory. So inside compiled steps coordinates come first, and atoms come last,
-or replicas where there are enough of them.
+A compiled loop over pairs reads many numbers at once along the last axis in memory. So inside
+compiled steps coordinates come first, and atoms last, or replicas where there are enough of them.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ def is_tracing() -> bool:
 
 @contextmanager
 def outside_tracing() -> Generator[None, None, None]:
-    """Compute constants of a function without recording or transforming their computation.
-
-    Their values can be read and checked. A recording holds the constants alone.
-    """
+    """Compute constants, whose values can be read, without recording or transforming them."""
     with ExitStack() as stack:
         if in_transform():
             stack.enter_context(temporarily_clear_interpreter_stack())
@@ -45,18 +41,15 @@ def outside_tracing() -> Generator[None, None, None]:
 def memory_order(axes: int, batch: int, replicas: int) -> tuple[int, ...]:
     """Order the axes of a field ``(*batch, ..., atoms, dim)`` for a compiled step.
 
-    Args:
-        axes: number of axes of the field.
-        batch: number of batch axes among them.
-        replicas: number of systems in the batch.
+    ``batch`` is the number of batch axes, and ``replicas`` the number of systems in the batch.
     """
     if axes < batch + 2:
         return tuple(range(axes))
-    coordinates = (axes - 1, axes - 2)
-    links, leading = tuple(range(batch, axes - 2)), tuple(range(batch))
-    return (
-        (*coordinates, *links, *leading) if replicas >= VECTOR else (*leading, *links, *coordinates)
-    )
+    coordinates = axes - 1, axes - 2
+    links, leading = range(batch, axes - 2), range(batch)
+    if replicas >= VECTOR:
+        return *coordinates, *links, *leading
+    return *leading, *links, *coordinates
 
 
 def packed(x: Tensor, batch: torch.Size, leading: int = 0) -> Tensor:
@@ -72,16 +65,13 @@ def unpacked(x: Tensor, batch: torch.Size) -> Tensor:
 
 
 def materialise(x: Tensor) -> Tensor:
-    """Make the compiler compute positions or forces ``(*batch, atoms, dim)`` once.
+    """Make the compiler write traced positions or forces ``(*batch, atoms, dim)`` to memory.
 
-    While a step is traced, the compiler is made to write them to memory, instead of computing them
-    again for every pair that reads them.
+    Otherwise it computes them again for every pair that reads them.
     """
-    return (
-        unpacked(materialise_contiguous(packed(x, x.shape[:-2])), x.shape[:-2])
-        if is_tracing()
-        else x
-    )
+    if not is_tracing():
+        return x
+    return unpacked(materialise_contiguous(packed(x, x.shape[:-2])), x.shape[:-2])
 
 
 def materialise_contiguous(x: Tensor) -> Tensor:

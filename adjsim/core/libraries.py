@@ -31,19 +31,20 @@ _STANDARD = {
 
 def is_library(module: str) -> bool:
     """Return whether a module of this name is of the standard library or a known package."""
-    root = _root(module)
+    root = module.partition(".")[0]
     return _is_library(root, sys.modules.get(root))
 
 
 def is_package(module: str) -> bool:
     """Return whether a module of this name is of a known package."""
-    root = _root(module)
+    root = module.partition(".")[0]
     return _is_package(root, sys.modules.get(root))
 
 
 @cache
-def _root(module: str) -> str:
-    return module.partition(".")[0]
+def of_library(kind: type) -> bool:
+    """Return whether a class is of the standard library or a known package."""
+    return is_library(kind.__module__)
 
 
 @cache

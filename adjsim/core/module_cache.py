@@ -24,11 +24,7 @@ class _Used(Generic[V]):
 
 
 class ModuleCache(Generic[V]):
-    """A thread-safe cache by module and key of the most recently used values.
-
-    Args:
-        capacity: number of values kept for one module.
-    """
+    """A thread-safe cache by module and key of the most recently used values of each module."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -1,35 +1,36 @@
 """The neighbour list: pairs of atoms that are near, found again when atoms have moved.
 
-A list holds the pairs within a cutoff and a skin. It is built again once the two largest
-displacements of a system since the list was built sum to the skin. Until then it contains all pairs
-within the cutoff, so a caller that selects these pairs, in the order of the list, has a result that
-is a function of the position, to the last bit. A list is therefore a cache and never a state.
+A list holds the pairs within a cutoff and a skin, found by a tree. It is built again once the two
+largest displacements of a system since the list was built sum to the skin. Until then it contains
+all pairs within the cutoff, so a caller that selects these pairs, in the order of the list, has a
+result that is a function of the position, to the last bit. A list is therefore a cache and never a
+state.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import outside_inference_mode
-from adjsim.core.neighbour_search import images_within, pairs_within
+from adjsim.core.box import nearest_image, perpendicular_widths, rows_of
 
 # Lists are kept up to this number and to this number of pairs, unless one has more.
 KEPT, PAIRS = 16, 2**23
 
 
 class NeighbourPairs(NamedTuple):
-    """Pairs of atoms, each in both orders.
-
-    Atoms are numbered one system after another. Pairs are sorted by the first atom, then by the
-    second one, then by the image.
+    """Pairs of atoms, each in both orders, sorted by the first atom, the second one and the image.
 
     Attributes:
-        i, j: ``(pairs,)`` int64, the first and the second atom.
+        i, j: ``(pairs,)`` int64, the two atoms, numbered one system after another.
         shifts: ``(pairs, dim)``, so that ``q_i - q_j + shift`` is the difference of a pair; None
             where a pair is listed once, for whichever of its images is nearest.
         finite: ``(*batch,)``, which systems have finite positions. The others have no pairs.
@@ -55,11 +56,9 @@ _builds: list[_Build] = []
 
 @dataclass(frozen=True, eq=False)
 class NeighbourList(ABC):
-    """The pairs of atoms that may be within a cutoff.
+    """The pairs of atoms that may be within a cutoff, and a skin beyond it.
 
     Attributes:
-        cutoff: the largest distance of a pair.
-        skin: how far beyond the cutoff the list reaches.
         box: a box from :func:`~adjsim.core.box.checked_box`; None: no box.
         exclusions: ``(n, 2)``, pairs of atoms that are left out; None: no pairs are.
     """
@@ -140,16 +139,13 @@ class NearestImages(NeighbourList):
 
 
 class AllImages(NeighbourList):
-    """Each pair once for each of its images within the reach, and atoms with images of their own.
-
-    The cutoff may be larger than the box.
-    """
+    """Each pair once for each image within the reach, also of an atom itself, for any cutoff."""
 
     def _search(self, q: Tensor, reach: float) -> tuple[Tensor, Tensor, Tensor]:
         i, j, n = images_within(q, self.box, reach)
         shift = torch.zeros_like(n, dtype=q.dtype)
         if self.box is not None:
-            rows = (torch.diag(self.box) if self.box.ndim == 1 else self.box).to(q)
+            rows = rows_of(self.box).to(q)
             # Products and sums are elementwise, so that a shift has the same bits wherever it is in
             # the list.
             for number, row in zip(n.T, rows, strict=True):
@@ -163,3 +159,107 @@ def _largest_approach(one: Tensor, other: Tensor) -> float:
         return 0.0
     moved = (one - other).norm(dim=-1)
     return float(moved.topk(min(2, moved.shape[-1])).values.sum(-1).max())
+
+
+def pairs_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor, Tensor]:
+    """Find the pairs i<j, sorted, whose nearest images are within a radius of any size.
+
+    The search runs on the CPU, in float64. Positions ``(atoms, dim)`` are finite, and may be
+    outside the box, which is one from :func:`~adjsim.core.box.checked_box` or None.
+    """
+    points = q.detach().double().cpu().numpy()
+    if cell is not None:
+        # No nearest image is farther than the sum of the edges.
+        radius = min(radius, float(rows_of(cell).norm(dim=1).sum()))
+    if cell is None:
+        pairs = _tree(points).query_pairs(radius, output_type="ndarray")
+    elif cell.ndim == 1:
+        lengths = cell.cpu().numpy()
+        wrapped = points - lengths * np.floor(points / lengths)
+        # Rounding takes a coordinate near a face beyond it, which the tree refuses.
+        wrapped[(wrapped < 0) | (wrapped >= lengths)] = 0.0
+        tree = _tree(wrapped, boxsize=lengths)
+        pairs = tree.query_pairs(radius, output_type="ndarray")
+    else:
+        i, j, _ = _with_images(points, cell, radius)
+        pairs = np.stack([i, j], 1)[i < j]
+    numbers = np.sort(pairs[:, 0] * len(points) + pairs[:, 1])
+    # In a tilted cell several images of a pair may be within a radius beyond half the width.
+    numbers = numbers[np.diff(numbers, prepend=-1) > 0]
+    i, j = torch.from_numpy(np.stack(np.divmod(numbers, len(points)))).to(q.device)
+    return i, j
+
+
+def images_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Find all pairs of atoms within a radius of any size, as :func:`pairs_within`, for all images.
+
+    A pair occurs in both orders. An atom is paired with its own images, and two atoms once for each
+    image that is near.
+
+    Returns:
+        i, j ``(pairs,)`` and the integers n ``(pairs, dim)`` with ``|q_j + n cell - q_i|`` at most
+        the radius, sorted by i, j and n.
+    """
+    i, j, n = _with_images(q.detach().double().cpu().numpy(), cell, radius)
+    other = (i != j) | (n != 0).any(1)
+    i, j, n = i[other], j[other], n[other]
+    order = np.lexsort((*n.T[::-1], j, i))
+    i, j, n = (torch.from_numpy(x[order]).to(q.device) for x in (i, j, n))
+    return i, j, n
+
+
+def closest_atoms(q: Tensor, cell: Tensor | None) -> tuple[int, int, float]:
+    """Find the two closest atoms of one system ``(atoms, dim)``, for an error message.
+
+    In a periodic cell the search is in fractions of the cell. Atoms at one place are always found.
+    """
+    points, size = q.detach().double().cpu().numpy(), None
+    if cell is not None:
+        points, size = points @ np.linalg.inv(rows_of(cell).cpu().numpy()), 1.0
+        points = points - np.floor(points)
+        # Rounding takes a small negative coordinate to the upper face, which the tree refuses.
+        points[points >= 1] = 0.0
+    found = _tree(points, boxsize=size).query(points, k=2)
+    distances, others = (np.asarray(part) for part in found)
+    i = int(distances[:, 1].argmin())
+    j = next(int(k) for k in others[i].tolist() if k != i)
+    d = (q[i] - q[j]).detach().double().cpu().reshape(-1, 1, 1)
+    if cell is not None:
+        (d,) = nearest_image([d], cell.cpu())
+    return min(i, j), max(i, j), float(d.norm())
+
+
+def _with_images(points: np.ndarray, cell: Tensor | None, radius: float) -> list[np.ndarray]:
+    """Find i, j and n of all pairs, also of atoms with themselves, by a tree of the images."""
+    whole = np.zeros_like(points)
+    if cell is None:
+        images, owners, offsets = points, np.arange(len(points)), whole
+    else:
+        rows = rows_of(cell).cpu().numpy()
+        fractions = points @ np.linalg.inv(rows)
+        whole = np.floor(fractions)
+        margin = radius / perpendicular_widths(cell).cpu().numpy()
+        near, owners, offsets = _images(fractions - whole, margin)
+        points, images = (fractions - whole) @ rows, near @ rows
+    found = _tree(points).sparse_distance_matrix(_tree(images), radius, output_type="ndarray")
+    i, image = found["i"], found["j"]
+    j = owners[image]
+    return [i, j, np.rint(offsets[image] + whole[i] - whole[j]).astype(np.int64)]
+
+
+def _images(fractions: np.ndarray, margin: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return images in fractions of a cell up to a margin, the atom of each, and its move."""
+    found: list[tuple[np.ndarray, ...]] = []
+    for offset in product(*(range(-math.ceil(x), math.ceil(x) + 1) for x in margin)):
+        moved = fractions + np.array(offset, dtype=np.float64)
+        # A small excess keeps images that rounding would put beyond the margin.
+        near = ((moved >= -margin - 1e-9) & (moved <= 1 + margin + 1e-9)).all(1)
+        atoms = np.flatnonzero(near)
+        found.append((moved[near], atoms, np.tile(offset, (len(atoms), 1))))
+    return tuple(map(np.concatenate, zip(*found, strict=True)))
+
+
+def _tree(points: np.ndarray, boxsize: Any = None) -> Any:
+    from scipy.spatial import KDTree
+
+    return KDTree(points, boxsize=boxsize)

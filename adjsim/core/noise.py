@@ -5,9 +5,8 @@ counter-based Philox generator keyed by (seed, tile). The number for replica r, 
 and step k is element ``r * dof + d`` of step ``k``. It does not depend on the number of replicas,
 the save times, the segments, the adjoint or the direction of the run. Keys have 128 bits, so no
 two tiles share a stream. (Torch's own CPU generator takes 32 bits of seed, and would repeat a tile
-after some tens of thousands.) Steps, drawn momenta and drawn memory have separate streams, so one
-seed serves the start and the run without correlating the two. Numbers are drawn in float64 on the
-CPU and then cast and moved, so a float32 or GPU run gets the same noise.
+after some tens of thousands.) Numbers are drawn in float64 on the CPU and then cast and moved, so a
+float32 or GPU run gets the same noise.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SEED_BITS = 62
 
 
 class NoiseStream(IntEnum):
-    """The use of the numbers of one seed."""
+    """The use of the numbers of one seed, so that start and run are not correlated."""
 
     STEPS = 0
     MOMENTA = 1
@@ -37,14 +36,7 @@ class NoiseStream(IntEnum):
 
 
 def as_generator(seed: Seed) -> torch.Generator | None:
-    """Make a generator from a seed; return a generator or None unchanged.
-
-    None stands for torch's default generator.
-
-    Raises:
-        TypeError: anything else, such as a float or a string.
-        ValueError: a seed of more than 64 bits.
-    """
+    """Make a generator from a seed; return a generator, or None for the default one, unchanged."""
     if seed is None or isinstance(seed, torch.Generator):
         return seed
     if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
@@ -58,13 +50,12 @@ def as_generator(seed: Seed) -> torch.Generator | None:
 
 
 def seed_from(generator: Seed) -> int:
-    """Draw one integer, the seed of a run, from a generator (None: torch's default one).
+    """Draw one integer, the seed of a run, from a generator, or from a new one of this seed.
 
-    A generator advances by one draw. An integer is used as the seed of a new generator, so it gives
-    the same result every time. The generator may be on another device than the state.
+    A generator advances by one draw. It may be on another device than the state.
     """
     generator = as_generator(generator)
-    device = generator.device if generator is not None else None
+    device = None if generator is None else generator.device
     return int(torch.randint(2**SEED_BITS, (), generator=generator, device=device))
 
 
@@ -73,9 +64,9 @@ class Noise:
 
     Args:
         seed: identifies the sequence.
-        first: the number of the first replica, when a batch is a part of a larger one.
-        begin: the number of the first step, when a run is a part of a longer one.
-        stream: the use of the numbers; two streams are independent.
+        first, begin: the numbers of the first replica and of the first step, where a batch or a run
+            is a part of a larger one.
+        stream: the use of the numbers.
     """
 
     def __init__(
@@ -93,13 +84,9 @@ class Noise:
     def span(
         self, step: int, count: int, shape: tuple[int, ...], like: Tensor, end: int
     ) -> list[Tensor]:
-        """Return the numbers of ``count`` steps from ``step`` on, in parts of several steps.
+        """Return the numbers of ``count`` steps in parts ``(steps, replicas, dof)``.
 
-        Args:
-            step, count: the first step and the number of steps.
-            shape: ``(replicas, dof)``; a part has the shape ``(steps, replicas, dof)``.
-            like: a tensor, for its dtype and device.
-            end: the number of steps of the run, after which no numbers are drawn.
+        No numbers are drawn after ``end``, the number of steps of the run.
         """
         replicas, dof = shape
         first, last, end = step + self.begin, step + self.begin + count, end + self.begin
@@ -127,15 +114,13 @@ class Noise:
             offset = start - first * ELEMENTS
             drawn = torch.from_numpy(np.concatenate(tiles, axis=1))
             # A copy of a part, since a view would keep whole tiles alive.
-            rows = drawn[:, offset : offset + count].to(
-                like.device, like.dtype, copy=count < drawn.shape[1]
-            )
+            part = count < drawn.shape[1]
+            rows = drawn[:, offset : offset + count].to(like.device, like.dtype, copy=part)
             self._blocks[key] = rows.reshape(steps, replicas, dof)
         return self._blocks[key]
 
     def _tile(self, block: int, column: int, steps: int) -> np.ndarray:
         """Draw the first steps of a tile; their numbers do not depend on how many steps follow."""
-        key = np.array(
-            [self.seed | self.stream << SEED_BITS, (block << 32) | column], dtype=np.uint64
-        )
+        words = self.seed | self.stream << SEED_BITS, (block << 32) | column
+        key = np.array(words, dtype=np.uint64)
         return np.random.Generator(np.random.Philox(key=key)).standard_normal((steps, ELEMENTS))

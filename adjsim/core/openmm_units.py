@@ -20,11 +20,7 @@ def is_quantity(value: Any) -> bool:
 
 
 def converted(name: str, quantity: Any) -> Any:
-    """Convert a quantity to a float or an array in eV, angstrom and amu.
-
-    Raises:
-        ValueError: a temperature, since kT is an energy here.
-    """
+    """Convert a quantity to a float or an array in eV, angstrom and amu."""
     from ase import units
     from openmm import unit
 

@@ -3,11 +3,10 @@
 A float, an array or a list becomes a buffer (float64, unless an array is float32) and is cast to
 the state's dtype where it is used. An ``nn.Parameter`` stays a parameter. A tensor that requires
 grad (a network's output, a field of elastic moduli) becomes a buffer that keeps its graph. So
-everything that a simulation can be differentiated with respect to is registered, and
-:func:`trainable` finds it. A force may also read a tensor that requires grad and is not registered.
-A constant-memory adjoint would give such a tensor no gradient, so :func:`refuse_captured` raises an
-error that names it. The rules under which numbers are registered are checked again whenever a run
-reads them, since an optimiser may have broken them.
+everything that a simulation can be differentiated with respect to is registered. A constant-memory
+adjoint would give no gradient to any other tensor, which :func:`refuse_unknown` names. The rules
+under which numbers are registered are checked again whenever a run reads them, since an optimiser
+may have broken them.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,27 +26,15 @@ from adjsim.core.typing import Number
 
 # Sizes of a tensor; a word stands for a size that is free.
 Shape = tuple[int | str, ...]
+# A turn, which may be rounded.
+LARGEST_ANGLE = 2 * math.pi * (1 + 1e-6)
 
 
-def register(
-    module: nn.Module,
-    name: str,
-    value: Number,
-    *,
-    positive: bool = False,
-    finite: bool = False,
-    depth: bool = False,
-    single: bool = False,
-    angle: bool = False,
-    between: tuple[float, float] | None = None,
-    advice: str = "",
-    shapes: Sequence[Shape] = (),
-    each: str = "",
-) -> None:
+def register(module: nn.Module, name: str, value: Number, **rule: Any) -> None:
     """Store a physical number on a module, as a parameter or a buffer.
 
-    Numbers, arrays and lists become buffers. The other arguments are the :class:`NumberRule`, which
-    is checked again whenever a run reads the number.
+    Numbers, arrays and lists become buffers. The other arguments are those of :class:`NumberRule`,
+    which is checked again whenever a run reads the number.
 
     Raises:
         TypeError: a string, None, a bool or complex numbers.
@@ -62,9 +50,9 @@ def register(
         value = as_tensor(name, value)
     if value.numel() == 0:
         raise ValueError(f"{name} has no entries.")
-    rule = NumberRule(positive, finite, depth, single, angle, between, advice, tuple(shapes), each)
-    rule(name, value.detach())
-    vars(module).setdefault("_rules", {})[name] = rule
+    check = NumberRule(**rule)
+    check(name, value.detach())
+    vars(module).setdefault("_rules", {})[name] = check
     if isinstance(value, nn.Parameter):
         module.register_parameter(name, value)
     else:
@@ -76,14 +64,13 @@ class NumberRule:
     """The numbers that a parameter may be, checked whenever a run reads it.
 
     Attributes:
-        positive: above zero.
-        finite: not infinite. A pinned atom's mass, for one, is infinite.
+        finite: not infinite. The mass of a pinned atom, for one, is infinite.
         depth: the depth of a well, which is not negative.
         single: one number for a whole system.
         angle: radians, at most two pi.
         between: two limits, both excluded.
         advice: a sentence of the error of a number outside of the limits.
-        shapes: the shapes that it may have, with a word for a size that is free; empty: any.
+        shapes: the shapes that it may have; empty: any.
         each: what an entry belongs to, such as "one number for each atom".
     """
 
@@ -94,7 +81,7 @@ class NumberRule:
     angle: bool = False
     between: tuple[float, float] | None = None
     advice: str = ""
-    shapes: tuple[Shape, ...] = ()
+    shapes: Sequence[Shape] = ()
     each: str = ""
 
     def __call__(self, name: str, value: Tensor) -> None:
@@ -123,14 +110,12 @@ class NumberRule:
                 "and with a negative one atoms fall on top of each other. adjsim.Positive keeps a "
                 "fitted one positive."
             )
-        if self.finite and not math.isfinite(max(abs(smallest), abs(largest))):
+        if self.finite and not (math.isfinite(smallest) and math.isfinite(largest)):
             raise ValueError(f"{name} must be finite; got {value.tolist()}.")
-        # A turn may be rounded.
-        if self.angle and max(abs(smallest), abs(largest)) > 2 * math.pi * (1 + 1e-6):
+        if self.angle and (size := max(-smallest, largest)) > LARGEST_ANGLE:
             raise ValueError(
-                f"{name} must be in radians, between -2 pi and 2 pi; got "
-                f"{max(abs(smallest), abs(largest)):g}. Convert degrees with math.radians or "
-                "torch.deg2rad."
+                f"{name} must be in radians, between -2 pi and 2 pi; got {size:g}. Convert degrees "
+                "with math.radians or torch.deg2rad."
             )
         if self.between is not None:
             low, high = self.between
@@ -143,26 +128,24 @@ class NumberRule:
 
     def marked(self, value: Tensor) -> Tensor:
         """Replace entries that the parameter may not have by NaN, without reading them."""
-        lowest = 0.0 if self.positive else -math.inf
-        low, high = (lowest, math.inf) if self.between is None else self.between
-        turn = 2 * math.pi * (1 + 1e-6)
-        limits = [low] if low > -math.inf or self.finite else []
-        valid = [value > x for x in limits]
+        low, high = self.between or (0.0 if self.positive else -math.inf, math.inf)
+        valid: list[Tensor] = []
+        if low > -math.inf or self.finite:
+            valid.append(value > low)
         if high < math.inf or self.finite:
             valid.append(value < high)
         if self.depth:
             valid.append(value >= 0)
         if self.angle:
-            valid.append(value.abs() <= turn)
+            valid.append(value.abs() <= LARGEST_ANGLE)
         for holds in valid:
             value = torch.where(holds, value, math.nan)
         return value
 
 
 def _fits(found: Sequence[int], shape: Shape) -> bool:
-    return len(found) == len(shape) and all(
-        isinstance(size, str) or size == n for n, size in zip(found, shape, strict=True)
-    )
+    fits = (isinstance(size, str) or size == n for n, size in zip(found, shape, strict=False))
+    return len(found) == len(shape) and all(fits)
 
 
 def _describe_shape(shape: Shape) -> str:
@@ -189,9 +172,8 @@ def describe(value: Tensor) -> str:
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
     """Collect every registered parameter or buffer that requires grad, by its qualified name."""
-    named: dict[str, Tensor] = dict(module.named_parameters())
-    named.update(module.named_buffers())
-    return {name: value for name, value in named.items() if value.requires_grad}
+    named = chain(module.named_parameters(), module.named_buffers())
+    return {name: value for name, value in named if value.requires_grad}
 
 
 def refuse_untrainable(module: nn.Module) -> None:
@@ -230,19 +212,8 @@ def graph_nodes(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[A
         queue.extend(parent for parent, _ in node.next_functions)
 
 
-def refuse_captured(output: Tensor, module: nn.Module, inputs: Iterable[Tensor], what: str) -> None:
-    """Raise if ``output`` depends on a captured tensor that requires grad.
-
-    A captured tensor is neither an input nor registered on ``module``.
-    """
-    refuse_unknown(output, module, list(inputs), what)
-
-
 def refuse_unknown(output: Tensor, module: nn.Module, known: Sequence[Tensor], what: str) -> None:
-    """Raise if ``output`` depends on an unknown tensor that requires grad.
-
-    An unknown tensor is neither in ``known`` nor registered on ``module``.
-    """
+    """Raise if ``output`` has a leaf that is neither in ``known`` nor registered on ``module``."""
     if unknown_leaf(output, known) is None:
         return
     # Collecting the tensors of a module is slow, so it is done only if the fast check fails.

@@ -1,21 +1,16 @@
 """Readings: what a run computes, read once from the modules that the user edits.
 
-A module is what the user edits; a reading is what is computed. A reading holds the tensors of a
-module tree as they were when it was made, and :meth:`Reading.bound` makes private shallow copies of
-the tree with these tensors, or with others, in their places. A run computes with such copies alone,
-forward and backward. So a later change of the module (an optimiser's step, ``load_state_dict``, the
-end of a ``functional_call``) does not reach a run that has started, and nothing is ever put into
-the user's module: other threads see it as it is.
+A reading holds the tensors of a module tree as they were when it was made, and makes private
+shallow copies of the tree with these tensors, or with others, in their places. A run computes with
+such copies alone, forward and backward. So a later change of the module (an optimiser's step,
+``load_state_dict``, the end of a ``functional_call``) does not reach a run that has started, and
+nothing is ever put into the user's module: other threads see it as it is.
 
 Numbers are checked whenever a reading is made, by the rules under which they were registered
-(:func:`adjsim.core.parameters.register`) and by the method ``validate`` of a module, which its
-constructor calls too. Values that follow from others are made with the reading
-(:mod:`adjsim.core.derived`).
-
-A copy is shallow: its attributes are shared, but for those that reach modules and tensors of the
-tree, which are rebuilt with the copies in their places (:mod:`adjsim.core.rebinding`). Functions of
-the user that name the user's modules (a record, an observable) are evaluated by :meth:`Reading.on`.
-Modules of ``torch.jit`` are not copied, and their tensors are not read.
+(:mod:`adjsim.core.parameters`) and by the method ``validate`` of a module, which its constructor
+calls too. Values that follow from others are made with the reading (:mod:`adjsim.core.derived`).
+Attributes of a copy are shared, but for those that reach modules and tensors of the tree, which are
+rebuilt (:mod:`adjsim.core.rebinding`). Modules of ``torch.jit`` are neither copied nor read.
 """
 
 from __future__ import annotations
@@ -30,9 +25,11 @@ from torch.nn.parameter import is_lazy
 from adjsim.core.box import refuse_kept_boxes
 from adjsim.core.derived import (
     MADE,
+    OWN,
+    READING,
     SOURCE,
+    STANDARD,
     Made,
-    derived,
     derived_names,
     derived_of,
     has_values,
@@ -47,33 +44,22 @@ from adjsim.core.state import in_transform
 M = TypeVar("M", bound=nn.Module)
 V = TypeVar("V")
 
-# Attributes that torch gives every module.
-_STANDARD = frozenset(vars(nn.Module()))
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
-_READING = "_reading"
-# Attributes of the library's own: the rules of numbers, and what a copy gets.
-OWN = frozenset({"_rules", _READING, SOURCE, MADE})
-_KEPT = _STANDARD | OWN
+_HOOKS = tuple(name for name in STANDARD if name.endswith("_hooks"))
+_KEPT = STANDARD | OWN
 
 
 class Reading(Generic[M]):
     """The tensors of a module tree at one time, and copies of the tree that hold them.
 
-    Args:
-        module: the root of the tree; a copy that another reading has made is read as well.
-        box: a periodic box in place of that of each part that has one; None: their own.
+    The tree may be a copy that another reading has made. A periodic box takes the place of that of
+    each part that has one.
 
     Attributes:
         source: the module that the user edits.
         tensors: each parameter and buffer once, even if it has several names.
         names: the first name of each.
         wanted: the indices in ``tensors`` of the tensors that require grad.
-        slots: the names, the places of the tensors in the tree, and the derived values that are no
-            tensors.
-
-    Raises:
-        ValueError: a number that the constructor of its module would refuse; a box for a tree
-            without one.
+        slots: the names and places of the tensors, and the derived values that are no tensors.
     """
 
     def __init__(self, module: M, box: Tensor | None = None) -> None:
@@ -88,16 +74,36 @@ class Reading(Generic[M]):
             for table in ("_parameters", "_buffers")
             for path, part in self._parts
             for name, x in vars(part)[table].items()
-            if x is not None and not (table == "_buffers" and name in derived_names(type(part)))
+            if x is not None and name not in derived_names(type(part))
         ]
         if box is not None:
-            found = _with_box(module, found, box)
-        found += [
-            (path, part, "_buffers", rule.name, x)
-            for path, part, rule, x in self._derived_values(
-                found if box is not None else (), readable
-            )
-        ]
+            # A part may hold the box of another under a name of its own.
+            boxes = {id(x) for *_, name, x in found if name == "box"}
+            if not boxes:
+                raise ValueError(
+                    f"{type(module).__name__} has no box to replace: give it one when it is made "
+                    "(box=)."
+                )
+            found = [
+                (path, part, table, name, box if id(x) in boxes else x)
+                for path, part, table, name, x in found
+            ]
+        changed = [] if box is None else found.copy()
+        self._values: list[tuple[nn.Module, dict[str, Any]]] = []
+        for path, part in self._parts:
+            rules = derived_of(type(part))
+            if not rules:
+                continue
+            own = {name: x for _, owner, _, name, x in changed if owner is part}
+            holder = replaced(part, own) if own else part
+            values: dict[str, Any] = {}
+            self._values.append((part, values))
+            for rule in rules:
+                value = rule.make(holder, readable)
+                if not isinstance(value, Tensor):
+                    values[rule.name] = value
+                elif not value.requires_grad:
+                    found.append((path, part, "_buffers", rule.name, value))
         number_of: dict[int, int] = {}
         names: list[str] = []
         tensors: list[Tensor] = []
@@ -105,7 +111,7 @@ class Reading(Generic[M]):
             if id(x) not in number_of:
                 number_of[id(x)] = len(tensors)
                 tensors.append(x)
-                names.append(f"{path}.{name}" if path else name)
+                names.append(_joined(path, name))
         self.names, self.tensors = tuple(names), tuple(tensors)
         self.wanted = tuple(number for number, x in enumerate(tensors) if x.requires_grad)
         self._places = [(part, table, name, number_of[id(x)]) for _, part, table, name, x in found]
@@ -125,10 +131,7 @@ class Reading(Generic[M]):
         return any(map(is_lazy, self.tensors))
 
     def bound(self, tensors: Sequence[Tensor] | None = None) -> M:
-        """Return a copy of the tree with these tensors in their places; None: those of the reading.
-
-        A copy is independent of the user's module and of other copies.
-        """
+        """Return an independent copy of the tree with these tensors, or those of the reading."""
         tensors = self.tensors if tensors is None else tensors
         twins: dict[int, Any] = {id(x): y for x, y in zip(self.tensors, tensors, strict=True)}
         for _, part in self._parts:
@@ -146,7 +149,7 @@ class Reading(Generic[M]):
             }
             state["_parameters"] = given["_parameters"].copy()
             state["_buffers"] = given["_buffers"].copy()
-            state[_READING], state[SOURCE] = self, source_of(part)
+            state[READING], state[SOURCE] = self, source_of(part)
             vars(twin).update(state)
             for name in slots_of(type(part)):
                 if hasattr(part, name):
@@ -166,10 +169,7 @@ class Reading(Generic[M]):
         return tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in self.tensors)
 
     def connected(self) -> tuple[Tensor, ...]:
-        """Return copies of the values with a graph, by which autograd reaches the tensors once.
-
-        Where no graph is recorded, they are leaves.
-        """
+        """Return copies of the values with a graph to the tensors; leaves, if none is recorded."""
         if not torch.is_grad_enabled() and not in_transform():
             return self.leaves()
         return tuple(x.clone() for x in self.tensors)
@@ -191,26 +191,21 @@ class Reading(Generic[M]):
 
     def _copies(self, copy: nn.Module) -> dict[int, nn.Module]:
         """Return the modules of a copy by the identity of those that were read."""
-        return {id(part): x for (_, part), x in zip(self._parts, _modules(copy), strict=True)}
+        copies = _parts(copy)
+        return {id(part): x for (_, part), (_, x) in zip(self._parts, copies, strict=True)}
 
     def registers_others(self, copy: nn.Module) -> bool:
         """Return whether a copy has more or fewer modules or tensors than it was made with."""
-        parts = _modules(copy)
-        tensors = sum(
-            x is not None
-            for part in parts
-            for table in (part._parameters, part._buffers)
-            for x in table.values()
-        )
+        parts = [part for _, part in _parts(copy)]
+        tables = [table for part in parts for table in (part._parameters, part._buffers)]
+        tensors = sum(x is not None for table in tables for x in table.values())
         return (len(parts), tensors) != (len(self._parts), len(self._places))
 
     def kept(self, copy: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that modules of a copy have put into attributes, by their names."""
         return {
-            f"{path}.{name}" if path else name: x
-            for (path, _), given, twin in zip(
-                self._parts, self._states, _modules(copy), strict=False
-            )
+            _joined(path, name): x
+            for (path, twin), given in zip(_parts(copy), self._states, strict=False)
             for name, x in vars(twin).items()
             if isinstance(x, Tensor) and given.get(name) is None
         }
@@ -219,13 +214,6 @@ class Reading(Generic[M]):
         """Refuse a module that computes a tensor from parameters once, and keeps it.
 
         Later evaluations would read it with the graph of the first one, or without a graph.
-
-        Args:
-            tensors: leaves for a copy.
-            evaluate: evaluates the copy.
-
-        Raises:
-            ValueError: the name of the attribute.
         """
         copy = self.bound(tensors)
         with torch.enable_grad():
@@ -242,11 +230,9 @@ class Reading(Generic[M]):
                 )
 
     def written(self, copy: nn.Module, tensors: Sequence[Tensor]) -> str | None:
-        """Return the name of a tensor that a copy has written into or replaced; None: it has not.
+        """Return the name of a tensor that a copy has written into or replaced, if any.
 
-        Args:
-            copy: the copy.
-            tensors: those that the copy was made with, which nobody else writes into.
+        Nobody else writes into the tensors that the copy was made with.
         """
         parts = self._copies(copy)
         for part, table, name, number in self._places:
@@ -256,11 +242,7 @@ class Reading(Generic[M]):
         return None
 
     def refuse_written(self, copy: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Refuse a copy that has written into a tensor that it was made with, or replaced one.
-
-        Raises:
-            ValueError: the name of the tensor.
-        """
+        """Refuse a copy that has written into a tensor that it was made with, or replaced one."""
         name = self.written(copy, tensors)
         if name is not None:
             raise ValueError(
@@ -275,9 +257,9 @@ class Reading(Generic[M]):
     ) -> Callable[..., V]:
         """Return a function that reads a copy, and its tensors, where it names the source.
 
-        A record or an observable is a function of the user, which may name the user's module.
-        Modules of the tree in its closure are replaced by those of the copy. Where it reaches the
-        tree in another way, torch functions receive the tensors of the copy.
+        The function, such as a record, may name the user's module. Modules of the tree in its
+        closure are replaced by those of the copy. Where it reaches the tree in another way, torch
+        functions receive the tensors of the copy.
         """
         function = self.rebound(copy, function)
         stand_ins: dict[int, Tensor] = {}
@@ -291,54 +273,16 @@ class Reading(Generic[M]):
                 for part, table, name, number in reading._places
                 if number < len(tensors)
             ]
-            reading = vars(reading.module).get(_READING)
+            reading = vars(reading.module).get(READING)
         return Rebound(function, stand_ins, tuple(places), tuple(tensors)) if places else function
-
-    def _derived_values(
-        self, changed: Sequence[Any], readable: bool
-    ) -> Iterator[tuple[str, nn.Module, derived[Any], Tensor]]:
-        """Make the derived values, and return those that are tensors.
-
-        Args:
-            changed: the tensors that differ from those of the modules, as places.
-            readable: whether the values of tensors can be read.
-        """
-        self._values: list[tuple[nn.Module, dict[str, Any]]] = []
-        for path, part in self._parts:
-            rules = derived_of(type(part))
-            if not rules:
-                continue
-            own = {name: x for _, owner, _, name, x in changed if owner is part}
-            holder = replaced(part, own) if own else part
-            values: dict[str, Any] = {}
-            self._values.append((part, values))
-            for rule in rules:
-                value = rule.make(holder, readable)
-                if isinstance(value, Tensor):
-                    if not value.requires_grad:
-                        yield path, part, rule, value
-                else:
-                    values[rule.name] = value
-
-
-def is_read(module: nn.Module) -> bool:
-    """Return whether a module is the copy that a reading has made."""
-    return _READING in vars(module)
 
 
 def read(module: M, box: Tensor | None = None) -> M:
-    """Return what is computed for a module: the copy of a new reading, or the module if it is one.
+    """Return the copy of a new reading, or the module if it is one or torch compiles it.
 
-    A tree that torch compiles is returned as it is.
-
-    Args:
-        module: the module.
-        box: a periodic box in place of that of each part; None: their own.
-
-    Raises:
-        ValueError: a part with a box that cannot be replaced.
+    A periodic box takes the place of that of each part.
     """
-    if (box is None and is_read(module)) or torch.compiler.is_compiling():
+    if (box is None and READING in vars(module)) or torch.compiler.is_compiling():
         return module
     if isinstance(module, torch.jit.ScriptModule):
         return module
@@ -351,13 +295,10 @@ def read(module: M, box: Tensor | None = None) -> M:
 def as_part(part: M, whole: nn.Module, **values: Any) -> M:
     """Mark a module that a copy makes of its own tensors as belonging to the same reading.
 
-    Args:
-        part: the module, with its tensors.
-        whole: the copy.
-        values: derived values of the part that are no tensors.
+    The values are derived values of the part that are no tensors.
     """
-    if is_read(whole):
-        vars(part)[_READING] = vars(whole)[_READING]
+    if READING in vars(whole):
+        vars(part)[READING] = vars(whole)[READING]
         vars(part)[MADE] = Made(values, own_tensors(part))
     return part
 
@@ -373,22 +314,8 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 continue
             if not isinstance(child, torch.jit.ScriptModule):
                 seen.add(id(child))
-                queue.append((f"{path}.{name}" if path else name, child))
+                queue.append((_joined(path, name), child))
 
 
-def _modules(module: nn.Module) -> list[nn.Module]:
-    return [part for _, part in _parts(module)]
-
-
-def _with_box(module: nn.Module, found: Sequence[Any], box: Tensor) -> list[Any]:
-    """Put a box into each place of a tree that has one."""
-    if not any(name == "box" for *_, name, _ in found):
-        raise ValueError(
-            f"{type(module).__name__} has no box to replace: give it one when it is made (box=)."
-        )
-    # A part may hold the box of another under a name of its own.
-    boxes = {id(x) for *_, name, x in found if name == "box"}
-    return [
-        (path, part, table, name, box if id(x) in boxes else x)
-        for path, part, table, name, x in found
-    ]
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_is_leaf, tree_map
 
-from adjsim.core.libraries import is_library
+from adjsim.core.libraries import of_library
 
 V = TypeVar("V")
 
@@ -32,17 +32,15 @@ PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 def rebound(value: V, twins: Mapping[int, Any]) -> V:
     """Replace modules and tensors inside a value, by their identities.
 
-    A value that reaches none of them is returned itself. Of any other the parts that reach one are
-    copied; parts that are shared, or that contain each other, stay so.
+    The parts of the value that reach one are copied, others kept. Parts that are shared, or that
+    contain each other, stay so.
     """
-    if type(value) in PLAIN or not _reaches(value, twins, set()):
-        return value
-    return _rebuilt(value, twins, {})
+    return value if type(value) in PLAIN else _rebuilt(value, twins, {})
 
 
-def _reaches(value: Any, twins: Mapping[int, Any], seen: set[int]) -> bool:
+def _reaches(value: Any, twins: Mapping[int, Any]) -> bool:
     """Return whether a value leads to one of the modules and tensors."""
-    waiting = [value]
+    waiting, seen = [value], set[int]()
     while waiting:
         x = waiting.pop()
         if type(x) in PLAIN or id(x) in seen:
@@ -55,7 +53,7 @@ def _reaches(value: Any, twins: Mapping[int, Any], seen: set[int]) -> bool:
 
 
 def _inside(x: Any) -> Iterable[Any]:
-    """Return what a value is made of."""
+    """Return what a value is made of: of objects, the attributes of classes of the user."""
     if isinstance(x, Tensor) or not gc.is_tracked(x):
         return ()
     if isinstance(x, dict):
@@ -69,22 +67,13 @@ def _inside(x: Any) -> Iterable[Any]:
     if isinstance(x, FunctionType):
         cells = [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]
         return (*cells, x.__defaults__, x.__kwdefaults__, *vars(x).values())
-    return (y for _, y in _attributes(x)) if _is_followed(x) else ()
-
-
-def _is_followed(x: Any) -> bool:
-    """Return whether the attributes of an object are followed: those of classes of the user."""
     if isinstance(x, type | ModuleType | ReferenceType):
-        return False
-    return isinstance(x, nn.Module | SimpleNamespace) or not _of_library(type(x))
+        return ()
+    followed = isinstance(x, nn.Module | SimpleNamespace) or not of_library(type(x))
+    return (y for _, y in attributes_of(x)) if followed else ()
 
 
-@cache
-def _of_library(kind: type) -> bool:
-    return is_library(kind.__module__)
-
-
-def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
+def attributes_of(x: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object by name."""
     yield from getattr(x, "__dict__", {}).items()
     for name in slots_of(type(x)):
@@ -108,7 +97,7 @@ def _rebuilt(value: Any, twins: Mapping[int, Any], memo: dict[int, Any]) -> Any:
         return twins[id(value)]
     if id(value) in memo:
         return memo[id(value)]
-    if not _reaches(value, twins, set()):
+    if not _reaches(value, twins):
         return value
 
     def inner(x: Any) -> Any:
@@ -140,7 +129,7 @@ def _rebuilt(value: Any, twins: Mapping[int, Any], memo: dict[int, Any]) -> Any:
         twin.clear()
         for x in value:
             twin.add(inner(x)) if isinstance(value, set) else twin.append(inner(x))
-    for name, x in _attributes(value):
+    for name, x in attributes_of(value):
         if type(x) not in PLAIN and (found := inner(x)) is not x:
             if name in getattr(twin, "__dict__", {}):
                 vars(twin)[name] = found
@@ -168,8 +157,7 @@ def _rebuilt_function(
     return twin
 
 
-# Where a tensor of the user's modules is: a table of tensors, the name, and the number of the
-# tensor.
+# The table of tensors of a module of the user, the name there, and the number of the tensor.
 Place = tuple[Mapping[str, Any], str, int]
 
 
@@ -178,10 +166,9 @@ class Rebound(Generic[V]):
     """A function of the user that reads other tensors in place of those of some modules.
 
     Attributes:
-        function: the function.
         stand_ins: the other tensors, by the identity of those that they stand for.
-        places: the places of the modules. What they hold when the function is called, after the
-            end of a ``functional_call`` for example, is replaced too.
+        places: the places of the modules. The tensors there at a call, after the end of a
+            ``functional_call`` for example, are replaced too.
         tensors: the other tensors, by number.
     """
 
@@ -193,8 +180,7 @@ class Rebound(Generic[V]):
     def __call__(self, *args: Any) -> V:
         found = dict(self.stand_ins)
         for table, name, number in self.places:
-            x = table.get(name)
-            if x is not None:
+            if (x := table.get(name)) is not None:
                 found.setdefault(id(x), self.tensors[number])
         stand_ins = StandIns(found)
         with stand_ins:

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why something cannot do what it is asked.
-
-    Attributes:
-        reason: a clause without a full stop, such as "positions are on cuda".
-    """
+    """Why something cannot do what it is asked: a clause, such as "positions are on cuda"."""
 
     reason: str

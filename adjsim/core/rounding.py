@@ -26,7 +26,9 @@ class Rounding:
 
     def link(self, link: int | None) -> Rounding:
         """Return the rounding of one link of a field."""
-        return self if link is None else Rounding(self.spacing.select(-3, link))
+        if link is None or not self.rounds:
+            return self
+        return Rounding(self.spacing.select(-3, link))
 
     def round(self, x: Tensor) -> Tensor:
         """Round to the nearest multiples, with the derivative of the identity."""
@@ -50,9 +52,6 @@ class _Unrounded(Rounding):
 
     def __init__(self) -> None:
         pass
-
-    def link(self, link: int | None) -> Rounding:
-        return self
 
     def round(self, x: Tensor) -> Tensor:
         return x

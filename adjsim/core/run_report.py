@@ -8,11 +8,7 @@ from torch import Tensor
 
 
 class RunReport:
-    """The entries of ``trajectory.stats``, which a run and its sweeps write.
-
-    An entry that does not concern a run is not set. See :class:`~adjsim.Trajectory` for what they
-    are.
-    """
+    """The entries of ``trajectory.stats`` (:class:`~adjsim.Trajectory`) that concern a run."""
 
     energy_evaluations: int
     reconstruction_error: float | None

@@ -9,15 +9,7 @@ from torch import Tensor
 
 
 def refuse_second_derivative(gradient: str, remedy: str = "") -> None:
-    """Refuse a backward pass with create_graph.
-
-    Args:
-        gradient: the gradient, and why it has no graph.
-        remedy: a sentence with another way.
-
-    Raises:
-        RuntimeError: the pass records a graph.
-    """
+    """Refuse a backward pass with create_graph; ``gradient`` says why there is no graph."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{gradient} and has no graph of its own, so it cannot be differentiated again "

@@ -1,9 +1,8 @@
 """States: immutable named tuples of tensors, with a field for each physical quantity.
 
-Every dynamics has its own state. A state of matter begins with ``position`` of shape ``(*batch,
-atoms, dim)``, and a state of a vector field has fields ``(*batch, n)``. The first field gives the
-batch, the dtype and the device. A step returns a new state and never writes into an old one, so
-states may be stored, shared and compared without copying.
+A state of matter begins with ``position``, ``(*batch, atoms, dim)``, and a state of a vector field
+has fields ``(*batch, n)``. The first field gives the batch, the dtype and the device. A step
+returns a new state and never writes into an old one, so states may be shared without copying.
 """
 
 from __future__ import annotations
@@ -39,17 +38,11 @@ class AnyState(Protocol):
 
 
 @runtime_checkable
-class AnyPositionState(AnyState, Protocol):
-    """A state of unknown type that has a position."""
+class AnyMomentumState(AnyState, Protocol):
+    """A state of unknown type that has a position and a momentum."""
 
     @property
     def position(self) -> Tensor: ...
-
-
-@runtime_checkable
-class AnyMomentumState(AnyPositionState, Protocol):
-    """A state of unknown type that has a position and a momentum."""
-
     @property
     def momentum(self) -> Tensor: ...
 
@@ -74,12 +67,12 @@ class FieldState(NamedTuple):
 
 def position_of(state: AnyState) -> Tensor:
     """Return the position of a state that has one."""
-    return cast(AnyPositionState, state).position
+    return cast(Any, state).position
 
 
 def momentum_of(state: AnyState) -> Tensor:
     """Return the momentum of a state that has one."""
-    return cast(AnyMomentumState, state).momentum
+    return cast(Any, state).momentum
 
 
 def detached(state: State) -> State:
@@ -98,28 +91,20 @@ def stack(states: list[State]) -> State:
 
 
 def in_transform() -> bool:
-    """Return whether a torch.func transform (grad, vmap, jvp) is active.
-
-    Torch has no public function for it.
-    """
+    """Return whether a torch.func transform (grad, vmap, jvp) is active."""
+    # Torch has no public function for it.
     return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def all_finite(state: AnyState) -> bool:
-    """Return whether every number of the state is finite.
-
-    It checks the sum, which is finite only if all terms are.
-    """
+    """Return whether the sum of all numbers of the state is finite, as it is only if each is."""
     return math.isfinite(float(sum(x.detach().sum(dtype=torch.float64) for x in state)))
 
 
 def is_finite(x: Tensor) -> bool:
-    """Return whether every entry of a tensor is finite.
-
-    The sum takes fewer operations than the entries, which are checked only if it is not finite:
-    finite entries may have such a sum.
-    """
+    """Return whether every entry of a tensor is finite."""
     x = x.detach()
+    # A sum takes fewer operations than the entries, which may be finite where it is not.
     return math.isfinite(float(x.sum(dtype=torch.float64))) or bool(torch.isfinite(x).all())
 
 
@@ -129,15 +114,14 @@ def magnitudes(state: AnyState) -> list[Tensor]:
 
 
 def as_state(state: Any) -> Any:
-    """Convert the fields of a state from arrays or lists to tensors.
+    """Convert arrays to tensors, and lists to tensors like the first field.
 
-    Lists take dtype and device of the first field. Anything that is not a named tuple is returned
-    unchanged, for ``check`` of the dynamics to refuse.
+    Anything that is not a named tuple is left for ``check`` of the dynamics to refuse.
     """
     if not isinstance(state, tuple) or not hasattr(state, "_fields") or not state:
         return state
     names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
-    fields = [as_tensor(name, value) for name, value in zip(names, state, strict=True)]
+    fields = list(map(as_tensor, names, state))
     made = [
         x if isinstance(given, Tensor | np.ndarray) else x.to(fields[0])
         for x, given in zip(fields, state, strict=True)

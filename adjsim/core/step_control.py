@@ -1,57 +1,36 @@
-r"""The choice of step sizes by an estimate of the error, for every method with adaptive steps.
+"""The choice of step sizes by an estimate of the error, for every method with adaptive steps.
 
 With the error e of a step of size h, relative to its tolerance, and an estimate of order p in the
-step size, the next size is
-
-.. math:: h' = h \min(g, \max(0.2, 0.9\, e^{-1/p})).
-
-This is the controller of SciPy's solvers, with g = 10, and g = 1 after a rejected attempt.
+step size, the next size is ``h min(g, max(0.2, 0.9 e^(-1/p)))``. This is the controller of SciPy's
+solvers, with g = 10, and g = 1 after a rejected attempt.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from functools import reduce
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+N = TypeVar("N", float, Tensor)
 SAFETY, SHRINK, GROW = 0.9, 0.2, 10.0
 # A smaller error is replaced by this one, of which every power is finite.
 SMALLEST_ERROR = 1e-30
 
 
 def relative(error: Tensor, states: Sequence[Tensor], rtol: Any, atol: Any) -> Tensor:
-    """Return an error relative to the tolerance, atol + rtol max abs(y), for each entry.
-
-    Args:
-        error: the error, or another tensor with the unit of the states.
-        states: the states y, for example those before and after a step.
-        rtol, atol: the tolerances.
-    """
-    size = states[0].abs()
-    for y in states[1:]:
-        size = size.maximum(y.abs())
+    """Return an error, entry by entry, relative to the tolerance ``atol + rtol max abs(y)``."""
+    size = reduce(torch.maximum, map(torch.abs, states))
     return error / (atol + rtol * size)
 
 
-@overload
-def next_factor(error: Tensor, order: int, most: Tensor) -> Tensor: ...
+def next_factor(error: N, order: int, most: N | float = GROW) -> N:
+    """Return the ratio, of at most ``most``, of the next step size to the present one.
 
-
-@overload
-def next_factor(error: float, order: int, most: float = GROW) -> float: ...
-
-
-def next_factor(error: Any, order: int, most: Any = GROW) -> Any:
-    """Return the ratio of the next step size to the present one.
-
-    Args:
-        error: the error relative to the tolerance, a number or a tensor of any shape. Infinity and
-            NaN stand for a step that left the finite numbers.
-        order: the order of the error estimate in the step size.
-        most: the largest ratio, a number or a tensor like ``error``.
+    An error of infinity or NaN stands for a step that left the finite numbers.
     """
     if isinstance(error, Tensor):
         found = SAFETY * error.clamp(min=SMALLEST_ERROR) ** (-1 / order)
@@ -66,11 +45,7 @@ def first_size(
 ) -> Tensor:
     """Choose the first step size (Hairer, Norsett and Wanner, section II.4), as SciPy does.
 
-    Args:
-        size, slope: the norms of the state and of its rate, relative to the tolerance.
-        length: the length of the time span.
-        order: the order of the error estimate in the step size.
-        change: returns the norm of the change of the rate over a trial step along the rate.
+    The norms are relative to the tolerance; ``change`` is of the rate, over a trial step along it.
     """
     large = (size >= 1e-5) & (slope >= 1e-5)
     trial = torch.where(large, 0.01 * size / slope, 1e-6).minimum(length)

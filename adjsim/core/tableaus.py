@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations_with_replacement
+from operator import mul
 from typing import Any
 
 from adjsim.core.arguments import as_number, describe_type
 
-# A rooted tree is the sorted tuple of the trees on its root.
-Tree = tuple["Tree", ...]
 HIGHEST_ORDER = 6
+# The rounding of sums of coefficients, far below any condition that a method misses.
+TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Tableau:
 
     a: Sequence[Sequence[float | int]]
     b: Sequence[float | int]
-    c: Sequence[float | int] | None = field(default=None)
-    error: Sequence[float | int] | None = field(default=None)
+    c: Sequence[float | int] | None = None
+    error: Sequence[float | int] | None = None
 
     def __post_init__(self) -> None:
         b = _numbers("b", self.b)
@@ -61,14 +62,24 @@ class Tableau:
                 )
             if len(row) < i:
                 raise ValueError(f"a[{i}] has {len(row)} entries; it must have {i}.")
-        a = tuple(row[:i] for i, row in enumerate(rows))
-        sums = tuple(math.fsum(row) for row in a)
+        sums = tuple(math.fsum(row) for row in rows)
         c = sums if self.c is None else _numbers("c", self.c)
-        if len(c) != stages or any(abs(x - y) > 1e-9 for x, y in zip(c, sums, strict=True)):
+        if len(c) != stages or any(abs(x - y) > TOLERANCE for x, y in zip(c, sums, strict=True)):
             raise ValueError(f"c must be the sums of the rows of a, {sums}; got {c}.")
-        if abs(math.fsum(b) - 1) > 1e-9:
+        if abs(math.fsum(b) - 1) > TOLERANCE:
             raise ValueError(f"the sum of b must be 1; got {math.fsum(b):g}.")
-        error = None if self.error is None else _error_weights(self.error, stages)
+        error = None if self.error is None else _numbers("error", self.error)
+        if error is not None and len(error) not in (stages, stages + 1):
+            raise ValueError(
+                f"error has {len(error)} weights; it must have one for each of the {stages} "
+                "stages, and may have one more for the rate at the end of the step."
+            )
+        if error is not None and (abs(math.fsum(error)) > TOLERANCE or not any(error)):
+            raise ValueError(
+                "error must be the differences of two sets of weights, not all zero, and their sum "
+                f"zero; got the sum {math.fsum(error):g}."
+            )
+        a = tuple(row[:i] for i, row in enumerate(rows))
         for name, value in (("a", a), ("b", b), ("c", c), ("error", error)):
             object.__setattr__(self, name, value)
 
@@ -81,14 +92,18 @@ class Tableau:
     @cached_property
     def order(self) -> int:
         """The order of accuracy, at most six."""
-        trees: list[list[Tree]] = [[()]]
-        for order in range(1, HIGHEST_ORDER + 1):
-            for tree in trees[order - 1]:
-                weight = math.fsum(b * x for b, x in zip(self.b, self._weights(tree), strict=True))
-                # Rounding of the coefficients, far below any condition that a method misses.
-                if abs(weight - 1 / _density(tree)) > 1e-9:
-                    return order - 1
-            trees.append(_grown(trees))
+        # The size, the density and the elementary weights at the stages of each rooted tree.
+        trees: list[tuple[int, int, list[float]]] = []
+        for order in range(HIGHEST_ORDER):
+            known = [x for n in range(order + 1) for x in combinations_with_replacement(trees, n)]
+            for branches in known:
+                if sum(size for size, _, _ in branches) != order:
+                    continue
+                density = (order + 1) * math.prod(x for _, x, _ in branches)
+                weights = [math.prod(_dot(row, x) for _, _, x in branches) for row in self.a]
+                if abs(_dot(self.b, weights) - 1 / density) > TOLERANCE:
+                    return order
+                trees.append((order + 1, density, weights))
         return HIGHEST_ORDER
 
     @cached_property
@@ -100,56 +115,15 @@ class Tableau:
         embedded = [x - e for x, e in zip(b, self.error, strict=True)]
         return min(self.order, Tableau([*self.a, *[self.b] * extra], embedded).order)
 
-    def _weights(self, tree: Tree) -> list[float]:
-        """Return the elementary weight of a tree at each stage."""
-        found = [1.0] * len(self.b)
-        for branch in tree:
-            below = self._weights(branch)
-            for i, row in enumerate(self.a):
-                found[i] *= math.fsum(x * y for x, y in zip(row, below, strict=False))
-        return found
 
-
-def _error_weights(values: Any, stages: int) -> tuple[float, ...]:
-    error = _numbers("error", values)
-    if len(error) not in (stages, stages + 1):
-        raise ValueError(
-            f"error has {len(error)} weights; it must have one for each of the {stages} stages, "
-            "and may have one more for the rate at the end of the step."
-        )
-    if abs(math.fsum(error)) > 1e-9 or not any(error):
-        raise ValueError(
-            "error must be the differences of two sets of weights, not all zero, and their sum "
-            f"zero; got the sum {math.fsum(error):g}."
-        )
-    return error
+def _dot(x: Sequence[float], y: Sequence[float]) -> float:
+    return math.fsum(map(mul, x, y))
 
 
 def _numbers(name: str, values: Any) -> tuple[float, ...]:
     if isinstance(values, str) or not hasattr(values, "__len__"):
         raise TypeError(f"{name} must be a list of numbers; got {describe_type(values)}.")
     return tuple(as_number(f"{name}[{i}]", x) for i, x in enumerate(values))
-
-
-def _size(tree: Tree) -> int:
-    return 1 + sum(map(_size, tree))
-
-
-def _density(tree: Tree) -> int:
-    return _size(tree) * math.prod(map(_density, tree))
-
-
-def _grown(trees: list[list[Tree]]) -> list[Tree]:
-    """List the trees with one vertex more than the largest of those given."""
-    size, known = len(trees), [tree for group in trees for tree in group]
-    return sorted(
-        {
-            tuple(sorted(branches))
-            for count in range(1, size + 1)
-            for branches in combinations_with_replacement(known, count)
-            if sum(map(_size, branches)) == size
-        }
-    )
 
 
 TABLEAUS = {
@@ -162,9 +136,7 @@ TABLEAUS = {
     "ssp3": Tableau([[], [1], [1 / 4, 1 / 4]], [1 / 6, 1 / 6, 2 / 3]),
     # The third-order method of the pair of Bogacki and Shampine (1989), and its error.
     "bogacki-shampine": Tableau(
-        [[], [1 / 2], [0, 3 / 4]],
-        [2 / 9, 1 / 3, 4 / 9],
-        error=[-5 / 72, 1 / 12, 1 / 9, -1 / 8],
+        [[], [1 / 2], [0, 3 / 4]], [2 / 9, 1 / 3, 4 / 9], error=[-5 / 72, 1 / 12, 1 / 9, -1 / 8]
     ),
     "rk4": Tableau([[], [1 / 2], [0, 1 / 2], [0, 0, 1]], [1 / 6, 1 / 3, 1 / 3, 1 / 6]),
     # The fifth-order method of the pair of Dormand and Prince (1980), and its error.
@@ -178,14 +150,6 @@ TABLEAUS = {
             [9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656],
         ],
         [35 / 384, 0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84],
-        error=[
-            71 / 57600,
-            0,
-            -71 / 16695,
-            71 / 1920,
-            -17253 / 339200,
-            22 / 525,
-            -1 / 40,
-        ],
+        error=[71 / 57600, 0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40],
     ),
 }

@@ -22,19 +22,15 @@ class TimeAverage:
     With steps of one size it is the mean of ``function`` over the ends of all steps with
     ``t - ts[0] > burn_in``. (:class:`~adjsim.SDESolver` stores the states after these steps until
     the end of the run.) With :class:`~adjsim.Coupled` steps of varying size it is the integral of
-    ``function`` over this time by the trapezoidal rule, divided by the length of this time. Its
-    error is of second order in the steps, whatever the order of the method. With
-    :class:`~adjsim.ODESolver` it is the same integral, solved as an additional component of the
-    equation. The component is left out of the step-size control, so that the path does not change.
+    ``function`` over this time by the trapezoidal rule, divided by the length of this time, with an
+    error of second order in the steps for any method. With :class:`~adjsim.ODESolver` the integral
+    is an additional component of the equation, left out of the step-size control, so that the path
+    does not change.
 
     Args:
-        function: a function from the state to a tensor. Of integers and bools the average has the
-            dtype of the state. The shape must not change from step to step.
-        burn_in: time at the start that is left out.
-
-    Raises:
-        TypeError: a function that cannot be called, a burn_in that is not a number.
-        ValueError: a negative burn_in.
+        function: a function from the state to a tensor of a fixed shape. Of integers and bools the
+            average has the dtype of the state.
+        burn_in: time at the start that is left out, not negative.
     """
 
     function: Callable[[Any], Tensor]
@@ -53,9 +49,6 @@ class Final:
 
     Args:
         function: a function from the state to a tensor whose leading axis is the replicas.
-
-    Raises:
-        TypeError: a function that cannot be called.
     """
 
     function: Callable[[Any], Tensor]
@@ -97,8 +90,8 @@ class RunEnd:
         step: the number of steps since.
         seed, first: the seed of the noise, and the number of the first replica; None without noise.
         solver: describes the solver, for comparison.
-        spacings: the spacings of the lattice of an exact run.
-        check_every: steps between two checks of the buffers of an exact run.
+        spacings, check_every: of an exact run, the spacings of the lattice, and the steps between
+            two checks of the buffers.
         fields: fields of the last state that a state of the dynamics lacks: buffers, or the second
             copies of :class:`~adjsim.Coupled`.
         force: the force with which the next compiled step begins.
@@ -125,6 +118,7 @@ class Trajectory(Generic[State]):
         record: the saved values: ``(frames, ...)`` of a function, ``(...)`` of a
             :class:`TimeAverage`, None without ``record=``.
         final: the state at the last time.
+        end: the end of the run, for ``simulate(continues=)``; None if it had no fixed steps.
         stats: a dict. Every run has ``steps`` (None for adaptive steps of torchdiffeq),
             ``energy_evaluations`` (passes over the energy: a force is one, a product with its
             Jacobian is one, and backward adds its own) and ``reconstruction_error`` (None before
@@ -132,17 +126,16 @@ class Trajectory(Generic[State]):
             was verified). With checkpoint and reversible adjoints there is ``cotangent_growth``,
             None before backward: how much the cotangents of the state grew in the sweep. Some runs
             have ``order`` (of a splitting), ``rate`` (of the coupling of reversible Runge-Kutta
-            steps), ``step_times`` (of steps of varying size: the time of the start and of the end
-            of each step, ``(steps + 1,)``), ``rejected`` (of adaptive steps: the number of attempts
-            that were repeated with a smaller size), ``checkpoint_every`` and ``checkpoints`` (of a
-            reversible adjoint: the smallest distance, or None, and the number of stored states),
-            ``compiled_forward``, ``compiled_backward`` and ``compile_seconds`` (of compiled runs:
-            what compiled the loops, None before they run, and the time that it took),
-            ``resumed_at`` (of a run with a store: the step from which it went on, or None),
-            ``seed`` (of stochastic dynamics), ``pairs`` (how each pair potential evaluates them:
-            "neighbour list", "all pairs", or by operations of torch, with the reason),
-            ``buffer_bits`` and ``buffer_bound`` (of an exact run: the bits per step and degree of
-            freedom that its buffers took, and that friction removes).
+            steps), ``step_times`` (of steps of varying size: the start and all ends, ``(steps +
+            1,)``), ``rejected`` (the attempts that adaptive steps repeated with a smaller size),
+            ``checkpoint_every`` and ``checkpoints`` (of a reversible adjoint: the smallest
+            distance, or None, and the number of stored states), ``compiled_forward``,
+            ``compiled_backward`` and ``compile_seconds`` (what compiled the loops, None before they
+            run, and how long it took), ``resumed_at`` (the step from which a run with a store went
+            on, or None), ``seed`` (of stochastic dynamics), ``pairs`` (how each pair potential
+            evaluates them: "neighbour list", "all pairs", or by operations of torch, with the
+            reason), ``buffer_bits`` and ``buffer_bound`` (of an exact run: the bits per step and
+            degree of freedom that its buffers took, and that friction removes).
 
     A trajectory can be pickled, saved with ``torch.save``, loaded with ``torch.load``
     (``weights_only=True`` too, where adjsim has been imported), and deep-copied. The copy has the
@@ -160,7 +153,7 @@ class Trajectory(Generic[State]):
         end: RunEnd | None = None,
     ) -> None:
         self.times, self.record, self.final, self.stats = times, record, final, stats
-        self._states, self._end = states, end
+        self._states, self.end = states, end
 
     def __getattr__(self, name: str) -> Tensor:
         # During unpickling there is no final state yet.
@@ -175,22 +168,12 @@ class Trajectory(Generic[State]):
         return getattr(self._states, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "times": self.times,
-            "record": None if self.record is None else self.record.detach(),
-            "final": detached(self.final),
-            "stats": self.stats,
-            "_states": None if self._states is None else detached(self._states),
-            "_end": self._end,
-        }
+        record = None if self.record is None else self.record.detach()
+        states = None if self._states is None else detached(self._states)
+        return {**vars(self), "record": record, "final": detached(self.final), "_states": states}
 
     def __copy__(self) -> Trajectory[State]:
-        return Trajectory(self.times, self._states, self.record, self.final, self.stats, self._end)
-
-    @property
-    def end(self) -> RunEnd | None:
-        """The end of the run, for ``simulate(continues=)``; None if it had no fixed steps."""
-        return self._end
+        return Trajectory(self.times, self._states, self.record, self.final, self.stats, self.end)
 
     def __repr__(self) -> str:
         kept = "states" if self._states is not None else "record"
@@ -207,12 +190,7 @@ torch.serialization.add_safe_globals([Trajectory, RunEnd])
 
 
 def check_times(ts: Any) -> Tensor:
-    """Convert save times to a float64 tensor, and check that they increase.
-
-    Raises:
-        TypeError: not a list, array or tensor of numbers.
-        ValueError: times that require grad, fewer than two, not finite or not increasing.
-    """
+    """Convert save times to a float64 tensor, and check that they increase."""
     if isinstance(ts, Tensor) and ts.requires_grad:
         raise ValueError(
             "ts requires grad, and simulate has no gradient with respect to times: pass "
@@ -224,13 +202,12 @@ def check_times(ts: Any) -> Tensor:
             "ts must list the initial time and at least one save time; got shape "
             f"{tuple(times.shape)}."
         )
-    values = _numbers(times)
-    if not all(map(math.isfinite, values)) or any(b <= a for a, b in pairwise(values)):
-        k = next(
-            k for k, b in enumerate(values) if not math.isfinite(b) or (k and b <= values[k - 1])
-        )
-        after = f" after ts[{k - 1}] = {values[k - 1]:g}" if k else ""
-        raise ValueError(f"ts must be finite and increase; got ts[{k}] = {values[k]:g}{after}.")
+    before = -math.inf
+    for k, t in enumerate(_numbers(times)):
+        if not before < t < math.inf:
+            after = f" after ts[{k - 1}] = {before:g}" if k else ""
+            raise ValueError(f"ts must be finite and increase; got ts[{k}] = {t:g}{after}.")
+        before = t
     return times
 
 
@@ -240,11 +217,7 @@ def _numbers(times: Tensor) -> list[float]:
 
 
 def step_numbers(times: Tensor, dt: float) -> list[int]:
-    """Convert save times to step numbers.
-
-    Raises:
-        ValueError: a save time off the grid of dt by more than a thousandth of a step.
-    """
+    """Convert save times, on the grid of dt to a thousandth of a step, to step numbers."""
     values = _numbers(times)
     first = values[0]
     exact = [(t - first) / dt for t in values]
@@ -275,11 +248,7 @@ def sum_dtype(value: Tensor) -> torch.dtype:
 
 
 def check_shape(value: Tensor, shape: torch.Size, when: str) -> None:
-    """Refuse a value of a recorded or averaged function with another shape than before.
-
-    Raises:
-        ValueError: another shape, with the time or the step in ``when``.
-    """
+    """Refuse a value of a recorded or averaged function with another shape than before."""
     if value.shape != shape:
         raise ValueError(
             f"the record has shape {tuple(value.shape)} {when}, and had shape {tuple(shape)} "

@@ -25,5 +25,3 @@ Number = float | int | np.generic | nn.Parameter | Array
 Times = Sequence[float | int] | np.ndarray | Tensor
 # The source of random numbers: a seed, a generator, or torch's default generator.
 Seed = int | np.integer | torch.Generator | None
-
-__all__ = ["Array", "Energies", "Number", "Positions", "PositionsLike", "Seed", "Times", "Vectors"]

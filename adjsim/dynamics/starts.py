@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_tensor
 from adjsim.core.module_cache import refuse_written, version_of
-from adjsim.core.neighbour_search import closest_atoms
+from adjsim.core.neighbour_list import closest_atoms
 from adjsim.core.noise import Noise, NoiseStream, seed_from
 from adjsim.core.state import AnyState, check_position, in_transform, position_of
 from adjsim.core.typing import Positions, PositionsLike, Seed

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.core.arguments import outside_inference_mode
-from adjsim.core.durable.identity import tensor_fingerprint
+from adjsim.core.durable.manifest import tensor_fingerprint
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.durable.store import Nested, moved
 from adjsim.core.noise import Noise, as_generator, seed_from

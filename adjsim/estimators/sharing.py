@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from adjsim.core.durable.identity import tensor_fingerprint
 from adjsim.core.durable.interruption import ending_at_once
 from adjsim.core.durable.manifest import (
     Measure,
@@ -26,6 +25,7 @@ from adjsim.core.durable.manifest import (
     describe_function,
     describe_module,
     describe_object,
+    tensor_fingerprint,
     versions,
 )
 from adjsim.core.durable.ranks import Ranks
@@ -33,7 +33,7 @@ from adjsim.core.durable.store import Nested, Store, moved
 from adjsim.core.state import AnyState, select
 from adjsim.core.trajectory import Final, TimeAverage
 from adjsim.estimators.unchanged import Unchanged
-from adjsim.simulation.manifest import rates_at_start
+from adjsim.simulation.simulate import rates_at_start
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from adjsim.core.arguments import as_number, as_tensor
 from adjsim.core.box import checked_box, differences, nearest_image
 from adjsim.core.layout import is_tracing, outside_tracing
-from adjsim.core.neighbour_search import pairs_within
+from adjsim.core.neighbour_list import pairs_within
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Array, PositionsLike
 

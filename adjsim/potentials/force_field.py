@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adjsim.core.box import share_box
 from adjsim.core.derived import own_tensors
-from adjsim.core.neighbour_search import closest_atoms
+from adjsim.core.neighbour_list import closest_atoms
 from adjsim.potentials.base import Potential, SumPotential, force
 
 LARGEST_ENERGY = 1e6

@@ -1,18 +1,24 @@
-"""The function :func:`simulate`, which checks its arguments and runs the adjoint."""
+"""The function :func:`simulate`, which checks its arguments and runs the adjoint.
+
+The store of a run knows it by its description and by its rates at the start.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.durable.run_end import check_continues
 from adjsim.adjoints.reversible import ReversibleAdjoint
+from adjsim.core.agreement import perturbed
 from adjsim.core.arguments import (
     as_flag,
     as_number,
@@ -20,11 +26,17 @@ from adjsim.core.arguments import (
     outside_inference_mode,
     refuse_uncalled,
 )
-from adjsim.core.durable.manifest import Saving
+from adjsim.core.durable.manifest import (
+    Saving,
+    describe_module,
+    describe_object,
+    tensor_fingerprint,
+    versions,
+)
 from adjsim.core.durable.store import Store
 from adjsim.core.noise import Noise, as_generator, seed_from
 from adjsim.core.run_report import RunReport
-from adjsim.core.state import State, as_state, detached, in_transform
+from adjsim.core.state import State, as_state, detached, in_transform, position_of
 from adjsim.core.trajectory import (
     Record,
     RunEnd,
@@ -34,9 +46,9 @@ from adjsim.core.trajectory import (
     check_times,
 )
 from adjsim.core.typing import Seed, Times
-from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.base import Dynamics, named_rates
+from adjsim.potentials.base import force
 from adjsim.potentials.pairs.base import pair_paths
-from adjsim.simulation.manifest import rates_at_start, run_manifest
 from adjsim.simulation.start_checks import check_rates
 from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.continuous.base import ContinuousSolver
@@ -82,26 +94,24 @@ def simulate(
         record: a function of the state, whose values are saved instead of the states, or a
             :class:`TimeAverage`. It may depend on the parameters of the dynamics.
         generator: seeds the noise of stochastic dynamics, as a generator or an integer; None:
-            torch's default generator. The seed of the start may be used again, since starts and
-            steps have separate streams. The noise is a function of the seed, the step and the
-            replica alone. (In ``torch.func.vmap`` every sample gets the same noise; give the state
-            a batch axis instead.)
-        compile: run forward and backward in compiled loops of steps. It works for
-            steps of a fixed size, with any adjoint that the solver goes with, except for implicit
-            steps of a Hamiltonian or a body. The gradient then has no graph of its own. It needs a
-            C++ compiler. The first run of a kind compiles for a few seconds, or up to a minute
-            where torch's Inductor has to compile it
-            (``trajectory.stats["compiled_forward"]`` and ``["compile_seconds"]``), and the
-            result is kept across processes. A different number of steps, seed, parameter
-            value or save time does not compile again. Anything else that a potential or a record
-            reads (numbers, arrays, functions, tensors that are not registered, globals) is baked
-            in, and a change of it compiles again. A change that no inspection finds, such as that
-            of a patched function, is found by a comparison with one step without compilation. The
-            first call after the compilation makes the comparison, and later ones make it so rarely
-            that it takes at most a fortieth of the time of the loops; with an object that cannot be
-            inspected, every call makes it.
-            Gradients agree with uncompiled ones to rounding. Exact runs agree to the last bit,
-            unless the force has functions such as exp, or powers above the third.
+            torch's default generator. The noise is a function of the seed, the step and the replica
+            alone. Starts have a stream of their own, so their seed may be used again. (In
+            ``torch.func.vmap`` every sample gets the same noise; give the state a batch axis
+            instead.)
+        compile: run forward and backward in compiled loops of steps of a fixed size, with any
+            adjoint that the solver goes with, except for implicit steps of a Hamiltonian or a body.
+            The gradient then has no graph of its own. It needs a C++ compiler. The first run of a
+            kind compiles for a few seconds, or up to a minute where torch's Inductor has to compile
+            it (``trajectory.stats["compiled_forward"]`` and ``["compile_seconds"]``), and the
+            result is kept across processes. A different number of steps, seed, parameter value or
+            save time does not compile again. Anything else that a potential or a record reads
+            (numbers, arrays, functions, tensors that are not registered, globals) is baked in, and
+            a change of it compiles again. A change that no inspection finds, such as that of a
+            patched function, is found by a comparison with one step without compilation: at the
+            first call after the compilation, then so rarely that it takes at most a fortieth of the
+            time of the loops, and at every call with an object that cannot be inspected. Gradients
+            agree with uncompiled ones to rounding, and exact runs to the last bit, unless the force
+            has functions such as exp, or powers above the third.
         progress: show a progress bar, on a terminal.
         store: a folder in which the run saves itself, forward and backward. Called again with the
             same arguments, also by another process, it goes on from its last save, and ends with
@@ -143,20 +153,11 @@ def simulate(
         noise = Noise(seed_from(generator))
     if state is None:
         raise TypeError("state must be a start, such as dynamics.init(position); got None.")
-    kept = None if store is None else (Store(store), _seconds(every))
-    return run(
-        dynamics,
-        state,
-        ts,
-        solver,
-        adjoint,
-        record,
-        noise,
-        progress,
-        compile,
-        kept,
-        end,
-    )
+    kept = None if store is None else (Store(store), as_number("every", every))
+    if kept is not None and not kept[1] > 0:
+        raise ValueError(f"every must be a positive number of seconds; got {every}.")
+    settings = progress, compile, kept, end
+    return run(dynamics, state, ts, solver, adjoint, record, noise, *settings)
 
 
 @outside_inference_mode()
@@ -173,10 +174,7 @@ def run(
     store: tuple[Store, float] | None = None,
     continues: RunEnd | None = None,
 ) -> Trajectory[State]:
-    """Run :func:`simulate` on given noise.
-
-    A chunk of a larger batch passes its own part of the noise.
-    """
+    """Run :func:`simulate` on given noise, such as the part of one chunk of a larger batch."""
     _check_pair(solver, adjoint)
     check_record(record)
     if in_transform() and not isinstance(adjoint, DirectAdjoint):
@@ -211,7 +209,7 @@ def run(
 def assemble(
     dynamics: Dynamics[State],
     state: State,
-    times: torch.Tensor,
+    times: Tensor,
     solver: Solver,
     record: Record[State],
     noise: Noise | None,
@@ -233,10 +231,8 @@ def assemble(
         report.seed = noise.seed
     if dynamics.potential is not None:
         report.pairs = pair_paths(dynamics.potential, state[0].detach()) or None
-    found = Run(
-        reading, tensors, dynamics, state, times, solver, record, noise, progress, compile, key=key
-    )
-    return found, report
+    settings = solver, record, noise, progress, compile
+    return Run(reading, tensors, dynamics, state, times, *settings, key=key), report
 
 
 def check_start(run: Run[State]) -> None:
@@ -245,12 +241,6 @@ def check_start(run: Run[State]) -> None:
         plan = run.plan
         with torch.no_grad():
             run.solver.check(plan, run.dynamics, detached(run.state), float(run.times[0]))
-
-
-def _seconds(every: Any) -> float:
-    if not as_number("every", every) > 0:
-        raise ValueError(f"every must be a positive number of seconds; got {every}.")
-    return float(every)
 
 
 def check_dynamics(dynamics: Any) -> None:
@@ -306,3 +296,57 @@ def _check_compiled(run: Run[State], adjoint: Adjoint) -> None:
                     f"{type(run.dynamics).__name__}: {move.no_compiled_inverse.reason}. "
                     f"{LEAVE_OUT}"
                 )
+
+
+def run_manifest(run: Run[State], adjoint: Adjoint) -> dict[str, str]:
+    """Describe a run by everything that its numbers depend on."""
+    if not isinstance(run.solver, SteppingSolver):
+        raise TypeError(
+            f"store= is for solvers that take steps, such as Splitting; not for {run.solver!r}."
+        )
+    if isinstance(adjoint, DirectAdjoint) and run.needs_gradient and not run.compile:
+        raise TypeError(
+            "store=: the graph of DirectAdjoint() cannot be saved. Use ReversibleAdjoint() or "
+            "CheckpointAdjoint(), or run under torch.no_grad()."
+        )
+    record, noise, end, times = run.record, run.noise, run.continues, run.times
+    fields = run.state._asdict()
+    average = isinstance(record, TimeAverage)
+    return {
+        "the computation": "a run",
+        **versions(),
+        **describe_module(run.dynamics, record.function if average else record),
+        **{f"{name} of the start": tensor_fingerprint(x) for name, x in fields.items()},
+        "ts": f"{times.tolist()}" if len(times) < 5 else tensor_fingerprint(times),
+        "the solver": describe_object(run.solver, "the solver"),
+        "the adjoint": describe_object(adjoint, "the adjoint"),
+        "the record": f"a time average after {record.burn_in}" if average else f"{type(record)}",
+        "the seed": "none" if noise is None else f"{noise.seed}",
+        "the step that it continues": "none" if end is None else f"{end.step}",
+        "compile": f"{run.compile}",
+        "whether a gradient is wanted": f"{run.needs_gradient}",
+    }
+
+
+@torch.no_grad()
+def rates_at_start(
+    dynamics: Dynamics[State],
+    state: State,
+    t: float,
+    function: Callable[[State], Tensor] | None,
+    change: float,
+) -> dict[str, Tensor]:
+    """Evaluate the force or the rates at a start, and a function of it, such as a record.
+
+    Each number of the start is changed by a part of itself.
+    """
+    start = detached(state)
+    if change:
+        start = type(state)._make(perturbed(x, change) for x in start)
+    if dynamics.potential is None:
+        found = named_rates("drift", dynamics.drift(t, start))
+        if dynamics.stochastic:
+            found |= named_rates("diffusion", dynamics.diffusion(t, start))
+    else:
+        found = {"the force": force(dynamics.potential, position_of(start), t)}
+    return found if function is None else {**found, "the record": function(start)}

@@ -1,48 +1,43 @@
 """The check of the rates of a dynamics at the start of a run.
 
-A compiled run of a field whose form has been checked before is not evaluated at its start again. In
-a training that is every step but the first.
+During training, a compiled run of a field skips this check after the first step, since its form has
+been checked before. Batch normalisation in train mode writes to its buffers, and dropout draws
+random numbers, so a run that evaluates such a module cannot be repeated, recomputed or reversed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjsim.core.cache_key import cache_key
-from adjsim.core.module_cache import ModuleCache
+from adjsim.core.module_cache import ModuleCache, version_of
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.reading import Reading
-from adjsim.core.state import AnyState, State, detached, in_transform
+from adjsim.core.state import State, detached, in_transform
 from adjsim.core.trajectory import Record, TimeAverage
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.base import FieldDynamics
-from adjsim.simulation.reproducible import describe_change, random_state
 from adjsim.solvers.run import bound_record
 
+# The state of the generators, and the identity and the version of each tensor of a module.
+_Snapshot = tuple[bytes, dict[str, tuple[int, int]]]
 # The forms that have been checked, of each dynamics.
 _checked: ModuleCache[bool] = ModuleCache(32)
+# A reading, its values, the dynamics that holds them, and the key of what a compiled run reads, or
+# None.
+Checked: TypeAlias = tuple[Reading[Dynamics[State]], tuple[Tensor, ...], Dynamics[State], Any]
 
 
 def check_rates(
     dynamics: Dynamics[State], state: State, t: float, record: Record[State], compile: bool
-) -> tuple[Reading[Dynamics[State]], tuple[Tensor, ...], Dynamics[State], Any]:
-    """Read the dynamics, evaluate it at the start, and refuse rates with which it cannot be run.
-
-    Args:
-        dynamics: the dynamics.
-        state: the start.
-        t: its time.
-        record: the record of the run.
-        compile: whether the run is compiled.
-
-    Returns:
-        the reading; its values, as leaves; the dynamics that holds them; and the key of what a
-        compiled run reads, None where it is not known.
-    """
+) -> Checked[State]:
+    """Read the dynamics, evaluate it at the start, and refuse rates with which it cannot be run."""
     found = _read(dynamics, state, t, record, compile)
     if found is None:
         # The first evaluation of a module has made tensors and numbers, which belong to it.
@@ -51,8 +46,7 @@ def check_rates(
     if found is None:
         reading = Reading(dynamics)
         read, start = reading.bound(reading.leaves()), detached(state)
-        device = state[0].device
-        what = describe_change(read, lambda: read.check_rates(t, start), device)
+        what = describe_change(read, lambda: read.check_rates(t, start), state[0].device)
         raise ValueError(
             f"{what or f'{type(dynamics).__name__} or a part of it makes other numbers'} whenever "
             "it is evaluated, so no run is repeated or reversed by the same numbers. Put it into "
@@ -63,28 +57,31 @@ def check_rates(
 
 def _read(
     dynamics: Dynamics[State], state: State, t: float, record: Record[State], compile: bool
-) -> tuple[Reading[Dynamics[State]], tuple[Tensor, ...], Dynamics[State], Any] | None:
+) -> Checked[State] | None:
     """Read the dynamics and check it; None if the evaluation makes what it reads."""
-    graph = torch.is_grad_enabled() and not in_transform()
     reading = Reading(dynamics)
     if reading.lazy:
         return None
     tensors = reading.connected() if in_transform() else reading.leaves()
     read = reading.bound(tensors)
     read.check(state)
+    if in_transform():
+        read.check_rates(t, state)
+        return reading, tensors, read, None
+    graph, device = torch.is_grad_enabled(), state[0].device
     # Leaves, whose graph shows which other tensors the rates depend on.
     start = type(state)._make(x.detach().requires_grad_() for x in state) if graph else state
-    keyed = compile and not in_transform() and isinstance(dynamics, FieldDynamics)
-    key = _key(read, record) if keyed else None
-    if key is not None and _checked.get(reading.source, _form(key, t, start, reading, graph)):
+    key = _key(read, record) if compile and isinstance(dynamics, FieldDynamics) else None
+    shapes = tuple((x.shape, x.dtype, x.device) for x in (*start, *reading.tensors))
+    # Everything but numbers that the rates depend on. Numbers may make the rates infinite, which
+    # ends the run, and is checked then.
+    form = key, t, type(state), shapes, reading.slots, reading.wanted, graph
+    if key is not None and _checked.get(reading.source, form):
         return reading, tensors, read, key
-    if in_transform():
-        read.check_rates(t, start)
-        return reading, tensors, read, None
-    before = random_state(state[0].device)
+    before = random_state(device)
     rates = read.check_rates(t, start)
     if (
-        random_state(state[0].device) != before
+        random_state(device) != before
         or reading.registers_others(read)
         or reading.written(read, tensors) is not None
         or (key is not None and _key(read, record) != key)
@@ -94,9 +91,20 @@ def _read(
         at = torch.tensor(t, dtype=torch.float64)
         reading.refuse_kept(tensors, lambda copy: copy.drift(at, start))
     if graph:
-        _check_captured(reading, tensors, read, start, rates, record)
+        # An adjoint would give no gradient to captured tensors that require grad. A tensor that is
+        # first read later in the run is refused then.
+        values: dict[str, Any] = dict(rates)
+        bound = bound_record(record, reading, read, tensors)
+        if bound is not None:
+            value = (bound.function if isinstance(bound, TimeAverage) else bound)(start)
+            if not isinstance(value, Tensor):
+                raise TypeError(f"record must return a tensor; got {type(value).__name__}.")
+            values["the record"] = value
+        known = [*start, *reading.trainable(tensors).values()]
+        for what, value in values.items():
+            refuse_unknown(value, read, known, what)
     if key is not None:
-        _checked.put(reading.source, _form(key, t, start, reading, graph), True)
+        _checked.put(reading.source, form, True)
     return reading, tensors, read, key
 
 
@@ -107,43 +115,54 @@ def _key(dynamics: Dynamics[State], record: Record[State]) -> Any:
     return cache_key(dynamics, None if record is None else record.function)
 
 
-def _form(key: Any, t: float, state: AnyState, reading: Reading[Any], graph: bool) -> Any:
-    """Return everything but numbers that the rates at a start depend on.
+def random_state(device: torch.device) -> bytes:
+    """Return the state of torch's default generators."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return b"".join(x.numpy().tobytes() for x in states)
 
-    Numbers may make the rates infinite. That ends the run, and is checked then.
-    """
-    shapes = tuple((x.shape, x.dtype, x.device) for x in (*state, *reading.tensors))
-    return key, t, type(state), shapes, reading.slots, reading.wanted, graph
+
+def describe_change(
+    module: nn.Module, evaluate: Callable[[], Any], device: torch.device
+) -> str | None:
+    """Evaluate a module, and say which innermost part is changed, or draws numbers, if any."""
+    found: list[str] = []
+    before: dict[nn.Module, _Snapshot] = {}
+
+    def begin(part: nn.Module, *_: Any) -> None:
+        before[part] = _snapshot(part, device)
+
+    with ExitStack() as stack:
+        for path, part in module.named_modules():
+
+            def end(part: nn.Module, *_: Any, path: str = path) -> None:
+                what = _difference(before[part], _snapshot(part, device))
+                if what is not None and not found:
+                    name = type(part).__name__
+                    found.append(f"{path} ({name}) {what}" if path else f"{name} {what}")
+
+            for handle in (part.register_forward_pre_hook(begin), part.register_forward_hook(end)):
+                stack.callback(handle.remove)
+        first = _snapshot(module, device)
+        evaluate()
+    what = _difference(first, _snapshot(module, device))
+    if found or what is None:
+        return found[0] if found else None
+    return f"{type(module).__name__} or a part of it {what}"
 
 
-def _check_captured(
-    reading: Reading[Any],
-    tensors: tuple[Tensor, ...],
-    dynamics: Dynamics[State],
-    start: State,
-    rates: Mapping[str, Tensor],
-    record: Record[State],
-) -> None:
-    """Refuse captured tensors that require grad, to which an adjoint would give no gradient.
+def _snapshot(module: nn.Module, device: torch.device) -> _Snapshot:
+    named = chain(module.named_parameters(), module.named_buffers())
+    return random_state(device), {name: (id(x), version_of(x)) for name, x in named}
 
-    A tensor that is first read later in the run is refused then.
 
-    Args:
-        reading: the reading of the dynamics.
-        tensors: its values, as leaves.
-        dynamics: the dynamics that holds them.
-        start: the start as leaves that require grad.
-        rates: drift and diffusion at these leaves, by descriptions of them.
-        record: the record of the run.
-    """
-    values = dict(rates)
-    bound = bound_record(record, reading, dynamics, tensors)
-    if bound is not None:
-        function = bound.function if isinstance(bound, TimeAverage) else bound
-        value = function(start)
-        if not isinstance(value, Tensor):
-            raise TypeError(f"record must return a tensor; got {type(value).__name__}.")
-        values["the record"] = value
-    known = [*start, *reading.trainable(tensors).values()]
-    for what, value in values.items():
-        refuse_unknown(value, dynamics, known, what)
+def _difference(before: _Snapshot, after: _Snapshot) -> str | None:
+    if before[0] != after[0]:
+        return "draws random numbers"
+    if before[1].keys() != after[1].keys():
+        return "makes parameters or buffers"
+    changed = next((name for name, x in before[1].items() if after[1][name] != x), None)
+    if changed is None:
+        return None
+    return f"writes to its own parameter or buffer {changed.rpartition('.')[2]!r}"

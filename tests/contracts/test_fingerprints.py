@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim.core.durable.identity import module_fingerprint, object_fingerprint
+from adjsim.core.durable.manifest import module_fingerprint, object_fingerprint
 
 
 def times(n):

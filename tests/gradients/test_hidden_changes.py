@@ -21,7 +21,7 @@ from adjsim import CheckpointAdjoint, ReversibleAdjoint, StoreError
 from adjsim.adjoints.loops.check import LoopCheck
 from adjsim.adjoints.loops.loop import Loop
 from adjsim.core.cache_key import cache_key
-from adjsim.core.durable.identity import module_fingerprint
+from adjsim.core.durable.manifest import module_fingerprint
 from adjsim.core.libraries import is_library
 from tests.problems import parameter, square
 

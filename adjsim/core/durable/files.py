@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Generator[Path, None, None]:
-    """Yield a temporary file in the same folder, which replaces ``path`` when the block succeeds.
+    """Yield a temporary file beside ``path``, which replaces it when the block succeeds.
 
     The temporary file has the same last two suffixes, and is removed if the block raises an error.
     """
@@ -29,17 +29,10 @@ def replacing(path: Path) -> Generator[Path, None, None]:
 
 
 def check_writable(folder: Path, what: str = "output") -> None:
-    """Refuse, before any work, a folder that cannot be written.
+    """Refuse a folder that cannot be written; ``what`` names it in the error.
 
-    It writes a file and removes it again, since permission bits do not show a full disk, a quota or
-    a read-only mount.
-
-    Args:
-        folder: the folder.
-        what: its name in the error.
-
-    Raises:
-        ValueError: the folder is a file or cannot be written; the message has the system's reason.
+    A file is written and removed, since permission bits do not show a full disk, a quota or a
+    read-only mount.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{what} '{folder}' is a file; name a folder.")

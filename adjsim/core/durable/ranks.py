@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adjsim.core.durable.store import Nested, from_bytes, to_bytes
+from adjsim.core.durable.store import Nested, differing, from_bytes, to_bytes
 
 
 class RankError(RuntimeError):
@@ -25,11 +25,7 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """The ranks of a process group.
-
-    Args:
-        group: the group; None: this process alone.
-    """
+    """The ranks of a process group; without one, this process alone."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -38,14 +34,9 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any = None) -> Ranks:
-        """Return the ranks of a group.
+        """Return the ranks of a group, or of the default group that ``torchrun`` has started.
 
-        None stands for the default group of ``torch.distributed``, which is made where
-        ``torchrun`` has started the process, and for this process alone elsewhere.
-
-        Raises:
-            TypeError: anything else than a process group.
-            RankError: a group without this process.
+        Without a default group it is this process alone.
         """
         if isinstance(group, Ranks):
             return group
@@ -71,11 +62,7 @@ class Ranks:
         return self.rank == 0
 
     def exchange(self, tree: Nested) -> list[Nested]:
-        """Return the trees of all ranks, in their order.
-
-        Raises:
-            RankError: a rank hangs, or has ended.
-        """
+        """Return the trees of all ranks, in their order."""
         if self.size == 1:
             return [tree]
         try:
@@ -89,27 +76,17 @@ class Ranks:
         return [from_bytes(data) for data in found]
 
     def agree(self, about: dict[str, str]) -> None:
-        """Check that all ranks compute the same.
-
-        Raises:
-            RankError: names what differs, and on which rank.
-        """
+        """Check that all ranks compute the same."""
         known = self.exchange(about)
         for rank, other in enumerate(known):
-            for name in {**known[0], **other}:
-                here, there = known[0].get(name, "absent"), other.get(name, "absent")
-                if here != there:
-                    raise RankError(
-                        f"the ranks compute different things: {name} is {here} on rank 0 and "
-                        f"{there} on rank {rank}. {_advice(name)}"
-                    )
+            for name, there, here in differing(other, known[0]):
+                raise RankError(
+                    f"the ranks compute different things: {name} is {here} on rank 0 and {there} "
+                    f"on rank {rank}. {_advice(name)}"
+                )
 
     def share(self, count: int, compute: Callable[[int], Nested]) -> list[Nested]:
-        """Compute ``count`` trees, each on one rank, and return all on every rank.
-
-        Rank r computes number i where i is r modulo the number of ranks. An error on one rank is
-        raised on all.
-        """
+        """Compute ``count`` trees, each on one rank, and return all; an error is raised on all."""
         return self.collect(count, range(self.rank, count, self.size), compute)
 
     def collect(
@@ -117,12 +94,8 @@ class Ranks:
     ) -> list[Nested]:
         """Compute the trees of some numbers on this rank, and return all ``count`` trees.
 
-        Raises:
-            Exception: the error of the lowest number, on whichever rank it was.
+        The error of the lowest number is raised, on whichever rank it was.
         """
-        if self.size == 1:
-            alone = {i: compute(i) for i in numbers}
-            return [alone[i] for i in range(count)]
         own: list[Nested] = []
         failed: list[Any] | None = None
         reason: Exception | None = None
@@ -145,9 +118,13 @@ class Ranks:
             raise RankError(f"no rank has computed the parts {missing}.")
         return [trees[i] for i in range(count)]
 
+    @property
+    def _on_gloo(self) -> bool:
+        return "gloo" in dist.get_backend_config(self.group)
+
     def _meet(self) -> None:
         """Wait for all ranks as long as the group's timeout, and name those that are absent."""
-        if "gloo" in dist.get_backend_config(self.group):
+        if self._on_gloo:
             assert self.group is not None
             # Without this argument torch waits for its default, whatever the timeout of the group.
             options = self.group._get_backend(torch.device("cpu")).options
@@ -155,20 +132,19 @@ class Ranks:
 
     def _ended(self) -> list[int]:
         """List the ranks to which the connection is closed, once an exchange has failed."""
-        if "gloo" not in dist.get_backend_config(self.group):
+        if not self._on_gloo:
             return []
         ended: list[int] = []
-        for rank in range(self.size):
-            if rank != self.rank:
-                try:
-                    # Nobody receives this byte: it shows whether the connection still exists.
-                    dist.isend(torch.zeros(1, dtype=torch.uint8), group=self.group, group_dst=rank)
-                except RuntimeError:
-                    ended.append(rank)
+        for rank in set(range(self.size)) - {self.rank}:
+            try:
+                # Nobody receives this byte: it shows whether the connection still exists.
+                dist.isend(torch.zeros(1, dtype=torch.uint8), group=self.group, group_dst=rank)
+            except RuntimeError:
+                ended.append(rank)
         return ended
 
     def _gather(self, data: bytes) -> list[bytes]:
-        device = "cpu" if "gloo" in dist.get_backend_config(self.group) else "cuda"
+        device = "cpu" if self._on_gloo else "cuda"
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(own)], device=device), self.group)
@@ -213,10 +189,9 @@ def _end() -> None:
 def _describe(reason: str, ended: list[int]) -> str:
     """Say in one sentence which rank is missing."""
     if ended:
+        who, where = f"ranks {ended} have", "Their output says which one was the first."
         if len(ended) == 1:
             who, where = f"rank {ended[0]} has", "The output of that rank says more."
-        else:
-            who, where = f"ranks {ended} have", "Their output says which one was the first."
         return (
             f"{who} ended before the work was finished: killed, by an error, or since the script "
             f"did something else there. {where}"

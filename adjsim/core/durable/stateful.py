@@ -15,9 +15,9 @@ from adjsim.core.durable.store import Nested, Store, StoreError, moved
 class Stateful(Protocol):
     """An object whose state a store saves, and from which another object like it goes on.
 
-    A state has named parts. Each is a tree (:data:`~adjsim.core.durable.store.Nested`), or
-    :class:`Entries`. Nothing writes into a tensor of a state. In a state that is loaded, tensors
-    are on the device of the run, and tuples and entries are lists.
+    A state has named parts: trees (:data:`~adjsim.core.durable.store.Nested`) or :class:`Entries`.
+    Nothing writes into a tensor of a state. In a state that is loaded, tensors are on the device of
+    the run, and tuples and entries are lists.
     """
 
     @abstractmethod
@@ -33,10 +33,7 @@ class Stateful(Protocol):
 class Entries:
     """A part of a state that grows at its end alone, of which a save writes the new entries.
 
-    Attributes:
-        values: all entries.
-        stacked: whether each entry is a sequence of tensors, in the shapes of the first. They are
-            written as one stack each.
+    If ``stacked``, an entry is a sequence of tensors, each written with those of other entries.
     """
 
     values: Sequence[Nested]
@@ -46,13 +43,8 @@ class Entries:
 class SavedStates:
     """The states of several objects in a store, of which each save replaces the last.
 
-    The new entries of each save are a file of their own. The part says how many of these files
-    count, and is replaced as a whole.
-
-    Args:
-        store: the store.
-        name: the name of the part.
-        objects: the objects, by name.
+    The new entries of each save are a file of their own. The part of this name says how many of
+    these files count, and is replaced as a whole.
     """
 
     def __init__(self, store: Store, name: str, objects: Mapping[str, Stateful]) -> None:
@@ -71,8 +63,10 @@ class SavedStates:
                 if isinstance(y, Entries):
                     label = f"{name}.{key}"
                     counts[label] = len(y.values)
-                    added = y.values[self._counts.get(label, 0) :]
-                    new[label] = _stacked(added) if y.stacked else list(added)
+                    new[label] = list(y.values[self._counts.get(label, 0) :])
+                    if y.stacked:
+                        stacks = [torch.stack(x) for x in zip(*new[label], strict=True)]
+                        new[label] = {"stacks": stacks}
         if counts != self._counts:
             self.store.write(self._file(self._files), new)
             self._files, self._counts = self._files + 1, counts
@@ -80,11 +74,7 @@ class SavedStates:
         self.store.write(self.name, found)
 
     def load(self, device: torch.device) -> Nested:
-        """Load the states of the last save, and return what it says besides; None without one.
-
-        Raises:
-            StoreError: entries are missing.
-        """
+        """Load the states of the last save, and return what it says besides; None without one."""
         if not self.store.has(self.name):
             return None
         found = moved(self.store.read(self.name), device)
@@ -105,10 +95,6 @@ class SavedStates:
 
     def _file(self, number: int) -> str:
         return f"{self.name}-{number:06}"
-
-
-def _stacked(entries: Sequence[Nested]) -> Nested:
-    return {"stacks": [torch.stack(x) for x in zip(*entries, strict=True)]}
 
 
 def _unstacked(found: Nested) -> Sequence[Nested]:

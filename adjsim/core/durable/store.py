@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from adjsim.core.durable.files import check_writable, replacing
 
@@ -39,12 +40,7 @@ class StoreError(ValueError):
 
 
 def to_bytes(tree: Nested, label: str = "") -> bytes:
-    """Write a tree as bytes, with a checksum.
-
-    Args:
-        tree: the tree.
-        label: says what it is; needed to read it.
-    """
+    """Write a tree as bytes, with a checksum, and a label that reading asks for."""
     file = BytesIO()
     torch.save([label, _plain(tree)], file)
     body = file.getvalue()
@@ -52,11 +48,7 @@ def to_bytes(tree: Nested, label: str = "") -> bytes:
 
 
 def from_bytes(data: bytes, label: str = "") -> Nested:
-    """Read the tree of :func:`to_bytes`.
-
-    Raises:
-        StoreError: the bytes are cut short, changed, or something else, or the label differs.
-    """
+    """Read the tree of :func:`to_bytes`."""
     start = len(FORMAT)
     known, size = data[:start], data[start : start + 8]
     checksum, body = data[start + 8 : start + 24], data[start + 24 :]
@@ -92,13 +84,7 @@ def _plain(tree: Nested) -> Nested:
 
 def moved(tree: Nested, device: torch.device) -> Nested:
     """Move all tensors of a tree to a device."""
-    if isinstance(tree, Tensor):
-        return tree.to(device)
-    if isinstance(tree, dict):
-        return {name: moved(x, device) for name, x in tree.items()}
-    if isinstance(tree, list):
-        return [moved(x, device) for x in tree]
-    return tree
+    return tree_map_only(Tensor, lambda x: x.to(device), tree)
 
 
 def _checksum(data: bytes) -> bytes:
@@ -111,13 +97,9 @@ def _private(path: str, flags: int) -> int:
 
 
 class Store:
-    """The parts of one computation in a folder.
+    """The parts of one computation in a folder, which is made if it is absent.
 
-    Args:
-        folder: the folder, which is made if it is absent.
-
-    Raises:
-        StoreError: the folder cannot be written.
+    Every method raises a :class:`StoreError` where the folder or a file cannot be used.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -137,11 +119,7 @@ class Store:
         return self.path(name).exists()
 
     def read(self, name: str) -> Nested:
-        """Read a part.
-
-        Raises:
-            StoreError: the file is absent, cut short, changed, or something else.
-        """
+        """Read a part."""
         path = self.path(name)
         try:
             return from_bytes(path.read_bytes(), self._label(name))
@@ -151,19 +129,11 @@ class Store:
             raise StoreError(f"'{path}' {reason}. Remove it, and run again.") from None
 
     def write(self, name: str, tree: Nested) -> None:
-        """Write a part, whole or not at all.
-
-        Raises:
-            StoreError: the file cannot be written, for example to a full disk.
-        """
+        """Write a part, whole or not at all."""
         self._replace(self.path(name), to_bytes(tree, self._label(name)))
 
     def claim(self, name: str) -> bool:
-        """Claim a part for this process, and return whether no other process has.
-
-        Raises:
-            StoreError: the claim cannot be written.
-        """
+        """Claim a part for this process, and return whether no other process has."""
         path = self.folder / (name + CLAIM)
         try:
             os.close(_private(f"{path}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -178,19 +148,11 @@ class Store:
         for path in self.folder.glob("*" + CLAIM):
             path.unlink(missing_ok=True)
 
-    def remove(self, name: str) -> None:
-        """Remove a part, if it is there."""
-        self.path(name).unlink(missing_ok=True)
-
     @contextmanager
     def held(self, manifest: Mapping[str, str]) -> Generator[None, None, None]:
         """Keep other processes out of the store, and check that it is of this computation.
 
-        Args:
-            manifest: what is computed, by names that are shown where it differs.
-
-        Raises:
-            StoreError: another process uses the store, or it is of another computation.
+        The manifest says what is computed, by names that are shown where it differs.
         """
         # The folder may have been removed since, as between a run and its gradient.
         self._make()
@@ -238,13 +200,11 @@ class Store:
             raise StoreError(
                 f"'{path}' is not a manifest of adjsim; give another folder."
             ) from None
-        for name in {**known, **manifest}:
-            here, there = manifest.get(name, "absent"), known.get(name, "absent")
-            if here != there:
-                raise StoreError(
-                    f"store '{self.folder}' is of another computation: {name} is {here} here and "
-                    f"{there} there. Give another folder."
-                )
+        for name, here, there in differing(manifest, known):
+            raise StoreError(
+                f"store '{self.folder}' is of another computation: {name} is {here} here and "
+                f"{there} there. Give another folder."
+            )
 
     def _replace(self, path: Path, data: bytes) -> None:
         try:
@@ -257,17 +217,23 @@ class Store:
 
     def _label(self, name: str) -> str:
         """Return what a part says of itself: its name, and a hash of the manifest."""
+        path = self.folder / MANIFEST
         if self._digest is None:
             try:
-                manifest = (self.folder / MANIFEST).read_bytes()
+                self._digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
             except FileNotFoundError:
                 return name
             except OSError as error:
-                raise StoreError(
-                    f"'{self.folder / MANIFEST}' cannot be read ({error.strerror or error})."
-                ) from None
-            self._digest = hashlib.blake2b(manifest, digest_size=16).hexdigest()
+                raise StoreError(f"'{path}' cannot be read ({error.strerror or error}).") from None
         return f"{name} {self._digest}"
+
+
+def differing(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the entries in which two descriptions differ, with both values."""
+    for name in {**other, **one}:
+        x, y = one.get(name, "absent"), other.get(name, "absent")
+        if x != y:
+            yield name, x, y
 
 
 def _unwritten(path: Path, error: OSError) -> StoreError:

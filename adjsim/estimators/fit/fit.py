@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_whole
-from adjsim.core.durable.identity import tensor_fingerprint
+from adjsim.core.durable.manifest import tensor_fingerprint
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.durable.store import Nested
 from adjsim.core.noise import as_generator, seed_from

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic
 import torch
 from torch import Tensor
 
-from adjsim.core.parameters import refuse_captured
+from adjsim.core.parameters import refuse_unknown
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import State, stack
 from adjsim.core.trajectory import (
@@ -187,7 +187,7 @@ class VectorField(torch.nn.Module, Generic[State]):
             known = [*fields, t, *self.parameters_of_adjoint]
             what = "the drift, or the averaged function,"
             for rate in rates:
-                refuse_captured(rate, self.run.dynamics, known, what)
+                refuse_unknown(rate, self.run.dynamics, known, what)
         self.report.energy_evaluations += 1
         tracked = next((rate for rate in rates if rate.requires_grad), None)
         if tracked is not None:
