@@ -51,18 +51,18 @@ from adjsim.potentials.learnt.networks import (
     RadialBasis,
 )
 from adjsim.potentials.pairs.base import PairPotential
-from adjsim.potentials.pairs.buckingham import Buckingham
-from adjsim.potentials.pairs.gaussian_core import GaussianCore
-from adjsim.potentials.pairs.lennard_jones import LennardJones
-from adjsim.potentials.pairs.mie import Mie, SoftSphere
-from adjsim.potentials.pairs.mixing import kong, lorentz_berthelot
-from adjsim.potentials.pairs.morse import Morse
-from adjsim.potentials.pairs.noble import NOBLE_GASES, LennardJonesMixture, NobleGas
-from adjsim.potentials.pairs.radial import RadialPotential
+from adjsim.potentials.pairs.lennard_jones import WCA, LennardJones
+from adjsim.potentials.pairs.mie import GaussianCore, Mie, SoftSphere
+from adjsim.potentials.pairs.noble import (
+    NOBLE_GASES,
+    LennardJonesMixture,
+    NobleGas,
+    kong,
+    lorentz_berthelot,
+)
+from adjsim.potentials.pairs.radial import Buckingham, Morse, RadialPotential, Yukawa
 from adjsim.potentials.pairs.tail import tail_corrections
 from adjsim.potentials.pairs.truncation import ForceShifted, Shifted, Switched, Truncation
-from adjsim.potentials.pairs.wca import WCA
-from adjsim.potentials.pairs.yukawa import Yukawa
 from adjsim.potentials.separable import SeparablePotential
 from adjsim.potentials.signals.actuated import Actuated
 from adjsim.potentials.signals.controls import Controller, NeuralController, OpenLoop

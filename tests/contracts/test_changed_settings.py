@@ -29,8 +29,8 @@ from adjsim.potentials import (
 )
 from adjsim.potentials.contact import Cylinder, ParticleContact, Plane
 from adjsim.potentials.learnt import MessagePassing, PairNetwork
-from adjsim.potentials.pairs.dispersion import DispersionCorrection
 from adjsim.potentials.pairs.noble import LennardJonesMixture
+from adjsim.potentials.pairs.tail import DispersionCorrection
 from adjsim.potentials.solids import NeoHookean
 from tests.problems import parameter
 

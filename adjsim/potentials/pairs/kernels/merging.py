@@ -13,8 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.tools_common import legalize_graph
 
-from adjsim.potentials.pairs.kernels.kernel import FORCE, KERNELS, PRODUCT
-from adjsim.potentials.pairs.kernels.operator import pairs
+from adjsim.potentials.pairs.kernels.kernel import FORCE, KERNELS, PRODUCT, pairs
 
 _OPERATOR = pairs._opoverload
 # The arguments other than the vector: position, weight, operands, box, species, exclusions and
