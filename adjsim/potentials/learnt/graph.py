@@ -33,14 +33,9 @@ SKIN = 0.25
 
 
 class Edges(NamedTuple):
-    """Pairs of atoms within a cutoff, in both directions. Systems are numbered one after another.
+    """Pairs of atoms within a cutoff, and their shifts, as :class:`GraphPotential` describes them.
 
-    Attributes:
-        pairs: ``(2, edges)`` int64, the sender and the receiver, sorted by the receiver, then by
-            the sender, then by the image.
-        shifts: ``(edges, dim)``, so that the vector from the sender to the receiver is
-            ``position[receiver] - position[sender] + shifts``. Zero without a box.
-        finite: ``(*batch,)``, which systems have finite positions; the others have no edges.
+    ``finite``, ``(*batch,)``, says which systems have finite positions; the others have no edges.
     """
 
     pairs: Tensor
@@ -56,9 +51,6 @@ def find_edges(
     The box is one of :func:`~adjsim.core.box.checked_box`, and atoms may be outside of it. Two
     atoms have an edge for each image within the cutoff, and an atom has edges with its own images.
     Edges do not depend on the skin.
-
-    Raises:
-        ValueError: the values of positions are hidden, in a transform of torch.func or a trace.
     """
     if is_tracing() or in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         raise ValueError(
