@@ -53,18 +53,21 @@ from adjsim.potentials.learnt.networks import (
     RadialBasis as RadialBasis,
 )
 from adjsim.potentials.pairs.base import PairPotential as PairPotential
-from adjsim.potentials.pairs.buckingham import Buckingham
-from adjsim.potentials.pairs.gaussian_core import GaussianCore
-from adjsim.potentials.pairs.lennard_jones import LennardJones
-from adjsim.potentials.pairs.mie import Mie, SoftSphere
-from adjsim.potentials.pairs.mixing import kong as kong, lorentz_berthelot as lorentz_berthelot
-from adjsim.potentials.pairs.morse import Morse
+from adjsim.potentials.pairs.lennard_jones import WCA, LennardJones
+from adjsim.potentials.pairs.mie import GaussianCore, Mie, SoftSphere
 from adjsim.potentials.pairs.noble import (
     NOBLE_GASES as NOBLE_GASES,
     LennardJonesMixture,
     NobleGas as NobleGas,
+    kong as kong,
+    lorentz_berthelot as lorentz_berthelot,
 )
-from adjsim.potentials.pairs.radial import RadialPotential as RadialPotential
+from adjsim.potentials.pairs.radial import (
+    Buckingham,
+    Morse,
+    RadialPotential as RadialPotential,
+    Yukawa,
+)
 from adjsim.potentials.pairs.tail import tail_corrections as tail_corrections
 from adjsim.potentials.pairs.truncation import (
     ForceShifted as ForceShifted,
@@ -72,8 +75,6 @@ from adjsim.potentials.pairs.truncation import (
     Switched as Switched,
     Truncation as Truncation,
 )
-from adjsim.potentials.pairs.wca import WCA
-from adjsim.potentials.pairs.yukawa import Yukawa
 from adjsim.potentials.signals.actuated import Actuated
 from adjsim.potentials.signals.controls import Controller, NeuralController, OpenLoop
 from adjsim.potentials.signals.signals import (

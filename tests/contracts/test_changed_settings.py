@@ -32,8 +32,8 @@ from adjsim.potentials import (
     Wolf,
 )
 from adjsim.potentials.learnt import MessagePassing, PairNetwork
-from adjsim.potentials.pairs.dispersion import DispersionCorrection
 from adjsim.potentials.pairs.noble import LennardJonesMixture
+from adjsim.potentials.pairs.tail import DispersionCorrection
 from tests.problems import parameter
 
 BOX = torch.full((3,), 6.0, dtype=torch.float64)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import adjsim
-from adjsim.potentials import PairPotential, declared
+from adjsim.core.declared import POSITIVE, setting
+from adjsim.potentials import PairPotential, Switched, declared
 
 
 class Well(PairPotential):
@@ -30,6 +31,28 @@ class Deeper(Well):
     """A well with another number."""
 
     power: Tensor = declared("a number", 2.0)
+
+
+class Powered(Well):
+    """A well with a setting, a cutoff that is needed, and the width first.
+
+    Args:
+        {parameters}
+        cutoff: that is needed.
+    """
+
+    power: float = setting("an exponent", POSITIVE, 2.0)
+    depth: Tensor = declared("again", depth=True, keyword=True)
+    needed_arguments = ("cutoff",)
+    omitted_arguments = ("truncation",)
+
+
+class Passing(Powered):
+    """A well whose constructor passes arguments on."""
+
+    def __init__(self, name, *values, flag=False, **options):
+        super().__init__(*values, **options)
+        self.name, self.flag = name, flag
 
 
 class Own(Well):
@@ -80,3 +103,29 @@ def test_the_docstring_has_their_meaning():
 def test_wrong_arguments_are_named(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_settings_and_arguments_that_are_needed_or_left_out():
+    found = inspect.signature(Powered).parameters
+    assert list(found) == ["width", "power", "cutoff", "box", "skin", "exclusions", "depth"]
+    assert found["cutoff"].default is found["depth"].default is inspect.Parameter.empty
+    well = Powered(1.5, 3, depth=1.0, cutoff=2.0)
+    assert well.power == 3.0
+    assert "power" not in dict(well.named_buffers())
+    assert "    width: length; a number or ``(atoms, atoms)``, symmetric.\n" in Powered.__doc__
+    assert "    power: an exponent.\n    depth: again; likewise.\n" in Powered.__doc__
+    well.power = -1.0
+    with pytest.raises(ValueError, match="power must be positive and finite; got -1"):
+        well(torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="Powered needs a cutoff"):
+        Powered(depth=1.0)
+    with pytest.raises(TypeError, match="Powered takes no truncation"):
+        Powered(depth=1.0, cutoff=2.0, truncation=Switched(1.0))
+
+
+def test_a_constructor_that_passes_arguments_on_has_those_of_its_base():
+    found = inspect.signature(Passing).parameters
+    assert list(found)[:4] == ["name", "width", "power", "flag"]
+    assert {"depth", "cutoff", "box"} < set(found)
+    assert "truncation" not in found
+    assert Passing("a", 1.5, 3.0, flag=True, depth=1.0, cutoff=2.0).power == 3.0

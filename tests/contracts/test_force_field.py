@@ -9,7 +9,7 @@ from torch import nn
 import adjsim
 from adjsim.potentials import tail_corrections
 from adjsim.potentials.force_field import ForceFieldPotential
-from adjsim.potentials.pairs.dispersion import DispersionCorrection
+from adjsim.potentials.pairs.tail import DispersionCorrection
 from adjsim.potentials.pairs.truncation import SwitchedDistance, Unshifted
 from adjsim.potentials.signals.controls import OpenLoop
 from adjsim.potentials.signals.signals import Harmonics

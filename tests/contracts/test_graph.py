@@ -18,8 +18,7 @@ from adjsim.potentials.learnt import (
     PairNetwork,
     RadialBasis,
 )
-from adjsim.potentials.learnt.edges import find_edges
-from adjsim.potentials.learnt.graph import GraphForce, GraphPotential
+from adjsim.potentials.learnt.graph import GraphForce, GraphPotential, find_edges
 from adjsim.potentials.learnt.mace import MACEPotential
 
 CUTOFF = 2.0

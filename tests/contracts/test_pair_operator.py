@@ -17,7 +17,7 @@ from adjsim.adjoints.loops import compilation as loops
 from adjsim.compiler.library import CompilerError
 from adjsim.core import box as _box, derived as _derived
 from adjsim.potentials import ForceShifted, LennardJonesMixture, PairPotential, Switched
-from adjsim.potentials.pairs import dense, form as pair_form
+from adjsim.potentials.pairs import dense, operator as pair_operator
 from adjsim.potentials.pairs.kernels import kernel as kernels
 from adjsim.potentials.pairs.kernels.merging import merge_pairs
 from tests.problems import parameter
@@ -757,7 +757,7 @@ def test_without_a_compiler_torch_is_taken(monkeypatch):
         raise CompilerError("no C++ compiler was found")
 
     monkeypatch.setattr(kernels, "compiled", refuse)
-    monkeypatch.setattr(pair_form, "_kernels_of", lambda *_: {})
+    monkeypatch.setattr(pair_operator, "_kernels_of", lambda *_: {})
     pair = adjsim.LennardJones(parameter(1.0), 1.0)
     q = torch.tensor([[0.0, 0.0], [1.3, 0.0]], dtype=torch.float64)
     assert "no C++ compiler" in pair.path(q)

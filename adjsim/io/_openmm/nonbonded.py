@@ -26,8 +26,8 @@ from adjsim.potentials.charges.coulomb import Coulomb, ReactionField
 from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
 from adjsim.potentials.charges.ewald.splitting import mesh_size, splitting
 from adjsim.potentials.pairs.base import PairPotential
-from adjsim.potentials.pairs.dispersion import DispersionCorrection
 from adjsim.potentials.pairs.noble import LennardJonesMixture
+from adjsim.potentials.pairs.tail import DispersionCorrection
 from adjsim.potentials.pairs.truncation import SwitchedDistance, Truncation, Unshifted
 
 UNITS = np.array([1.0, LENGTH, ENERGY])

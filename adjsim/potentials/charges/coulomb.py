@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_number
-from adjsim.core.parameters import register
-from adjsim.core.typing import Array, Energies, Number, Positions
-from adjsim.potentials.pairs.formula import SHIFTED
+from adjsim.core.declared import FINITE, NOT_NEGATIVE, Limits, declared, setting
+from adjsim.core.typing import Energies, Positions
+from adjsim.potentials.pairs.formula import ATOMS
 from adjsim.potentials.pairs.radial import RadialPotential
-from adjsim.potentials.pairs.truncation import ForceShifted, Shifted, Truncation
+from adjsim.potentials.pairs.truncation import ForceShifted, Shifted
+
+PERMITTIVITY = Limits("at least 1", lambda x: x >= 1)
+CONSTANT = (
+    "1/(4 pi epsilon_0) in the units of the simulation, energy times length over the square of a\n"
+    "        charge: 14.39964548 in eV, angstrom and elementary charges"
+)
 
 
 class Coulomb(RadialPotential):
@@ -22,35 +28,15 @@ class Coulomb(RadialPotential):
     atom has a net charge. Use :class:`ReactionField` or :class:`Wolf` in a periodic box.
 
     Args:
-        charge: ``(atoms,)``.
-        constant: 1/(4 pi epsilon_0) in the units of the simulation, energy times length over the
-            square of a charge: 14.39964548 in eV, angstrom and elementary charges.
+        {parameters}
         cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
 
     Raises:
         ValueError: charges that are not one number for each atom.
     """
 
-    charge: Tensor
-
-    def __init__(
-        self,
-        charge: Number,
-        constant: float = 1.0,
-        *,
-        cutoff: float | None = None,
-        box: Array | None = None,
-        truncation: Truncation = SHIFTED,
-        skin: float | None = None,
-        exclusions: Array | None = None,
-    ) -> None:
-        super().__init__(
-            cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
-        )
-        register(self, "charge", charge, shapes=[("atoms",)], each="one number for each atom")
-        self.constant = as_number("constant", constant)
-        if not math.isfinite(self.constant):
-            raise ValueError(f"constant must be finite; got {constant}.")
+    charge: Tensor = declared("``(atoms,)``", **ATOMS)
+    constant: float = setting(CONSTANT, FINITE, 1.0)
 
     def radial_energy(self, r: Tensor) -> Tensor:
         return self._products(r) / r
@@ -78,35 +64,19 @@ class ReactionField(Coulomb, inherits_forces=True):
     its own field. See Tironi et al., J. Chem. Phys. 102, 5451 (1995).
 
     Args:
-        charge: ``(atoms,)``.
-        permittivity: e, relative to the inside; ``math.inf`` for a conductor.
-        constant: see :class:`Coulomb`.
+        {parameters}
         cutoff: the radius of the sphere.
         box, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`. An excluded pair has
             none of the three terms, as in OpenMM's ``NonbondedForce``. In a medium its two charges
             would still act on each other through the medium; that part is left out.
     """
 
-    def __init__(
-        self,
-        charge: Number,
-        permittivity: float = math.inf,
-        constant: float = 1.0,
-        *,
-        cutoff: float,
-        box: Array | None = None,
-        skin: float | None = None,
-        exclusions: Array | None = None,
-    ) -> None:
-        super().__init__(charge, constant, cutoff=cutoff, box=box, skin=skin, exclusions=exclusions)
-        self.permittivity = as_number("permittivity", permittivity)
-        self.validate()
-
-    def validate(self) -> None:
-        """Refuse a permittivity below that of vacuum."""
-        super().validate()
-        if not self.permittivity >= 1:
-            raise ValueError(f"permittivity must be at least 1; got {self.permittivity}.")
+    permittivity: float = setting(
+        "e, relative to the inside; ``math.inf`` for a conductor", PERMITTIVITY, math.inf
+    )
+    constant: float = setting("see :class:`Coulomb`", FINITE, 1.0)
+    needed_arguments = ("cutoff",)
+    omitted_arguments = ("truncation",)
 
     @property
     def share(self) -> float:
@@ -140,7 +110,33 @@ class ReactionField(Coulomb, inherits_forces=True):
         return 2 * self._products(r) * (self.quadratic + 1 / (r * r * r))
 
 
-class Wolf(Coulomb, inherits_forces=True):
+class DampedCoulomb(Coulomb):
+    """Coulomb's law that Gaussians screen: ``u = constant q_i q_j erfc(alpha r) / r``."""
+
+    def damping(self, r: Tensor) -> tuple[Any, Any]:
+        """Return alpha and ``2 alpha / sqrt(pi)``, numbers or tensors like r."""
+        raise NotImplementedError
+
+    def radial_energy(self, r: Tensor) -> Tensor:
+        return self._products(r) * torch.erfc(self.damping(r)[0] * r) / r
+
+    def radial_slope(self, r: Tensor) -> Tensor:
+        return -self._products(r) * self._decay(r) / r
+
+    def radial_curvature(self, r: Tensor) -> Tensor:
+        decay, bend = self._decay(r), self.damping(r)[0] ** 2 * self._gaussian(r)
+        return 2 * self._products(r) * (decay / (r * r) + bend)
+
+    def _decay(self, r: Tensor) -> Tensor:
+        """Compute minus the derivative of erfc(alpha r)/r, times r."""
+        return torch.erfc(self.damping(r)[0] * r) / r + self._gaussian(r)
+
+    def _gaussian(self, r: Tensor) -> Tensor:
+        alpha, factor = self.damping(r)
+        return factor * torch.exp(-((alpha * r) ** 2))
+
+
+class Wolf(DampedCoulomb, inherits_forces=True):
     """Coulomb's law, damped and shifted so that the sphere within the cutoff is neutral::
 
         u = constant q_i q_j (erfc(alpha r)/r - erfc(alpha r_c)/r_c)
@@ -151,43 +147,22 @@ class Wolf(Coulomb, inherits_forces=True):
     Phys. 124, 234104 (2006), whose force is continuous.
 
     Args:
-        charge: ``(atoms,)``.
-        alpha: damping, 1/length. With a larger alpha a smaller cutoff is enough, but the energy is
-            changed more.
-        constant: see :class:`Coulomb`.
+        {parameters}
         cutoff: the radius of the neutral sphere.
         box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
-    def __init__(
-        self,
-        charge: Number,
-        alpha: float,
-        constant: float = 1.0,
-        *,
-        cutoff: float,
-        box: Array | None = None,
-        truncation: Truncation = SHIFTED,
-        skin: float | None = None,
-        exclusions: Array | None = None,
-    ) -> None:
-        super().__init__(
-            charge,
-            constant,
-            cutoff=cutoff,
-            box=box,
-            truncation=truncation,
-            skin=skin,
-            exclusions=exclusions,
-        )
-        self.alpha = as_number("alpha", alpha)
-        self.validate()
+    alpha: float = setting(
+        "damping, 1/length. With a larger alpha a smaller cutoff is enough, but the energy is\n"
+        "        changed more",
+        NOT_NEGATIVE,
+    )
+    constant: float = setting("see :class:`Coulomb`", FINITE, 1.0)
+    needed_arguments = ("cutoff",)
 
     def validate(self) -> None:
-        """Refuse a damping or a truncation that the constructor would refuse."""
+        """Refuse a truncation that the constructor would refuse."""
         super().validate()
-        if not 0 <= self.alpha < math.inf:
-            raise ValueError(f"alpha must be zero or positive, and finite; got {self.alpha}.")
         if type(self.truncation) not in (Shifted, ForceShifted):
             raise ValueError(
                 "Wolf's sum is shifted: truncation must be Shifted() or ForceShifted(); got "
@@ -201,17 +176,5 @@ class Wolf(Coulomb, inherits_forces=True):
         charge = self.charge.to(position)
         return super().forward(position) - own * self.constant * charge.square().sum()
 
-    def radial_energy(self, r: Tensor) -> Tensor:
-        return self._products(r) * torch.erfc(self.alpha * r) / r
-
-    def radial_slope(self, r: Tensor) -> Tensor:
-        return -self._products(r) * (torch.erfc(self.alpha * r) / r + self._gaussian(r)) / r
-
-    def radial_curvature(self, r: Tensor) -> Tensor:
-        damped = torch.erfc(self.alpha * r) / r + self._gaussian(r)
-        rest = self.alpha**2 * self._gaussian(r)
-        return 2 * self._products(r) * (damped / (r * r) + rest)
-
-    def _gaussian(self, r: Tensor) -> Tensor:
-        factor = 2 * self.alpha / math.sqrt(math.pi)
-        return factor * torch.exp(-((self.alpha * r) ** 2))
+    def damping(self, r: Tensor) -> tuple[float, float]:
+        return self.alpha, 2 * self.alpha / math.sqrt(math.pi)

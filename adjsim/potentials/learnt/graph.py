@@ -1,21 +1,74 @@
-"""Message-passing models, which are given their edges by the library's neighbour list."""
+"""Message-passing models, which are given their edges by the library's neighbour list.
+
+Edges are in a fixed order, so they are a function of the position to the last bit.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_indices, as_number, outside_inference_mode, refuse_uncalled
+from adjsim.core.arguments import as_indices, outside_inference_mode, refuse_uncalled
 from adjsim.core.box import Periodic
+from adjsim.core.declared import NOT_NEGATIVE, POSITIVE
+from adjsim.core.layout import is_tracing
+from adjsim.core.neighbour_list import AllImages
 from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.state import in_transform
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential
-from adjsim.potentials.learnt.edges import Edges, find_edges
 from adjsim.potentials.products import Pullback, derivative, energy_vjp
+
+ADVICE = (
+    "Wrap the potential in InPrecision(potential, dtype), or convert the model with "
+    "model.to(dtype)."
+)
+# The skin as a share of the cutoff. A list is built by a tree, which costs more than evaluating
+# the distances of more pairs.
+SKIN = 0.25
+
+
+class Edges(NamedTuple):
+    """Pairs of atoms within a cutoff, and their shifts, as :class:`GraphPotential` describes them.
+
+    ``finite``, ``(*batch,)``, says which systems have finite positions; the others have no edges.
+    """
+
+    pairs: Tensor
+    shifts: Tensor
+    finite: Tensor
+
+
+def find_edges(
+    position: Tensor, cutoff: float, box: Tensor | None = None, skin: float | None = None
+) -> Edges:
+    """Find the edges of positions ``(*batch, atoms, dim)``, shorter than the cutoff.
+
+    The box is one of :func:`~adjsim.core.box.checked_box`, and atoms may be outside of it. Two
+    atoms have an edge for each image within the cutoff, and an atom has edges with its own images.
+    Edges do not depend on the skin.
+    """
+    if is_tracing() or in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        raise ValueError(
+            "a neighbour list depends on the values of positions, which compile=True and "
+            "transforms of torch.func hide: use compile=False and plain autograd."
+        )
+    with torch.no_grad():
+        q = position.detach()
+        skin = SKIN * cutoff if skin is None else skin
+        receiver, sender, moved, finite = AllImages(cutoff, skin, box).pairs(q)
+        assert moved is not None
+        # Coordinates first: the sum of squares is then elementwise, the same for an edge in either
+        # direction and at any place of the list.
+        flat = q.reshape(-1, q.shape[-1])
+        d = (flat.index_select(0, receiver) - flat.index_select(0, sender) + moved).T
+        near = ((d * d).sum(0) < cutoff**2).nonzero().squeeze(-1)
+        pairs = torch.stack([sender.index_select(0, near), receiver.index_select(0, near)])
+        return Edges(pairs, moved.index_select(0, near), finite)
 
 
 class _GraphModel(Periodic):
@@ -34,15 +87,9 @@ class _GraphModel(Periodic):
         skin: float | None = None,
     ) -> None:
         super().__init__()
-        refuse_uncalled("model", model)
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"model must be an nn.Module; got {type(model).__name__}. Wrap a function in a "
-                "module."
-            )
-        self.model, self.cutoff = model, as_number("cutoff", cutoff)
-        self.skin = None if skin is None else as_number("skin", skin)
-        self._check_numbers()
+        refuse_other_models(model)
+        self.model, self.cutoff = model, POSITIVE("cutoff", cutoff)
+        self.skin = None if skin is None else NOT_NEGATIVE("skin", skin)
         with outside_inference_mode():
             self.register_box(box)
             kinds = None if species is None else as_indices("species", species)
@@ -52,14 +99,10 @@ class _GraphModel(Periodic):
 
     def validate(self) -> None:
         """Refuse a box, a cutoff or a skin that the constructor would refuse."""
-        self._check_numbers()
+        POSITIVE("cutoff", self.cutoff)
+        if self.skin is not None:
+            NOT_NEGATIVE("skin", self.skin)
         super().validate()
-
-    def _check_numbers(self) -> None:
-        if self.cutoff is None or not 0 < self.cutoff < math.inf:
-            raise ValueError(f"cutoff must be positive and finite; got {self.cutoff}.")
-        if self.skin is not None and not 0 <= self.skin < math.inf:
-            raise ValueError(f"skin must be zero or positive, and finite; got {self.skin}.")
 
     @property
     def image_cutoff(self) -> None:
@@ -74,7 +117,6 @@ class _GraphModel(Periodic):
         return find_edges(position, self.cutoff, self.image_box, self.skin)
 
     def call(self, position: Tensor, edges: Tensor, shifts: Tensor, species: Any) -> Any:
-        """Call the model."""
         return self.model(position, edges, shifts, species)
 
     def evaluate(self, position: Tensor, edges: Edges, shifts: Tensor) -> Tensor:
@@ -102,8 +144,7 @@ class _GraphModel(Periodic):
                 raise
             raise ValueError(
                 f"{name} has parameters of {_names(known)} and position is "
-                f"{_names({position.dtype})}. Wrap the potential in "
-                "InPrecision(potential, dtype), or convert the model with model.to(dtype)."
+                f"{_names({position.dtype})}. {ADVICE}"
             ) from error
         if not isinstance(value, Tensor):
             raise TypeError(
@@ -113,8 +154,7 @@ class _GraphModel(Periodic):
         if value.dtype != position.dtype:
             raise ValueError(
                 f"{name} returns {_names({value.dtype})} for a position of "
-                f"{_names({position.dtype})}. Wrap the potential in InPrecision(potential, dtype), "
-                "or convert the model with model.to(dtype)."
+                f"{_names({position.dtype})}. {ADVICE}"
             )
         return value
 
@@ -133,18 +173,16 @@ class GraphPotential(_GraphModel, Potential):
                    vector = position[receiver] - position[sender] + shifts
         species    (N,) int64, or None
 
-    MACE, NequIP and SchNet take edges in this form, under names of their own, and sum energies of
-    atoms. The edges are exactly the pairs closer than the cutoff. The model must make its messages
-    vanish smoothly there, with their first two derivatives; otherwise the force or its derivative
-    jumps as a pair crosses the cutoff, and energy drifts.
+    MACE, NequIP and SchNet take edges in this form, under names of their own. The edges are exactly
+    the pairs closer than the cutoff, in a box with every image, so that two atoms may have several
+    edges, and an atom edges with its own images. The model must make its messages vanish smoothly
+    at the cutoff, with their first two derivatives; otherwise the force or its derivative jumps as
+    a pair crosses the cutoff, and energy drifts.
 
-    In a box every periodic image within the cutoff has an edge. The cutoff may be larger than half
-    the box: two atoms then have several edges, and an atom has edges with its own images.
-
-    The neighbour list is a cache. Edges are a function of the position to the last bit, so exact
-    runs are retraced if the model itself is reproducible: on a GPU sums by atomic operations are
-    not, see ``torch.use_deterministic_algorithms``. Positions should be near the box in float32,
-    where differences of large coordinates are rounded.
+    Edges are a function of the position to the last bit, so exact runs are retraced if the model
+    itself is reproducible: on a GPU sums by atomic operations are not, see
+    ``torch.use_deterministic_algorithms``. Positions should be near the box in float32, where
+    differences of large coordinates are rounded.
 
     Forces and products come from automatic differentiation. An evaluation of the force costs one
     pass forward and one back; the product of an adjoint costs two to three times as much. Compiled
@@ -153,7 +191,7 @@ class GraphPotential(_GraphModel, Potential):
     Args:
         model: the model. It returns ``(N,)`` or ``(N, 1)`` energies of atoms. For one system it may
             also return the energy of the system, ``()`` or ``(1,)``.
-        cutoff: edges are shorter than this distance.
+        cutoff: edges are shorter than this distance, which may be larger than half the box.
         species: ``(atoms,)`` integers, such as types or atomic numbers; passed on.
         box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell.
         skin: how far beyond the cutoff the list reaches. None: chosen by the library. Results do
@@ -171,10 +209,7 @@ class GraphPotential(_GraphModel, Potential):
         return self._energy(position, edges, edges.shifts)
 
     def virial(self, position: Positions) -> Tensor:
-        """Compute minus the derivative of the energy with respect to strain.
-
-        The result is ``(*batch, dim, dim)``. Positions and shifts are deformed.
-        """
+        """Compute minus the derivative of the energy with respect to strain."""
         edges, (*batch, atoms, dim) = self.edges(position), position.shape
         owner = edges.pairs[1] // max(atoms, 1)
 
@@ -214,8 +249,7 @@ class GraphForce(_GraphModel, ForceField):
     """A force from a message-passing model that has no energy.
 
     The model is called as by :class:`GraphPotential` and returns the forces on the atoms, ``(N,
-    dim)``. Such a force is in general not conservative, so there is no invariant, and products
-    take the general vector-Jacobian product.
+    dim)``. Such a force is in general not conservative, so there is no invariant.
 
     Args:
         model: the model. Forces must not be derivatives that it takes itself: under
@@ -236,6 +270,15 @@ class GraphForce(_GraphModel, ForceField):
                 f"the atoms are {(math.prod(position.shape[:-1]), position.shape[-1])}."
             )
         return _marked(value.reshape(position.shape), edges.finite)
+
+
+def refuse_other_models(model: Any) -> None:
+    """Refuse what is no module."""
+    refuse_uncalled("model", model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be an nn.Module; got {type(model).__name__}. Wrap a function in a module."
+        )
 
 
 def _marked(value: Tensor, finite: Tensor) -> Tensor:

@@ -66,8 +66,7 @@ class MACEPotential(GraphPotential):
         if unknown:
             raise ValueError(f"the model does not know atomic numbers {unknown}; it knows {known}.")
         kinds = torch.tensor([known.index(n) for n in given.tolist()])
-        cutoff = float(cast(Tensor, model.r_max))
-        adapted = _Adapter(model, len(known), head)
+        adapted, cutoff = _Adapter(model, len(known), head), float(cast(Tensor, model.r_max))
         super().__init__(adapted, cutoff, species=kinds, box=box, skin=skin)
         self.validate()
 

@@ -1,10 +1,4 @@
-"""Learnt energies and forces: small networks that are smooth at their cutoff, and adapters.
-
-The networks are functions of the squared distance s. With x = s / cutoff^2 and centres c_k spread
-over [0, 1], a distance is described by ``(1 - x)^3 exp(-(n (x - c_k))^2)``, n of them, which
-vanishes at the cutoff with its first two derivatives. No square root is taken, so every derivative
-is finite where two atoms coincide.
-"""
+"""Learnt energies and forces: small networks that are smooth at their cutoff, and adapters."""
 
 from __future__ import annotations
 
@@ -15,21 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_number, as_whole, refuse_uncalled
+from adjsim.core.arguments import as_number, as_whole
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential
+from adjsim.potentials.learnt.graph import refuse_other_models
 from adjsim.potentials.pairs.base import PairPotential
 from adjsim.potentials.products import Pullback, energy_vjp
 
 
 class RadialBasis(nn.Module):
-    """Describe squared distances by smooth functions that vanish at the cutoff.
+    """Describe squared distances s by smooth functions that vanish at the cutoff.
 
-    The result is ``(..., number)`` for squared distances ``(...)``.
+    With x = s / cutoff^2 and n centres c_k spread over [0, 1] the functions are
+    ``(1 - x)^3 exp(-(n (x - c_k))^2)``, ``(..., n)`` for ``(...)``. No square root is taken, so
+    every derivative is finite where two atoms coincide.
 
     Args:
-        number: of functions.
+        number: n.
         cutoff: the distance at which they vanish, with their first two derivatives.
     """
 
@@ -40,8 +37,7 @@ class RadialBasis(nn.Module):
         self.number, self.cutoff = as_whole("number", number), as_number("cutoff", cutoff)
         if self.number < 1:
             raise ValueError(f"number must be at least 1; got {number}.")
-        centres = torch.linspace(0, 1, self.number, dtype=torch.float64)
-        self.register_buffer("centres", centres)
+        self.register_buffer("centres", torch.linspace(0, 1, self.number, dtype=torch.float64))
         self.validate()
 
     def validate(self) -> None:
@@ -63,10 +59,9 @@ class RadialBasis(nn.Module):
 class PairNetwork(PairPotential):
     """A learnt pair energy, ``u(s) = w^T tanh(B b(s))``, with b the radial basis.
 
-    There are no biases, so the energy vanishes at the cutoff, with its first two derivatives. It is
-    a :class:`PairPotential`: sums, exclusions, virials and neighbour lists are those of pair
-    potentials, by torch operations. All atoms are alike; for species, or for energies that are no
-    sums over pairs, use :class:`MessagePassing`.
+    There are no biases, so the energy vanishes at the cutoff, with its first two derivatives. All
+    atoms are alike; for species, or for energies that are no sums over pairs, use
+    :class:`MessagePassing`.
 
     Args:
         hidden: width of the hidden layer.
@@ -117,9 +112,9 @@ class MessagePassing(nn.Module):
         e_i = w . silu(D h_i)
 
     This is SchNet's continuous-filter convolution (Schuett et al., J. Chem. Phys. 148, 241722
-    (2018)) with a linear filter. Energies are invariant under translation, rotation and
-    permutation, and smooth at the cutoff. Angles enter from two layers on. It is an example to
-    learn from, and a model for tests; for accuracy use an equivariant one, such as MACE.
+    (2018)) with a linear filter. Energies are invariant, and smooth at the cutoff; from two layers
+    on they depend on angles. It is an example, and a model for tests: for accuracy use an
+    equivariant one, such as MACE.
 
     Args:
         cutoff: the distance at which messages vanish: that of the graph.
@@ -169,11 +164,8 @@ class _Interaction(nn.Module):
         super().__init__()
         self.filter = nn.Linear(basis, hidden, bias=False, dtype=dtype)
         self.mix = nn.Linear(hidden, hidden, bias=False, dtype=dtype)
-        self.update = nn.Sequential(
-            nn.Linear(hidden, hidden, dtype=dtype),
-            nn.SiLU(),
-            nn.Linear(hidden, hidden, dtype=dtype),
-        )
+        first, second = (nn.Linear(hidden, hidden, dtype=dtype) for _ in range(2))
+        self.update = nn.Sequential(first, nn.SiLU(), second)
 
     def forward(self, features: Tensor, sender: Tensor, receiver: Tensor, radial: Tensor) -> Tensor:
         messages = self.filter(radial) * self.mix(features).index_select(0, sender)
@@ -183,8 +175,7 @@ class _Interaction(nn.Module):
 class ForceModel(ForceField):
     """A force from any module, which need not come from an energy.
 
-    Every adjoint takes it, by the general vector-Jacobian product. A force that is not conservative
-    heats or cools the system, and samples no known density.
+    A force that is not conservative heats or cools the system, and samples no known density.
 
     Args:
         model: maps position ``(*batch, atoms, dim)`` to a force of the same shape, as
@@ -201,12 +192,7 @@ class ForceModel(ForceField):
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        refuse_uncalled("model", model)
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"model must be an nn.Module; got {type(model).__name__}. Wrap a function in a "
-                "module."
-            )
+        refuse_other_models(model)
         found = inspect.signature(model.forward).parameters.values()
         positional = [x for x in found if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
         required = sum(x.default is x.empty for x in positional)
@@ -226,10 +212,10 @@ class ForceModel(ForceField):
 class InPrecision(Potential):
     """An energy that is evaluated in another precision than that of the run.
 
-    A float32 network in float64 dynamics: positions are rounded to ``dtype``, and energies and
-    forces are converted back. The state, its sums and exact reversal stay in the precision of the
-    run, and gradients of the weights in that of the weights. Forces have errors of ``dtype``, so
-    energy is conserved to these only. Gradients of many steps are sums in float32; compare with
+    Positions are rounded to ``dtype``, and energies and forces are converted back, as for a float32
+    network in float64 dynamics. The state and exact reversal stay in the precision of the run, and
+    gradients of the weights in that of the weights. Forces have errors of ``dtype``, so energy is
+    conserved to these only. Gradients of many steps are sums in float32; compare with
     ``potential.double()`` once.
 
     Args:

@@ -17,6 +17,7 @@ from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import terms_of
+from adjsim.potentials.pairs import listed
 from adjsim.potentials.pairs.evaluators import evaluator_of
 from adjsim.potentials.pairs.formula import PairFormula
 from adjsim.potentials.products import Pullback
@@ -55,15 +56,23 @@ class PairPotential(PairFormula, Potential):
     """
 
     def forward(self, position: Positions) -> Energies:
-        return evaluator_of(self, position).energy(self, position)
+        way, pair = evaluator_of(self, position).way(self, position, "truncated_energy")
+        energy: Tensor = way.energy(pair, position)
+        if self.cutoff is None or way is listed:
+            return energy
+        # The sums leave out a pair whose distance is NaN, which compares as beyond the cutoff.
+        return energy + (0.0 * position).sum((-1, -2))
 
     def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
-        return evaluator_of(self, position).force(self, position, rounding)
+        way, pair = evaluator_of(self, position).way(self, position, "truncated_slope")
+        return way.force(pair, position, rounding)
 
     def force_vjp(
         self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
-        return evaluator_of(self, position).force_vjp(self, position, parameters, rounding)
+        formulas = "truncated_slope", "truncated_curvature"
+        way, pair = evaluator_of(self, position).way(self, position, *formulas)
+        return way.force_vjp(pair, position, parameters, rounding)
 
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``.
@@ -71,7 +80,8 @@ class PairPotential(PairFormula, Potential):
         F_ij is the force on i from j. In a periodic box this is minus the derivative of the energy
         with respect to the strain of the box.
         """
-        return evaluator_of(self, position).virial(self, position)
+        way = evaluator_of(self, position).by_torch(self, position, "truncated_slope")
+        return way.virial(self, position)
 
     def path(self, position: Positions) -> str:
         """Say how pairs are evaluated for such positions, and why not by the operator."""
@@ -82,10 +92,9 @@ class PairPotential(PairFormula, Potential):
 def pair_paths(potential: nn.Module, position: Positions) -> dict[str, str]:
     """Say how a potential, or the parts of a sum, evaluate pairs, by the name of their class."""
     parts = terms_of(potential)
-    return {
-        type(part).__name__ if len(parts) == 1 else f"{type(part).__name__} {k}": part.path(
-            position
-        )
-        for k, part in enumerate(parts)
-        if isinstance(part, PairPotential)
-    }
+    found: dict[str, str] = {}
+    for k, part in enumerate(parts):
+        if isinstance(part, PairPotential):
+            number = f" {k}" if len(parts) > 1 else ""
+            found[f"{type(part).__name__}{number}"] = part.path(position)
+    return found

@@ -18,6 +18,8 @@ the last axis is long and vectorises.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -44,9 +46,12 @@ def force(pair: PairFormula, position: Positions, rounding: Rounding = UNROUNDED
 
 
 def force_vjp(
-    pair: PairFormula, position: Positions, rounding: Rounding = UNROUNDED
+    pair: PairFormula,
+    position: Positions,
+    parameters: Sequence[Tensor] = (),
+    rounding: Rounding = UNROUNDED,
 ) -> tuple[Tensor, Pullback]:
-    """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta)."""
+    """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta), for any parameters."""
     with torch.no_grad():
         d, s, included = geometry(pair, position)
         slope = _masked(pair, pair.truncated_slope(s), included)
@@ -61,7 +66,7 @@ def force_vjp(
             dw = _masked(pair, dw, included)
             curvature = (-4 * pair.truncated_curvature(s) * dw).unsqueeze(-3)
             rows = [(curvature * x + weight * y).sum(-1) for x, y in zip(d, w, strict=True)]
-            return _join_coordinates(rows), DeferredVJP(pair, pair.truncated_slope, -dw, s)
+            return join_coordinates(rows), DeferredVJP(pair, pair.truncated_slope, -dw, s)
 
     return value, pullback
 
@@ -114,12 +119,7 @@ def split_coordinates(d: Tensor) -> list[Tensor]:
 
 def sum_coordinates(parts: Sequence[Tensor]) -> Tensor:
     """Sum over coordinates, to ``(*batch, atoms, atoms)``."""
-    if len(parts) == 1:
-        return parts[0].sum(-3)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total.squeeze(-3)
+    return parts[0].sum(-3) if len(parts) == 1 else reduce(add, parts).squeeze(-3)
 
 
 def _masked(pair: PairFormula, x: Tensor, included: Tensor) -> Tensor:
@@ -134,10 +134,10 @@ def _masked(pair: PairFormula, x: Tensor, included: Tensor) -> Tensor:
 def _sum_pairs(weight: Tensor, d: Sequence[Tensor], rounding: Rounding = UNROUNDED) -> Tensor:
     parts = [weight.unsqueeze(-3) * x for x in d]
     parts = [rounding.round(part) for part in parts]
-    return _join_coordinates([part.sum(-1) for part in parts])
+    return join_coordinates([part.sum(-1) for part in parts])
 
 
-def _join_coordinates(rows: Sequence[Tensor]) -> Tensor:
+def join_coordinates(rows: Sequence[Tensor]) -> Tensor:
     """Join separate coordinates ``(*batch, dim, atoms)`` to ``(*batch, atoms, dim)``."""
     if len(rows) == 1:
         return rows[0].transpose(-1, -2)

@@ -5,26 +5,58 @@ A run computes with such a copy, so it asks once, at its first force.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from adjsim.compiler.values import TYPES
 from adjsim.core.derived import MADE, Made
-from adjsim.core.rounding import Rounding
-from adjsim.core.typing import Energies, Positions
+from adjsim.core.layout import is_tracing
+from adjsim.core.refusal import Refusal
+from adjsim.core.state import in_transform
 from adjsim.potentials.pairs import dense, kernel_sums, listed
-from adjsim.potentials.pairs.conditions import recording, unsupported
-from adjsim.potentials.pairs.form import PairForm, form_of
 from adjsim.potentials.pairs.formula import PairFormula
-from adjsim.potentials.pairs.operator import PairOperator
-from adjsim.potentials.products import Pullback
+from adjsim.potentials.pairs.kernels.kernel import FORCE
+from adjsim.potentials.pairs.operator import PairForm, PairOperator, form_of
+
+
+def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
+    """Return why a potential has no operator for positions of this shape and type."""
+    if position.device.type != "cpu":
+        return Refusal(f"positions are on {position.device.type}")
+    if position.dtype not in TYPES or not position.dtype.is_floating_point:
+        return Refusal(f"positions are {position.dtype}")
+    if in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return Refusal("a transform of torch.func, torch.compile or torch.jit.trace is active")
+    if position.numel() == 0:
+        return Refusal("there are no atoms")
+    if forward_ad._current_level >= 0:
+        return Refusal("forward-mode differentiation is active")
+    if pair.box is not None and pair.box.requires_grad:
+        return Refusal("the box requires grad")
+    inner = (part for part in pair.modules() if part is not pair)
+    if any(
+        x is not None
+        for part in inner
+        for x in (*part._parameters.values(), *part._buffers.values())
+    ):
+        return Refusal("it has modules with tensors")
+    if position.shape[-1] > 3:
+        return Refusal("positions have more than three dimensions")
+    if type(position) not in (Tensor, torch.nn.Parameter) and not is_tracing():
+        return Refusal(f"positions are {type(position).__name__}")
+    if pair.box is not None and len(pair.box) != position.shape[-1]:
+        return Refusal("box and position have different dimensions")
+    if pair.box is not None and pair.box.ndim == 2 and pair.cutoff is None:
+        return Refusal("a tilted box without a cutoff needs a search for the nearest image")
+    return None
 
 
 class PairEvaluator:
-    """Energy, force and products of a potential, for positions of one shape and type.
+    """How a potential is evaluated, for positions of one shape and type.
 
     Kernels evaluate the pairs where there are any. Otherwise torch operations do, over a neighbour
     list if the formulas can use one, or over all pairs.
@@ -37,58 +69,30 @@ class PairEvaluator:
         form = unsupported(pair, position) or form_of(pair, position)
         if isinstance(form, PairForm):
             # The kernel of the force is the same for all values of operands.
-            form = PairOperator(pair, (), form).refusal or form
+            found = PairOperator(pair, (), form).kernel(FORCE)
+            form = found if isinstance(found, Refusal) else form
         self._form = form
         self._listed: dict[str, bool] = {}
 
-    def energy(self, pair: PairFormula, position: Positions) -> Energies:
+    def way(self, pair: PairFormula, position: Tensor, *formulas: str) -> tuple[Any, Any]:
+        """Return the module whose functions sum these formulas, and their first argument."""
         if isinstance(self._form, PairForm):
-            found = kernel_sums.energy(PairOperator.of(pair, self._form, position), position)
-        elif self._uses_list(pair, position, "truncated_energy"):
-            return listed.energy(pair, position)
-        else:
-            found = dense.energy(pair, position)
-        # The sums leave out a pair whose distance is NaN, which compares as beyond the cutoff.
-        return found if pair.cutoff is None else found + (0.0 * position).sum((-1, -2))
+            return kernel_sums, PairOperator.of(pair, self._form, position)
+        return self.by_torch(pair, position, *formulas), pair
 
-    def force(self, pair: PairFormula, position: Positions, rounding: Rounding) -> Positions:
-        if isinstance(self._form, PairForm):
-            operator = PairOperator.of(pair, self._form, position)
-            return kernel_sums.force(operator, position, rounding)
-        near = self._uses_list(pair, position, "truncated_slope")
-        return (listed if near else dense).force(pair, position, rounding)
-
-    def force_vjp(
-        self,
-        pair: PairFormula,
-        position: Positions,
-        parameters: Sequence[Tensor],
-        rounding: Rounding,
-    ) -> tuple[Tensor, Pullback]:
-        if isinstance(self._form, PairForm):
-            operator = PairOperator.of(pair, self._form, position)
-            return kernel_sums.force_vjp(operator, position, parameters, rounding)
-        if self._uses_list(pair, position, "truncated_slope", "truncated_curvature"):
-            return listed.force_vjp(pair, position, parameters, rounding)
-        return dense.force_vjp(pair, position, rounding)
-
-    def virial(self, pair: PairFormula, position: Positions) -> Tensor:
-        near = self._uses_list(pair, position, "truncated_slope")
-        return (listed if near else dense).virial(pair, position)
-
-    def path(self, pair: PairFormula, position: Positions) -> str:
-        """Say how pairs are evaluated, and why not by kernels."""
-        if isinstance(self._form, PairForm):
-            return "all pairs" if self._form.spec.skin is None else "neighbour list"
-        near = self._uses_list(pair, position, "truncated_slope")
-        return f"{'neighbour list' if near else 'all pairs'}, by torch: {self._form.reason}"
-
-    def _uses_list(self, pair: PairFormula, position: Positions, *formulas: str) -> bool:
-        """Return whether torch operations evaluate these formulas over a neighbour list."""
+    def by_torch(self, pair: PairFormula, position: Tensor, *formulas: str) -> Any:
+        """Return the module by whose torch operations these formulas are summed."""
         for formula in formulas:
             if formula not in self._listed:
                 self._listed[formula] = listed.applies(pair, position, formula)
-        return all(self._listed[formula] for formula in formulas)
+        return listed if all(self._listed[formula] for formula in formulas) else dense
+
+    def path(self, pair: PairFormula, position: Tensor) -> str:
+        """Say how pairs are evaluated, and why not by kernels."""
+        if isinstance(self._form, PairForm):
+            return "all pairs" if self._form.spec.skin is None else "neighbour list"
+        near = self.by_torch(pair, position, "truncated_slope") is listed
+        return f"{'neighbour list' if near else 'all pairs'}, by torch: {self._form.reason}"
 
 
 def evaluator_of(pair: PairFormula, position: Tensor) -> PairEvaluator:
@@ -106,7 +110,7 @@ def evaluator_of(pair: PairFormula, position: Tensor) -> PairEvaluator:
         position.device,
         type(position),
         torch.get_default_dtype(),
-        *recording(),
+        *listed.recording(),
     )
     attributes = list(vars(pair).values())
     known = made.evaluators.get(place)

@@ -11,16 +11,20 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_number, describe_type, outside_inference_mode
 from adjsim.core.box import Periodic
-from adjsim.core.declared import Declaring
+from adjsim.core.declared import POSITIVE, Declaring
 from adjsim.core.derived import own_tensors, replaced
 from adjsim.core.parameters import register
+from adjsim.core.refusal import Refusal
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.pairs.kernels.exclusions import checked_exclusions
+from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
 from adjsim.potentials.pairs.truncation import Shifted, Truncation
 from adjsim.potentials.products import derivative
 
 SHIFTED = Shifted()
 
+# The rule of a number for each atom.
+ATOMS: dict[str, Any] = {"shapes": (("atoms",),), "each": "one number for each atom"}
 F = TypeVar("F", bound="PairFormula")
 # A number of each pair, or one of its first atom and one of its second atom.
 Operand = Tensor | tuple[Tensor, Tensor]
@@ -37,15 +41,19 @@ class PairFormula(Declaring, Periodic):
     species: Tensor | None
     exclusions: Tensor | None
     _operands: Mapping[str, Operand] | None = None
-    # The parameters of pairs: those that are declared, and those that a constructor registers.
+    # The parameters of pairs, declared or registered by a constructor.
     _tables: tuple[str, ...] = ()
 
     shapes_of_declared = "a number or ``(atoms, atoms)``, symmetric"
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "_tables" not in vars(cls):
-            cls._tables = tuple(cls.__declared__)
+        if cls.__declared__:
+            cls._tables = tuple(
+                name
+                for name, x in cls.__declared__.items()
+                if x.check is None and "shapes" not in x.rule
+            )
 
     def __init__(
         self,
@@ -57,7 +65,7 @@ class PairFormula(Declaring, Periodic):
         exclusions: Array | None = None,
         **named: Number,
     ) -> None:
-        numbers = self.given(values, named)
+        given = self.given(values, named)
         super().__init__()
         self.cutoff = None if cutoff is None else as_number("cutoff", cutoff)
         self.truncation = truncation
@@ -73,24 +81,29 @@ class PairFormula(Declaring, Periodic):
             self.register_buffer("species", None)
             pairs = None if exclusions is None else checked_exclusions(exclusions)
             self.register_buffer("exclusions", pairs)
-        for name, value in numbers.items():
-            self.register_pair_parameter(name, value, **self.__declared__[name].rule)
+        self.store(given, self.register_pair_parameter)
+        if type(self).__init__ is PairFormula.__init__:
+            self.validate()
 
     def validate(self) -> None:
-        """Refuse a box, a cutoff, a truncation or a skin that the constructor would refuse."""
+        """Refuse a box, a number or a setting that the constructor would refuse."""
         self._check_cutoff()
+        self.check_settings()
         for name in self._tables:
             _check_table(name, getattr(self, name))
         super().validate()
 
     def _check_cutoff(self) -> None:
-        cutoff, skin = self.cutoff, self.skin
-        if cutoff is not None and not 0 < cutoff < math.inf:
-            raise ValueError(f"cutoff must be positive and finite; got {cutoff}.")
+        cutoff, skin, name = self.cutoff, self.skin, type(self).__name__
+        if cutoff is not None:
+            POSITIVE("cutoff", cutoff)
+            self.truncation.check(cutoff)
+        elif "cutoff" in self.needed_arguments:
+            raise TypeError(f"{name} needs a cutoff.")
+        if self.truncation != SHIFTED and "truncation" in self.omitted_arguments:
+            raise TypeError(f"{name} takes no truncation; got {self.truncation!r}.")
         if cutoff is None and self.truncation != SHIFTED:
             raise ValueError(f"truncation={self.truncation!r} needs a cutoff.")
-        if cutoff is not None:
-            self.truncation.check(cutoff)
         if skin is not None and (cutoff is None or not 0 <= skin < math.inf):
             raise ValueError(
                 f"skin must be zero or positive, and finite, and needs a cutoff; got {skin}."
@@ -124,14 +137,16 @@ class PairFormula(Declaring, Periodic):
         """Return a squared distance for excluded pairs, where u, u' and u'' are finite."""
         return torch.ones((), dtype=s.dtype, device=s.device)
 
-    def register_pair_parameter(
-        self, name: str, value: Number, *, positive: bool = False, depth: bool = False
-    ) -> None:
-        """Store a parameter of pairs: a number, or ``(atoms, atoms)`` and symmetric."""
-        register(self, name, value, positive=positive, depth=depth)
-        check_symmetric(name, getattr(self, name))
-        if name not in self._tables:
-            self._tables = (*self._tables, name)
+    def register_pair_parameter(self, name: str, value: Number, **rule: Any) -> None:
+        """Store a parameter of pairs: a number, or ``(atoms, atoms)`` and symmetric.
+
+        A parameter whose rule has ``shapes`` is no parameter of pairs.
+        """
+        register(self, name, value, **rule)
+        if "shapes" not in rule:
+            check_symmetric(name, getattr(self, name))
+            if name not in self._tables:
+                self._tables = (*self._tables, name)
 
     def pair_table(self, name: str) -> Tensor:
         """Return a parameter of pairs: a number, or a table with a row and a column a species.
@@ -217,11 +232,37 @@ def check_symmetric(name: str, value: Tensor) -> None:
     _check_table(name, value)
     if value.numel() == 1:
         return
-    difference, scale = float((value - value.T).abs().max()), float(value.abs().max())
-    if difference > 8 * torch.finfo(value.dtype).eps * scale:
-        i, j = divmod(int((value - value.T).abs().argmax()), len(value))
+    gap = (value - value.T).abs()
+    if float(gap.max()) > 8 * torch.finfo(value.dtype).eps * float(value.abs().max()):
+        i, j = divmod(int(gap.argmax()), len(value))
         raise ValueError(
             f"{name} must be symmetric, since a pair has one number; entries ({i}, {j}) and ({j}, "
             f"{i}) are {float(value[i, j]):g} and {float(value[j, i]):g}. ({name} + {name}.T) / 2 "
             "is symmetric."
         )
+
+
+def kind_of(operand: Tensor) -> str:
+    """Return the kind of an operand: a number, one for each atom, or a table by species."""
+    return NUMBER if operand.numel() == 1 else ATOM if operand.ndim == 1 else TABLE
+
+
+def misshapen(species: Tensor | None, atoms: int, operands: Mapping[str, Tensor]) -> Refusal | None:
+    """Return what is wrong with the shapes of operands."""
+    if species is not None and species.shape != (atoms,):
+        return Refusal(f"species has shape {tuple(species.shape)} for {atoms} atoms")
+    rows = {len(x) for x in operands.values() if kind_of(x) == TABLE}
+    if species is None:
+        rows.add(atoms)
+    for name, x in operands.items():
+        kind = kind_of(x)
+        square = kind != TABLE or (x.ndim == 2 and x.shape[0] == x.shape[1] and len(rows) == 1)
+        if not square or (kind == ATOM and len(x) != atoms):
+            return Refusal(f"{name} has shape {tuple(x.shape)} for {atoms} atoms")
+    return None
+
+
+def skin_of(pair: PairFormula, position: Tensor) -> float | None:
+    """Return the skin of the neighbour list; None: evaluate all pairs."""
+    smallest = pair.smallest_listed
+    return None if smallest is None or position.shape[-2] < smallest else pair.list_skin

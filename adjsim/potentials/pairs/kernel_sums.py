@@ -15,12 +15,12 @@ from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs import dense
 from adjsim.potentials.pairs.kernels.kernel import ENERGY, FORCE, NUMBER, PRODUCT, SLOPES
 from adjsim.potentials.pairs.operator import PairOperator
-from adjsim.potentials.products import DeferredVJP, Pullback
+from adjsim.potentials.products import DeferredVJP, Pullback, VJPSum
 
 
 def energy(operator: PairOperator, position: Positions) -> Energies:
     """Compute the energy, differentiable."""
-    differentiable = torch.is_grad_enabled() and operator.differentiable(position)
+    differentiable = operator.differentiable(position)
     modes = (ENERGY, SLOPES) if differentiable else (ENERGY,)
     if operator.printed or not operator.has(*modes):
         return dense.energy(operator.by_torch(operator.operands), position)
@@ -31,7 +31,7 @@ def energy(operator: PairOperator, position: Positions) -> Energies:
 
 def force(operator: PairOperator, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
     """Compute the force, differentiable."""
-    differentiable = torch.is_grad_enabled() and operator.differentiable(position)
+    differentiable = operator.differentiable(position)
     modes = (FORCE, PRODUCT) if differentiable else (FORCE,)
     if operator.printed or not operator.has(*modes, rounds=rounding.rounds):
         return dense.force(operator.by_torch(operator.operands), position, rounding)
@@ -48,7 +48,8 @@ def force_vjp(
 ) -> tuple[Tensor, Pullback]:
     """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta)."""
     if operator.printed or not operator.has(FORCE, PRODUCT, rounds=rounding.rounds):
-        value, product = dense.force_vjp(operator.by_torch(operator.operands), position, rounding)
+        by_torch = operator.by_torch(operator.operands)
+        value, product = dense.force_vjp(by_torch, position, rounding=rounding)
 
         def pullback_by_rows(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
             along, found = product(v)
@@ -82,8 +83,8 @@ def _gradients_by_rows(operator: PairOperator, deferred: DeferredVJP) -> list[Te
     wanted = [leaves[k] for k in operator.wanted]
     if not wanted:
         return []
-    grads = torch.autograd.grad(total, wanted, allow_unused=True)
     found: list[Tensor] = []
+    grads = torch.autograd.grad(total, wanted, allow_unused=True)
     for k, grad in zip(operator.wanted, grads, strict=True):
         like = operator.operands[k]
         if grad is None:
@@ -98,30 +99,24 @@ def _propagate(
 ) -> list[Tensor | None]:
     """Propagate the cotangents of operands to parameters."""
     grads: list[Tensor | None] = [None] * len(parameters)
-
-    def add(k: int, grad: Tensor) -> None:
-        old = grads[k]
-        grads[k] = grad if old is None else old + grad
-
     rest: list[tuple[Tensor, Tensor]] = []
     for k, grad in zip(operator.wanted, found, strict=True):
         operand = operator.operands[k]
-        same = [i for i, p in enumerate(parameters) if p is operand]
-        if same:
-            add(same[0], grad)
+        same = next((i for i, p in enumerate(parameters) if p is operand), None)
+        if same is not None:
+            known = grads[same]
+            grads[same] = grad if known is None else known + grad
         else:
             what = f"the force of {type(operator.pair).__name__}"
             refuse_unknown(operand, operator.pair, parameters, what)
             rest.append((operand, grad))
-    if rest and parameters:
-        outputs, cotangents = zip(*rest, strict=True)
-        more = torch.autograd.grad(
-            outputs, parameters, cotangents, allow_unused=True, retain_graph=True
-        )
-        for k, grad in enumerate(more):
-            if grad is not None:
-                add(k, grad)
-    return grads
+    if not rest or not parameters:
+        return grads
+    outputs, cotangents = zip(*rest, strict=True)
+    more = torch.autograd.grad(
+        outputs, parameters, cotangents, allow_unused=True, retain_graph=True
+    )
+    return VJPSum((grads, list(more))).gradient(parameters)
 
 
 class PairForce(torch.autograd.Function):
@@ -132,18 +127,11 @@ class PairForce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        operator: PairOperator,
-        rounding: Rounding,
-        position: Tensor,
-        box: Tensor | None,
-        species: Tensor | None,
-        exclusions: Tensor | None,
-        *operands: Tensor,
+        ctx: Any, operator: PairOperator, rounding: Rounding, position: Tensor, *tensors: Any
     ) -> Tensor:
         ctx.operator = operator
         # With box, species and exclusions, so that a change in place is an error.
-        ctx.save_for_backward(position, box, species, exclusions, *operands)
+        ctx.save_for_backward(position, *tensors)
         return operator.evaluate(FORCE, position, rounding=rounding)[0]
 
     @staticmethod
@@ -151,16 +139,14 @@ class PairForce(torch.autograd.Function):
         (v,), (position, _, _, _, *operands) = cotangents, ctx.saved_tensors
         operator: PairOperator = ctx.operator
         if torch.is_grad_enabled() or _is_batched(v):
-            along, *rest = _product(
+            along, *grads = _product(
                 lambda q, *values: dense.force(operator.by_torch(values), q),
                 (position, *operands),
                 v,
             )
-            return None, None, along, None, None, None, *rest
-        _, along, *found = operator.evaluate(PRODUCT, position, vector=v)
-        grads: list[Tensor | None] = [None] * len(operands)
-        for k, grad in zip(operator.wanted, found, strict=True):
-            grads[k] = grad
+        else:
+            _, along, *found = operator.evaluate(PRODUCT, position, vector=v)
+            grads = _of_all(operator, found)
         return None, None, along, None, None, None, *grads
 
 
@@ -168,17 +154,9 @@ class PairEnergy(torch.autograd.Function):
     """The energy, whose derivative with respect to positions is minus the force."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        operator: PairOperator,
-        position: Tensor,
-        box: Tensor | None,
-        species: Tensor | None,
-        exclusions: Tensor | None,
-        *operands: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, operator: PairOperator, position: Tensor, *tensors: Any) -> Tensor:
         ctx.operator = operator
-        ctx.save_for_backward(position, box, species, exclusions, *operands)
+        ctx.save_for_backward(position, *tensors)
         return operator.evaluate(ENERGY, position)[0]
 
     @staticmethod
@@ -186,20 +164,25 @@ class PairEnergy(torch.autograd.Function):
         (weight,), (position, _, _, _, *operands) = cotangents, ctx.saved_tensors
         operator: PairOperator = ctx.operator
         if torch.is_grad_enabled() or _is_batched(weight):
-            along, *rest = _product(
+            along, *grads = _product(
                 lambda q, *values: dense.energy(operator.by_torch(values), q),
                 (position, *operands),
                 weight,
             )
-            return None, along, None, None, None, *rest
-        along, grads = None, list[Tensor | None]([None] * len(operands))
-        if ctx.needs_input_grad[1]:
-            along = -operator.evaluate(FORCE, position)[0] * weight[..., None, None]
-        if operator.wanted:
-            found = operator.evaluate(SLOPES, position, weight=weight)
-            for k, grad in zip(operator.wanted, found, strict=True):
-                grads[k] = grad
+        else:
+            along, found = None, list[Tensor]()
+            if ctx.needs_input_grad[1]:
+                along = -operator.evaluate(FORCE, position)[0] * weight[..., None, None]
+            if operator.wanted:
+                found = operator.evaluate(SLOPES, position, weight=weight)
+            grads = _of_all(operator, found)
         return None, along, None, None, None, *grads
+
+
+def _of_all(operator: PairOperator, found: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the cotangents of all operands, None for those that none is wanted of."""
+    known = dict(zip(operator.wanted, found, strict=True))
+    return [known.get(k) for k in range(len(operator.operands))]
 
 
 def _is_batched(x: Tensor) -> bool:
@@ -216,5 +199,4 @@ def _product(
     Inputs may depend on each other (a position on the parameters of earlier steps), which
     ``torch.autograd.grad`` would follow.
     """
-    pullback = torch.func.vjp(function, *inputs)[1]
-    return pullback(cotangent)
+    return torch.func.vjp(function, *inputs)[1](cotangent)

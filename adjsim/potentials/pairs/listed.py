@@ -16,22 +16,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from adjsim.core.box import nearest_image
+from adjsim.core.layout import is_tracing
 from adjsim.core.neighbour_list import NearestImages
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.state import in_transform
 from adjsim.core.typing import Energies, Positions
-from adjsim.potentials.pairs.conditions import kind_of, misshapen, recording, skin_of
-from adjsim.potentials.pairs.formula import Operand, PairFormula
+from adjsim.potentials.pairs.formula import Operand, PairFormula, kind_of, misshapen, skin_of
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
-from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
+from adjsim.potentials.pairs.kernels.kernel import ATOM, TABLE
 from adjsim.potentials.products import Pullback
 
 # The squared distances on which a formula is checked, in units of the squared cutoff, and those on
 # which it is evaluated again: in another order, and without the smallest and the largest.
 _SAMPLE = (0.62, 0.35, 0.88, 0.47, 0.71, 0.3, 0.9, 0.55)
 _SUBSET = (4, 0, 3)
+
+
+def recording() -> tuple[bool, ...]:
+    """Return which of torch's ways to record or to transform operations are active."""
+    return (
+        is_tracing(),
+        in_transform(),
+        torch.compiler.is_compiling(),
+        torch.jit.is_tracing(),
+        forward_ad._current_level >= 0,
+    )
 
 
 def applies(pair: PairFormula, position: Tensor, formula: str) -> bool:
@@ -59,9 +72,7 @@ def energy(pair: PairFormula, position: Positions) -> Energies:
 def force(pair: PairFormula, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
     """Compute the force, differentiable."""
     near = _Geometry.of(pair, position)
-    parts = -2 * near.pair.truncated_slope(near.s) * near.d
-    parts = near.round(parts, rounding)
-    return near.checked(near.sum_rows(parts))
+    return near.force(-2 * near.pair.truncated_slope(near.s), rounding)
 
 
 def force_vjp(
@@ -74,8 +85,7 @@ def force_vjp(
     with torch.no_grad():
         near = _Geometry.of(pair, position)
         weight = -2 * near.pair.truncated_slope(near.s)
-        parts = weight * near.d
-        value = near.checked(near.sum_rows(near.round(parts, rounding)))
+        value = near.force(weight, rounding)
 
     def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         with torch.no_grad():
@@ -86,8 +96,7 @@ def force_vjp(
         with torch.enable_grad():
             slope = _with_operands(pair, near.i, near.j, position.shape[-2]).truncated_slope(near.s)
             total = (-dw * slope).sum()
-        what = f"the force of {type(pair).__name__}"
-        refuse_unknown(total, pair, parameters, what)
+        refuse_unknown(total, pair, parameters, f"the force of {type(pair).__name__}")
         if not parameters or not total.requires_grad:
             return along, [None] * len(parameters)
         grads = torch.autograd.grad(total, parameters, allow_unused=True)
@@ -150,14 +159,14 @@ class _Geometry:
         rows: Tensor = _RowSum.apply(parts.T.contiguous(), self.i, counts)
         return rows.reshape(*atoms, parts.shape[0])
 
-    def round(self, parts: Tensor, rounding: Rounding) -> Tensor:
-        """Round the contributions to a force, of each system to its own grid."""
-        if not rounding.rounds:
-            return parts
-        spacing = rounding.spacing.reshape(-1)
-        if len(spacing) > 1:
-            spacing = spacing[self.i // self.position.shape[-2]]
-        return Rounding(spacing).round(parts)
+    def force(self, weight: Tensor, rounding: Rounding) -> Tensor:
+        """Sum weighted differences, each rounded to the grid of its system."""
+        if rounding.rounds:
+            spacing = rounding.spacing.reshape(-1)
+            if len(spacing) > 1:
+                spacing = spacing[self.i // self.position.shape[-2]]
+            rounding = Rounding(spacing)
+        return self.checked(self.sum_rows(rounding.round(weight * self.d)))
 
     def checked(self, x: Tensor) -> Tensor:
         """Set results and gradients of systems whose positions are not finite to NaN."""
@@ -187,23 +196,16 @@ class _RowSum(torch.autograd.Function):
 
 
 def _with_operands(pair: PairFormula, i: Tensor, j: Tensor, atoms: int) -> PairFormula:
-    """Return the potential with the operands of pairs, for formulas on one axis of pairs.
-
-    Raises:
-        ValueError: a parameter that is not a number, of atoms or of pairs.
-    """
+    """Return the potential with the operands of pairs, for formulas on one axis of pairs."""
     values: dict[str, Operand] = {}
     i, j = i % atoms, j % atoms
     a, b = (i, j) if pair.species is None else (pair.species[i], pair.species[j])
-    given: dict[str, tuple[str, Tensor]] = {}
-    for name in pair.operand_names():
-        value = pair.pair_table(name)
-        given[name] = kind_of(value), value
-    reason = misshapen(pair.species, atoms, {k: x for k, x in given.items() if x[0] != NUMBER})
+    given = {name: pair.pair_table(name) for name in pair.operand_names()}
+    reason = misshapen(pair.species, atoms, given)
     if reason is not None:
         raise ValueError(reason.reason)
-    for name, (kind, value) in given.items():
-        if kind == ATOM:
+    for name, value in given.items():
+        if (kind := kind_of(value)) == ATOM:
             # Autograd sums the two cotangents in the order in which they are selected here.
             second = value.index_select(0, j)
             values[name] = value.index_select(0, i), second

@@ -1,55 +1,30 @@
-"""The Mie potential and the soft sphere, whose exponents are free."""
+"""The Mie potential, the soft sphere and the Gaussian core."""
 
 from __future__ import annotations
 
-import math
-
+import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_number
-from adjsim.core.typing import Array, Number
+from adjsim.core.declared import POSITIVE, declared, setting
 from adjsim.potentials.pairs.base import PairPotential
-from adjsim.potentials.pairs.formula import SHIFTED
-from adjsim.potentials.pairs.truncation import Truncation
 
 
 class SoftSphere(PairPotential):
     """An inverse power, ``U = sum over i<j of epsilon (sigma/r)^exponent``.
 
     Args:
-        epsilon: energy of a pair at the distance sigma; a number or ``(atoms, atoms)``, symmetric.
-        sigma: length; likewise.
-        exponent: a positive number, which is not trained. In three dimensions, with an exponent
-            of 3 or less, the energy of a fluid grows without limit with the cutoff.
+        {parameters}
         cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
-    epsilon: Tensor
-    sigma: Tensor
-
-    def __init__(
-        self,
-        epsilon: Number = 1.0,
-        sigma: Number = 1.0,
-        exponent: float = 12.0,
-        *,
-        cutoff: float | None = None,
-        box: Array | None = None,
-        truncation: Truncation = SHIFTED,
-        skin: float | None = None,
-        exclusions: Array | None = None,
-    ) -> None:
-        super().__init__(
-            cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
-        )
-        self.register_pair_parameter("epsilon", epsilon)
-        self.register_pair_parameter("sigma", sigma, positive=True)
-        self.exponent = _positive("exponent", exponent)
-
-    def validate(self) -> None:
-        """Refuse an exponent that the constructor would refuse."""
-        super().validate()
-        _positive("exponent", self.exponent)
+    epsilon: Tensor = declared("energy of a pair at the distance sigma", 1.0)
+    sigma: Tensor = declared("length", 1.0, positive=True)
+    exponent: float = setting(
+        "a positive number, which is not trained. In three dimensions, with an exponent of 3 or\n"
+        "        less, the energy of a fluid grows without limit with the cutoff",
+        POSITIVE,
+        12.0,
+    )
 
     def pair_energy(self, s: Tensor) -> Tensor:
         return self.pair_parameter("epsilon", s) * self._power(s, self.exponent)
@@ -76,45 +51,20 @@ class Mie(SoftSphere):
     faster.
 
     Args:
-        epsilon: depth of the well, energy; a number or ``(atoms, atoms)``, symmetric.
-        sigma: distance where the energy is zero, length; likewise.
-        exponent: n of the repulsion, which is not trained.
-        attraction: m of the attraction, below n, which is not trained.
+        {parameters}
         cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
-    def __init__(
-        self,
-        epsilon: Number = 1.0,
-        sigma: Number = 1.0,
-        exponent: float = 12.0,
-        attraction: float = 6.0,
-        *,
-        cutoff: float | None = None,
-        box: Array | None = None,
-        truncation: Truncation = SHIFTED,
-        skin: float | None = None,
-        exclusions: Array | None = None,
-    ) -> None:
-        super().__init__(
-            epsilon,
-            sigma,
-            exponent,
-            cutoff=cutoff,
-            box=box,
-            truncation=truncation,
-            skin=skin,
-            exclusions=exclusions,
-        )
-        self.register_pair_parameter("epsilon", self.epsilon, depth=True)
-        self.attraction = _positive("attraction", attraction)
-        self.validate()
+    epsilon: Tensor = declared("depth of the well, energy", 1.0, depth=True)
+    sigma: Tensor = declared("distance where the energy is zero, length", 1.0, positive=True)
+    exponent: float = setting("n of the repulsion, which is not trained", POSITIVE, 12.0)
+    attraction: float = setting("m of the attraction, below n, which is not trained", POSITIVE, 6.0)
 
     def validate(self) -> None:
-        """Refuse exponents that the constructor would refuse."""
+        """Refuse an attraction that is not below the repulsion."""
         super().validate()
         n, m = self.exponent, self.attraction
-        if not 0 < m < n < math.inf:
+        if not m < n:
             raise ValueError(
                 f"attraction must be positive, and below the exponent {n:g}; got {m:g}."
             )
@@ -130,16 +80,36 @@ class Mie(SoftSphere):
         return self._combined(s, n * (n + 1), m * (m + 1)) / (s * s)
 
     def _combined(self, s: Tensor, repulsion: float, attraction: float) -> Tensor:
-        difference = repulsion * self._power(s, self.exponent) - attraction * self._power(
-            s, self.attraction
-        )
         n, m = self.exponent, self.attraction
+        difference = repulsion * self._power(s, n) - attraction * self._power(s, m)
         factor = n / (n - m) * (n / m) ** (m / (n - m))
         return factor * self.pair_parameter("epsilon", s) * difference
 
 
-def _positive(name: str, value: float) -> float:
-    number = as_number(name, value)
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} must be positive and finite; got {value}.")
-    return number
+class GaussianCore(PairPotential):
+    """The Gaussian core model, ``U = sum over i<j of epsilon exp(-r^2/sigma^2)``.
+
+    See Stillinger, J. Chem. Phys. 65, 3968 (1976). Atoms can pass through each other, as the
+    centres of polymer coils do.
+
+    Args:
+        {parameters}
+        cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
+    """
+
+    epsilon: Tensor = declared("energy of a pair at zero distance", 1.0)
+    sigma: Tensor = declared("range, length", 1.0, positive=True)
+
+    def pair_energy(self, s: Tensor) -> Tensor:
+        return self.pair_parameter("epsilon", s) * torch.exp(s * self._rate(s))
+
+    def pair_slope(self, s: Tensor) -> Tensor:
+        return self._rate(s) * self.pair_energy(s)
+
+    def pair_curvature(self, s: Tensor) -> Tensor:
+        rate = self._rate(s)
+        return rate * rate * self.pair_energy(s)
+
+    def _rate(self, s: Tensor) -> Tensor:
+        sigma = self.pair_parameter("sigma", s)
+        return -1 / (sigma * sigma)

@@ -1,21 +1,24 @@
-"""Lennard-Jones parameters of the noble gases, and mixtures."""
+"""Lennard-Jones parameters of the noble gases, and mixtures of species."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_indices, outside_inference_mode
+from adjsim.core.declared import declared
 from adjsim.core.derived import derived
-from adjsim.core.parameters import describe, register
+from adjsim.core.parameters import describe
 from adjsim.core.typing import Array, Number
-from adjsim.potentials.pairs.formula import SHIFTED, check_symmetric
+from adjsim.potentials.pairs.formula import check_symmetric
 from adjsim.potentials.pairs.lennard_jones import LennardJones
-from adjsim.potentials.pairs.mixing import MixingRule, lorentz_berthelot
-from adjsim.potentials.pairs.truncation import Truncation
+
+MixingRule = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# The rule of a number for each species.
+SPECIES: dict[str, Any] = {"shapes": (("species",),), "each": "one number for each species"}
 
 
 class NobleGas(NamedTuple):
@@ -36,14 +39,51 @@ J. Phys. Chem. B 105, 12126 (2001). Helium is left out: at the temperatures wher
 is not classical."""
 
 
+def lorentz_berthelot(
+    epsilon_i: Tensor, sigma_i: Tensor, epsilon_j: Tensor, sigma_j: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mix by ``epsilon = sqrt(epsilon_i epsilon_j)`` and ``sigma = (sigma_i + sigma_j) / 2``.
+
+    The rules overestimate the depth of the well between atoms of different sizes. The derivative
+    of the root is infinite at epsilon zero, as of hydrogen in many force fields. The gradient with
+    respect to such an epsilon is given as zero, so training leaves it at zero.
+    """
+    return _root(epsilon_i) * _root(epsilon_j), sigma_i / 2 + sigma_j / 2
+
+
+def kong(
+    epsilon_i: Tensor, sigma_i: Tensor, epsilon_j: Tensor, sigma_j: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mix attractions as dispersion, and repulsions by Smith's model of distorted atoms::
+
+        A = epsilon sigma^6  = sqrt(A_i A_j)
+        B = epsilon sigma^12 = ((B_i^(1/13) + B_j^(1/13)) / 2)^13
+
+    so sigma^6 = B/A and epsilon = A^2/B. See Kong, J. Chem. Phys. 59, 2464 (1973). For noble gases
+    it is closer to measured mixtures than :func:`lorentz_berthelot`. Epsilon has to be positive.
+    """
+    sixth_i, sixth_j = sigma_i**6, sigma_j**6
+    attraction = (epsilon_i * sixth_i).sqrt() * (epsilon_j * sixth_j).sqrt()
+    roots = [
+        (epsilon * sixth * sixth) ** (1 / 13)
+        for epsilon, sixth in ((epsilon_i, sixth_i), (epsilon_j, sixth_j))
+    ]
+    repulsion = ((roots[0] + roots[1]) / 2) ** 13
+    return attraction * attraction / repulsion, (repulsion / attraction) ** (1 / 6)
+
+
+def _root(x: Tensor) -> Tensor:
+    """Compute the square root, with derivative zero at zero."""
+    return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt())
+
+
 class LennardJonesMixture(LennardJones):
     """Lennard-Jones between atoms of several species, whose parameters are mixed by a rule.
 
     Args:
         species: ``(atoms,)`` integers, each an index into epsilon and sigma; ``range(atoms)`` if
             every atom has its own parameters.
-        epsilon: ``(species,)``, energy.
-        sigma: ``(species,)``, length.
+        {parameters}
         mixing: the rule, :func:`~adjsim.potentials.lorentz_berthelot` or
             :func:`~adjsim.potentials.kong`, or any function of the same arguments that is symmetric
             in i and j.
@@ -54,32 +94,17 @@ class LennardJonesMixture(LennardJones):
             position with more or fewer atoms than ``species``.
     """
 
-    # Numbers of species, which are checked here.
-    _tables = ()
+    epsilon: Tensor = declared("``(species,)``, energy", depth=True, **SPECIES)
+    sigma: Tensor = declared("``(species,)``, length", positive=True, **SPECIES)
 
     def __init__(
         self,
         species: Array,
-        epsilon: Number,
-        sigma: Number,
-        *,
+        *values: Number,
         mixing: MixingRule = lorentz_berthelot,
-        cutoff: float | None = None,
-        box: Array | None = None,
-        truncation: Truncation = SHIFTED,
-        skin: float | None = None,
-        exclusions: Array | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            epsilon,
-            sigma,
-            cutoff=cutoff,
-            box=box,
-            truncation=truncation,
-            skin=skin,
-            exclusions=exclusions,
-        )
-        self._check_parameters()
+        super().__init__(*values, **options)
         self.mixing = mixing
         with outside_inference_mode():
             self.register_buffer("species", _checked_species(species, len(self.epsilon)))
@@ -88,7 +113,11 @@ class LennardJonesMixture(LennardJones):
     def validate(self) -> None:
         """Refuse numbers or a rule that the constructor would refuse."""
         super().validate()
-        self._check_parameters()
+        if self.epsilon.shape != self.sigma.shape:
+            raise ValueError(
+                "epsilon and sigma must list one number for each species; got shapes "
+                f"{tuple(self.epsilon.shape)} and {tuple(self.sigma.shape)}."
+            )
         _ = self.is_symmetric
 
     @derived("mixing")
@@ -105,19 +134,6 @@ class LennardJonesMixture(LennardJones):
                 )
             check_symmetric(name, value)
         return True
-
-    def register_pair_parameter(
-        self, name: str, value: Number, *, positive: bool = False, depth: bool = False
-    ) -> None:
-        """Store a number for each species, which becomes a table of pairs by the rule."""
-        register(self, name, value, positive=positive, depth=depth)
-
-    def _check_parameters(self) -> None:
-        if self.epsilon.ndim != 1 or self.epsilon.shape != self.sigma.shape:
-            raise ValueError(
-                "epsilon and sigma must list one number for each species; got shapes "
-                f"{tuple(self.epsilon.shape)} and {tuple(self.sigma.shape)}."
-            )
 
     def pair_table(self, name: str) -> Tensor:
         if name not in ("epsilon", "sigma"):

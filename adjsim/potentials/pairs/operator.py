@@ -10,40 +10,114 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from adjsim.compiler.values import UnprintableError
+from adjsim.core.cache_key import UninspectableError, cache_key
 from adjsim.core.derived import own_tensors, replaced
 from adjsim.core.layout import is_tracing
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, Rounding
-from adjsim.potentials.pairs.form import PairForm, formula_key, operand_of
-from adjsim.potentials.pairs.formula import Operand, PairFormula
+from adjsim.potentials.pairs.formula import Operand, PairFormula, kind_of, misshapen, skin_of
 from adjsim.potentials.pairs.kernels.formulas import OTHER, Slot, check_elementwise, printed, trace
 from adjsim.potentials.pairs.kernels.kernel import (
     ATOM,
     ENERGY,
     FORCE,
+    NO_BOX,
+    ORTHOGONAL,
     PRODUCT,
     SLOPES,
     TABLE,
+    TILTED,
     Kernel,
     KernelSpec,
+    PairInputs,
+    evaluate,
 )
-from adjsim.potentials.pairs.kernels.operator import evaluate as evaluate_kernel
+
+# Kernels of a potential by mode, rounding and gradients, or the reason why there is none.
+Kernels = dict[tuple[str, bool, tuple[int, ...]], Kernel | Refusal]
+
+
+@dataclass(frozen=True)
+class PairForm:
+    """What the operator of a potential has in common for all values of its tensors.
+
+    ``names`` are those of its operands, the tensors that its formulas may read; ``spec`` is that of
+    the kernel of the force, ``key`` the key of the formulas, and ``kernels`` those made so far.
+    """
+
+    names: tuple[str, ...]
+    spec: KernelSpec
+    key: Any
+    kernels: Kernels
+
+
+def form_of(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
+    """Return the form for positions of a shape and type, or the reason why there is none."""
+    try:
+        key = _formula_key(pair)
+    except UninspectableError as error:
+        return Refusal(str(error))
+    atoms, dim = position.shape[-2:]
+    operands = {name: _operand_of(pair, name, position) for name in pair.operand_names()}
+    reason = misshapen(pair.species, atoms, operands)
+    if reason is not None:
+        return reason
+    box = pair.image_box
+    spec = KernelSpec(
+        mode=FORCE,
+        dtype=position.dtype,
+        dim=dim,
+        image=NO_BOX if box is None else ORTHOGONAL if box.ndim == 1 else TILTED,
+        cutoff=pair.cutoff,
+        skin=skin_of(pair, position),
+        rounds=False,
+        kinds=tuple(map(kind_of, operands.values())),
+        gradients=(),
+        excluded=pair.exclusions is not None,
+    )
+    # A formula may read the shapes of tensors, such as the number of atoms, but no exclusions.
+    shapes = tuple(
+        (name, x.shape, x.dtype) for name, x in own_tensors(pair).items() if name != "exclusions"
+    )
+    return PairForm(tuple(operands), spec, key, _kernels_of(key, shapes, spec))
+
+
+@lru_cache(maxsize=256)
+def _kernels_of(key: Any, shapes: Any, spec: KernelSpec) -> Kernels:
+    """Return the kernels of formulas and the layout of a force, which a class shares."""
+    return {}
+
+
+def _operand_of(pair: PairFormula, name: str, position: Tensor) -> Tensor:
+    # With a graph also in a sweep, which takes the gradients of operands to parameters.
+    with torch.enable_grad():
+        return pair.pair_table(name).to(position)
+
+
+def _formula_key(pair: PairFormula) -> Any:
+    """Build the key of a potential's formulas, which potentials of one class share."""
+    found = cache_key(pair)
+    if found.opaque:
+        raise UninspectableError(found.opaque[0])
+    first, *others = found.modules
+    if others:
+        return found.dtype, found.modules
+    _, kind, _, *attributes = first
+    return found.dtype, kind, *attributes
 
 
 @dataclass(frozen=True)
 class PairOperator:
     """The operator of a potential for positions of one shape and type.
 
-    Attributes:
-        pair: what is computed of the potential, whatever becomes of it.
-        operands: the values of its operands, to which gradients are taken.
-        form: the names of the operands, and the kernels.
+    Gradients are taken to the values of its operands.
     """
 
     pair: PairFormula
@@ -53,13 +127,7 @@ class PairOperator:
     @classmethod
     def of(cls, pair: PairFormula, form: PairForm, position: Tensor) -> PairOperator:
         """Return the operator, with the present values of operands."""
-        return cls(pair, tuple(operand_of(pair, name, position) for name in form.names), form)
-
-    @property
-    def refusal(self) -> Refusal | None:
-        """The reason why there is no kernel of the force; None: there is one."""
-        found = self._kernel(FORCE)
-        return found if isinstance(found, Refusal) else None
+        return cls(pair, tuple(_operand_of(pair, name, position) for name in form.names), form)
 
     @property
     def printed(self) -> bool:
@@ -82,13 +150,13 @@ class PairOperator:
     def has(self, *modes: str, rounds: bool = False) -> bool:
         """Return whether there are kernels for these modes."""
         return all(
-            isinstance(self._kernel(mode, rounds and mode in (FORCE, PRODUCT)), Kernel)
+            isinstance(self.kernel(mode, rounds and mode in (FORCE, PRODUCT)), Kernel)
             for mode in modes
         )
 
     def differentiable(self, position: Tensor) -> bool:
         """Return whether a derivative to the position or an operand may be asked for."""
-        return position.requires_grad or bool(self.wanted)
+        return torch.is_grad_enabled() and (position.requires_grad or bool(self.wanted))
 
     def evaluate(
         self,
@@ -100,50 +168,59 @@ class PairOperator:
         weight: Tensor | None = None,
     ) -> list[Tensor]:
         """Evaluate the kernel of a mode, see :class:`~.kernels.kernel.Kernel`."""
-        kernel = self._kernel(mode, rounding.rounds)
+        kernel = self.kernel(mode, rounding.rounds)
         if isinstance(kernel, Refusal):
             raise RuntimeError(f"{type(self.pair).__name__} has no pair operator: {kernel.reason}.")
-        box = self.pair.image_box
+        box, species, exclusions = self.settings
         box = None if box is None else box.to(position)
         spacing = rounding.spacing if rounding.rounds else None
-        return evaluate_kernel(
-            kernel,
-            position,
-            self.operands,
-            box,
-            self.pair.species,
-            self.pair.exclusions,
-            vector=vector,
-            spacing=spacing,
-            weight=weight,
-        )
+        inputs = (position, vector, weight, self.operands, box, species, exclusions, spacing)
+        return evaluate(kernel, PairInputs(*inputs))
 
-    def _kernel(self, mode: str, rounds: bool = False) -> Kernel | Refusal:
+    def kernel(self, mode: str, rounds: bool = False) -> Kernel | Refusal:
+        """Return the kernel of a mode, or the reason why there is none."""
         gradients = self.wanted if mode in (PRODUCT, SLOPES) else ()
         known = self.form.kernels.get((mode, rounds, gradients))
         if known is None:
-            if formula_key(self.pair) != self.form.key:
+            if _formula_key(self.pair) != self.form.key:
                 raise RuntimeError(
                     f"a value that {type(self.pair).__name__} reads has changed since the force "
                     "was evaluated, and its gradient had not been compiled yet. Call backward "
                     "before the change."
                 )
+            spec = replace(self.form.spec, mode=mode, rounds=rounds, gradients=gradients)
             try:
-                known = self._compiled(
-                    replace(self.form.spec, mode=mode, rounds=rounds, gradients=gradients)
-                )
+                known = self._compiled(spec)
             except UnprintableError as error:
                 known = Refusal(str(error))
             self.form.kernels[mode, rounds, gradients] = known
         return known
 
     def _compiled(self, spec: KernelSpec) -> Kernel:
+        slope, energy, curvature = map(
+            self._formula, ("truncated_slope", "truncated_energy", "truncated_curvature")
+        )
+        # The operands of a pair with their kinds: two for a number of each atom.
+        slots: dict[Slot, str] = {}
+        for name, kind in zip(self.form.names, spec.kinds, strict=True):
+            slots[name, 0] = kind
+            if kind == ATOM:
+                slots[name, 1] = OTHER
         if not self.form.kernels:
-            methods = ("truncated_slope", "truncated_energy", "truncated_curvature")
-            check_elementwise([self._formula(x) for x in methods], self._slots, spec.dtype)
-        slope = self._functions(replace(spec, mode=FORCE, gradients=()))
-        functions = slope if spec.mode == FORCE else self._functions(spec)
-        return Kernel(spec, functions, slope)
+            check_elementwise([slope, energy, curvature], slots, spec.dtype)
+        force = printed(trace([slope], list(slots), spec.dtype), spec.dtype)
+        if spec.mode == FORCE:
+            return Kernel(spec, force, force)
+        formulas, differentiated = {
+            PRODUCT: ([slope, curvature], slope),
+            ENERGY: ([energy], None),
+            SLOPES: ([], energy),
+        }[spec.mode]
+        wanted = [(self.form.names[k], 0) for k in spec.gradients]
+        graph = trace(
+            formulas, list(slots), spec.dtype, differentiated=differentiated, wanted=wanted
+        )
+        return Kernel(spec, printed(graph, spec.dtype), force)
 
     def _formula(self, method: str) -> Any:
         # Potentials of one class share kernels. So the values of tensors other than operands
@@ -163,28 +240,6 @@ class PairOperator:
             return getattr(bare.with_operands(operands), method)(s)
 
         return formula
-
-    @property
-    def _slots(self) -> dict[Slot, str]:
-        """The operands of a pair, with their kinds: two for a number of each atom."""
-        kinds: dict[Slot, str] = {}
-        for name, kind in zip(self.form.names, self.form.spec.kinds, strict=True):
-            kinds[name, 0] = kind
-            if kind == ATOM:
-                kinds[name, 1] = OTHER
-        return kinds
-
-    def _functions(self, spec: KernelSpec) -> str:
-        """Print the formulas that a kernel needs."""
-        slope, energy = self._formula("truncated_slope"), self._formula("truncated_energy")
-        curvature = self._formula("truncated_curvature")
-        formulas = {
-            FORCE: [slope], PRODUCT: [slope, curvature], ENERGY: [energy], SLOPES: [],
-        }[spec.mode]  # fmt: skip
-        differentiated = {PRODUCT: slope, SLOPES: energy}.get(spec.mode)
-        wanted = [(self.form.names[k], 0) for k in spec.gradients]
-        graph = trace(formulas, differentiated, list(self._slots), wanted, spec.dtype)
-        return printed(graph, spec.dtype)
 
     def by_torch(self, operands: Sequence[Tensor]) -> PairFormula:
         """Return the potential with these operands, for torch operations over all pairs."""

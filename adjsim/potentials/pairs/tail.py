@@ -1,4 +1,4 @@
-"""Corrections for the interactions beyond a cutoff."""
+"""Corrections for the interactions beyond a cutoff: at uniform density, and OpenMM's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_whole, describe_type
+from adjsim.core.box import volume as volume_of
+from adjsim.core.derived import derived
+from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.pairs.base import PairPotential
+from adjsim.potentials.pairs.noble import LennardJonesMixture
 
 NODES = 200
 
@@ -62,7 +67,7 @@ def tail_corrections(potential: Potential, atoms: int, volume: float) -> tuple[T
     begin = potential.truncation.begin(potential.cutoff)
     if not begin > 0:
         raise ValueError("tail_corrections needs a switch that starts at a positive distance.")
-    _check_decay(potential, atoms)
+    _check_decay(potential, atoms, potential.cutoff)
     energy, pressure = _integrals(potential, atoms, potential.cutoff, math.inf)
     if begin < potential.cutoff:
         within = _integrals(potential, atoms, begin, potential.cutoff)
@@ -79,22 +84,20 @@ def _integrals(
     Gauss-Legendre nodes in t, with r = low / t^4, make inverse powers smooth at infinity.
     """
     nodes, weights = np.polynomial.legendre.leggauss(NODES)
-    bottom = 0.0 if math.isinf(high) else (low / high) ** 0.25
+    bottom = (low / high) ** 0.25
     t = torch.as_tensor((1 - bottom) / 2 * nodes + (1 + bottom) / 2)
-    weight = torch.as_tensor((1 - bottom) / 2 * weights)
     r = low / t**4
-    rows = [_missing(potential, atoms, x, truncated=not math.isinf(high)) for x in r.tolist()]
+    rows = [_missing(potential, atoms, x, truncated=high < math.inf) for x in r.tolist()]
     energy, slope = (torch.stack(column) for column in zip(*rows, strict=True))
+    weight = torch.as_tensor((1 - bottom) / 2 * weights)
     shell = 4 * math.pi * r**2 * (4 * r / t) * weight
     return (shell * energy).sum(), (shell * r * slope).sum()
 
 
-def _check_decay(potential: PairPotential, atoms: int) -> None:
+def _check_decay(potential: PairPotential, atoms: int, cutoff: float) -> None:
     """Refuse an energy that falls like r^-3.25 or more slowly."""
-    assert potential.cutoff is not None
     near, far = (
-        float(_missing(potential, atoms, factor * potential.cutoff, False)[0].detach().abs())
-        * factor**3
+        float(_missing(potential, atoms, factor * cutoff)[0].detach().abs()) * factor**3
         for factor in (1e2, 1e8)
     )
     if far > 10**-1.5 * near:
@@ -105,7 +108,7 @@ def _check_decay(potential: PairPotential, atoms: int) -> None:
 
 
 def _missing(
-    potential: PairPotential, atoms: int, r: float, truncated: bool
+    potential: PairPotential, atoms: int, r: float, truncated: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Compute the mean over pairs of u - v, and of its derivative, at one distance."""
     s = torch.tensor(r * r, dtype=torch.float64)
@@ -123,3 +126,110 @@ def _mean(x: Tensor, atoms: int) -> Tensor:
     if x.shape != (atoms, atoms):
         raise ValueError(f"the potential is for {x.shape[-1]} atoms, and atoms is {atoms}.")
     return (x.sum() - x.diagonal().sum()) / (atoms * (atoms - 1))
+
+
+class DispersionCorrection(Potential):
+    """The Lennard-Jones energy that a cutoff leaves out, at uniform density, as OpenMM adds it::
+
+        U = 2 pi N^2 / V  <4 epsilon (sigma^12 I_12 - sigma^6 I_6)>
+        I_n = integral from 0 to infinity of (1 - S(r)) r^(2 - n) dr
+
+    S is the share of the energy that the cutoff leaves: 1 within it, 0 beyond it, and a switch in
+    between. The mean is over all pairs of atoms, an atom paired with itself included, so for few
+    atoms it differs from :func:`~adjsim.potentials.tail_corrections`, which leaves these out. The
+    energy does not depend on positions: it gives no force, but a virial and a gradient with respect
+    to epsilon and sigma. Do not use it in a slab, a droplet or a crystal.
+
+    Args:
+        lennard_jones: the potential, with a box in three dimensions and a cutoff; it shares its
+            parameters.
+        start: where the switch of :class:`~adjsim.potentials.pairs.truncation.SwitchedDistance`
+            begins, at most the cutoff; None: no switch.
+
+    Raises:
+        ValueError: no box or no cutoff.
+    """
+
+    def __init__(self, lennard_jones: LennardJonesMixture, start: float | None = None) -> None:
+        super().__init__()
+        if lennard_jones.box is None or lennard_jones.cutoff is None:
+            raise ValueError("the dispersion correction needs a box and a cutoff.")
+        self.lennard_jones = lennard_jones
+        self.start = None if start is None else as_number("start", start)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse a switch that begins beyond the cutoff."""
+        if self.start is not None and not 0 < self.start <= self.cutoff:
+            raise ValueError(
+                f"start must be positive and at most the cutoff, {self.cutoff:g}; got "
+                f"{self.start:g}."
+            )
+
+    @property
+    def cutoff(self) -> float:
+        """The cutoff of the Lennard-Jones potential."""
+        assert self.lennard_jones.cutoff is not None
+        return self.lennard_jones.cutoff
+
+    @property
+    def species(self) -> Tensor:
+        """The species of the Lennard-Jones potential."""
+        assert self.lennard_jones.species is not None
+        return self.lennard_jones.species
+
+    @property
+    def kinds(self) -> int:
+        """The number of species."""
+        return len(self.lennard_jones.epsilon)
+
+    @derived("species", "kinds")
+    def share(self) -> Tensor:
+        """The share of each two species in the pairs."""
+        count = torch.bincount(self.species, minlength=self.kinds).double()
+        atoms = count.sum()
+        return (count.unsqueeze(-1) * count + torch.diag(count)) / (atoms * (atoms + 1))
+
+    @derived("cutoff", "start")
+    def integrals(self) -> tuple[float, float]:
+        """The integrals I_12 and I_6."""
+        begin = self.cutoff if self.start is None else self.start
+        return _integral(12, begin, self.cutoff), _integral(6, begin, self.cutoff)
+
+    @property
+    def box(self) -> Tensor | None:
+        """The box of the Lennard-Jones potential."""
+        return self.lennard_jones.box
+
+    def forward(self, position: Positions) -> Energies:
+        return self._energy().to(position).expand(position.shape[:-2])
+
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
+        return torch.zeros_like(position)
+
+    def virial(self, position: Positions) -> Tensor:
+        """Compute the energy times the unit matrix, since the energy is inverse to the volume."""
+        unit = torch.eye(3, dtype=position.dtype, device=position.device)
+        return self.forward(position)[..., None, None] * unit
+
+    def _energy(self) -> Tensor:
+        assert self.lennard_jones.box is not None
+        epsilon, sigma = (self.lennard_jones.pair_table(name) for name in ("epsilon", "sigma"))
+        sixth = sigma**6
+        repulsion, attraction = self.integrals
+        mean = 4 * epsilon * sixth * (sixth * repulsion - attraction)
+        factor = 2 * math.pi * len(self.species) ** 2
+        return factor / volume_of(self.lennard_jones.box) * (self.share.to(mean) * mean).sum()
+
+
+def _integral(n: int, begin: float, cutoff: float) -> float:
+    """Integrate (1 - S(r)) r^(2 - n) from the start of the switch to infinity."""
+    beyond = cutoff ** (3 - n) / (n - 3)
+    if begin == cutoff:
+        return beyond
+    # The integrand is smooth within the switch, so that Gauss-Legendre nodes converge at once.
+    nodes, weights = np.polynomial.legendre.leggauss(NODES)
+    x = (1 + nodes) / 2
+    r = begin + (cutoff - begin) * x
+    missing = x**3 * (10 - 15 * x + 6 * x**2)
+    return beyond + float((cutoff - begin) / 2 * (weights * missing * r ** (2.0 - n)).sum())

@@ -16,22 +16,16 @@ from adjsim.core.arguments import as_number
 
 
 class Untruncated(Protocol):
-    """The energy of a pair before it is truncated, and the cutoff."""
+    """The energy of a pair before it is truncated, its derivatives du/ds, and the cutoff."""
 
     @property
     def cutoff(self) -> float | None: ...
 
-    def pair_energy(self, s: Tensor) -> Tensor:
-        """Compute u(s), elementwise."""
-        ...
+    def pair_energy(self, s: Tensor) -> Tensor: ...
 
-    def pair_slope(self, s: Tensor) -> Tensor:
-        """Compute du/ds."""
-        ...
+    def pair_slope(self, s: Tensor) -> Tensor: ...
 
-    def pair_curvature(self, s: Tensor) -> Tensor:
-        """Compute d2u/ds2."""
-        ...
+    def pair_curvature(self, s: Tensor) -> Tensor: ...
 
 
 class Truncation:
@@ -86,7 +80,7 @@ class Shifted(Truncation):
 
 
 @dataclass(frozen=True)
-class Unshifted(Truncation):
+class Unshifted(Shifted):
     """The energy ends at the cutoff as it is: ``v(s) = u(s)``.
 
     Energy and force have a jump at the cutoff. The forces are those of :class:`Shifted`, whose
@@ -96,12 +90,6 @@ class Unshifted(Truncation):
 
     def energy(self, pair: Untruncated, s: Tensor) -> Tensor:
         return pair.pair_energy(s)
-
-    def slope(self, pair: Untruncated, s: Tensor) -> Tensor:
-        return pair.pair_slope(s)
-
-    def curvature(self, pair: Untruncated, s: Tensor) -> Tensor:
-        return pair.pair_curvature(s)
 
 
 @dataclass(frozen=True)
@@ -158,84 +146,56 @@ class Switched(Truncation):
 
     def energy(self, pair: Untruncated, s: Tensor) -> Tensor:
         x, _ = self._share(pair, s)
-        return pair.pair_energy(s) * self._factor(x)
+        return pair.pair_energy(s) * _factor(x)
 
     def slope(self, pair: Untruncated, s: Tensor) -> Tensor:
         x, rate = self._share(pair, s)
-        return pair.pair_slope(s) * self._factor(x) + pair.pair_energy(s) * (rate * _first(x))
+        return pair.pair_slope(s) * _factor(x) + pair.pair_energy(s) * (rate * _first(x))
 
     def curvature(self, pair: Untruncated, s: Tensor) -> Tensor:
         x, rate = self._share(pair, s)
         return (
-            pair.pair_curvature(s) * self._factor(x)
+            pair.pair_curvature(s) * _factor(x)
             + pair.pair_slope(s) * (2 * rate * _first(x))
-            + pair.pair_energy(s) * (rate * rate * _second(x))
+            + pair.pair_energy(s) * self._second(x, rate, s)
         )
 
-    def _share(self, pair: Untruncated, s: Tensor) -> tuple[Tensor, float]:
+    def _share(self, pair: Untruncated, s: Tensor) -> tuple[Tensor, float | Tensor]:
         """Compute x, and dx/ds."""
         assert pair.cutoff is not None
         rate = 1 / (pair.cutoff**2 - self.start**2)
         return ((s - self.start**2) * rate).clamp(0.0, 1.0), rate
 
-    @staticmethod
-    def _factor(x: Tensor) -> Tensor:
-        return 1 - x * x * x * (10 - x * (15 - 6 * x))
+    def _second(self, x: Tensor, rate: float | Tensor, s: Tensor) -> Tensor:
+        """Compute the second derivative of the polynomial with respect to s."""
+        return rate * rate * (-60 * x * (1 - x) * (1 - 2 * x))
 
 
 @dataclass(frozen=True)
-class SwitchedDistance(Truncation):
+class SwitchedDistance(Switched):
     """The energy is multiplied by a polynomial of the distance, as OpenMM and CHARMM switch it::
 
         v = u (1 - 10 x^3 + 15 x^4 - 6 x^5),     x = (r - a) / (r_c - a)
 
-    where r is the distance, r_c the cutoff and a ``start``, and x = 0 below ``start``. Energy,
-    force and the derivative of the force are continuous. :class:`Switched`, in the squared
+    where r is the distance, r_c the cutoff and a ``start``. :class:`Switched`, in the squared
     distance, needs no root; use this one where the numbers of a force field have to be met.
-
-    Args:
-        start: the distance from which the energy is switched off, below the cutoff.
     """
 
-    start: float
-
-    def check(self, cutoff: float) -> None:
-        Switched(self.start).check(cutoff)
-
-    def begin(self, cutoff: float) -> float:
-        return self.start
-
-    def energy(self, pair: Untruncated, s: Tensor) -> Tensor:
-        x, _ = self._share(pair, s)
-        return pair.pair_energy(s) * Switched._factor(x)
-
-    def slope(self, pair: Untruncated, s: Tensor) -> Tensor:
-        x, rate = self._share(pair, s)
-        return pair.pair_slope(s) * Switched._factor(x) + pair.pair_energy(s) * (rate * _first(x))
-
-    def curvature(self, pair: Untruncated, s: Tensor) -> Tensor:
-        x, rate = self._share(pair, s)
-        second = rate * rate * _second(x) - rate / (2 * s) * _first(x)
-        return (
-            pair.pair_curvature(s) * Switched._factor(x)
-            + pair.pair_slope(s) * (2 * rate * _first(x))
-            + pair.pair_energy(s) * second
-        )
-
     def _share(self, pair: Untruncated, s: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute x, and dx/ds."""
         assert pair.cutoff is not None
-        inverse = 1 / (pair.cutoff - self.start)
-        r = s.sqrt()
+        inverse, r = 1 / (pair.cutoff - self.start), s.sqrt()
         return ((r - self.start) * inverse).clamp(0.0, 1.0), 0.5 * inverse / r
+
+    def _second(self, x: Tensor, rate: float | Tensor, s: Tensor) -> Tensor:
+        return super()._second(x, rate, s) - rate / (2 * s) * _first(x)
+
+
+def _factor(x: Tensor) -> Tensor:
+    """Compute the polynomial of :class:`Switched`."""
+    return 1 - x * x * x * (10 - x * (15 - 6 * x))
 
 
 def _first(x: Tensor) -> Tensor:
-    """Compute the first derivative of the polynomial of :class:`Switched`."""
+    """Compute its derivative."""
     y = x * (1 - x)
     return -30 * y * y
-
-
-def _second(x: Tensor) -> Tensor:
-    """Compute the second derivative of the polynomial of :class:`Switched`."""
-    return -60 * x * (1 - x) * (1 - 2 * x)

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_flag, as_number
+from adjsim.core.arguments import as_flag
+from adjsim.core.declared import (
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Declaring,
+    Limits,
+    declared,
+    setting,
+)
 from adjsim.core.parameters import describe, register
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Number, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.pairs.dense import distinct
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback
-from adjsim.potentials.solvent.pairs import BornPairs, BornTangent
+from adjsim.potentials.solvent.pairs import NUMBERS, BornPairs, BornTangent
 
-# What can be trained.
-NUMBERS = ("charge", "radius", "scale", "solute", "solvent", "surface")
+# The rule of one number, which is given by name.
+ONE: dict[str, Any] = {"keyword": True, "shapes": ((),)}
 
 
-class GeneralizedBorn(Potential):
+class GeneralizedBorn(Declaring, Potential):
     """Generalised Born solvent, model II of Onufriev, Bashford and Case (OBC2), with surface area.
 
     ::
@@ -36,7 +46,7 @@ class GeneralizedBorn(Potential):
 
     ========= ======================================================================
     B         Born radius: the smaller, the more solvent there is around an atom
-    H         what atom j displaces of the solvent around atom i (see descreening.py)
+    H         what atom j displaces of the solvent around atom i (see parts.py)
     tau / f   interaction through the polarised solvent, of pairs and of each atom with itself
     ========= ======================================================================
 
@@ -57,21 +67,7 @@ class GeneralizedBorn(Potential):
     See Onufriev, Bashford and Case, Proteins 55, 383 (2004).
 
     Args:
-        charge: ``(atoms,)``.
-        radius: ``(atoms,)``, intrinsic radius, larger than the offset.
-        scale: ``(atoms,)``, share of an atom's radius that displaces solvent, zero or positive.
-        solute, solvent: permittivities inside and outside, at least 1.
-        constant: 1/(4 pi epsilon_0) in the units of the simulation: 14.39964548 in eV, angstrom
-            and elementary charges.
-        offset: length by which radii are reduced for the Born radii; the default is in angstrom.
-        surface: energy per area. OpenMM uses 2.25936 kJ/mol/nm^2, which is 2.34166e-4 eV per
-            square angstrom.
-        probe: radius of a solvent molecule; the default is in angstrom.
-        kappa: inverse screening length of a dissolved salt, 1/length.
-        cutoff: pairs beyond it neither displace solvent nor interact; None: all pairs. The
-            interaction is shifted to zero there, as if f were the distance.
-        contained: whether an atom inside of another one's sphere gets the term that makes H the
-            integral there. OpenMM's ``GBSAOBCForce`` has it; its ``implicit/obc2.xml`` has not.
+        {parameters}
 
     Raises:
         ValueError: arrays that are not one number for each atom, a radius that is not above the
@@ -80,76 +76,67 @@ class GeneralizedBorn(Potential):
             of atoms.
     """
 
-    charge: Tensor
-    radius: Tensor
-    scale: Tensor
-    solute: Tensor
-    solvent: Tensor
-    surface: Tensor
+    charge: Tensor = declared("``(atoms,)``")
+    radius: Tensor = declared("``(atoms,)``, intrinsic radius, larger than the offset")
+    scale: Tensor = declared(
+        "``(atoms,)``, share of an atom's radius that displaces solvent, zero or positive"
+    )
+    solute: Tensor = declared("permittivity inside, at least 1", 1.0, **ONE)
+    solvent: Tensor = declared("permittivity outside, at least 1", 78.5, **ONE)
+    constant: float = setting("see :class:`~adjsim.Coulomb`", FINITE, 1.0, keyword=True)
+    offset: float = setting(
+        "length by which radii are reduced for the Born radii; the default is in angstrom",
+        NOT_NEGATIVE,
+        0.09,
+        keyword=True,
+    )
+    surface: Tensor = declared(
+        "energy per area. OpenMM uses 2.25936 kJ/mol/nm^2, which is 2.34166e-4 eV per square\n"
+        "        angstrom",
+        0.0,
+        **ONE,
+    )
+    probe: float = setting(
+        "radius of a solvent molecule; the default is in angstrom", NOT_NEGATIVE, 1.4, keyword=True
+    )
+    kappa: float = setting(
+        "inverse screening length of a dissolved salt, 1/length", NOT_NEGATIVE, 0.0, keyword=True
+    )
+    cutoff: float | None = setting(
+        "pairs beyond it neither displace solvent nor interact; None: all pairs. The interaction\n"
+        "        is shifted to zero there, as if f were the distance",
+        Limits("positive and finite, or None for all pairs", POSITIVE.hold),
+        None,
+        keyword=True,
+    )
+    contained: bool = setting(
+        "whether an atom inside of another one's sphere gets the term that makes H the integral\n"
+        "        there. OpenMM's ``GBSAOBCForce`` has it; its ``implicit/obc2.xml`` has not",
+        as_flag,
+        True,
+        keyword=True,
+    )
 
-    def __init__(
-        self,
-        charge: Number,
-        radius: Number,
-        scale: Number,
-        *,
-        solute: Number = 1.0,
-        solvent: Number = 78.5,
-        constant: float = 1.0,
-        offset: float = 0.09,
-        surface: Number = 0.0,
-        probe: float = 1.4,
-        kappa: float = 0.0,
-        cutoff: float | None = None,
-        contained: bool = True,
-    ) -> None:
+    def __init__(self, *values: Number, **named: Any) -> None:
+        given = self.given(values, named)
         super().__init__()
-        register(self, "charge", charge)
-        register(self, "radius", radius)
-        register(self, "scale", scale)
-        register(self, "solute", solute)
-        register(self, "solvent", solvent)
-        register(self, "surface", surface)
-        self.constant = as_number("constant", constant)
-        self.offset = as_number("offset", offset)
-        self.probe = as_number("probe", probe)
-        self.kappa = as_number("kappa", kappa)
-        self.cutoff = None if cutoff is None else as_number("cutoff", cutoff)
-        self.contained = as_flag("contained", contained)
+        self.store(given, partial(register, self))
         self.validate()
 
     def validate(self) -> None:
         """Refuse numbers that the constructor would refuse."""
-        self._check_numbers()
-        self._check_atoms()
-
-    def _check_numbers(self) -> None:
-        for name in ("solute", "solvent", "surface"):
+        self.check_settings()
+        for name in ("solute", "solvent"):
             value: Tensor = getattr(self, name)
-            if value.ndim:
-                raise ValueError(f"{name} must be one number; got shape {tuple(value.shape)}.")
-            if name != "surface" and float(value.detach()) < 1:
+            if float(value.detach()) < 1:
                 raise ValueError(
                     f"{name} must be at least 1, the permittivity of vacuum; got {describe(value)}."
                 )
-        if not math.isfinite(self.constant):
-            raise ValueError(f"constant must be finite; got {self.constant:g}.")
-        for name in ("offset", "probe", "kappa"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name} must be zero or positive, and finite; got {getattr(self, name):g}."
-                )
-        if self.cutoff is not None and not 0 < self.cutoff < math.inf:
-            raise ValueError(
-                f"cutoff must be positive and finite, or None for all pairs; got {self.cutoff:g}."
-            )
         if self.cutoff is not None and self.kappa:
             raise ValueError(
                 f"a cutoff ({self.cutoff:g}) together with kappa ({self.kappa:g}) is not provided: "
                 "the shift at the cutoff would depend on the Born radii. Leave one of them out."
             )
-
-    def _check_atoms(self) -> None:
         shapes = [tuple(x.shape) for x in (self.charge, self.radius, self.scale)]
         if len(shapes[0]) != 1 or len(set(shapes)) > 1:
             raise ValueError(

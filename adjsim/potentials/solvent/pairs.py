@@ -1,7 +1,7 @@
 """Sums over pairs of generalised Born: the force, and its derivative along a direction.
 
-With the notation of :class:`~adjsim.GeneralizedBorn`, G of the pair energy
-(polarisation.py), H of the descreening (descreening.py), s_ij = r_ij^2 and d_ij = q_i - q_j::
+With the notation of :class:`~adjsim.GeneralizedBorn`, G of the pair energy and H of the descreening
+(parts.py), s_ij = r_ij^2 and d_ij = q_i - q_j::
 
     E_i  = dU/dB_i = q_i sum_j q_j (dG/dP)_ij B_j - 6 A_i / B_i        A_i: the area term of atom i
     c_i  = dU/dI_i = E_i rho_i dB_i/dpsi_i                             I_i = sum over j of H_ij
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,60 +34,37 @@ from torch import Tensor
 from adjsim.core.box import differences
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.potentials.pairs.dense import (
-    _join_coordinates as join_coordinates,
     distinct,
+    join_coordinates,
     split_coordinates,
     sum_coordinates,
 )
-from adjsim.potentials.solvent.born import BornRadii
-from adjsim.potentials.solvent.descreening import Descreening
-from adjsim.potentials.solvent.polarisation import Polarisation
+from adjsim.potentials.solvent.parts import BornRadii, Descreening, Polarisation
 
+# What can be trained.
+NUMBERS = ("charge", "radius", "scale", "solute", "solvent", "surface")
 # Descreening sums are dimensionless, and rarely above ten. On multiples of this spacing they are
 # exact up to 128, and each contribution is rounded by at most 1e-14.
 SPACING = 2.0**-46
 
 
-class Numbers(Protocol):
-    """The numbers of generalised Born; :class:`~adjsim.GeneralizedBorn` documents them."""
-
-    charge: Tensor
-    radius: Tensor
-    scale: Tensor
-    solute: Tensor
-    solvent: Tensor
-    surface: Tensor
-    constant: float
-    offset: float
-    probe: float
-    kappa: float
-    cutoff: float | None
-    contained: bool
-
-
 class BornPairs:
-    """What energy and force of one position have in common.
+    """What energy and force of one position have in common, for a GeneralizedBorn.
 
-    Args:
-        numbers: the numbers of the potential.
-        position: ``(*batch, atoms, dim)``.
-        rounding: the grid to which contributions to the force are rounded before they are summed.
+    Contributions to the force are rounded before they are summed.
     """
 
-    def __init__(self, numbers: Numbers, position: Tensor, rounding: Rounding = UNROUNDED) -> None:
+    def __init__(self, numbers: Any, position: Tensor, rounding: Rounding = UNROUNDED) -> None:
         atoms = len(numbers.charge)
         if position.shape[-2] != atoms:
             raise ValueError(f"charge is for {atoms} atoms and position has {position.shape[-2]}.")
         self.rounding, self.cutoff = rounding, numbers.cutoff
         self.pure = Rounding(position.new_full((), SPACING)) if rounding.rounds else UNROUNDED
-        self.charge, self.radius = numbers.charge.to(position), numbers.radius.to(position)
-        self.scale, self.rho = numbers.scale.to(position), self.radius - numbers.offset
-        self.probe, self.surface = numbers.probe, numbers.surface.to(position)
-        self.solute, self.solvent = numbers.solute.to(position), numbers.solvent.to(position)
-        self.inside, self.outside = (
-            numbers.constant / self.solute,
-            numbers.constant / self.solvent,
-        )
+        given: list[Tensor] = [getattr(numbers, name).to(position) for name in NUMBERS]
+        self.charge, self.radius, self.scale, self.solute, self.solvent, self.surface = given
+        self.rho, self.probe = self.radius - numbers.offset, numbers.probe
+        self.inside = numbers.constant / self.solute
+        self.outside = numbers.constant / self.solvent
         self.d = split_coordinates(differences(position))
         self.s = sum_coordinates([x * x for x in self.d])
         included = distinct(position)
@@ -128,9 +105,9 @@ class BornPairs:
         self.c = self.by_born * self.rho * self.born.slope()
         # Times rho^2, the sum of dH/ds d has no unit.
         self.share = self.rho * self.rho
-        self.own = self.rows(self.share.unsqueeze(-1) * self.hs, self.pure)
-        polar = self.rows(self.gs, self.rounding)
-        columns = self.columns(self.c.unsqueeze(-1) * self.hs, self.rounding)
+        self.own = self.differences(self.share.unsqueeze(-1) * self.hs, self.pure)
+        polar = self.differences(self.gs, self.rounding)
+        columns = self.differences(self.c.unsqueeze(-1) * self.hs, self.rounding, -2)
         factor = (self.c / self.share).unsqueeze(-2)
         return join_coordinates(
             [
@@ -147,23 +124,13 @@ class BornPairs:
         """Sum over the other atoms."""
         return rounding.round(x).sum(-1)
 
-    def rows(self, weight: Tensor, rounding: Rounding) -> list[Tensor]:
-        """Sum weighted differences over the second atom of pairs, by coordinate."""
-        return [self.summed(weight.unsqueeze(-3) * x, rounding) for x in self.d]
-
-    def columns(self, weight: Tensor, rounding: Rounding) -> list[Tensor]:
-        """Sum weighted differences over the first atom of pairs, by coordinate."""
-        terms = [weight.unsqueeze(-3) * x for x in self.d]
-        return [rounding.round(x).sum(-2) for x in terms]
+    def differences(self, weight: Tensor, rounding: Rounding, axis: int = -1) -> list[Tensor]:
+        """Sum weighted differences over the second atom of pairs, or the first, by coordinate."""
+        return [rounding.round(weight.unsqueeze(-3) * x).sum(axis) for x in self.d]
 
 
 class BornTangent:
-    """The derivative of the force along a direction, and what the parameters' gradients need.
-
-    Args:
-        pairs: pairs whose force has been computed.
-        v: the direction, ``(*batch, atoms, dim)``.
-    """
+    """The derivative along v of a force that has been computed, and gradients of parameters."""
 
     def __init__(self, pairs: BornPairs, v: Tensor) -> None:
         self.pairs, self.w = pairs, split_coordinates(differences(v))
@@ -190,8 +157,8 @@ class BornTangent:
         """Compute the derivative of the force."""
         pairs, c, along = self.pairs, self.pairs.c, self.c
         bend = pairs.descreening.curvature() * self.s
-        own = self._rows(pairs.share.unsqueeze(-1) * bend, pairs.share.unsqueeze(-1) * pairs.hs)
-        polar = self._rows(self.gs, pairs.gs)
+        own = self._sums(pairs.share.unsqueeze(-1) * bend, pairs.share.unsqueeze(-1) * pairs.hs)
+        polar = self._sums(self.gs, pairs.gs)
         weight = along.unsqueeze(-1) * pairs.hs + c.unsqueeze(-1) * bend
         columns = self._sums(weight, c.unsqueeze(-1) * pairs.hs, -2)
         c, along = (c / pairs.share).unsqueeze(-2), (along / pairs.share).unsqueeze(-2)
@@ -207,17 +174,7 @@ class BornTangent:
 
         The gradients of numbers of atoms are ``(*batch, atoms)``, those of others ``(*batch, 1)``.
         """
-        found = {
-            "charge": self._by_charge,
-            "radius": self._by_radius,
-            "scale": lambda: self.pairs.rho * self._by_sphere(),
-            "solute": self._by_solute,
-            "solvent": self._by_solvent,
-            "surface": lambda: (-6 * self.pairs.areas() * self.born / self.pairs.born.value).sum(
-                -1, keepdim=True
-            ),
-        }
-        return -torch.cat([found[name]() for name in names], -1)
+        return -torch.cat([getattr(self, f"_by_{name}")() for name in names], -1)
 
     def _by_charge(self) -> Tensor:
         along = self.pairs.within(self.pairs.polarisation.slope() * self.y)
@@ -232,6 +189,9 @@ class BornTangent:
         area = -6 * pairs.surface * pairs.areas() * self.born / pairs.born.value
         area = area * (2 / (pairs.radius + pairs.probe) + 6 / pairs.radius)
         return own + born + area + pairs.scale * self._by_sphere()
+
+    def _by_scale(self) -> Tensor:
+        return self.pairs.rho * self._by_sphere()
 
     def _by_sphere(self) -> Tensor:
         """Compute the gradient with respect to the radius with which an atom displaces solvent."""
@@ -248,10 +208,11 @@ class BornTangent:
         factor = 0.5 * self.pairs.outside / self.pairs.solvent
         return factor * total.sum(-1, keepdim=True)
 
-    def _rows(self, weight: Tensor, steady: Tensor) -> list[Tensor]:
-        return self._sums(weight, steady, -1)
+    def _by_surface(self) -> Tensor:
+        areas = -6 * self.pairs.areas() * self.born / self.pairs.born.value
+        return areas.sum(-1, keepdim=True)
 
-    def _sums(self, weight: Tensor, steady: Tensor, axis: int) -> list[Tensor]:
+    def _sums(self, weight: Tensor, steady: Tensor, axis: int = -1) -> list[Tensor]:
         """Sum the derivatives of weighted differences, by coordinate."""
         weight, steady = weight.unsqueeze(-3), steady.unsqueeze(-3)
         pairs = zip(self.pairs.d, self.w, strict=True)

@@ -5,8 +5,9 @@ Autograd then keeps the positions and charges of a sum, and none of its intermed
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,19 +16,26 @@ from torch.autograd import forward_ad
 from adjsim.core.state import in_transform
 
 
-@runtime_checkable
-class ChargeSum(Protocol):
-    """A part of the energy of charges, with its derivatives in closed form."""
+class ChargeSum(ABC):
+    """A part of the energy of charges ``(atoms,)``, with its derivatives in closed form."""
 
-    def energy(self, position: Tensor, charge: Tensor) -> Tensor: ...
+    @abstractmethod
+    def energy(self, position: Tensor, charge: Tensor) -> Tensor:
+        """Compute the energy, ``(*batch,)``."""
 
-    def force(self, position: Tensor, charge: Tensor) -> Tensor: ...
-
+    @abstractmethod
     def linearised(
         self, position: Tensor, charge: Tensor
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]: ...
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+        """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dcharge)."""
 
-    def virial(self, position: Tensor, charge: Tensor) -> Tensor: ...
+    @abstractmethod
+    def virial(self, position: Tensor, charge: Tensor) -> Tensor:
+        """Compute minus the derivative of the energy with respect to strain."""
+
+    def force(self, position: Tensor, charge: Tensor) -> Tensor:
+        """Compute the force, ``(*batch, atoms, 3)``."""
+        return self.linearised(position, charge)[0]
 
 
 def force_of(part: ChargeSum, position: Tensor, charge: Tensor) -> Tensor:

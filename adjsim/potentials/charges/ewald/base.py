@@ -1,67 +1,100 @@
-"""The base class of Ewald sums."""
+"""The base class of Ewald sums, and their part in real space."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjsim.core.arguments import as_number, outside_inference_mode
 from adjsim.core.box import Periodic, refuse_trained_box, volume
+from adjsim.core.declared import (
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Declaring,
+    Limits,
+    declared,
+    setting,
+)
 from adjsim.core.derived import derived
 from adjsim.core.layout import materialise
 from adjsim.core.parameters import refuse_unknown, register
+from adjsim.core.reading import as_part
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import Potential
+from adjsim.potentials.charges.coulomb import DampedCoulomb
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, force_of
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, partners_of
-from adjsim.potentials.charges.ewald.screened import ScreenedCoulomb
-from adjsim.potentials.charges.ewald.splitting import checked_tolerance, splitting
+from adjsim.potentials.charges.ewald.splitting import splitting
+from adjsim.potentials.pairs.formula import ATOMS, SHIFTED
 from adjsim.potentials.products import ParameterVJP, Pullback, VJPSum
 
+TOLERANCE = Limits("between 0 and 0.5", lambda x: 0 < x < 0.5)
 
-class EwaldSum(Periodic, Potential):
+
+class ScreenedCoulomb(DampedCoulomb):
+    """Point charges that Gaussians screen: ``u = constant q_i q_j erfc(alpha r) / r``.
+
+    The energy is not shifted at the cutoff, since the rest of an Ewald sum is its complement. Pairs
+    at the cutoff have about the energy ``2 tolerance constant q_i q_j / cutoff``.
+    """
+
+    # A tensor, which kernels read. A number would be compiled into them.
+    alpha: Tensor = declared("1/length")
+    constant: float = setting("see :class:`~adjsim.Coulomb`", FINITE)
+
+    def truncated_energy(self, s: Tensor) -> Tensor:
+        return self.pair_energy(s)
+
+    def damping(self, r: Tensor) -> tuple[Tensor, Tensor]:
+        alpha = self.alpha.to(r)
+        return alpha, 2 / math.sqrt(math.pi) * alpha
+
+
+class EwaldSum(Declaring, Periodic, Potential):
     """Base class of Ewald sums: the energy of periodic point charges, in real and reciprocal space.
 
     Subclasses write ``reciprocal(position)``, which returns the reciprocal part.
     """
 
-    charge: Tensor
+    charge: Tensor = declared("``(atoms,)``", **ATOMS)
+    tolerance: float = setting(
+        "the approximate relative error of forces, between 0 and 0.5", TOLERANCE, 5e-4, keyword=True
+    )
+    constant: float = setting("see :class:`~adjsim.Coulomb`", FINITE, 1.0, keyword=True)
     exclusions: Tensor | None
 
     def __init__(
         self,
-        charge: Number,
-        *,
+        *values: Number,
         box: Array,
         cutoff: float,
-        alpha: float | None,
-        tolerance: float,
-        exclusions: Array | None,
-        constant: float,
-        skin: float | None,
+        alpha: float | None = None,
+        exclusions: Array | None = None,
+        skin: float | None = None,
+        **named: Any,
     ) -> None:
+        given = self.given(values, named)
         super().__init__()
         name = type(self).__name__
         for what, value in (("box", box), ("cutoff", cutoff)):
             if value is None:
                 raise ValueError(f"{name} needs a {what}: its charges are periodic.")
-        self.tolerance = checked_tolerance(tolerance)
-        self.cutoff = as_number("cutoff", cutoff)
-        self._check_cutoff()
-        self._alpha = None if alpha is None else as_number("alpha", alpha)
         with outside_inference_mode():
-            register(self, "charge", charge)
+            self.store(given, partial(register, self))
+            self.cutoff, self.alpha = POSITIVE("cutoff", cutoff), alpha
             # The checks of the part in real space.
             part = ScreenedCoulomb(
-                self.charge, self.alpha, constant,
+                self.charge, self.alpha, self.constant,
                 cutoff=self.cutoff, box=box, exclusions=exclusions, skin=skin,
             )  # fmt: skip
-            self.skin, self.constant = part.skin, part.constant
+            self.skin = part.skin
             self.register_box(box)
             self.register_buffer("exclusions", part.exclusions)
         if self.cell.shape != (3, 3):
@@ -69,17 +102,13 @@ class EwaldSum(Periodic, Potential):
         _ = self.partners
 
     def validate(self) -> None:
-        """Refuse a box, a cutoff or a tolerance that the constructor would refuse."""
-        self._check_cutoff()
-        checked_tolerance(self.tolerance)
+        """Refuse a box, a cutoff or a setting that the constructor would refuse."""
+        POSITIVE("cutoff", self.cutoff)
+        self.check_settings()
         _ = self.alpha
-        if self.skin is not None and not 0 <= self.skin < math.inf:
-            raise ValueError(f"skin must be zero or positive, and finite; got {self.skin}.")
+        if self.skin is not None:
+            NOT_NEGATIVE("skin", self.skin)
         super().validate()
-
-    def _check_cutoff(self) -> None:
-        if self.cutoff is None or not 0 < self.cutoff < math.inf:
-            raise ValueError(f"cutoff must be positive and finite; got {self.cutoff}.")
 
     @property
     def alpha(self) -> float:
@@ -93,19 +122,20 @@ class EwaldSum(Periodic, Potential):
 
     @property
     def real(self) -> ScreenedCoulomb:
-        """The part in real space, which reads the charges and the box of the sum."""
+        """The part in real space, of charges and a box that the sum has checked."""
         # Charges may be computed, by a parametrisation, also where a sweep records no graph.
         with torch.enable_grad():
             charge = self.charge
-        tensors = {
-            "charge": charge, "alpha": self.screening, "box": self.box, "species": None,
-            "exclusions": self.exclusions, "image_box": self.image_box,
-        }  # fmt: skip
-        settings = {
-            "cutoff": self.cutoff, "skin": self.skin, "constant": self.constant,
-        }  # fmt: skip
-        values = {"smallest_listed": self.smallest_listed}
-        return ScreenedCoulomb.part_of(self, tensors, settings, values)
+        part = object.__new__(ScreenedCoulomb)
+        nn.Module.__init__(part)
+        part._buffers.update(
+            charge=charge, alpha=self.screening, box=self.box, species=None,
+            exclusions=self.exclusions, image_box=self.image_box,
+        )  # fmt: skip
+        vars(part).update(
+            truncation=SHIFTED, cutoff=self.cutoff, skin=self.skin, constant=self.constant
+        )
+        return as_part(part, self, smallest_listed=self.smallest_listed)
 
     @derived("alpha")
     def screening(self) -> Tensor:
@@ -143,7 +173,10 @@ class EwaldSum(Periodic, Potential):
 
     def forward(self, position: Positions) -> Energies:
         charge = self._charges(position)
-        energy = self.real(position) + self._constant_energy(charge)
+        energy = self.real(position)
+        # The energy of each charge in its own Gaussian.
+        own = self.constant * self.alpha / math.sqrt(math.pi) * charge.square().sum()
+        energy = energy + (self._background(charge) - own)
         for part in self._parts(position):
             energy = energy + part.energy(position, charge)
         return energy
@@ -176,8 +209,15 @@ class EwaldSum(Periodic, Potential):
                 found = [product(v) for product in products]
             for more, _ in found:
                 along = along + more
-            cotangent = sum(weight for _, weight in found)
-            return materialise(along), VJPSum((rest, _to_parameters(charge, cotangent, parameters)))
+            grads: list[Tensor | None] = [None] * len(parameters)
+            if parameters and charge.requires_grad:
+                cotangent: Any = sum(weight for _, weight in found)
+                grads = list(
+                    torch.autograd.grad(
+                        charge, parameters, cotangent, allow_unused=True, retain_graph=True
+                    )
+                )
+            return materialise(along), VJPSum((rest, grads))
 
         return materialise(value), pullback
 
@@ -210,25 +250,11 @@ class EwaldSum(Periodic, Potential):
             parts.append(ExcludedPairs(self.partners, box, self.alpha, self.constant))
         return parts
 
-    def _constant_energy(self, charge: Tensor) -> Tensor:
-        """Compute the energy of each charge in its own Gaussian, and of the background."""
-        own = self.constant * self.alpha / math.sqrt(math.pi) * charge.square().sum()
-        return self._background(charge) - own
-
     def _background(self, charge: Tensor) -> Tensor:
+        """Compute the energy of the background that makes the box neutral."""
         factor = self.constant * math.pi / (2 * self.volume.to(charge) * self.alpha**2)
         return -factor * charge.sum().square()
 
 
 def _rounded(force: Tensor, rounding: Rounding) -> Tensor:
     return rounding.round(force.unsqueeze(-2)).squeeze(-2)
-
-
-def _to_parameters(
-    charge: Tensor, cotangent: Any, parameters: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Propagate a cotangent of the charges to the parameters."""
-    if not parameters or not charge.requires_grad:
-        return [None] * len(parameters)
-    found = torch.autograd.grad(charge, parameters, cotangent, allow_unused=True, retain_graph=True)
-    return list(found)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from adjsim.core.box import volume
 from adjsim.core.derived import derived
-from adjsim.core.typing import Array, Number
+from adjsim.core.typing import Number
+from adjsim.potentials.charges.ewald.autograd import ChargeSum
 from adjsim.potentials.charges.ewald.base import EwaldSum
 from adjsim.potentials.charges.ewald.splitting import three_numbers, wave_numbers
-from adjsim.potentials.charges.ewald.waves import Waves, wave_vectors, wave_weights
 
 
 class Ewald(EwaldSum):
@@ -31,15 +37,13 @@ class Ewald(EwaldSum):
     has to be smaller than half the box.
 
     Args:
-        charge: ``(atoms,)``.
+        {parameters}
         box: ``(3,)`` lengths or ``(3, 3)`` rows.
         cutoff: of the sum in real space, at most half the smallest perpendicular width of the box.
         alpha: 1/length. None: ``sqrt(-log(2 tolerance)) / cutoff``, as OpenMM chooses it.
-        tolerance: the approximate relative error of forces, between 0 and 0.5.
         kmax: the largest wave number, or one for each row of the box. None: from the tolerance, as
             OpenMM chooses it.
         exclusions: ``(pairs, 2)`` atoms that do not interact. Their nearest images are excluded.
-        constant: see :class:`~adjsim.Coulomb`.
         skin: see :class:`~adjsim.potentials.PairPotential`.
 
     Raises:
@@ -48,46 +52,109 @@ class Ewald(EwaldSum):
     """
 
     def __init__(
-        self,
-        charge: Number,
-        *,
-        box: Array,
-        cutoff: float,
-        alpha: float | None = None,
-        tolerance: float = 5e-4,
-        kmax: int | Sequence[int] | None = None,
-        exclusions: Array | None = None,
-        constant: float = 1.0,
-        skin: float | None = None,
+        self, *values: Number, kmax: int | Sequence[int] | None = None, **options: Any
     ) -> None:
-        super().__init__(
-            charge, box=box, cutoff=cutoff, alpha=alpha, tolerance=tolerance,
-            exclusions=exclusions, constant=constant, skin=skin,
-        )  # fmt: skip
-        self.given = None if kmax is None else three_numbers("kmax", kmax, 0)
+        super().__init__(*values, **options)
+        self.given_kmax = None if kmax is None else three_numbers("kmax", kmax, 0)
 
     def validate(self) -> None:
         """Refuse wave numbers that the constructor would refuse."""
         super().validate()
-        if self.given is not None:
-            three_numbers("kmax", self.given, 0)
+        if self.given_kmax is not None:
+            three_numbers("kmax", self.given_kmax, 0)
 
-    @derived("cell", "given", "alpha", "tolerance")
+    @derived("cell", "given_kmax", "alpha", "tolerance")
     def kmax(self) -> tuple[int, ...]:
         """The largest wave number along each row of the box."""
-        if self.given is not None:
-            return self.given
+        if self.given_kmax is not None:
+            return self.given_kmax
         return wave_numbers(self.alpha, self.lengths(), self.tolerance)
 
     @derived("cell", "kmax")
     def vectors(self) -> Tensor:
         """The vectors of the waves, ``(waves, 3)``."""
-        return wave_vectors(self.cell, self.kmax)
+        ranges = (range(-k, k + 1) for k in self.kmax)
+        integers = [n for n in product(*ranges) if n > (0, 0, 0)]
+        numbers = torch.tensor(integers, dtype=torch.float64).reshape(-1, 3)
+        return 2 * math.pi * numbers.to(self.cell.device) @ torch.linalg.inv(self.cell).T
 
     @derived("cell", "vectors", "alpha", "constant")
     def weight(self) -> Tensor:
         """The factor of ``|S(k)|^2`` of each wave."""
-        return wave_weights(self.cell, self.vectors, self.alpha, self.constant)
+        square = (self.vectors * self.vectors).sum(-1)
+        factor = 4 * math.pi * self.constant / volume(self.cell)
+        return factor * torch.exp(-square / (4 * self.alpha**2)) / square
 
     def reciprocal(self, position: Tensor) -> Waves:
         return Waves(self.vectors.to(position), self.weight.to(position), self.alpha)
+
+
+@dataclass(frozen=True)
+class Waves(ChargeSum):
+    """The energy and force of the reciprocal part; of k and -k one is among the ``vectors``.
+
+    So ``weight``, the factor of ``|S(k)|^2``, is twice that of the equation.
+    """
+
+    vectors: Tensor
+    weight: Tensor
+    alpha: float
+
+    def energy(self, position: Tensor, charge: Tensor) -> Tensor:
+        return self._energies(position, charge).sum(-1)
+
+    def linearised(
+        self, position: Tensor, charge: Tensor
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+        cos, sin = self._waves(position)
+        real, imaginary = charge @ cos, charge @ sin
+
+        def product_along(v: Tensor) -> tuple[Tensor, Tensor]:
+            rate = v @ self.vectors.T
+            cos_v, sin_v = -rate * sin, rate * cos
+            real_v, imaginary_v = charge @ cos_v, charge @ sin_v
+            w = 2 * self.weight
+            here = real_v[..., None, :] * cos + imaginary_v[..., None, :] * sin
+            there = real[..., None, :] * cos_v + imaginary[..., None, :] * sin_v
+            found = -((here + there) * w).sum(-1)
+            return (
+                self._force(charge, cos, sin, real_v, imaginary_v)
+                + self._force(charge, cos_v, sin_v, real, imaginary),
+                found.reshape(-1, len(charge)).sum(0),
+            )
+
+        return self._force(charge, cos, sin, real, imaginary), product_along
+
+    def virial(self, position: Tensor, charge: Tensor) -> Tensor:
+        return wave_virial(self._energies(position, charge), self.vectors, self.alpha)
+
+    def _energies(self, position: Tensor, charge: Tensor) -> Tensor:
+        """Compute the energy of each wave."""
+        cos, sin = self._waves(position)
+        real, imaginary = charge @ cos, charge @ sin
+        return self.weight * (real * real + imaginary * imaginary)
+
+    def _waves(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the cosine and sine of k . r, ``(*batch, atoms, waves)``."""
+        phase = position @ self.vectors.T
+        return phase.cos(), phase.sin()
+
+    def _force(
+        self, charge: Tensor, cos: Tensor, sin: Tensor, real: Tensor, imaginary: Tensor
+    ) -> Tensor:
+        field = real[..., None, :] * sin - imaginary[..., None, :] * cos
+        return charge.unsqueeze(-1) * ((2 * self.weight * field) @ self.vectors)
+
+
+def wave_virial(energies: Tensor, vectors: Tensor, alpha: float) -> Tensor:
+    """Compute the virial of waves with these energies ``(*batch, waves)``.
+
+    A wave has the virial ``e (1 - 2 (1/k^2 + 1/(4 alpha^2)) k k^T)``, since V and k change with
+    strain, and S(k) does not. The wave k = 0 has the unit matrix.
+    """
+    square = (vectors * vectors).sum(-1)
+    factor = torch.where(square > 0, 1 / square.clamp(min=1e-300) + 0.25 / alpha**2, 0.0)
+    unit = torch.eye(3, dtype=vectors.dtype, device=vectors.device)
+    return energies.sum(-1)[..., None, None] * unit - 2 * torch.einsum(
+        "...k,ka,kb->...ab", energies * factor, vectors, vectors
+    )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.box import nearest_image
+from adjsim.potentials.charges.ewald.autograd import ChargeSum
 
 # Below x = 1 the alternating series of 20 terms is exact to the last bit, since its first missing
 # term is 1 / (20! 45). Above, F_2 follows from F_0 with a loss of at most a digit.
@@ -27,15 +28,11 @@ TERMS = 20
 
 
 @dataclass(frozen=True)
-class ExcludedPairs:
+class ExcludedPairs(ChargeSum):
     """The energy and force of the correction.
 
-    Attributes:
-        partners: ``(atoms, most)`` the atoms that do not interact with each, and the atom itself in
-            place of missing ones. Sums gather, so that their order is fixed.
-        box: of :func:`adjsim.core.box.checked_box`.
-        alpha: 1/length.
-        constant: of Coulomb's law.
+    ``partners`` are ``(atoms, most)`` the atoms that do not interact with each, and the atom itself
+    in place of missing ones. Sums gather, so that their order is fixed.
     """
 
     partners: Tensor
@@ -44,22 +41,14 @@ class ExcludedPairs:
     constant: float
 
     def energy(self, position: Tensor, charge: Tensor) -> Tensor:
-        """Compute the energy, ``(*batch,)``."""
         _, s = self._geometry(position)
         itself = torch.arange(len(charge), device=charge.device).unsqueeze(-1)
         f = torch.where(self.partners == itself, 0.0, self._functions(s)[0])
         return -0.5 * (self._products(charge) * f).sum((-1, -2))
 
-    def force(self, position: Tensor, charge: Tensor) -> Tensor:
-        """Compute the force, ``(*batch, atoms, 3)``."""
-        d, s = self._geometry(position)
-        weight = 2 * self._products(charge) * self._functions(s)[1]
-        return (weight.unsqueeze(-1) * d).sum(-2)
-
     def linearised(
         self, position: Tensor, charge: Tensor
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-        """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dcharge)."""
         d, s = self._geometry(position)
         _, first, second = self._functions(s)
         products = self._products(charge)
@@ -75,7 +64,6 @@ class ExcludedPairs:
         return (weight * d).sum(-2), product
 
     def virial(self, position: Tensor, charge: Tensor) -> Tensor:
-        """Compute ``sum over pairs of d_ij F_ij``."""
         d, s = self._geometry(position)
         weight = self._products(charge) * self._functions(s)[1]
         return torch.einsum("...ij,...ija,...ijb->...ab", weight, d, d)
@@ -112,8 +100,8 @@ def boys(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     zero = 0.5 * math.sqrt(math.pi) * torch.erf(root) / root
     one = (zero - decay) / (2 * above)
     second = (zero, one, (3 * one - decay) / (2 * above))
-    low, middle, high = (torch.where(small, a, b) for a, b in zip(first, second, strict=True))
-    return low, middle, high
+    zero, one, two = (torch.where(small, a, b) for a, b in zip(first, second, strict=True))
+    return zero, one, two
 
 
 def partners_of(exclusions: Tensor, atoms: int) -> Tensor:

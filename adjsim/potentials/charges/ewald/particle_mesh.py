@@ -1,18 +1,37 @@
-"""Ewald's sum with a mesh in reciprocal space."""
+"""Ewald's sum with a mesh in reciprocal space.
+
+With Q the charges spread to a mesh (:mod:`adjsim.potentials.charges.ewald.spreading`) and F its
+discrete Fourier transform::
+
+    U = 1/2 sum over waves m != 0 of G(m) |F(m)|^2
+    G(m) = constant / (pi V) exp(-pi^2 m^2 / alpha^2) / m^2 / (moduli of the splines)
+
+phi = inverse transform of G F is the potential on the mesh. The force is the derivative of this
+energy, ``F_i = -q_i sum over g of phi(g) dW/dr``, so it conserves energy. Momentum is conserved
+to the accuracy of the interpolation only. Its derivative along a vector v is again such a sum, with
+the potential of the dipoles q v.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_whole
+from adjsim.core.box import volume
 from adjsim.core.derived import derived
-from adjsim.core.typing import Array, Number
+from adjsim.core.layout import is_tracing
+from adjsim.core.typing import Number
+from adjsim.potentials.charges.ewald.autograd import ChargeSum
 from adjsim.potentials.charges.ewald.base import EwaldSum
-from adjsim.potentials.charges.ewald.mesh import Mesh, full_influence, mesh_virial, real_influence
+from adjsim.potentials.charges.ewald.direct import wave_virial
 from adjsim.potentials.charges.ewald.splitting import mesh_size, three_numbers
+from adjsim.potentials.charges.ewald.spreading import gather, moduli, spread
 
 SMALLEST_ORDER, LARGEST_ORDER = 4, 10
 
@@ -35,8 +54,7 @@ class ParticleMeshEwald(EwaldSum):
     part as it is: a C++ loop has no Fourier transform. Compilation may take minutes.
 
     Args:
-        charge, box, cutoff, alpha, exclusions, constant, skin: see :class:`Ewald`.
-        tolerance: the approximate relative error of forces, between 0 and 0.5.
+        charge, box, cutoff, alpha, tolerance, exclusions, constant, skin: see :class:`Ewald`.
         grid: the number of mesh points along each row of the box, or one number for all. None:
             ``2 alpha d / (3 tolerance^(1/5))`` for a row of length d, at least six, as OpenMM
             chooses it. (OpenMM takes the diagonal of a tilted box in place of lengths of rows.)
@@ -49,24 +67,14 @@ class ParticleMeshEwald(EwaldSum):
 
     def __init__(
         self,
-        charge: Number,
-        *,
-        box: Array,
-        cutoff: float,
-        alpha: float | None = None,
-        tolerance: float = 5e-4,
+        *values: Number,
         grid: int | Sequence[int] | None = None,
         order: int = 5,
-        exclusions: Array | None = None,
-        constant: float = 1.0,
-        skin: float | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            charge, box=box, cutoff=cutoff, alpha=alpha, tolerance=tolerance,
-            exclusions=exclusions, constant=constant, skin=skin,
-        )  # fmt: skip
+        super().__init__(*values, **options)
         self.order = as_whole("order", order)
-        self.given = None if grid is None else three_numbers("grid", grid, 0)
+        self.given_grid = None if grid is None else three_numbers("grid", grid, 0)
         self.validate()
         _ = self.grid
 
@@ -78,14 +86,14 @@ class ParticleMeshEwald(EwaldSum):
                 f"order must be from {SMALLEST_ORDER} to {LARGEST_ORDER}, so that the derivative "
                 f"of the force is continuous; got {self.order}."
             )
-        if self.given is not None:
-            three_numbers("grid", self.given, self.order)
+        if self.given_grid is not None:
+            three_numbers("grid", self.given_grid, self.order)
 
-    @derived("cell", "given", "alpha", "tolerance", "order")
+    @derived("cell", "given_grid", "alpha", "tolerance", "order")
     def grid(self) -> tuple[int, ...]:
         """The number of mesh points along each row of the box."""
-        if self.given is not None:
-            return self.given
+        if self.given_grid is not None:
+            return self.given_grid
         return mesh_size(self.alpha, self.lengths(), self.tolerance, self.order)
 
     @derived("cell", "grid", "alpha", "order", "constant")
@@ -106,3 +114,164 @@ class ParticleMeshEwald(EwaldSum):
 
         influence, to_mesh = self.influence.to(position), self.to_mesh.to(position)
         return Mesh(influence, to_mesh, self.grid, self.order, strain)
+
+
+@dataclass(frozen=True)
+class Mesh(ChargeSum):
+    """The energy and force of the reciprocal part.
+
+    ``influence`` is G of the waves that a real transform has. A position times ``to_mesh`` is in
+    units of the spacing of the mesh. ``strain`` computes the virial of ``|F|^2``.
+    """
+
+    influence: Tensor
+    to_mesh: Tensor
+    shape: tuple[int, ...]
+    order: int
+    strain: Callable[[Tensor], Tensor] | None = None
+
+    def energy(self, position: Tensor, charge: Tensor) -> Tensor:
+        q = self._spread(self._at(position), charge.unsqueeze(-1))
+        return 0.5 * (q * self._potential(q)).sum((-1, -2, -3)).reshape(position.shape[:-2])
+
+    def linearised(
+        self, position: Tensor, charge: Tensor
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+        settings = self.influence, self.to_mesh, self.shape, self.order
+        if not is_tracing():
+            value, phi = self.force_and_potential(position, charge)
+            return value, lambda v: self.product(position, charge, phi, v)
+        given = position.detach(), charge.detach()
+        value, phi = torch.ops.adjsim.mesh_force(*given, *settings)
+
+        def product(v: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.ops.adjsim.mesh_product(*given, phi.detach(), v.detach(), *settings)
+
+        return value, product
+
+    def force_and_potential(self, position: Tensor, charge: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the force, and the potential on the mesh."""
+        u, q = self._at(position), charge.unsqueeze(-1)
+        phi = self._potential(self._spread(u, q))
+        slope = gather(u, phi, 1, self.order)[..., 1:]
+        return self._back(-q * slope, position), phi
+
+    def product(
+        self, position: Tensor, charge: Tensor, phi: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute v^T dF/dq and v^T dF/dcharge, from the potential on the mesh."""
+        u, w, q = self._at(position), self._at(v), charge.unsqueeze(-1)
+        dipoles = torch.cat([torch.zeros_like(w[..., :1]), q * w], -1)
+        along = gather(u, self._potential(self._spread(u, dipoles)), 1, self.order)
+        here = gather(u, phi, 2, self.order)
+        slope, curvature = here[..., 1:4], here[..., 4:]
+        bent = (curvature[..., _SYMMETRIC] * w.unsqueeze(-2)).sum(-1)
+        found = -(slope * w).sum(-1) - along[..., 0]
+        return self._back(-q * (bent + along[..., 1:]), position), found.sum(0)
+
+    def virial(self, position: Tensor, charge: Tensor) -> Tensor:
+        q = self._spread(self._at(position), charge.unsqueeze(-1))
+        square = torch.fft.fftn(q, dim=(-3, -2, -1)).abs() ** 2
+        assert self.strain is not None
+        return self.strain(square).reshape(*position.shape[:-2], 3, 3)
+
+    def _at(self, x: Tensor) -> Tensor:
+        """Convert vectors to units of the mesh, ``(systems, atoms, 3)``."""
+        return _times(x, self.to_mesh).reshape(-1, *x.shape[-2:])
+
+    def _back(self, covector: Tensor, like: Tensor) -> Tensor:
+        """Convert derivatives with respect to units of the mesh."""
+        return _times(covector, self.to_mesh.T).reshape(like.shape)
+
+    def _spread(self, u: Tensor, coefficients: Tensor) -> Tensor:
+        return spread(u, coefficients.expand(len(u), -1, -1), self.shape, self.order)
+
+    def _potential(self, q: Tensor) -> Tensor:
+        """Convolve charges on the mesh with G."""
+        axes = (-3, -2, -1)
+        # Real numbers by real numbers: a product of complex ones takes twice as long, and Inductor
+        # has none.
+        waves = torch.view_as_real(torch.fft.rfftn(q, dim=axes)) * self.influence.unsqueeze(-1)
+        waves = torch.view_as_complex(waves)
+        return torch.fft.irfftn(waves, s=self.shape, dim=axes, norm="forward")
+
+
+def _times(x: Tensor, matrix: Tensor) -> Tensor:
+    """Multiply by a matrix, with bits that do not depend on the layout of x in memory."""
+    first, second, third = matrix.unbind(0)
+    return x[..., 0:1] * first + x[..., 1:2] * second + x[..., 2:3] * third
+
+
+# The places of xx xy xz yy yz zz in a symmetric matrix.
+_SYMMETRIC = [[0, 1, 2], [1, 3, 4], [2, 4, 5]]
+
+
+def mesh_waves(cell: Tensor, shape: Sequence[int]) -> Tensor:
+    """Compute the reciprocal vectors of the mesh, ``(*shape, 3)``."""
+    numbers = [torch.fft.fftfreq(n, 1 / n, dtype=torch.float64, device=cell.device) for n in shape]
+    integers = torch.stack(torch.meshgrid(*numbers, indexing="ij"), -1)
+    return 2 * math.pi * integers @ torch.linalg.inv(cell).T
+
+
+def full_influence(
+    cell: Tensor, shape: Sequence[int], alpha: float, order: int, constant: float
+) -> Tensor:
+    """Compute G of every wave of the mesh."""
+    square = mesh_waves(cell, shape).square().sum(-1)
+    x, y, z = (moduli(order, n) for n in shape)
+    product = (x[:, None, None] * y[:, None] * z).to(cell.device)
+    safe = torch.where(square > 0, square, 1.0)
+    found = 4 * math.pi * constant / volume(cell) * torch.exp(-square / (4 * alpha**2)) / safe
+    return torch.where(square > 0, found / product, 0.0)
+
+
+def real_influence(full: Tensor) -> Tensor:
+    """Keep the waves of a real transform, each with the mean of G at m and -m.
+
+    These differ in a tilted cell, for a wave of half the number of points along an axis. A real
+    potential has their mean.
+    """
+    opposite = full.flip((0, 1, 2)).roll((1, 1, 1), (0, 1, 2))
+    return (0.5 * (full + opposite))[..., : full.shape[-1] // 2 + 1]
+
+
+def mesh_virial(square: Tensor, cell: Tensor, alpha: float, order: int, constant: float) -> Tensor:
+    """Compute the virial of waves on a mesh, from ``|F|^2``."""
+    shape = square.shape[-3:]
+    energies = 0.5 * full_influence(cell, shape, alpha, order, constant).to(square) * square
+    vectors = mesh_waves(cell, shape).to(square).reshape(-1, 3)
+    return wave_virial(energies.flatten(-3), vectors, alpha)
+
+
+# A traced step contains these operators. Torch's compilers call them, and compile none of the
+# transforms, so that a compiled force has the bits of an eager one.
+
+
+@torch.library.custom_op("adjsim::mesh_force", mutates_args=())
+def mesh_force(
+    position: Tensor, charge: Tensor, influence: Tensor, to_mesh: Tensor, shape: Sequence[int],
+    order: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute the force, and the potential on the mesh, see :class:`Mesh`."""
+    mesh = Mesh(influence, to_mesh, tuple(shape), order)
+    return mesh.force_and_potential(position, charge)
+
+
+@torch.library.custom_op("adjsim::mesh_product", mutates_args=())
+def mesh_product(
+    position: Tensor, charge: Tensor, phi: Tensor, v: Tensor, influence: Tensor, to_mesh: Tensor,
+    shape: Sequence[int], order: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute the product of the force's derivative with a vector, see :class:`Mesh`."""
+    return Mesh(influence, to_mesh, tuple(shape), order).product(position, charge, phi, v)
+
+
+@mesh_force.register_fake
+def _(position: Tensor, charge: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    systems = position.shape[:-2].numel()
+    return position.new_empty(position.shape), position.new_empty((systems, *rest[2]))
+
+
+@mesh_product.register_fake
+def _(position: Tensor, charge: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return position.new_empty(position.shape), charge.new_empty(charge.shape)

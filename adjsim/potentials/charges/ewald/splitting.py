@@ -9,29 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from adjsim.core.arguments import as_number, as_whole
+from adjsim.core.arguments import as_whole
+from adjsim.core.declared import POSITIVE
 
 # OpenMM searches the number of waves from here, upwards or downwards.
 FIRST_GUESS = 10
 SMALLEST_MESH = 6
 
 
-def checked_tolerance(tolerance: float) -> float:
-    """Convert a tolerance, and refuse one outside (0, 0.5)."""
-    value = as_number("tolerance", tolerance)
-    if not 0 < value < 0.5:
-        raise ValueError(f"tolerance must be between 0 and 0.5; got {tolerance}.")
-    return value
-
-
 def splitting(alpha: float | None, cutoff: float, tolerance: float) -> float:
     """Return the given alpha, or ``sqrt(-log(2 tolerance)) / cutoff``."""
     if alpha is None:
         return math.sqrt(-math.log(2 * tolerance)) / cutoff
-    value = as_number("alpha", alpha)
-    if not 0 < value < math.inf:
-        raise ValueError(f"alpha must be positive and finite; got {alpha}.")
-    return value
+    return POSITIVE("alpha", alpha)
 
 
 def wave_numbers(alpha: float, lengths: Sequence[float], tolerance: float) -> tuple[int, ...]:
@@ -56,7 +46,7 @@ def _wave_number(width: float, tolerance: float) -> int:
     else:
         while not within(n):
             n += 1
-    return n if n % 2 == 0 else n - 1
+    return n - n % 2
 
 
 def mesh_size(

@@ -6,19 +6,36 @@ one for each axis::
     spread:  Q(g) = sum over atoms of c W + c_x dW/dx + c_y dW/dy + c_z dW/dz
     gather:  sum over points of phi(g) W, and of its derivatives
 
-On the CPU an operator in C++ does both (:mod:`adjsim.potentials.charges.ewald.operator`), and torch
-operations where a derivative is recorded. Sums have a fixed order, whatever the number of threads.
+The spline M_p of order p is positive between 0 and p, and a polynomial of degree p - 1 between
+integers, with p - 2 continuous derivatives::
+
+    M_2(x) = 1 - |x - 1|
+    M_p(x) = (x M_{p-1}(x) + (p - x) M_{p-1}(x - 1)) / (p - 1)
+    dM_p/dx = M_{p-1}(x) - M_{p-1}(x - 1)
+
+An atom at u, in units of the spacing of the mesh, has the weight M_p(u - g) at the point g. See
+Essmann et al., J. Chem. Phys. 103, 8577 (1995).
+
+On the CPU an operator in C++ does both, and torch operations where a derivative is recorded. Sums
+have a fixed order, whatever the number of threads.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import math
 from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjsim.potentials.charges.ewald import splines
-from adjsim.potentials.charges.ewald.operator import operator_of
+from adjsim.compiler.library import CompilerError, compiled
+from adjsim.compiler.values import TYPES
+from adjsim.core.layout import is_tracing
+from adjsim.core.state import in_transform
 
 # Of the derivatives of W by axis: the value, the slope, the curvature (xx xy xz yy yz zz).
 ORDERS = (
@@ -27,25 +44,54 @@ ORDERS = (
     (2, 0, 0), (1, 1, 0), (1, 0, 1), (0, 2, 0), (0, 1, 1), (0, 0, 2),
 )  # fmt: skip
 COLUMNS = (1, 4, 10)
+# Numbers of points to which atoms spread, from which threads are used.
+PARALLEL_POINTS = 2**15
+
+
+def values(order: int, x: Tensor) -> list[Tensor]:
+    """Compute M_p(x + t) for t = 0 ... p - 1 and x in [0, 1), elementwise."""
+    found = [x, 1 - x]
+    for p in range(3, order + 1):
+        padded = [torch.zeros_like(x), *found, torch.zeros_like(x)]
+        found = [((x + t) * padded[t + 1] + (p - t - x) * padded[t]) / (p - 1) for t in range(p)]
+    return found
+
+
+def derivatives(order: int, x: Tensor, count: int) -> Tensor:
+    """Compute M_p(x + t) and its first derivatives, ``(..., count + 1, p)``."""
+    rows: list[Tensor] = []
+    for n in range(count + 1):
+        row = values(order - n, x)
+        for _ in range(n):
+            zero = torch.zeros_like(x)
+            row = [a - b for a, b in zip([*row, zero], [zero, *row], strict=True)]
+        rows.append(torch.stack(row, -1))
+    return torch.stack(rows, -2)
+
+
+def moduli(order: int, points: int) -> Tensor:
+    """Compute ``|sum over t of M_p(t + 1) exp(2 pi i m t / points)|^2`` for every m.
+
+    A wave on the mesh is divided by it. With an odd order it is zero at half the number of points,
+    where the mean of its neighbours is taken, as OpenMM does.
+    """
+    at_integers = torch.stack(values(order, torch.zeros((), dtype=torch.float64)))
+    m, t = torch.arange(points, dtype=torch.float64), torch.arange(order, dtype=torch.float64)
+    phase = 2 * math.pi / points * m.unsqueeze(-1) * t
+    found = (at_integers * phase.cos()).sum(-1) ** 2 + (at_integers * phase.sin()).sum(-1) ** 2
+    return torch.where(found < 1e-7, (found.roll(1) + found.roll(-1)) / 2, found)
 
 
 def spread(u: Tensor, coefficients: Tensor, shape: Sequence[int], order: int) -> Tensor:
-    """Spread charges, or charges and dipoles.
+    """Spread charges, or charges and dipoles, to ``(systems, *shape)``.
 
-    Args:
-        u: ``(systems, atoms, 3)``.
-        coefficients: ``(systems, atoms, 1)`` c, or ``(systems, atoms, 4)`` c, c_x, c_y, c_z.
-        shape: the number of points along each axis.
-        order: of the splines.
-
-    Returns:
-        ``(systems, *shape)``.
+    The coefficients are ``(systems, atoms, 1)`` c, or ``(systems, atoms, 4)`` c, c_x, c_y, c_z.
     """
     operator = operator_of(order, u, coefficients)
     if operator is not None:
         return operator.spread(u, coefficients, shape)
     base = u.detach().floor()
-    x, y, z = splines.derivatives(order, u - base, min(coefficients.shape[-1] - 1, 1)).unbind(-3)
+    x, y, z = derivatives(order, u - base, min(coefficients.shape[-1] - 1, 1)).unbind(-3)
     c = coefficients.unsqueeze(-1)
     plane = _outer(c[..., 0, :] * x[..., 0, :], y[..., 0, :])
     if coefficients.shape[-1] == 1:
@@ -64,20 +110,13 @@ def spread(u: Tensor, coefficients: Tensor, shape: Sequence[int], order: int) ->
 def gather(u: Tensor, mesh: Tensor, degree: int, order: int) -> Tensor:
     """Gather a mesh and its derivatives up to a degree of at most 2.
 
-    Args:
-        u: ``(systems, atoms, 3)``.
-        mesh: ``(systems, *shape)``.
-        degree: 0, 1 or 2.
-        order: of the splines.
-
-    Returns:
-        ``(systems, atoms, columns)``, with the columns of :data:`ORDERS`.
+    The result is ``(systems, atoms, columns)``, with the columns of :data:`ORDERS`.
     """
     operator = operator_of(order, u, mesh)
     if operator is not None:
         return operator.gather(u, mesh, COLUMNS[degree])
     base = u.detach().floor()
-    x, y, z = splines.derivatives(order, u - base, degree).unbind(-3)
+    x, y, z = derivatives(order, u - base, degree).unbind(-3)
     local = mesh.reshape(-1)[_points(base, mesh.shape[1:], order)]
     by_z = torch.einsum("...abc,...kc->...abk", local, z)
     by_yz = torch.einsum("...abk,...jb->...ajk", by_z, y)
@@ -102,3 +141,59 @@ def _points(base: Tensor, shape: Sequence[int], order: int) -> Tensor:
 
 def _outer(a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(-1) * b.unsqueeze(-2)
+
+
+class MeshOperator:
+    """Spreading and gathering with splines of one order, for one type of numbers."""
+
+    def __init__(self, order: int, dtype: torch.dtype) -> None:
+        source = files("adjsim.potentials.charges.ewald").joinpath("spreading.cpp").read_text()
+        text = f"#define REAL {TYPES[dtype]}\n#define ORDER {order}\n{source}"
+        self.order, self.dtype, self._library = order, dtype, compiled(text, threads=True)
+
+    def spread(self, u: Tensor, coefficients: Tensor, shape: Sequence[int]) -> Tensor:
+        mesh = torch.zeros((len(u), *shape), dtype=self.dtype)
+        self._call(self._library.spread, u, coefficients.shape[-1], shape, coefficients, mesh)
+        return mesh
+
+    def gather(self, u: Tensor, mesh: Tensor, columns: int) -> Tensor:
+        found = torch.empty((*u.shape[:-1], columns), dtype=self.dtype)
+        self._call(self._library.gather, u, columns, mesh.shape[1:], mesh, found)
+        return found
+
+    def _call(
+        self, function: Any, u: Tensor, columns: int, shape: Sequence[int], given: Tensor,
+        result: Tensor,
+    ) -> None:  # fmt: skip
+        u, given = (x.detach().resolve_neg().contiguous() for x in (u, given))
+        atoms, points = u.shape[-2], u.numel() // 3 * self.order**3
+        threads = torch.get_num_threads() if points >= PARALLEL_POINTS else 1
+        counts = (ctypes.c_int64(n) for n in (len(u), atoms, columns, threads))
+        pointers = (ctypes.c_void_p(x.data_ptr()) for x in (u, given, result))
+        function(*counts, (ctypes.c_int64 * 3)(*shape), *pointers)
+
+
+@functools.cache
+def _operator(order: int, dtype: torch.dtype) -> MeshOperator | None:
+    try:
+        return MeshOperator(order, dtype)
+    except CompilerError:
+        return None
+
+
+def operator_of(order: int, *tensors: Tensor) -> MeshOperator | None:
+    """Return the operator for these tensors; None: torch operations are needed.
+
+    They are where a derivative is to be recorded or a transform is active, on a GPU, and without a
+    compiler.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return None
+    if in_transform() or is_tracing() or torch.compiler.is_compiling():
+        return None
+    dtype = tensors[0].dtype
+    usable = all(
+        x.device.type == "cpu" and x.dtype == dtype and type(x) in (Tensor, torch.nn.Parameter)
+        for x in tensors
+    )
+    return _operator(order, dtype) if usable and dtype in (torch.float32, torch.float64) else None

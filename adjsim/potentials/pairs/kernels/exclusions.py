@@ -15,10 +15,6 @@ def checked_exclusions(value: Array) -> Tensor | None:
     """Convert a list of excluded pairs to ``(n, 2)`` int64: i < j, sorted, each once.
 
     An empty list is None.
-
-    Raises:
-        TypeError: no numbers.
-        ValueError: another shape, fractions, negative numbers, or an atom paired with itself.
     """
     given = as_tensor("exclusions", value).detach()
     if given.numel() == 0:
@@ -42,11 +38,7 @@ def checked_exclusions(value: Array) -> Tensor | None:
 
 
 def check_exclusions(exclusions: Tensor, atoms: int) -> None:
-    """Refuse exclusions of atoms that a position does not have.
-
-    Raises:
-        ValueError: names the pair and the number of atoms.
-    """
+    """Refuse exclusions of atoms that a position does not have."""
     beyond = ((exclusions >= atoms) | (exclusions < 0)).any(-1).nonzero()
     if len(beyond):
         i, j = exclusions[int(beyond[0])].tolist()
@@ -57,18 +49,7 @@ def check_exclusions(exclusions: Tensor, atoms: int) -> None:
 
 
 def interacting(exclusions: Tensor, position: Tensor) -> Tensor:
-    """Return which pairs of atoms interact: different atoms that are not excluded.
-
-    Args:
-        exclusions: pairs, ``(n, 2)``.
-        position: ``(*batch, atoms, dim)``.
-
-    Returns:
-        a symmetric matrix ``(atoms, atoms)`` of bools.
-
-    Raises:
-        ValueError: exclusions of atoms that position does not have.
-    """
+    """Return which pairs ``(atoms, atoms)`` interact: different atoms that are not excluded."""
     atoms = position.shape[-2]
     if not is_tracing():
         return _matrix(exclusions, atoms, torch.bool)
@@ -79,6 +60,7 @@ def interacting(exclusions: Tensor, position: Tensor) -> Tensor:
 
 
 def _matrix(exclusions: Tensor, atoms: int, dtype: torch.dtype) -> Tensor:
+    """Return 1 for the pairs that interact and 0 for others, see :func:`interacting`."""
     if not torch.compiler.is_compiling():
         check_exclusions(exclusions, atoms)
     i, j = exclusions.unbind(-1)
@@ -88,10 +70,7 @@ def _matrix(exclusions: Tensor, atoms: int, dtype: torch.dtype) -> Tensor:
     return found.index_put((rows, columns), found.new_zeros(()))
 
 
-@torch.library.custom_op("adjsim::interacting", mutates_args=())
-def matrix(exclusions: Tensor, atoms: int, dtype: torch.dtype) -> Tensor:
-    """Return 1 for the pairs that interact and 0 for others, see :func:`interacting`."""
-    return _matrix(exclusions, atoms, dtype)
+matrix = torch.library.custom_op("adjsim::interacting", _matrix, mutates_args=())
 
 
 @matrix.register_fake

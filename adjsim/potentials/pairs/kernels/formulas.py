@@ -7,6 +7,7 @@ tables by species, and numbers of either atom. It is traced on tensors with one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -45,55 +46,34 @@ def check_elementwise(
 
     A kernel evaluates one pair at a time. So the formulas have to be the same for one row of pairs
     and for matrices of pairs of different sizes, where numbers are scalars.
-
-    Raises:
-        UnprintableError: a formula that is not elementwise.
     """
 
     def shapes(size: int) -> list[tuple[int, ...]]:
         shape = {NUMBER: (), TABLE: (size, size), ATOM: (size, 1), OTHER: (size,)}
         return [(size, size), *(shape[kind] for kind in kinds.values())]
 
-    found = {
-        printed(_traced(formulas, None, list(kinds), (), made, dtype), dtype)
-        for made in ([(8,)] * (1 + len(kinds)), *map(shapes, _SIZES))
-    }
-    if len(found) > 1:
+    graphs = [
+        trace(formulas, list(kinds), dtype, shapes=made) for made in (None, *map(shapes, _SIZES))
+    ]
+    if len({printed(graph, dtype) for graph in graphs}) > 1:
         raise UnprintableError("its formulas depend on the shape of their operands")
 
 
 def trace(
     formulas: Sequence[Formula],
-    differentiated: Formula | None,
     slots: Sequence[Slot],
-    wanted: Sequence[Slot],
     dtype: torch.dtype,
+    *,
+    differentiated: Formula | None = None,
+    wanted: Sequence[Slot] = (),
+    shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> GraphModule:
-    """Trace formulas, and the derivatives of one of them.
+    """Trace formulas, and the derivatives of one of them with respect to the operands wanted.
 
-    Args:
-        formulas: functions of the squared distance and the operands by name.
-        differentiated: the formula to differentiate; None: no derivatives.
-        slots: the operands of a pair.
-        wanted: the operands with respect to which it is differentiated. The derivative with respect
-            to a number of each atom is the sum over both: that of the second has the two exchanged.
-        dtype: the type of all numbers.
-
-    Raises:
-        UnprintableError: a formula that is not elementwise, or depends on values.
+    The derivative with respect to a number of each atom is the sum over both: that of the second
+    has the two exchanged. Without ``shapes`` of squared distances and operands there is one row of
+    pairs.
     """
-    shapes = [(8,)] * (1 + len(slots))
-    return _traced(formulas, differentiated, slots, wanted, shapes, dtype)
-
-
-def _traced(
-    formulas: Sequence[Formula],
-    differentiated: Formula | None,
-    slots: Sequence[Slot],
-    wanted: Sequence[Slot],
-    shapes: Sequence[tuple[int, ...]],
-    dtype: torch.dtype,
-) -> GraphModule:
     # Importing the tracer takes a second, and a run by operations of torch does not need it.
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -126,15 +106,16 @@ def _traced(
 
     # A kernel may be made while a step is traced, which must not see this trace.
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        examples = [torch.full(shape, 1.1, dtype=dtype, device="cpu") for shape in shapes]
+        examples = [
+            torch.full(shape, 1.1, dtype=dtype, device="cpu")
+            for shape in shapes or [(8,)] * (1 + len(slots))
+        ]
         try:
             graph = make_fx(outputs, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
         except UnprintableError:
             raise
         except Exception as error:
-            reason = (
-                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            )
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise UnprintableError(f"its formulas could not be traced: {reason}") from error
     graph.graph.eliminate_dead_code()
     # The derivative of abs is not finite at the distances of masked pairs.
@@ -144,38 +125,27 @@ def _traced(
 
 
 def printed(graph: GraphModule, dtype: torch.dtype) -> str:
-    """Print a trace as the C++ function ``functions(s, operands, results)``.
-
-    Raises:
-        UnprintableError: an operation without a translation, or a captured tensor.
-    """
+    """Print a trace as the C++ function ``functions(s, operands, results)``."""
     lines: list[str] = []
     texts: dict[Node, str] = {}
-    constants: dict[Node, str] = {}
-    inputs = iter(["s"])
-    number = 0
+    constants: set[Node] = set()
+    inputs = chain(["s"], (f"operands[{k}]" for k in count()))
     needed = _needed(graph)
     for node in graph.graph.nodes:
-        if node.op == "call_function" and node not in needed:
-            continue
         if node.op == "placeholder":
-            text = next(inputs, None)
-            texts[node] = text if text is not None else f"operands[{number}]"
-            number += text is None
+            texts[node] = next(inputs)
         elif node.op == "get_attr":
-            constants[node] = _constant(graph, node)
-        elif node.op == "call_function":
+            texts[node] = _constant(graph, node)
+            constants.add(node)
+        elif node.op == "call_function" and node in needed:
             if node.args and node.args[0] in constants:
-                texts[node] = constants[node.args[0]]
+                texts[node] = texts[node.args[0]]
                 continue
-            text = _expression(node, texts, dtype)
-            name = f"t{len(lines)}"
             kind = "Mask" if node.meta["val"].dtype == torch.bool else "V"
-            lines.append(f"  const {kind} {name} = {text};")
-            texts[node] = name
+            text, texts[node] = _expression(node, texts, dtype), f"t{len(lines)}"
+            lines.append(f"  const {kind} {texts[node]} = {text};")
         elif node.op == "output":
-            results = [texts[x] for x in node.args[0]]
-            lines += [f"  results[{i}] = {text};" for i, text in enumerate(results)]
+            lines += [f"  results[{i}] = {texts[x]};" for i, x in enumerate(node.args[0])]
     return "\n".join(
         [
             "static inline __attribute__((always_inline))",
@@ -245,22 +215,20 @@ def _expression(node: Any, texts: Mapping[Node, str], dtype: torch.dtype) -> str
     if base == "sign":
         x = texts[tensors[0]]
         return f"{x} > 0 ? splat(1) : {x} < 0 ? splat(-1) : {x}"
-    names: dict[int, str] = {}
+    # Values by identity, with their texts.
+    known: dict[int, tuple[Value, str]] = {}
 
     def operand(x: Any) -> Any:
         if isinstance(x, Node):
-            value = Value((8,), x.meta["val"].dtype)
-            names[id(value)] = texts[x]
+            value, text = Value((8,), x.meta["val"].dtype), texts[x]
         elif isinstance(x, (int, float)) and base != "pow":
-            value = Value((8,), dtype)
-            names[id(value)] = f"splat({float(x)!r})"
+            value, text = Value((8,), dtype), f"splat({float(x)!r})"
         else:
             return x
-        kept.append(value)
+        known[id(value)] = value, text
         return value
 
-    kept: list[Value] = []
     factors = node.args[2:] if base in ("add", "sub", "rsub") else ()
     arguments = [*map(operand, node.args[: len(node.args) - len(factors)]), *factors]
     operands, expression = pointwise(base, name, arguments, node.kwargs, dtype)
-    return expression(*(names[id(x)] for x in operands))
+    return expression(*(known[id(x)][1] for x in operands))

@@ -1,15 +1,16 @@
-"""Kernels: compiled sums over pairs, and the neighbour lists that they share."""
+"""Kernels: compiled sums over pairs, their operator, and the neighbour lists that they share."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from adjsim.compiler.library import compiled
 from adjsim.compiler.mathematics import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim.compiler.nests import PARALLEL_WORK
 from adjsim.compiler.values import TYPES
+from adjsim.core.layout import is_tracing
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 
 FORCE, PRODUCT, ENERGY, SLOPES = "FORCE", "PRODUCT", "ENERGY", "SLOPES"
@@ -26,7 +28,25 @@ NO_BOX, ORTHOGONAL, TILTED = 0, 1, 2
 # What a kernel returns for a species without a row in tables, as a printed loop does, and for an
 # exclusion of an atom that there is not.
 OUT_OF_RANGE, NO_SUCH_ATOM = 3, 4
-_ORDER = (FORCE, PRODUCT, ENERGY, SLOPES)
+# What each mode computes, before the derivatives with respect to operands.
+OUTPUTS = {FORCE: ("force",), PRODUCT: ("force", "product"), ENERGY: ("energy",), SLOPES: ()}
+
+
+class PairInputs(NamedTuple):
+    """The tensors that a kernel reads, in the order of the operator's arguments.
+
+    ``vector`` is that of the product, ``weight`` the cotangent of the energy, ``box`` the rows by
+    which nearest images are found, and ``spacing`` that of the grid of a rounding.
+    """
+
+    position: Tensor
+    vector: Tensor | None
+    weight: Tensor | None
+    operands: Sequence[Tensor]
+    box: Tensor | None
+    species: Tensor | None
+    exclusions: Tensor | None
+    spacing: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -58,39 +78,57 @@ class KernelSpec:
     gradients: tuple[int, ...]
     excluded: bool
 
+    def numbers(self, systems: int, inputs: Any) -> dict[str, int | float]:
+        """Return the numbers of a call with these inputs, tensors or values of a printed loop."""
+        atoms, dim = inputs.position.shape[-2:]
+        operands = zip(inputs.operands, self.kinds, strict=True)
+        spacing, exclusions = inputs.spacing, inputs.exclusions
+        return {
+            "systems": systems,
+            "atoms": atoms,
+            "dim": dim,
+            "threads": thread_count(systems * atoms * (atoms if self.skin is None else 64)),
+            "image": self.image,
+            "spacing_step": int(spacing is not None and math.prod(spacing.shape) > 1),
+            "kinds": next((x.shape[0] for x, kind in operands if kind == TABLE), 1),
+            "cutoff": self.cutoff or 0.0,
+            "skin": self.skin or 0.0,
+            "excluded": 0 if exclusions is None else exclusions.shape[0],
+        }
+
     def source(self, functions: str) -> str:
         """Write the C++ source of the kernel around its formulas."""
-        slots = sum(2 if kind == ATOM else 1 for kind in self.kinds)
-        squared = " + ".join(f"d[{a}] * d[{a}]" for a in range(self.dim))
-        wrapped = sorted(set(re.findall(r"math::(\w+)|\b(absolute)\(", functions)))
+        wrapped = re.findall(r"math::(\w+)|\b(absolute)\(", functions)
         names = sorted({a or b for a, b in wrapped})
         functions = functions.replace("math::", "lanes::").replace("absolute(", "lanes::absolute(")
+        defined = {
+            **{mode: number for number, mode in enumerate(OUTPUTS)},
+            "MODE": self.mode,
+            "NO_BOX": NO_BOX,
+            "ORTHOGONAL": ORTHOGONAL,
+            "TILTED": TILTED,
+            "IMAGE": self.image,
+            "DIM": self.dim,
+            "CUTOFF": int(self.cutoff is not None),
+            "LISTED": int(self.skin is not None),
+            "GRID": int(self.rounds),
+            "OPERANDS": len(self.kinds),
+            "SLOTS": len(self.kinds) + self.kinds.count(ATOM),
+            "GRADIENTS": len(self.gradients),
+            "SQUARED_DISTANCE": " + ".join(f"d[{a}] * d[{a}]" for a in range(self.dim)),
+            "LOAD_OPERANDS": self._loads(),
+            "NUMBERS": f"{{{', '.join(self._numbers())}}}",
+            **({"EXCLUDED": ""} if self.excluded else {}),
+        }
         return "\n".join(
             [
                 HEADER,
                 f"#define REAL {TYPES[self.dtype]}",
                 text("call.h"),
-                *(f"#define {name} {number}" for number, name in enumerate(_ORDER)),
-                f"#define MODE {_ORDER.index(self.mode)}",
-                *(
-                    f"#define {name} {n}"
-                    for n, name in enumerate(("NO_BOX", "ORTHOGONAL", "TILTED"))
-                ),
-                f"#define IMAGE {self.image}",
-                f"#define DIM {self.dim}",
-                f"#define CUTOFF {int(self.cutoff is not None)}",
-                f"#define LISTED {int(self.skin is not None)}",
-                f"#define GRID {int(self.rounds)}",
-                f"#define OPERANDS {len(self.kinds)}",
-                f"#define SLOTS {slots}",
-                f"#define GRADIENTS {len(self.gradients)}",
-                *(["#define EXCLUDED"] if self.excluded else ()),
-                f"#define SQUARED_DISTANCE {squared}",
+                *(f"#define {name} {value}" for name, value in defined.items()),
                 "enum Kind { NUMBER, TABLE, ATOM };",
                 _array("KIND", self.kinds),
                 _array("GRADIENT_KIND", [self.kinds[k] for k in self.gradients]),
-                f"#define LOAD_OPERANDS {self._loads()}",
-                f"#define NUMBERS {{{', '.join(self._numbers())}}}",
                 *(
                     f"constexpr bool {kind}S = {str(kind in self.kinds).lower()};"
                     for kind in (TABLE, ATOM)
@@ -162,59 +200,46 @@ def text(name: str) -> str:
 class _View(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
-        ("system", ctypes.c_int64),
-        ("atom", ctypes.c_int64),
-        ("axis", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("system", "atom", "axis")),
     )
 
 
 class _Call(ctypes.Structure):
-    _fields_ = (
-        ("systems", ctypes.c_int64),
-        ("atoms", ctypes.c_int64),
-        ("dim", ctypes.c_int64),
-        ("threads", ctypes.c_int64),
-        ("image", ctypes.c_int64),
-        ("position", _View),
-        ("vector", _View),
-        ("force", _View),
-        ("product", _View),
-        ("box", ctypes.c_void_p),
-        ("spacing", ctypes.c_void_p),
-        ("spacing_step", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("energy", ctypes.c_void_p),
-        ("operands", ctypes.c_void_p),
-        ("gradients", ctypes.c_void_p),
-        ("species", ctypes.c_void_p),
-        ("kinds", ctypes.c_int64),
-        ("cutoff", ctypes.c_double),
-        ("skin", ctypes.c_double),
-        ("acquire", ctypes.c_void_p),
-        ("release", ctypes.c_void_p),
-        ("exclusions", ctypes.c_void_p),
-        ("excluded", ctypes.c_int64),
+    """The struct of call.h."""
+
+    _fields_ = tuple(
+        (name, kind)
+        for names, kind in (
+            ("systems atoms dim threads image", ctypes.c_int64),
+            ("position vector force product", _View),
+            ("box spacing", ctypes.c_void_p),
+            ("spacing_step", ctypes.c_int64),
+            ("weight energy operands gradients species", ctypes.c_void_p),
+            ("kinds", ctypes.c_int64),
+            ("cutoff skin", ctypes.c_double),
+            ("acquire release exclusions", ctypes.c_void_p),
+            ("excluded", ctypes.c_int64),
+        )
+        for name in names.split()
     )
 
 
 class Kernel:
-    """A compiled sum over pairs.
+    """A compiled sum over pairs, from printed formulas.
 
-    Args:
-        spec: the parts other than the formulas.
-        functions: the printed formulas.
-        slope: the printed formula of the force alone, which tells whether another kernel computes
-            the same force.
-
-    Raises:
-        UnprintableError: there is no C++ compiler, or it rejects the formulas.
+    ``slope``, the formula of the force alone, tells whether another kernel computes the same force.
     """
 
     def __init__(self, spec: KernelSpec, functions: str, slope: str) -> None:
         self.spec, self._slope = spec, slope
         source = spec.source(functions)
         self._library = compiled(source, threads=True)
-        self._lists = lists(spec.dtype) if spec.skin is not None else None
+        #: The addresses of its function, and of those that provide and release lists, if any.
+        self.address, self.list_addresses = _address(self._library.pairs), (0, 0)
+        if spec.skin is not None:
+            found = lists(spec.dtype)
+            functions_of_lists = found.neighbours_acquire, found.neighbours_release
+            self.list_addresses = tuple(map(_address, functions_of_lists))
         written = f"{source}\n{spec.cutoff!r} {spec.skin!r}"
         #: Identifies the kernel, in this process and in others.
         self.name = hashlib.sha256(written.encode()).hexdigest()[:32]
@@ -222,110 +247,103 @@ class Kernel:
 
     def shares_force(self, other: Kernel) -> bool:
         """Return whether it computes the same force, to the last bit, as another kernel."""
-        forces = (FORCE, PRODUCT)
         first, second = (replace(kernel.spec, mode=FORCE, gradients=()) for kernel in (self, other))
-        return (
-            self.spec.mode in forces
-            and other.spec.mode in forces
-            and first == second
-            and self._slope == other._slope
+        modes = {self.spec.mode, other.spec.mode}
+        return modes <= {FORCE, PRODUCT} and first == second and self._slope == other._slope
+
+    def __call__(self, inputs: PairInputs) -> list[Tensor]:
+        """Compute what :data:`OUTPUTS` names, and the gradients."""
+        spec, position = self.spec, inputs.position
+        flat = position.detach().resolve_neg().reshape(-1, *position.shape[-2:])
+
+        def dense(x: Tensor | None, dtype: torch.dtype = spec.dtype) -> Tensor | None:
+            return None if x is None else x.detach().resolve_neg().to(dtype).contiguous()
+
+        # The call holds addresses, so these names keep the tensors.
+        vector, (box, spacing, weight) = (
+            inputs.vector,
+            map(dense, (inputs.box, inputs.spacing, inputs.weight)),
         )
-
-    @property
-    def address(self) -> int:
-        """The address of the function."""
-        return _address(self._library.pairs)
-
-    @property
-    def list_addresses(self) -> tuple[int, int]:
-        """The addresses of the functions that provide and release lists; zeros without a list."""
-        if self._lists is None:
-            return 0, 0
-        return _address(self._lists.neighbours_acquire), _address(self._lists.neighbours_release)
-
-    def __call__(
-        self,
-        position: Tensor,
-        operands: Sequence[Tensor],
-        box: Tensor | None,
-        species: Tensor | None,
-        exclusions: Tensor | None,
-        *,
-        vector: Tensor | None = None,
-        spacing: Tensor | None = None,
-        weight: Tensor | None = None,
-    ) -> list[Tensor]:
-        """Evaluate it for positions ``(*batch, atoms, dim)``.
-
-        Returns:
-            the force, the product, the energy and the gradients, as far as it computes them.
-        """
-        spec, mode = self.spec, self.spec.mode
-        batch, (atoms, dim) = position.shape[:-2], position.shape[-2:]
-        flat = position.detach().resolve_neg().reshape(-1, atoms, dim)
-        dtype, results = spec.dtype, list[Tensor]()
-        call = _Call(systems=len(flat), atoms=atoms, dim=dim, image=spec.image)
-        call.threads = thread_count(len(flat) * atoms * (atoms if spec.skin is None else 64))
-        held: list[Any] = [flat]
-
-        def pointer(x: Tensor | None, dtype: torch.dtype) -> int | None:
-            if x is None:
-                return None
-            held.append(x.detach().resolve_neg().to(dtype).contiguous())
-            return held[-1].data_ptr()
-
-        def pointers(tensors: Sequence[Tensor]) -> int:
-            held.append((ctypes.c_void_p * max(1, len(tensors)))(*(x.data_ptr() for x in tensors)))
-            return ctypes.addressof(held[-1])
-
-        call.position = _view(flat)
         if vector is not None:
-            held.append(vector.detach().resolve_neg().to(dtype).reshape(flat.shape))
-            call.vector = _view(held[-1])
-        if mode in (FORCE, PRODUCT):
-            results.append(torch.empty(flat.shape, dtype=dtype, device="cpu"))
-            call.force = _view(results[-1])
-        if mode == PRODUCT:
-            results.append(torch.empty(flat.shape, dtype=dtype, device="cpu"))
-            call.product = _view(results[-1])
-        results = [x.reshape(position.shape) for x in results]
-        if mode == ENERGY:
-            results.append(torch.empty(batch, dtype=dtype, device="cpu"))
-            call.energy = results[-1].data_ptr()
-        call.box = pointer(box, dtype)
-        call.spacing = pointer(spacing, dtype)
-        call.spacing_step = int(spacing is not None and spacing.numel() > 1)
-        call.weight = pointer(weight, dtype)
-        values = [x.detach().resolve_neg().to(dtype).contiguous() for x in operands]
-        held.append(values)
-        call.operands = pointers(values)
-        call.species = pointer(species, torch.int64)
-        call.kinds = table_size(spec, values)
-        gradients = [torch.empty_like(values[k]) for k in spec.gradients]
-        call.gradients = pointers(gradients)
-        call.cutoff, call.skin = spec.cutoff or 0.0, spec.skin or 0.0
-        call.acquire, call.release = self.list_addresses
-        call.exclusions = pointer(exclusions, torch.int64)
-        call.excluded = 0 if exclusions is None else len(exclusions)
+            vector = vector.detach().resolve_neg().to(spec.dtype).reshape(flat.shape)
+        species, exclusions = (dense(x, torch.int64) for x in (inputs.species, inputs.exclusions))
+        operands = [x.detach().resolve_neg().to(spec.dtype).contiguous() for x in inputs.operands]
+        gradients = [torch.empty_like(operands[k]) for k in spec.gradients]
+        results = {
+            name: torch.empty(
+                position.shape[:-2] if name == "energy" else position.shape,
+                dtype=spec.dtype,
+                device="cpu",
+            )
+            for name in OUTPUTS[spec.mode]
+        }
+        tables = [(ctypes.c_void_p * (len(x) + 1))(*map(_data, x)) for x in (operands, gradients)]
+        acquire, release = self.list_addresses
+        call = _Call(
+            **spec.numbers(len(flat), inputs),
+            position=_view(flat),
+            vector=_view(vector),
+            box=_data(box),
+            spacing=_data(spacing),
+            weight=_data(weight),
+            operands=ctypes.addressof(tables[0]),
+            gradients=ctypes.addressof(tables[1]),
+            species=_data(species),
+            acquire=acquire,
+            release=release,
+            exclusions=_data(exclusions),
+        )
+        for name, x in results.items():
+            setattr(call, name, _data(x) if name == "energy" else _view(x.reshape(flat.shape)))
         status = self._library.pairs(ctypes.byref(call))
         if status == OUT_OF_RANGE:
             raise IndexError(f"species must be indices from 0 to {call.kinds - 1}.")
         if status == NO_SUCH_ATOM and exclusions is not None:
-            check_exclusions(exclusions, atoms)
+            check_exclusions(exclusions, position.shape[-2])
         if status:
             raise MemoryError("there is no memory for the pairs of atoms.")
-        return [*results, *gradients]
+        return [*results.values(), *gradients]
 
 
 # Kernels of this process by name, for the operators that name them.
 KERNELS: dict[str, Kernel] = {}
 
 
-def table_size(spec: KernelSpec, operands: Sequence[Any]) -> int:
-    """Return the number of rows of the tables among operands."""
-    return next(
-        (x.shape[0] for x, kind in zip(operands, spec.kinds, strict=True) if kind == TABLE), 1
+@torch.library.custom_op("adjsim::pairs", mutates_args=())
+def pairs(
+    position: Tensor,
+    vector: Tensor | None,
+    weight: Tensor | None,
+    operands: Sequence[Tensor],
+    box: Tensor | None,
+    species: Tensor | None,
+    exclusions: Tensor | None,
+    spacing: Tensor | None,
+    kernel: str,
+) -> list[Tensor]:
+    """Evaluate the kernel of this name. A traced step contains such operators."""
+    return KERNELS[kernel](
+        PairInputs(position, vector, weight, operands, box, species, exclusions, spacing)
     )
+
+
+@pairs.register_fake
+def _(position: Tensor, vector: Any, weight: Any, operands: Sequence[Tensor], *rest: Any) -> Any:
+    spec = KERNELS[rest[-1]].spec
+    results = [
+        position.new_empty(position.shape[:-2]) if name == "energy" else torch.empty_like(position)
+        for name in OUTPUTS[spec.mode]
+    ]
+    return [*results, *(torch.empty_like(operands[k]) for k in spec.gradients)]
+
+
+def evaluate(kernel: Kernel, inputs: PairInputs) -> list[Tensor]:
+    """Evaluate a kernel, or record its evaluation in a trace."""
+    if not is_tracing():
+        return kernel(inputs)
+    given = [None if x is None else x.detach() for x in inputs[:3]]
+    operands = [x.detach() for x in inputs.operands]
+    return torch.ops.adjsim.pairs(*given, operands, *inputs[4:], kernel.name)
 
 
 def thread_count(pairs: int) -> int:
@@ -333,8 +351,12 @@ def thread_count(pairs: int) -> int:
     return torch.get_num_threads() if pairs >= PARALLEL_WORK else 1
 
 
-def _view(x: Tensor) -> _View:
-    return _View(x.data_ptr(), *x.stride())
+def _data(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _view(x: Tensor | None) -> _View:
+    return _View() if x is None else _View(x.data_ptr(), *x.stride())
 
 
 def _address(function: Any) -> int:

@@ -13,13 +13,11 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.tools_common import legalize_graph
 
-from adjsim.potentials.pairs.kernels.kernel import FORCE, KERNELS, PRODUCT
-from adjsim.potentials.pairs.kernels.operator import pairs
+from adjsim.potentials.pairs.kernels.kernel import FORCE, KERNELS, PRODUCT, PairInputs, pairs
 
 _OPERATOR = pairs._opoverload
-# The arguments other than the vector: position, weight, operands, box, species, exclusions and
-# spacing.
-_SAME = (0, 2, 3, 4, 5, 6, 7)
+# The arguments other than the vector.
+_SAME = tuple(i for i, name in enumerate(PairInputs._fields) if name != "vector")
 
 
 def merge_pairs(graph: GraphModule) -> None:

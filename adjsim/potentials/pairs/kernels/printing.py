@@ -18,84 +18,61 @@ from adjsim.compiler.calls import (
     pointer_to,
 )
 from adjsim.compiler.values import TYPES, UnprintableError, Value
-from adjsim.potentials.pairs.kernels.kernel import (
-    ENERGY,
-    FORCE,
-    KERNELS,
-    PRODUCT,
-    table_size,
-    text,
-    thread_count,
-)
-from adjsim.potentials.pairs.kernels.operator import pairs
+from adjsim.potentials.pairs.kernels.kernel import KERNELS, OUTPUTS, PairInputs, pairs, text
 
 
 class PairCall(Call):
-    """The evaluation of a kernel.
-
-    Args:
-        args: the arguments of :func:`~adjsim.potentials.pairs.kernels.operator.pairs`, as values.
-        outputs: examples of its outputs.
-        store: stores a value.
-    """
+    """The evaluation of a kernel, with the arguments of the operator as values."""
 
     def __init__(
         self, args: Sequence[Any], outputs: Sequence[torch.Tensor], store: Callable[..., None]
     ) -> None:
-        position, vector, weight, operands, box, species, exclusions, spacing, name = args
-        self.kernel = KERNELS[name]
-        self.batch, (self.atoms, self.dim) = position.shape[:-2], position.shape[-2:]
-        self._store = store
-        self.systems = torch.Size(self.batch).numel()
-        self.position, self.vector = self._field(position), self._field(vector)
-        rest = [weight, box, spacing, *operands]
-        self.weight, self.box, self.spacing, *self.operands = map(self._dense, rest)
-        self.species, self.exclusions = self._dense(species), self._dense(exclusions)
-        dtypes = {x.dtype for x in (position, vector, *rest) if x is not None}
-        integers = {x.dtype for x in (species, exclusions) if x is not None}
+        *given, name = args
+        x: Any = PairInputs(*given)
+        self.kernel, self._store, self.batch = KERNELS[name], store, x.position.shape[:-2]
+        reals = [x.position, x.vector, x.weight, x.box, x.spacing, *x.operands]
+        dtypes = {value.dtype for value in reals if value is not None}
+        integers = {value.dtype for value in (x.species, x.exclusions) if value is not None}
         if dtypes != {self.kernel.spec.dtype} or not integers <= {torch.int64}:
             raise UnprintableError("pairs of mixed types")
-        numbers = [self.species, self.exclusions]
-        used = [self.position, self.vector, self.weight, self.box, self.spacing, *numbers]
-        self.inputs = tuple(x for x in (*used, *self.operands) if x is not None)
+        fields: list[Any] = [self._field(value) for value in x[:2]]
+        stored: list[Any] = [self._dense(value) for value in (x.weight, *x[4:], *x.operands)]
+        (position, vector), (weight, box, species, exclusions, spacing, *operands) = fields, stored
+        numbers = box, species, exclusions, spacing
+        self.arguments: Any = PairInputs(position, vector, weight, operands, *numbers)
+        found = (position, vector, weight, *numbers, *operands)
+        self.inputs = tuple(value for value in found if value is not None)
         self.outputs = tuple(map(self.output, outputs))
         self.addresses = (self.kernel.address, *self.kernel.list_addresses)
         self.declarations = f"#define REAL {TYPES[self.kernel.spec.dtype]}\n{text('call.h')}"
 
     def lines(self, functions: Sequence[str]) -> list[str]:
-        layout = self.kernel.spec
-        outputs = iter(self.outputs)
-        pairs_of_atoms = self.systems * self.atoms * (self.atoms if layout.skin is None else 64)
+        spec, x = self.kernel.spec, self.arguments
+        names = OUTPUTS[spec.mode]
+        results = dict(zip(names, self.outputs, strict=False))
+        fields = {"position": x.position, "vector": x.vector, **results}
+        energy = fields.pop("energy", None)
+        pointers = {
+            "box": x.box,
+            "spacing": x.spacing,
+            "weight": x.weight,
+            "energy": energy,
+            "species": x.species,
+            "exclusions": x.exclusions,
+        }
         members = {
-            "systems": self.systems,
-            "atoms": self.atoms,
-            "dim": self.dim,
-            "threads": thread_count(pairs_of_atoms),
-            "image": layout.image,
-            "position": self._view(self.position),
-            "vector": self._view(self.vector),
-            "force": self._view(next(outputs) if layout.mode in (FORCE, PRODUCT) else None),
-            "product": self._view(next(outputs) if layout.mode == PRODUCT else None),
-            "box": _pointer(self.box),
-            "spacing": _pointer(self.spacing),
-            "spacing_step": int(self.spacing is not None and self.spacing.numel > 1),
-            "weight": _pointer(self.weight),
-            "energy": _pointer(next(outputs) if layout.mode == ENERGY else None),
+            **spec.numbers(torch.Size(self.batch).numel(), x),
+            **{name: self._view(y) for name, y in fields.items() if y is not None},
+            **{name: pointer_to(y) for name, y in pointers.items() if y is not None},
             "operands": "operands",
             "gradients": "gradients",
-            "species": _pointer(self.species),
-            "kinds": table_size(layout, self.operands),
-            "cutoff": repr(layout.cutoff or 0.0),
-            "skin": repr(layout.skin or 0.0),
             "acquire": f"(void* (*)(const Call*, int64_t, const List**)){functions[1]}",
             "release": f"(void (*)(void*)){functions[2]}",
-            "exclusions": _pointer(self.exclusions),
-            "excluded": 0 if self.exclusions is None else self.exclusions.shape[0],
         }
         return [
             "{",
-            f"const REAL* operands[] = {{{_list(self.operands)}}};",
-            f"REAL* gradients[] = {{{_list(outputs)}}};",
+            f"const REAL* operands[] = {{{_list(x.operands)}}};",
+            f"REAL* gradients[] = {{{_list(self.outputs[len(names) :])}}};",
             "Call call = {};",
             *(f"call.{name} = {value};" for name, value in members.items()),
             f"const int status = ((int (*)(const Call*)){functions[0]})(&call);",
@@ -125,9 +102,7 @@ class PairCall(Call):
                 return None
         return axes[-1][1] if axes else 0
 
-    def _view(self, value: Value | None) -> str:
-        if value is None:
-            return "View{}"
+    def _view(self, value: Value) -> str:
         address = address_of(value)
         assert address is not None
         system = self._system_stride(address)
@@ -137,12 +112,8 @@ class PairCall(Call):
         return f"View{{(REAL*){address.pointer}, {strides}}}"
 
 
-def _pointer(value: Value | None) -> str:
-    return "nullptr" if value is None else pointer_to(value)
-
-
-def _list(values: Iterable[Value | None]) -> str:
-    return ", ".join([*map(_pointer, values), "nullptr"])
+def _list(values: Iterable[Value]) -> str:
+    return ", ".join([*map(pointer_to, values), "nullptr"])
 
 
 CALLS[pairs._opoverload] = PairCall
