@@ -27,7 +27,7 @@ from adjsim.core.trajectory import Final, TimeAverage
 from adjsim.dynamics import Dynamics, MassiveDynamics, OverdampedLangevin
 from adjsim.dynamics.start_energy import check_potential
 from adjsim.estimators import Estimator, Pathwise, Simulation
-from adjsim.estimators.base import Initial
+from adjsim.estimators.replicas import Initial
 from adjsim.io.systems import System
 from adjsim.solvers import ODESolver, SDESolver, Splitting
 from adjsim.solvers.base import SteppingSolver

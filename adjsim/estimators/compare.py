@@ -24,9 +24,10 @@ from adjsim.core.durable.ranks import Ranks
 from adjsim.core.noise import as_generator, seed_from
 from adjsim.core.state import State
 from adjsim.core.typing import Seed
-from adjsim.estimators.base import Estimator, Observable, Simulation
+from adjsim.estimators.base import Estimator
 from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import release
+from adjsim.estimators.replicas import Observable, Simulation
 from adjsim.estimators.sharing import same_generator
 from adjsim.solvers.continuous.sde import InstabilityError
 from adjsim.solvers.implicit.newton import UnsolvedStepError

@@ -8,22 +8,27 @@ import torch
 from torch import Tensor
 
 from adjsim.core.state import AnyState, momentum_of
-from adjsim.core.trajectory import Final, TimeAverage, Trajectory
-from adjsim.estimators.base import Observable
+from adjsim.core.trajectory import Final, TimeAverage, Trajectory, check_times
 from adjsim.estimators.probes import depends_on
+from adjsim.estimators.replicas import Observable, Simulation
 
 
 class MomentumCheck:
-    """A test of whether an observable depends on momenta.
+    """A test of whether an observable depends on momenta, which have no path density under BAOAB.
 
-    Momenta have no path density under BAOAB. In the test, momenta are displaced and values are
-    compared, since automatic differentiation does not see a dependence behind ``detach()`` or
-    through a comparison. In addition, differentiation finds a dependence that does not change the
-    value at the tested states.
+    In the test, momenta are displaced and values are compared, since automatic differentiation does
+    not see a dependence behind ``detach()`` or through a comparison. In addition, differentiation
+    finds a dependence that does not change the value at the tested states.
     """
 
     def __init__(self, observable: Observable[Any], times: Tensor) -> None:
         self.observable, self.times = observable, times
+
+    @classmethod
+    def of(cls, simulation: Simulation[Any], observable: Observable[Any]) -> MomentumCheck | None:
+        """Return the test of an observable of this simulation, or None if it may read momenta."""
+        restricted = getattr(simulation.solver, "scheme", None) == "BAOAB"
+        return cls(observable, check_times(simulation.ts)) if restricted else None
 
     def refuse_momenta(self, final: AnyState, frames: AnyState | None) -> None:
         """Refuse an observable whose value changes with the momenta of these states."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_whole
-from adjsim.core.noise import Noise
 from adjsim.core.state import State, detached
-from adjsim.core.trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
+from adjsim.core.trajectory import TimeAverage
 from adjsim.dynamics.fields.ode import ODE
-from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, Work
+from adjsim.estimators.base import Chunk, ChunkedEstimator, Request
 from adjsim.estimators.chaos.shadowing_steps import last_finite, refuse_rest, refuse_time, step_map
 from adjsim.estimators.chaos.shadowing_sweep import (
     Cotangents,
@@ -24,7 +22,9 @@ from adjsim.estimators.chaos.shadowing_sweep import (
     sweep,
     trajectory,
 )
+from adjsim.estimators.replicas import Observable, Replicas, Simulation
 from adjsim.estimators.score_function import common_burn_in
+from adjsim.estimators.sharing import Work
 from adjsim.simulation.start_checks import check_rates
 from adjsim.solvers.run import bound_record
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
@@ -88,6 +88,7 @@ class Shadowing(ChunkedEstimator):
     """
 
     estimand: ClassVar[str] = "shadowing"
+    compilable: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -107,9 +108,6 @@ class Shadowing(ChunkedEstimator):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} must not be negative; got {value}.")
 
-    def can_compile(self, simulation: Simulation[State]) -> bool:
-        return False
-
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         if not isinstance(observable, TimeAverage):
             raise TypeError(
@@ -128,70 +126,65 @@ class Shadowing(ChunkedEstimator):
 
     def _count(self, simulation: Simulation[State], observable: TimeAverage) -> _Counts:
         """Count the steps of the burn-in, of a segment and of all segments."""
-        assert isinstance(simulation.solver, RungeKutta)
-        dt = simulation.solver.dt
-        last = step_numbers(check_times(simulation.ts), dt)[-1]
-        skip = first_averaged_step(common_burn_in(self, self.burn_in, observable), dt, last) - 1
+        steps = simulation.steps("Shadowing")
+        dt = steps.dt
+        skip = steps.first_averaged(common_burn_in(self, self.burn_in, observable)) - 1
         length = round(self.segment / dt)
         if length < 1 or abs(length * dt - self.segment) > 1e-3 * dt:
             raise ValueError(
                 f"segment = {self.segment:g} must be a multiple of the step, dt = {dt:g}."
             )
-        if (last - skip) % length or last - skip < 2 * length:
+        if (steps.last - skip) % length or steps.last - skip < 2 * length:
             raise ValueError(
-                f"the run after the burn-in takes {(last - skip) * dt:g}, which must be two or "
-                f"more segments of {self.segment:g}, without a rest."
+                f"the run after the burn-in takes {(steps.last - skip) * dt:g}, which must be two "
+                f"or more segments of {self.segment:g}, without a rest."
             )
-        return _Counts(skip, length, last - skip)
+        return _Counts(skip, length, steps.last - skip)
 
-    def run_chunks(
-        self,
-        simulation: Simulation[State],
-        observable: Observable[State],
-        starts: State,
-        slices: list[slice],
-        seed: int | None,
-        work: Work,
-    ) -> list[Chunk]:
+    def chunks(self, request: Request[State], drawn: Replicas[State], work: Work) -> list[Chunk]:
         """Sweep all replicas at once, and take the derivatives of each chunk.
 
         With several ranks, or a store, each chunk has a sweep of its own, whose last bits can
         differ: a matrix product may be rounded in another way for another number of rows.
         """
         if work.ranks.size > 1 or work.store is not None:
-            return super().run_chunks(simulation, observable, starts, slices, seed, work)
-        found = self._sweep(simulation, observable, starts, slices)
+            return super().chunks(request, drawn, work)
+        found = self._sweep(drawn, request.slices)
         work.unchanged.check()
         return found
 
-    def _sweep(
-        self,
-        simulation: Simulation[State],
-        observable: Observable[State],
-        starts: State,
-        slices: list[slice],
-    ) -> list[Chunk]:
-        assert isinstance(observable, TimeAverage)
-        assert isinstance(simulation.solver, RungeKutta)
-        counts, begin = self._count(simulation, observable), float(simulation.ts[0])
+    def chunk(self, replicas: Replicas[State]) -> Chunk:
+        return self._sweep(replicas, [slice(0, len(replicas.start[0]))])[0]
+
+    def _sweep(self, replicas: Replicas[State], slices: list[slice]) -> list[Chunk]:
+        simulation, starts, average = replicas.simulation, replicas.start, replicas.average
+        solver = simulation.solver
+        assert average is not None
+        assert isinstance(solver, RungeKutta)
+        counts, begin = self._count(simulation, average), float(simulation.ts[0])
         # What is computed is a reading, as in a run.
         with torch.enable_grad():
             reading, leaves, dynamics, _ = check_rates(
-                simulation.dynamics, detached(starts), begin, observable, False
+                simulation.dynamics, detached(starts), begin, average, False
             )
-        record = bound_record(observable, reading, dynamics, leaves)
+        record = bound_record(average, reading, dynamics, leaves)
         assert isinstance(record, TimeAverage)
         y = torch.cat(tuple(x.detach() for x in starts), -1)
-        self._refuse_many(y.shape[-1])
+        n = y.shape[-1]
+        if self.unstable > n - 1:
+            raise ValueError(
+                f"unstable = {self.unstable} is too many for a state of {n} numbers, of whose "
+                f"directions one is that of the flow: at most {n - 1}."
+            )
         refuse_time(dynamics, simulation.ts, starts)
-        steps, shape = step_map(dynamics, simulation.solver, begin, record, starts)
+        steps, shape = step_map(dynamics, solver, begin, record, starts)
         if counts.skip:
             y = last_finite(trajectory(steps, y, counts.skip), 0, steps.h)
         states = trajectory(steps, y, counts.steps)
         last_finite(states, counts.skip, steps.h)
         refuse_rest(steps, states)
+        widths = [x.shape[-1] for x in starts]
         for i in torch.linspace(0, counts.steps, 4, dtype=torch.float64).long().tolist():
-            widths = [x.shape[-1] for x in starts]
             refuse_time(dynamics, simulation.ts, type(starts)._make(states[i].split(widths, -1)))
         mean = averages(steps, states)
         try:
@@ -202,7 +195,7 @@ class Shadowing(ChunkedEstimator):
         self._refuse_growth(_growth(found))
         parameters = reading.trainable(leaves)
         passes = counts.skip + 3 * counts.steps + 2 * counts.length * len(slices)
-        evaluations = passes * len(simulation.solver.tableau.b)
+        evaluations = passes * len(solver.tableau.b)
         sizes = found.segments.triangles.diagonal(dim1=-2, dim2=-1).abs()
         parts: list[Chunk] = []
         for part in slices:
@@ -220,25 +213,6 @@ class Shadowing(ChunkedEstimator):
         reading.refuse_written(dynamics, leaves)
         return parts
 
-    def chunk(
-        self,
-        simulation: Simulation[State],
-        observable: Observable[State],
-        start: State,
-        noise: Noise | None,
-    ) -> Chunk:
-        """Run a group of replicas."""
-        whole = slice(0, start[0].shape[0])
-        return self._sweep(simulation, observable, start, [whole])[0]
-
-    def _refuse_many(self, n: int) -> None:
-        """Refuse more directions than a state of n numbers has."""
-        if self.unstable > n - 1:
-            raise ValueError(
-                f"unstable = {self.unstable} is too many for a state of {n} numbers, of whose "
-                f"directions one is that of the flow: at most {n - 1}."
-            )
-
     def _refuse_growth(self, growth: float) -> None:
         if growth > LARGEST_GROWTH:
             size = "without bound" if growth == math.inf else f"by a factor of {growth:.1g}"
@@ -253,46 +227,38 @@ class Shadowing(ChunkedEstimator):
         # (segments, replicas, M)
         rates = torch.cat([part.extra for part in parts], 1)
         exponents, errors, spread = _exponents(rates, self.segment)
+        values = exponents.tolist()
         tails = {
-            i: 2 * abs(float(exponents[i])) / float(spread[i])
+            values[i]: 2 * abs(values[i]) / float(spread[i])
             for i in _next_to_zero(exponents)
             if float(spread[i]) > 0
         }
-        found: dict[str, Any] = {
-            "exponents": exponents,
-            "exponents_stderr": errors,
-            "tail_index": {float(exponents[i]): tail for i, tail in tails.items()},
-            # Correlated samples of the attractor; the spread of the chunks gives the error.
-            "ess": None,
-        }
-        found["reasons"] = self._reasons(exponents, errors, tails, rates)
-        return found
-
-    def _reasons(
-        self, exponents: Tensor, errors: Tensor, tails: dict[int, float], rates: Tensor
-    ) -> list[str]:
-        """List the reasons to distrust the estimate."""
-        reasons = []
-        time = len(rates) * self.segment
-        if len(exponents) and float(exponents.min()) > 0:
+        reasons: list[str] = []
+        if values and float(exponents.min()) > 0:
             reasons.append(
                 f"all {self.unstable} exponents are positive, so there may be more unstable "
                 "directions: use one more"
             )
-        for x, error in zip(exponents.tolist(), errors.tolist(), strict=True):
-            if abs(x) < max(2 * error, 1 / time):
-                reasons.append(
-                    f"an exponent is zero within its error ({x:.2g} +- {error:.1g}): a second "
-                    "neutral direction (is a quantity conserved?), for which shadowing does not "
-                    "hold"
-                )
-        for i, tail in tails.items():
-            if tail < SMALLEST_TAIL and not self.penalty:
-                reasons.append(
-                    f"the tail index of the exponent {float(exponents[i]):.2g} is {tail:.2g}, "
-                    "below 2, so longer runs are worse: give a penalty, such as 1e-3"
-                )
-        return reasons
+        reasons += [
+            f"an exponent is zero within its error ({x:.2g} +- {error:.1g}): a second neutral "
+            "direction (is a quantity conserved?), for which shadowing does not hold"
+            for x, error in zip(values, errors.tolist(), strict=True)
+            if abs(x) < max(2 * error, 1 / (len(rates) * self.segment))
+        ]
+        reasons += [
+            f"the tail index of the exponent {x:.2g} is {tail:.2g}, below 2, so longer runs are "
+            "worse: give a penalty, such as 1e-3"
+            for x, tail in tails.items()
+            if tail < SMALLEST_TAIL and not self.penalty
+        ]
+        return {
+            "exponents": exponents,
+            "exponents_stderr": errors,
+            "tail_index": tails,
+            # Correlated samples of the attractor; the spread of the chunks gives the error.
+            "ess": None,
+            "reasons": reasons,
+        }
 
     def __repr__(self) -> str:
         rest = f", burn_in={self.burn_in:g}" if self.burn_in else ""
@@ -300,8 +266,7 @@ class Shadowing(ChunkedEstimator):
         return f"Shadowing({self.unstable}, {self.segment:g}{rest})"
 
 
-@dataclass(frozen=True)
-class _Counts:
+class _Counts(NamedTuple):
     """Numbers of steps: of the burn-in, of a segment, and of all segments."""
 
     skip: int
@@ -336,9 +301,8 @@ def _exponents(rates: Tensor, segment: float) -> tuple[Tensor, Tensor, Tensor]:
 
 def _next_to_zero(exponents: Tensor) -> list[int]:
     """Find the smallest positive and the largest negative exponent."""
-    found = []
-    for sign in (1, -1):
-        sizes = torch.where(sign * exponents > 0, exponents.abs(), math.inf)
-        if len(sizes) and bool(torch.isfinite(sizes).any()):
-            found.append(int(sizes.argmin()))
-    return found
+    return [
+        int(torch.where(side, exponents.abs(), math.inf).argmin())
+        for side in (exponents > 0, exponents < 0)
+        if bool((side & exponents.isfinite()).any())
+    ]

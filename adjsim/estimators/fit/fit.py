@@ -14,6 +14,7 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_whole
 from adjsim.core.durable.identity import tensor_fingerprint
+from adjsim.core.durable.manifest import describe_function
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.durable.store import Nested
 from adjsim.core.noise import as_generator, seed_from
@@ -21,17 +22,12 @@ from adjsim.core.parameters import refuse_untrainable
 from adjsim.core.progress import progress_bar
 from adjsim.core.state import State
 from adjsim.core.typing import Array, Seed
-from adjsim.estimators.base import (
-    Estimator,
-    Observable,
-    Simulation,
-    chunk_slices,
-    mean_and_stderr,
-)
+from adjsim.estimators.base import Estimator, chunk_slices, mean_and_stderr
 from adjsim.estimators.compare import short_name
 from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.fit.gauss_newton import Target, chance_of_drift, gauss_newton
-from adjsim.estimators.sharing import describe_estimate, same_generator
+from adjsim.estimators.replicas import Observable, Simulation
+from adjsim.estimators.sharing import describe_computation, same_generator
 
 # The mean square of the difference between the halves of the runs, in units of its variance. It is
 # one at equilibrium, and beyond five once in a few thousand fits of a curve of four independent
@@ -268,7 +264,8 @@ def _describe(
 ) -> dict[str, str]:
     """Describe a fit by everything that its numbers depend on."""
     return {
-        **describe_estimate(runs[0].estimator, simulation, observable, None, [], None),
+        **describe_computation(runs[0].estimator, simulation, observable),
+        "the starts": describe_function(simulation.initial, "the starts"),
         "the target": tensor_fingerprint(data.values),
         "the weight of the target": tensor_fingerprint(data.weight),
         "the chunks": f"{[run.replicas for run in runs]}",
