@@ -208,24 +208,16 @@ def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     if not inputs or not mean.requires_grad:
         return {name: x.new_zeros((*mean.shape, *x.shape)) for name, x in inputs.items()}
-    wanted = list(inputs.values())
-    rows: list[list[Tensor]] = []
     with torch.enable_grad():
         entries = mean.reshape(-1).unbind()
-    for i, entry in enumerate(entries):
-        found = torch.autograd.grad(
-            entry, wanted, retain_graph=i + 1 < len(entries), allow_unused=True
-        )
-        rows.append(
-            [
-                torch.zeros_like(x) if g is None else g.detach()
-                for g, x in zip(found, wanted, strict=True)
-            ]
-        )
-    columns = zip(*rows, strict=True)
+    wanted, last = list(inputs.values()), len(entries) - 1
+    rows = [
+        torch.autograd.grad(entry, wanted, retain_graph=i < last, materialize_grads=True)
+        for i, entry in enumerate(entries)
+    ]
     return {
         name: torch.stack(column).reshape((*mean.shape, *x.shape))
-        for (name, x), column in zip(inputs.items(), columns, strict=True)
+        for (name, x), column in zip(inputs.items(), zip(*rows, strict=True), strict=True)
     }
 
 
@@ -247,21 +239,14 @@ def chunk_slices(replicas: int, chunks: int) -> list[slice]:
 
 def weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
     """Compute the mean over replicas from chunk means."""
-    total = sum(sizes)
-    return torch.stack(
-        [value * (size / total) for value, size in zip(values, sizes, strict=True)]
-    ).sum(0)
+    shares = [size / sum(sizes) for size in sizes]
+    return torch.stack([x * share for x, share in zip(values, shares, strict=True)]).sum(0)
 
 
 def mean_and_stderr(means: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Compute mean and standard error from chunk means.
-
-    The error is NaN for one chunk.
-    """
+    """Compute mean and standard error (NaN for one chunk) from chunk means."""
     mean, count, total = weighted_mean(means, sizes), len(means), sum(sizes)
     if count == 1:
         return mean, torch.full_like(mean, float("nan"))
-    squares = [
-        ((value - mean) * (size / total)) ** 2 for value, size in zip(means, sizes, strict=True)
-    ]
+    squares = [((x - mean) * (size / total)) ** 2 for x, size in zip(means, sizes, strict=True)]
     return mean, (torch.stack(squares).sum(0) * count / (count - 1)).sqrt()

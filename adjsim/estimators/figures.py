@@ -37,6 +37,27 @@ class Panel:
     scale: str = "linear"
     exact: dict[str, dict[float, float]] = field(default_factory=dict)
 
+    def bar(self, estimate: GradientEstimate) -> float:
+        """Return two standard errors, or zero where there are none."""
+        return 0.0 if self.error is None else 2 * self.error(estimate)
+
+
+COSTS = [
+    Panel("time", "time / s", lambda e: e.diagnostics["seconds"], scale="from zero"),
+    Panel(
+        "peak memory",
+        "growth of memory / MB",
+        lambda e: e.diagnostics["peak_memory"] / 1e6,
+        scale="from zero",
+    ),
+]
+RECONSTRUCTION = Panel(
+    "reconstruction error",
+    "relative error (0: exact)",
+    lambda e: e.diagnostics["reconstruction_error"],
+    scale="symlog",
+)
+
 
 def plot_sweep(
     comparisons: Mapping[float, Comparison],
@@ -61,9 +82,9 @@ def plot_sweep(
     Raises:
         ValueError: no method gave an estimate.
     """
-    if not any(comparison.estimates for comparison in comparisons.values()):
-        raise ValueError(NOTHING_TO_PLOT)
     estimates = [e for comparison in comparisons.values() for e in comparison.estimates.values()]
+    if not estimates:
+        raise ValueError(NOTHING_TO_PLOT)
     parameters = list(estimates[0].grad)
     panels = [_gradient(key, parameters, estimates, exact or {}, units) for key in parameters]
     for key in parameters:
@@ -72,25 +93,10 @@ def plot_sweep(
         if len(comparisons) > 1 and any(error(e) > 0 for e in estimates):
             name = f"standard error of d/d {short_name(key, parameters)}"
             panels.append(Panel(name, _with("standard error", units), error, scale="log"))
-    lost = [e.diagnostics["reconstruction_error"] for e in estimates]
+    lost = map(RECONSTRUCTION.number, estimates)
     if any(error is not None and error > 1e-6 for error in lost):
-        panels.append(
-            Panel(
-                "reconstruction error",
-                "relative error (0: exact)",
-                lambda e: e.diagnostics["reconstruction_error"],
-                scale="symlog",
-            )
-        )
-    panels.append(Panel("time", "time / s", lambda e: e.diagnostics["seconds"], scale="from zero"))
-    panels.append(
-        Panel(
-            "peak memory",
-            "growth of memory / MB",
-            lambda e: e.diagnostics["peak_memory"] / 1e6,
-            scale="from zero",
-        )
-    )
+        panels.append(RECONSTRUCTION)
+    panels += COSTS
     if len(comparisons) == 1:
         ((x, comparison),) = comparisons.items()
         return _rows(panels, f"{axis} = {x:g}", x, comparison)
@@ -115,31 +121,36 @@ def plot_fit(found: Fit, r: Sequence[float], title: str = "") -> Figure:
     if len(found.history) > 1:
         first = found.history[0].simulated.numpy()
         top.plot(r, first, color="0.6", ls="--", lw=1, label="simulated, start")
-    top.fill_between(r, simulated - band, simulated + band, color="C0", alpha=0.3, lw=0)
-    top.plot(r, simulated, color="C0", label="simulated, fit (± 2 standard errors)")
+    bottom.axhline(0.0, color="0.7", lw=0.8)
+    for axes, curve, label in (
+        (top, simulated, "simulated, fit (± 2 standard errors)"),
+        (bottom, simulated - measured, None),
+    ):
+        axes.fill_between(r, curve - band, curve + band, color="C0", alpha=0.3, lw=0)
+        axes.plot(r, curve, color="C0", label=label)
     top.plot(r, measured, "k.", ms=5, label="measured")
     top.set(ylabel="g(r)", title=title)
     top.legend(fontsize="small")
-    difference = simulated - measured
-    bottom.axhline(0.0, color="0.7", lw=0.8)
-    bottom.fill_between(r, difference - band, difference + band, color="C0", alpha=0.3, lw=0)
-    bottom.plot(r, difference, color="C0")
     bottom.set(xlabel="r / angstrom", ylabel="simulated\n- measured")
     return figure
 
 
-def _grid(panels: int) -> tuple[int, int]:
-    """Return the rows and columns of panels. On a page three columns can be read."""
-    across = 2 if panels in (2, 4) else min(panels, 3)
-    return math.ceil(panels / across), across
-
-
-def _assigned(figure: Figure, panels: list[Panel], **options: Any) -> list[tuple[Axes, Panel]]:
-    """Make the axes of all panels, and remove the unused axes of the grid."""
-    every = list(figure.subplots(*_grid(len(panels)), squeeze=False, **options).flat)
+def _assigned(
+    panels: list[Panel],
+    size: tuple[float, float],
+    margin: tuple[float, float] = (0.0, 0.0),
+    w_pad: float | None = None,
+    **options: Any,
+) -> tuple[Figure, list[tuple[Axes, Panel]]]:
+    """Make a figure with axes of this size for each panel. On a page three columns can be read."""
+    across = 2 if len(panels) in (2, 4) else min(len(panels), 3)
+    down = math.ceil(len(panels) / across)
+    figsize = (margin[0] + size[0] * across, margin[1] + size[1] * down)
+    figure = Figure(figsize=figsize, layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=w_pad))
+    every = list(figure.subplots(down, across, squeeze=False, **options).flat)
     for axes in every[len(panels) :]:
         axes.remove()
-    return list(zip(every, panels, strict=False))
+    return figure, list(zip(every, panels, strict=False))
 
 
 def _curves(panels: list[Panel], axis: str, comparisons: Mapping[float, Comparison]) -> Figure:
@@ -147,10 +158,8 @@ def _curves(panels: list[Panel], axis: str, comparisons: Mapping[float, Comparis
     names = list(
         dict.fromkeys(name for comparison in comparisons.values() for name in comparison.estimates)
     )
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    down, across = _grid(len(panels))
-    figure = Figure(figsize=(3.6 * across, 3.4 * down), layout=layout)
-    for axes, panel in _assigned(figure, panels):
+    figure, assigned = _assigned(panels, (3.6, 3.4), w_pad=0.1)
+    for axes, panel in assigned:
         if axis == "replicas":
             axes.set_xscale("log")
         axes.set_xlabel(axis)
@@ -168,43 +177,22 @@ def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> 
 
     The rows of each estimand stand together, as in the table.
     """
-    kinds = sorted({estimate.estimand for estimate in comparison.estimates.values()})
-    rows = [
-        (name, estimate)
-        for kind in kinds
-        for name, estimate in comparison.estimates.items()
-        if estimate.estimand == kind
-    ]
-    places = {
-        kind: [i for i, (_, estimate) in enumerate(rows) if estimate.estimand == kind]
-        for kind in kinds
-    }
-    labels = [
-        f"{name} ({estimate.estimand})" if len(kinds) > 1 else name for name, estimate in rows
-    ]
-    down, across = _grid(len(panels))
-    size = (1.4 + 3.2 * across, 0.8 + (1.0 + 0.36 * len(rows)) * down)
-    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.1))
+    rows = comparison.ordered()
+    places: dict[str, list[int]] = {}
+    for i, (_, estimate) in enumerate(rows):
+        places.setdefault(estimate.estimand, []).append(i)
+    labels = [f"{name} ({e.estimand})" if len(places) > 1 else name for name, e in rows]
+    figure, assigned = _assigned(panels, (3.2, 1.0 + 0.36 * len(rows)), (1.4, 0.8), sharey=True)
     figure.suptitle(title)
-    for axes, panel in _assigned(figure, panels, sharey=True):
+    for axes, panel in assigned:
         ends: list[float] = []
         for i, (_, estimate) in enumerate(rows):
-            value = panel.number(estimate)
+            value, error = panel.number(estimate), panel.bar(estimate)
             if value is None:
                 continue
-            error = 0.0 if panel.error is None else 2 * panel.error(estimate)
             bar = error if math.isfinite(error) else 0.0
-            marker = MARKERS[i % len(MARKERS)]
-            axes.errorbar(
-                value,
-                i,
-                xerr=bar or None,
-                marker=marker,
-                color=f"C{i}",
-                ms=6,
-                mfc="none",
-                capsize=3,
-            )
+            style = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i}"}
+            axes.errorbar(value, i, xerr=bar or None, ms=6, mfc="none", capsize=3, **style)
             ends += [value - bar, value + bar]
         for kind, style in EXACT_STYLES.items():
             if x in panel.exact.get(kind, {}) and kind in places:
@@ -212,8 +200,8 @@ def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> 
                 low, high = places[kind][0] - 0.4, places[kind][-1] + 0.4
                 axes.plot([answer] * 2, [low, high], label=f"exact ({kind})", **style)
                 ends.append(answer)
-        for kind in kinds[1:]:
-            axes.axhline(places[kind][0] - 0.5, color="0.8", lw=0.8, zorder=0)
+        for first, *_ in list(places.values())[1:]:
+            axes.axhline(first - 0.5, color="0.8", lw=0.8, zorder=0)
         axes.set(title=panel.title, xlabel=panel.label, ylim=(len(rows) - 0.5, -0.5))
         axes.set_yticks(range(len(rows)), labels)
         if panel.scale == "log":
@@ -227,12 +215,7 @@ def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> 
             _readable(axes, ends, panel.scale == "from zero")
     known = figure.axes[0].get_legend_handles_labels()
     if known[0]:
-        figure.legend(
-            *known,
-            loc="outside lower center",
-            ncols=2,
-            fontsize="small",
-        )
+        figure.legend(*known, loc="outside lower center", ncols=2, fontsize="small")
     return figure
 
 
@@ -286,12 +269,9 @@ def _draw(
         found = [(x, c.estimates[name]) for x, c in comparisons.items() if name in c.estimates]
         points = [(x, value, e) for x, e in found if (value := panel.number(e)) is not None]
         xs, values = [x for x, _, _ in points], [value for _, value, _ in points]
-        bars = [2 * panel.error(e) for _, _, e in points] if panel.error is not None else []
-        style: dict[str, Any] = {
-            "marker": MARKERS[i % len(MARKERS)],
-            "color": f"C{i}",
-            "label": name,
-        }
+        bars = [panel.bar(e) for _, _, e in points]
+        style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i}"}
+        style["label"] = name
         if any(bar > 0 for bar in bars):
             # Shifted, since error bars at one place would hide each other.
             shift = 0.02 * (i - (len(names) - 1) / 2)

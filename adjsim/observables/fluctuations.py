@@ -10,12 +10,13 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_tensor
 from adjsim.core.typing import Array, Energies, Number
+from adjsim.observables.members import positive
 
 
 def heat_capacity(
     energy: Float[Tensor, "time *batch"] | Array, kT: Number, *, dof: float | int
 ) -> Energies:
-    """Compute the heat capacity at constant volume from fluctuations of the energy::
+    """Compute the heat capacity at constant volume from fluctuations of the energy, ``(*batch,)``::
 
         C_V = var(U) / kT^2 + dof / 2
 
@@ -34,12 +35,8 @@ def heat_capacity(
         dof: the degrees of freedom with a kinetic energy that is not in ``energy``: atoms x dim,
             and less dim if the total momentum is zero.
 
-    Returns:
-        ``(*batch,)``, dimensionless.
-
     Raises:
-        ValueError: fewer than two frames, kT that is not positive or of another shape, negative
-            dof.
+        ValueError: fewer than two frames, another shape, kT that is not positive, negative dof.
     """
     u, count = as_tensor("energy", energy), as_number("dof", dof)
     if u.ndim < 1 or len(u) < 2:
@@ -58,14 +55,13 @@ def compressibility(
     density: float | int,
     kT: Number,
 ) -> Energies:
-    """Compute the isothermal compressibility from the structure factor at long wavelengths::
+    """Compute the isothermal compressibility, volume/energy, from the structure factor::
 
         chi = S(0) / (density kT),  S(k) = S(0) + a k^2
 
-    S(0) is the intercept of the least-squares line of S against k^2. Long density waves are
-    fluctuations of the number of particles in a part of the box, so this works at constant volume,
-    where the volume itself does not fluctuate (Hansen and McDonald, Theory of Simple Liquids,
-    section 4.1).
+    S(0) is the intercept of the least-squares line of S against k^2, in float64. Long density waves
+    are fluctuations of the number of particles in a part of the box, so this works at constant
+    volume (Hansen and McDonald, Theory of Simple Liquids, section 4.1).
 
     - Give the mean of :func:`adjsim.structure_factor` over the run, at wavevectors well below the
       first peak of S. The k^4 term of S is a bias: compare two ranges of k.
@@ -84,15 +80,11 @@ def compressibility(
         density: atoms/volume.
         kT: the temperature, energy; one number or ``(*batch,)``. It may carry a gradient.
 
-    Returns:
-        ``(*batch,)``, volume/energy, computed in float64.
-
     Raises:
-        ValueError: wavenumbers that are not positive, all equal, or not those of the structure
-            factor; a density that is not positive; kT that is not positive or of another shape.
+        ValueError: another shape, a number that is not positive, equal wavenumbers.
     """
     s, k = as_tensor("structure", structure), as_tensor("wavenumbers", wavenumbers)
-    number = as_number("density", density)
+    number = positive("density", density)
     if k.ndim != 1 or s.ndim < 1 or len(k) != s.shape[-1]:
         raise ValueError(
             f"structure must be (*batch, n) and wavenumbers (n,); got shapes {tuple(s.shape)} and "
@@ -105,8 +97,6 @@ def compressibility(
         )
     if not bool((k.max() - k.min()) > 1e-6 * k.max()):
         raise ValueError(f"wavenumbers must differ, for a line against k^2; all are {k[0]:g}.")
-    if not number > 0:
-        raise ValueError(f"density must be positive; got {number:g}.")
     # The intercept is a difference of larger numbers, which cancel where the range of k is narrow.
     values = s.double()
     temperature = checked_temperature(kT, values, s.shape[:-1])
@@ -130,11 +120,10 @@ def dielectric_constant(
     Ewald). With a reaction field or a cutoff the fluctuations are different (Neumann, Mol. Phys.
     50, 841 (1983)).
 
-    The mean dipole of a fluid is zero, and ``<M>^2`` is its error. As in :func:`heat_capacity`, the
-    variance is divided by ``frames - 1``, which is too small by a factor of about
-    ``1 - tau / frames`` for frames that are correlated over tau frames. Dipoles forget their
-    direction slowly (5 to 10 ps in water), so runs of a thousand times that are needed. Take the
-    error from independent replicas, by :func:`adjsim.mean_with_error`.
+    The mean dipole of a fluid is zero, and ``<M>^2`` is its error. The variance is that of
+    :func:`heat_capacity`. Dipoles forget their direction slowly (5 to 10 ps in water), so runs of a
+    thousand times that are needed. Take the error from independent replicas, by
+    :func:`adjsim.mean_with_error`.
 
     Args:
         dipoles: ``(time, *batch, 3)``, the :func:`adjsim.dipole` of all molecules, which are
@@ -144,35 +133,23 @@ def dielectric_constant(
         constant: the Coulomb constant, energy x length / charge^2: 14.39964548 in eV and
             angstrom.
 
-    Returns:
-        ``(*batch,)``, dimensionless.
-
     Raises:
-        ValueError: fewer than two frames, dipoles that are not of three dimensions, a volume, a kT
-            or a constant that is not positive, a kT of another shape.
+        ValueError: fewer than two frames, another shape, a number that is not positive.
     """
     m = as_tensor("dipoles", dipoles)
-    size, strength = as_number("volume", volume), as_number("constant", constant)
+    size, strength = positive("volume", volume), positive("constant", constant)
     if m.ndim < 2 or len(m) < 2 or m.shape[-1] != 3:
         raise ValueError(
             f"dipoles must be (time, *batch, 3), of at least two frames; got shape {tuple(m.shape)}"
             "."
         )
-    for name, value in (("volume", size), ("constant", strength)):
-        if not value > 0:
-            raise ValueError(f"{name} must be positive; got {value:g}.")
     temperature = checked_temperature(kT, m, m.shape[1:-1])
     spread = m.var(0, correction=1).sum(-1)
     return 1 + 4 * math.pi * strength / (3 * size * temperature) * spread
 
 
 def checked_temperature(kT: Number, like: Tensor, batch: torch.Size) -> Tensor:
-    """Convert kT, one number or one for each system of a batch, to the dtype of a tensor.
-
-    Raises:
-        ValueError: another shape, which would broadcast along another axis, or a kT that is not
-            positive.
-    """
+    """Convert kT, one number or one for each system of a batch, to the dtype of a tensor."""
     temperature = as_tensor("kT", kT).to(like)
     if temperature.numel() == 1:
         temperature = temperature.reshape(())

@@ -18,15 +18,11 @@ def mean_squared_displacement(
 ) -> Float[Tensor, "lags *batch"]:
     """Compute the mean squared displacement, averaged over atoms, length^2.
 
-    It is ``<|q(t) - q(0)|^2>``, with the first frame as the only time origin, at every frame. With
-    ``lags`` it is the mean over all time origins s, ``<|q(s + t) - q(s)|^2>``, at lags of 0 to
-    ``lags - 1`` frames, for which frames must be evenly spaced and the system at equilibrium.
-    Its slope gives the diffusion coefficient (:func:`adjsim.diffusion_coefficient`). The positions
-    must not be wrapped into a box.
-
-    Args:
-        position: ``(time, *batch, atoms, dim)``.
-        lags: the number of lags; None: displacements from the first frame.
+    Without ``lags`` it is ``<|q(t) - q(0)|^2>`` at every frame. With a number of lags it is the
+    mean over all time origins s, ``<|q(s + t) - q(s)|^2>``, at lags of 0 to ``lags - 1`` frames,
+    for which frames must be evenly spaced and the system at equilibrium. Its slope gives the
+    diffusion coefficient (:func:`adjsim.diffusion_coefficient`). The positions must not be wrapped
+    into a box.
     """
     q = as_frames("position", position)
     if lags is None:
@@ -54,11 +50,7 @@ def velocity_autocorrelation(velocity: Frames | Array, lags: int) -> Float[Tenso
 
 
 def as_frames(name: str, value: Frames | Array) -> Tensor:
-    """Convert positions or velocities in time to a tensor.
-
-    Raises:
-        ValueError: a shape that is not ``(time, *batch, atoms, dim)``, or no entries.
-    """
+    """Convert positions or velocities in time, ``(time, *batch, atoms, dim)``, to a tensor."""
     frames = as_tensor(name, value)
     if frames.ndim < 3 or frames.numel() == 0:
         raise ValueError(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_indices, as_number, as_tensor
-from adjsim.core.box import checked_box
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, Energies, Number, PositionsLike
 from adjsim.observables.members import (
@@ -16,6 +15,7 @@ from adjsim.observables.members import (
     length,
     members,
     positions,
+    positive,
     reference_like,
     vectors,
 )
@@ -37,15 +37,13 @@ def contacts(
     Args:
         position: ``(*batch, atoms, dim)``.
         pairs: ``(n, 2)`` indices of atoms. A pair listed twice counts twice.
-        distance: the distance up to which a pair is in contact; one number, or ``(n,)`` for each
-            pair. It may carry a gradient.
+        distance: the distance up to which a pair is in contact, at most half the smallest
+            perpendicular width of the box; one number, or ``(n,)``. It may carry a gradient.
         width: how smooth this limit is, length. The gradient is large where width is small.
-        box: the periodic box, if there is one.
+        box: the periodic box, or None.
 
     Raises:
-        ValueError: an index out of range, a distance or a width that is not positive, distances of
-            another number than the pairs, a distance above half the smallest perpendicular width of
-            the box.
+        ValueError: an index, a distance or a width out of range, or of another shape.
     """
     q = positions("contacts", position)
     first, second = members("pairs", pairs, 2, q).unbind(-1)
@@ -56,8 +54,7 @@ def contacts(
             f"distance must be one number or ({len(first)},), one for each pair; got shape "
             f"{tuple(limit.shape)}."
         )
-    known = not isinstance(distance, Tensor)
-    cell = _cell(box, limit, known)
+    cell = _cell(box, limit, known=not isinstance(distance, Tensor))
     return _in_contact(vectors(q, first, second, cell), limit, width).sum(-1)
 
 
@@ -81,20 +78,13 @@ def native_contacts(
     Args:
         position: ``(*batch, atoms, dim)``.
         reference: ``(atoms, dim)``, or one for each system.
-        pairs: ``(n, 2)`` indices of atoms.
-        width: how smooth the limit is, length.
+        pairs, width: as in :func:`contacts`, with its errors.
         tolerance: the factor by which a distance may grow.
-        box: the periodic box of both structures, if there is one.
-
-    Raises:
-        ValueError: as :func:`contacts`, a reference of another size, a tolerance that is not
-            positive.
+        box: the periodic box of both structures, or None.
     """
     q = positions("native_contacts", position)
-    y, factor = reference_like(q, reference), as_number("tolerance", tolerance)
+    y, factor = reference_like(q, reference), positive("tolerance", tolerance)
     first, second = members("pairs", pairs, 2, q).unbind(-1)
-    if not factor > 0:
-        raise ValueError(f"tolerance must be positive; got {factor}.")
     cell = optional_box(box)
     limit = factor * length(vectors(y, first, second, cell))
     return _in_contact(vectors(q, first, second, _cell(box, limit)), limit, width).mean(-1)
@@ -109,13 +99,9 @@ def _cell(box: Array | None, limit: Tensor, known: bool = False) -> Tensor | Non
     if values_unknown() and not known:
         return optional_box(box)
     with outside_tracing():
-        return _checked_cell(box, limit)
-
-
-def _checked_cell(box: Array | None, limit: Tensor) -> Tensor | None:
-    if not bool((limit > 0).all()):
-        raise ValueError(f"distance must be positive; got {limit.detach().tolist()}.")
-    return None if box is None else checked_box(box, float(limit.detach().max()))
+        if not bool((limit > 0).all()):
+            raise ValueError(f"distance must be positive; got {limit.detach().tolist()}.")
+        return optional_box(box, float(limit.detach().max()))
 
 
 def _in_contact(d: Tensor, limit: Tensor, width: float | int) -> Tensor:
@@ -144,24 +130,21 @@ def hydrogen_bonds(
     acceptor that is the donor itself or its hydrogen is left out, other atoms of the molecule are
     not.
 
+    Memory is that of ten numbers for each donor and acceptor.
+
     Args:
         position: ``(*batch, atoms, dim)``.
         donors: ``(n, 2)`` indices, the donor atom and its hydrogen. A donor with two hydrogens has
             two rows.
         acceptors: ``(m,)`` indices.
-        distance: the largest distance of donor and acceptor.
-        width: how smooth this limit is, length.
-        angle: the largest angle at the donor, radians.
-        angular_width: how smooth this limit is, radians.
-        box: the periodic box, if there is one.
-
-    Returns:
-        ``(*batch,)``. Memory is that of ten numbers for each donor and acceptor.
+        distance, width: the largest distance of donor and acceptor, at most half the smallest
+            perpendicular width of the box, and how smooth this limit is, length.
+        angle, angular_width: the largest angle at the donor, between 0 and pi, and how smooth this
+            limit is, radians.
+        box: the periodic box, or None.
 
     Raises:
-        ValueError: an index out of range, an acceptor listed twice, a distance or a width that is
-            not positive, an angle that is not between 0 and pi, a distance above half the smallest
-            perpendicular width of the box.
+        ValueError: an index out of range, an acceptor listed twice, a number out of range.
     """
     q = positions("hydrogen_bonds", position)
     limit, width = positive("distance", distance), positive("width", width)
@@ -193,10 +176,3 @@ def _acceptors(acceptors: Array, q: Tensor) -> Tensor:
         if len(ends.unique()) < len(ends):
             raise ValueError(f"acceptors names an atom twice: {ends.tolist()}.")
         return ends.to(q.device)
-
-
-def positive(name: str, value: float | int) -> float:
-    number = as_number(name, value)
-    if not number > 0:
-        raise ValueError(f"{name} must be positive; got {number}.")
-    return number

@@ -11,9 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 from adjsim.core.arguments import as_indices
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, Number, PositionsLike
-from adjsim.observables.members import atom_weights, length, nearest, positions
+from adjsim.observables.members import atom_weights, length, nearest, positions, positive
 from adjsim.observables.neighbours import optional_box, pair_matrix, values_unknown
-from adjsim.observables.proximity import positive
 
 
 def residue_distances(
@@ -33,12 +32,11 @@ def residue_distances(
         groups: ``(atoms,)`` integers, the group of each atom (its residue), from 0; -1 leaves an
             atom out.
         mass: ``(atoms,)`` weights of the centres; None: all atoms have the same weight.
-        box: the periodic box, if there is one. Each group is shorter than half of it, so that its
-            atoms are put together by nearest images.
+        box: the periodic box, or None. Each group is shorter than half of it, so that its atoms are
+            put together by nearest images.
 
     Raises:
-        ValueError: groups of another number than the atoms, a number below -1, a group without
-            atoms or mass; masses as in :func:`adjsim.gyration_tensor`.
+        ValueError: groups of another shape, a number below -1, a group without atoms or mass.
     """
     q = positions("residue_distances", position)
     table, inside = _groups(groups, q)
@@ -65,20 +63,9 @@ def closest_distances(
 
     It is below the smallest distance by at most ``width log(number of pairs)``, and equal to it
     for one pair. So a narrow width is exact, but its gradient jumps where another pair becomes the
-    closest. The matrix is symmetric with a diagonal of zero.
-
-    Args:
-        position: ``(*batch, atoms, dim)``.
-        groups: ``(atoms,)`` integers as in :func:`residue_distances`.
-        width: how smooth the minimum is, length.
-        box: the periodic box, if there is one.
-
-    Returns:
-        ``(*batch, groups, groups)``. Memory is that of the squares of the number of groups and of
-        the atoms of the largest.
-
-    Raises:
-        ValueError: groups as in :func:`residue_distances`, a width that is not positive.
+    closest. The matrix is symmetric with a diagonal of zero. Memory is that of the squares of the
+    number of groups and of the atoms of the largest. Arguments and errors are those of
+    :func:`residue_distances`, and ``width`` is a positive length.
     """
     q, smooth = positions("closest_distances", position), positive("width", width)
     table, inside = _groups(groups, q)
@@ -108,10 +95,8 @@ def _groups(groups: Array, q: Tensor) -> tuple[Tensor, Tensor]:
         empty = [g for g, atoms in enumerate(lists) if len(atoms) == 0]
         if empty:
             raise ValueError(f"group {empty[0]} has no atoms: number the groups without a gap.")
-        inside = pad_sequence(
-            [torch.ones_like(atoms, dtype=torch.bool) for atoms in lists], batch_first=True
-        )
+        table = pad_sequence(lists, batch_first=True, padding_value=-1)
+        inside = table >= 0
         # Places without an atom repeat the first one of the group.
-        table = pad_sequence(lists, batch_first=True)
         table = torch.where(inside, table, table[:, :1])
         return table.to(q.device), inside.to(q.device)

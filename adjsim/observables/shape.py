@@ -41,7 +41,7 @@ def rmsd(
     weights: Number | None = None,
     align: bool = True,
 ) -> Energies:
-    """Compute the root mean squared deviation from a reference structure::
+    """Compute the root mean squared deviation from a reference structure, ``(*batch,)``::
 
         rmsd^2 = min over R, t of sum_i w_i |R q_i + t - reference_i|^2 / sum_i w_i
 
@@ -62,9 +62,6 @@ def rmsd(
         reference: ``(atoms, dim)``, or one for each system. It may carry a gradient.
         weights: ``(atoms,)``, such as the masses, or zero for atoms that are left out; None: equal.
         align: whether to minimise over R and t; if not, R is one and t is zero.
-
-    Returns:
-        ``(*batch,)``, length.
 
     Raises:
         ValueError: a reference or weights of another size, weights that are negative or all zero.
@@ -107,18 +104,10 @@ def _deviation(q: Tensor, y: Tensor, w: Tensor, align: bool) -> Tensor:
 def aligned(position: PositionsLike, reference: Array, *, weights: Number | None = None) -> Tensor:
     """Move and turn a structure to the place where it is closest to a reference.
 
-    The rotation and the translation are those of :func:`rmsd`. First and second derivatives are
+    Rotation, translation and arguments are those of :func:`rmsd`. First and second derivatives are
     those of the minimum, higher ones are not. A rotation that is not determined, as that of a
     linear molecule about its axis, is arbitrary, and its derivative is taken as zero. So atoms with
     a weight may not be on a line if others are not.
-
-    Args:
-        position: ``(*batch, atoms, dim)``, not wrapped into a box.
-        reference: ``(atoms, dim)``, or one for each system.
-        weights: ``(atoms,)``, or None for equal ones.
-
-    Returns:
-        ``(*batch, atoms, dim)``.
 
     Raises:
         ValueError: as :func:`rmsd`, or weights of too few atoms for a rotation of the others.
@@ -132,7 +121,7 @@ def aligned(position: PositionsLike, reference: Array, *, weights: Number | None
 def flexibility(
     position: Float[Tensor, "time *batch atoms dim"] | Array, weights: Number | None = None
 ) -> Float[Tensor, "*batch atoms"]:
-    """Compute the root mean squared fluctuation (RMSF) of each atom about its mean position::
+    """Compute the root mean squared fluctuation (RMSF) of each atom, ``(*batch, atoms)``::
 
         rmsf_i = sqrt(mean over time of |x_i - mean of x_i|^2)
 
@@ -149,9 +138,6 @@ def flexibility(
         position: ``(time, *batch, atoms, dim)``, not wrapped into a box.
         weights: ``(atoms,)`` of the alignment, such as the masses; None: equal.
 
-    Returns:
-        ``(*batch, atoms)``, length.
-
     Raises:
         ValueError: NaN, fewer than two frames, weights as in :func:`aligned`, or frames that have
             no common shape, for which 200 repetitions do not converge.
@@ -160,7 +146,7 @@ def flexibility(
     if len(q) < 2:
         raise ValueError("flexibility needs at least two frames; position has one.")
     w = _frame(weights, q)
-    x, noise = _centred(q, w), (w * q.detach() ** 2).sum((-1, -2)).mean(0).unsqueeze(-1)
+    x, noise = _centred(q, w), _noise(w, q).mean(0).unsqueeze(-1)
     turned, mean = x, x[0]
     for _ in range(ALIGNMENTS):
         turned, before = _superposed(x, mean, w), mean
@@ -173,8 +159,7 @@ def flexibility(
                 f"the mean structure still changes after {ALIGNMENTS} alignments: the frames have "
                 "no common shape. Give weights that are zero for the flexible part."
             )
-    rounding = (ROUNDING * torch.finfo(q.dtype).eps) ** 2
-    return root(((turned - mean) ** 2).sum(-1).mean(0), rounding * noise)
+    return root(((turned - mean) ** 2).sum(-1).mean(0), noise)
 
 
 def distance_rmsd(
@@ -184,7 +169,7 @@ def distance_rmsd(
     *,
     box: Array | None = None,
 ) -> Energies:
-    """Compute the root mean squared difference of distances within the molecule::
+    """Compute the root mean squared difference of distances in a molecule, ``(*batch,)``::
 
         drmsd^2 = mean over pairs of (|q_i - q_j| - |reference_i - reference_j|)^2
 
@@ -195,10 +180,7 @@ def distance_rmsd(
         position: ``(*batch, atoms, dim)``.
         reference: ``(atoms, dim)``, or one for each system.
         pairs: ``(n, 2)`` indices of atoms; None: all pairs.
-        box: the periodic box of both structures, if there is one.
-
-    Returns:
-        ``(*batch,)``, length.
+        box: the periodic box of both structures, or None.
 
     Raises:
         ValueError: a reference of another size, an index out of range, a single atom.

@@ -41,11 +41,8 @@ def kinetic_temperature(
 ) -> Energies:
     """Compute the kinetic temperature ``sum p^2/m / dof``, an energy (kT), ``(*batch,)``.
 
-    Args:
-        momentum: ``(*batch, atoms, dim)``.
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``.
-        dof: degrees of freedom; None: atoms x dim. Subtract dim if the total momentum is zero and
-            stays zero.
+    The mass is one number, ``(atoms,)`` or ``(atoms, 1)``. The degrees of freedom, ``dof``, are
+    atoms x dim by default. Subtract dim if the total momentum is zero and stays zero.
     """
     p = as_tensor("momentum", momentum)
     m = _masses(as_tensor("mass", mass), p)

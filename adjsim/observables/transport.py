@@ -11,6 +11,7 @@ from adjsim.core.typing import Array, Energies, Number
 from adjsim.observables.averages import lagged_products
 from adjsim.observables.fluctuations import checked_temperature
 from adjsim.observables.kinetics import as_frames, mean_squared_displacement
+from adjsim.observables.members import positive
 
 
 def diffusion_coefficient(
@@ -20,12 +21,12 @@ def diffusion_coefficient(
     start: float | int,
     stop: float | int,
 ) -> Energies:
-    """Compute the self-diffusion coefficient from the mean squared displacement::
+    """Compute the self-diffusion coefficient, length^2/time, ``(*batch,)``::
 
         D = slope of <|q(s + t) - q(s)|^2> / (2 dim),  start <= t <= stop
 
-    The mean is over atoms and over all time origins s. The slope is that of the least-squares line
-    through the lags t in the window.
+    The mean squared displacement is over atoms and over all time origins s. The slope is that of
+    the least-squares line through the lags t in the window.
 
     - ``start`` must be longer than the time in which velocities forget their direction. For
       Langevin dynamics with friction g, the slope at ``t >= 1/g`` is 1 - exp(-g t) of its limit.
@@ -40,15 +41,10 @@ def diffusion_coefficient(
     Args:
         position: ``(time, *batch, atoms, dim)``, not wrapped into a box.
         times: ``(time,)``, evenly spaced.
-        start: first lag of the window, time.
-        stop: last lag of the window, time, at most the length of the run.
-
-    Returns:
-        ``(*batch,)``, length^2/time.
+        start, stop: first and last lag of the window, time, within the length of the run.
 
     Raises:
-        ValueError: positions of another shape, times that are not evenly spaced, a window that is
-            empty, has one lag, or ends after the run.
+        ValueError: another shape, uneven times, a window of fewer than two lags.
     """
     q = as_frames("position", position)
     t, spacing = _even_times(times, len(q))
@@ -103,25 +99,21 @@ def viscosity(
         times: ``(time,)``, evenly spaced.
         volume: the volume of the box.
         kT: the temperature, energy; one number or ``(*batch,)``. It may carry a gradient.
-        stop: the upper limit of the integral, time, at most the length of the run.
+        stop: the largest upper limit of the integral, time, at most the length of the run.
 
     Returns:
         ``(lags, *batch)``, energy time / volume, for limits 0, spacing, 2 spacing, ... up to
         ``stop``.
 
     Raises:
-        ValueError: a stress that is not of two or three dimensions, times that are not evenly
-            spaced, a volume or kT that is not positive, a kT of another shape, a limit shorter than
+        ValueError: another shape, uneven times, a number that is not positive, a limit shorter than
             the spacing or longer than the run.
     """
-    p = as_tensor("stress", stress)
-    size = as_number("volume", volume)
+    p, size = as_tensor("stress", stress), positive("volume", volume)
     if p.ndim < 3 or p.shape[-1] != p.shape[-2] or p.shape[-1] not in (2, 3):
         raise ValueError(
             f"stress must be (time, *batch, dim, dim) with dim 2 or 3; got shape {tuple(p.shape)}."
         )
-    if not size > 0:
-        raise ValueError(f"volume must be positive; got {size}.")
     temperature = checked_temperature(kT, p, p.shape[1:-2])
     t, spacing = _even_times(times, len(p))
     stop, length = as_number("stop", stop), float(t[-1] - t[0])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from adjsim.core.arguments import (
     refuse_uncalled,
 )
 from adjsim.core.noise import Noise, as_generator, seed_from
-from adjsim.core.state import AnyState, as_state, stack
+from adjsim.core.state import as_state, stack
 from adjsim.core.trajectory import check_times, step_numbers
 from adjsim.core.typing import Seed, Times
 from adjsim.dynamics.base import Dynamics
@@ -117,20 +118,19 @@ class LyapunovSpectrum:
             f"{count} of {self.size} Lyapunov exponents, t = {self.times[0]:g} to "
             f"{self.times[-1]:g}, {systems} system{'s' * (systems > 1)}"
         ]
-        for i, (value, error) in enumerate(
-            zip(means[:PRINTED].tolist(), errors[:PRINTED].tolist(), strict=True), 1
-        ):
-            lines.append(f"  {i:3d} {value: .6g}" + (f" +- {error:.2g}" if error == error else ""))
+        numbered = enumerate(zip(means.tolist(), errors.tolist(), strict=True), 1)
+        lines += [
+            f"  {i:3d} {value: .6g}" + (f" +- {error:.2g}" if error == error else "")
+            for i, (value, error) in islice(numbered, PRINTED)
+        ]
         if count > PRINTED:
             lines.append(f"  ... {count} {means[-1]: .6g}")
-        for name, found in (
-            ("Kaplan-Yorke dimension", _kaplan_yorke(means, self.size)),
-            ("sum of positive exponents", _entropy(means, self.size)),
+        for name, number in (
+            ("Kaplan-Yorke dimension", float(_kaplan_yorke(means, self.size))),
+            ("sum of positive exponents", float(_entropy(means, self.size))),
         ):
-            number = float(found)
-            lines.append(
-                f"  {name} {number:.6g}" if number == number else f"  {name}: needs more exponents"
-            )
+            text = f" {number:.6g}" if number == number else ": needs more exponents"
+            lines.append(f"  {name}{text}")
         return "\n".join(lines)
 
 
@@ -204,40 +204,38 @@ def lyapunov_spectrum(
     run, report = assemble(dynamics, start, times, solver, None, noise, progress)
     check_start(run)
     run = run.connected()
-    dynamics = run.dynamics
-    axes = len(dynamics.batch_shape(start))
+    axes = len(run.dynamics.batch_shape(start))
     size = sum(x.shape[axes:].numel() for x in start)
-    number = _check_count(count, size, start)
+    number = size if count is None else as_whole("count", count)
+    if not 1 <= number <= size:
+        raise ValueError(
+            f"count must be from 1 to {size}, the numbers in {', '.join(start._fields)} of one "
+            f"system; got {number}."
+        )
     first, last = _kept(times, as_number("burn_in", burn_in), vectors)
-    steps = step_numbers(times, run.solver.dt)[first:]
     stepper, inputs = prepare(run, report)
     if stepper.plan.copies is not None:
         raise TypeError(
             f"{solver!r} steps a second copy of the state, whose exponents are those of the "
             "method; use RungeKutta(method, dt)."
         )
-    basis = start_basis(start, axes, number)
-    driver = TangentDriver(stepper, inputs, dynamics.potential, basis)
+    driver = TangentDriver(
+        stepper, inputs, run.dynamics.potential, start_basis(start, axes, number)
+    )
     driver.check_copies(start, number)
-    recorder = TangentRecorder(driver, steps, vectors)
+    recorder = TangentRecorder(driver, step_numbers(times, run.solver.dt)[first:], vectors)
     stepper.run(start, inputs, driver, [recorder], run, report)
-    kept = times[first:]
-    growth = torch.stack(recorder.growth)
+    kept, growth = times[first:], torch.stack(recorder.growth)
     lengths = kept.diff().to(growth).reshape(-1, *[1] * (growth.ndim - 1))
-    total = growth.double().sum(0) / float(kept[-1] - kept[0])
-    spectrum = LyapunovSpectrum(total.to(growth), growth / lengths, kept, size)
+    exponents = (growth.double().sum(0) / float(kept[-1] - kept[0])).to(growth)
+    spectrum = LyapunovSpectrum(exponents, growth / lengths, kept, size)
     if not vectors:
         return spectrum
     part = slice(0, last - first + 1)
     found = covariant_vectors(recorder.bases, recorder.triangles)
-    return LyapunovSpectrum(
-        spectrum.exponents,
-        spectrum.rates,
-        kept,
-        size,
-        torch.stack(found[part]),
-        kept[part],
-        stack(recorder.states[part]),
+    states = stack(recorder.states[part])
+    return replace(
+        spectrum, vectors=torch.stack(found[part]), vector_times=kept[part], states=states
     )
 
 
@@ -258,16 +256,6 @@ def _check_solver(solver: Any) -> None:
             "lyapunov_spectrum differentiates each step twice, which implicit steps do not allow; "
             f"use a splitting with a smaller dt than that of {solver!r}."
         )
-
-
-def _check_count(count: int | None, size: int, state: AnyState) -> int:
-    number = size if count is None else as_whole("count", count)
-    if not 1 <= number <= size:
-        raise ValueError(
-            f"count must be from 1 to {size}, the numbers in {', '.join(state._fields)} of one "
-            f"system; got {number}."
-        )
-    return number
 
 
 def _kept(times: Tensor, burn_in: float, vectors: bool) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -46,14 +47,12 @@ class Cotangents(NamedTuple):
     def of(self, part: slice) -> Cotangents:
         """Return the cotangents of some of the trajectories, contiguous in memory."""
         metric, mixed, triangles, removed = self.segments
-        segments = Segments(
-            metric[:, part].contiguous(),
-            mixed[:, :, part].contiguous(),
-            triangles[:, part].contiguous(),
-            removed[:, :, part].contiguous(),
+        segments = (metric[:, part], mixed[:, :, part], triangles[:, part], removed[:, :, part])
+        return Cotangents(
+            self.basis[:, :, part].contiguous(),
+            self.particular[:, :, part].contiguous(),
+            Segments(*(x.contiguous() for x in segments)),
         )
-        basis, particular = self.basis[:, :, part], self.particular[:, :, part]
-        return Cotangents(basis.contiguous(), particular.contiguous(), segments)
 
 
 class DivergenceError(RuntimeError):
@@ -72,15 +71,14 @@ def trajectory(steps: StepMap, start: Tensor, count: int) -> Tensor:
 
 def averages(steps: StepMap, states: Tensor) -> Tensor:
     """Average the observables over the ends of the steps, ``(R, m)``."""
-    total: Tensor | None = None
     with torch.no_grad():
-        # A thousand states at a time bound the memory.
-        for part in states[1:].split(1000):
-            # A sum along the last axis has the same bits for any number of replicas.
-            value = steps.observe(part).movedim(0, -1).contiguous().sum(-1)
-            total = value if total is None else total + value
-    assert total is not None
-    return total / (len(states) - 1)
+        # A thousand states at a time bound the memory. A sum along the last axis has the same bits
+        # for any number of replicas.
+        parts = [
+            steps.observe(part).movedim(0, -1).contiguous().sum(-1)
+            for part in states[1:].split(1000)
+        ]
+    return reduce(torch.add, parts) / (len(states) - 1)
 
 
 @torch.no_grad()
@@ -107,9 +105,8 @@ def sweep(
         v = v + f * away / f.square().sum(-1, keepdim=True)
     generator = torch.Generator().manual_seed(seed)
     # One draw for all trajectories, so that none depends on the number of others.
-    shape = (unstable, 1, states.shape[-1])
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(states)
-    drawn = drawn.expand(-1, states.shape[1], -1)
+    drawn = torch.randn(unstable, 1, states.shape[-1], generator=generator, dtype=torch.float64)
+    drawn = drawn.to(states).expand(-1, states.shape[1], -1)
     w = _orthonormal(_without_rate(steps, drawn, states[last]))[0]
     ends: list[tuple[Tensor, ...]] = []
     for first in range(last - length, -1, -length):
@@ -140,27 +137,20 @@ def derivative(
     """Compute the shadowing derivatives of the averages, averaged over the trajectories.
 
     With the cotangent ``v + W a`` at the end of each segment the segments are independent, so all
-    of them go backward at once, with one cotangent each.
-
-    Returns:
-        ``(m, *parameter)`` for each parameter.
+    of them go backward at once, with one cotangent each. The results are ``(m, *parameter)``.
     """
-    count, outputs = found.particular.shape[:2]
-    replicas, n = states.shape[1:]
+    ends = found.particular
     if found.basis.shape[1]:
         a = solve_segments(found.segments, penalty)
-        ends = found.particular + torch.einsum("kjrn,kmrj->kmrn", found.basis, a)
-    else:
-        ends = found.particular
-    length = (len(states) - 1) // count
-    parts = states[:-1].reshape(count, length, replicas, n)
-    weight = 1 / ((len(states) - 1) * steps.h * replicas)
+        ends = ends + torch.einsum("kjrn,kmrj->kmrn", found.basis, a)
+    parts = states[:-1].unflatten(0, (len(ends), -1))
+    weight = 1 / ((len(states) - 1) * steps.h * states.shape[1])
     wanted, totals = list(parameters.values()), []
-    for m in range(outputs):
-        cotangent, sums = ends[:, m], [torch.zeros_like(x) for x in wanted]
-        for i in range(length - 1, -1, -1):
+    for m, cotangent in enumerate(ends.unbind(1)):
+        sums = [torch.zeros_like(x) for x in wanted]
+        for part in reversed(parts.unbind(1)):
             with torch.enable_grad():
-                y = parts[:, i].detach().requires_grad_()
+                y = part.detach().requires_grad_()
                 whole = (cotangent * steps.step(y)).sum() + steps.h * steps.observe(y)[..., m].sum()
             cotangent, *grads = torch.autograd.grad(
                 whole, [y, *wanted], allow_unused=True, materialize_grads=True

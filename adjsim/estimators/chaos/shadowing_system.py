@@ -33,10 +33,7 @@ def solve_segments(segments: Segments, penalty: float) -> Tensor:
 
     With the constraints as E a = b the multipliers solve
     ``(E C^-1 E^T + penalty I) mu = -b - E C^-1 d``, a block-tridiagonal system with K - 1 blocks of
-    size M, and ``a = -C^-1 (d + E^T mu)``.
-
-    Returns:
-        a, ``(K, m, R, M)``.
+    size M, and ``a = -C^-1 (d + E^T mu)``, ``(K, m, R, M)``.
     """
     metric, d, r, b = segments
     count = len(metric)
@@ -45,8 +42,7 @@ def solve_segments(segments: Segments, penalty: float) -> Tensor:
     d, b = (x.movedim(1, -1) for x in (d, b))
     unit = torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
     carried = r @ inverse
-    pivots: list[Tensor] = []
-    sides: list[Tensor] = []
+    pivots, sides = list[Tensor](), list[Tensor]()
     for i in range(1, count):
         pivot = inverse[i - 1] + carried[i] @ r[i].mT + penalty * unit
         side = -b[i] - inverse[i - 1] @ d[i - 1] + carried[i] @ d[i]

@@ -37,11 +37,9 @@ def like_fields(flat: Tensor, state: AnyState, axes: int) -> list[Tensor]:
 
 def start_basis(state: AnyState, axes: int, count: int) -> Tensor:
     """Return random orthonormal columns ``(*batch, N, count)``, the same for every system."""
-    first = state[0]
+    first, generator = state[0], torch.Generator().manual_seed(0)
     size = sum(x.shape[axes:].numel() for x in state)
-    drawn = torch.randn(
-        size, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
+    drawn = torch.randn(size, count, generator=generator, dtype=torch.float64)
     return torch.linalg.qr(drawn)[0].to(first).expand(*first.shape[:axes], -1, -1)
 
 
@@ -55,14 +53,8 @@ class TangentDriver:
     twice differentiable by autograd. Each vector has a replica of its own: ``count`` copies of the
     batch step at once.
 
-    Args:
-        stepper: the steps.
-        inputs: the inputs of the run.
-        potential: the potential of the dynamics.
-        basis: orthonormal columns at the start, ``(*batch, N, count)``.
-
     Attributes:
-        basis: the columns Q at the last step.
+        basis: the orthonormal columns Q at the last step, ``(*batch, N, count)``.
         growth: the logarithms since :meth:`reset`, ``(*batch, count)``.
         triangle: the product of the R since :meth:`reset`, ``(*batch, count, count)``.
     """
@@ -97,8 +89,7 @@ class TangentDriver:
         tangents = like_fields(columns.movedim(-1, 0), state, axes)
         with torch.enable_grad():
             before = self._copies(state, count)
-            for x in before:
-                x.requires_grad_()
+            before = type(state)._make(x.requires_grad_() for x in before)
             after = self._step(number, before, count)
             u = [torch.zeros_like(x, requires_grad=True) for x in after]
             transposed = torch.autograd.grad(
@@ -109,11 +100,7 @@ class TangentDriver:
         return made, flatten(found, axes + 1).movedim(0, -1)
 
     def check_copies(self, state: AnyState, count: int) -> None:
-        """Refuse dynamics whose step is another one with a further batch axis.
-
-        Raises:
-            ValueError: the first step of copies of the state is not the copy of its step.
-        """
+        """Refuse dynamics whose first step of copies of the state is not the copy of its step."""
         plain, copies = self._step(0, state, None), self._step(0, self._copies(state, count), count)
         for name, x, y in zip(state._fields, plain, copies, strict=True):
             small = 1e-4 * float(x.abs().amax())
@@ -169,10 +156,10 @@ class TangentRecorder:
             return
         if step > self.first:
             self.growth.append(self.driver.growth)
-            if self.vectors:
+        if self.vectors:
+            if step > self.first:
                 self._refuse_lost(step)
                 self.triangles.append(self.driver.triangle)
-        if self.vectors:
             self.bases.append(self.driver.basis)
             self.states.append(state)
         self.driver.reset()
@@ -197,14 +184,8 @@ def covariant_vectors(bases: Sequence[Tensor], triangles: Sequence[Tensor]) -> l
         C_{k-1} = R_k^-1 C_k |columns to unit length|        V_k = Q_k C_k
 
     The first i columns of Q span the i fastest forward directions. Upper triangular C, iterated
-    backward, turn them to vectors with DPhi V_{k-1} parallel to V_k.
-
-    Args:
-        bases: Q at n + 1 times, each ``(*batch, N, count)``.
-        triangles: R of the n intervals between them, each ``(*batch, count, count)``.
-
-    Returns:
-        V at the n + 1 times, with columns of unit length.
+    backward, turn them to vectors with DPhi V_{k-1} parallel to V_k. ``bases`` are Q at n + 1
+    times, and ``triangles`` the R of the intervals between them.
     """
     mixing = torch.eye(bases[-1].shape[-1]).to(bases[-1]).expand_as(triangles[-1])
     vectors = [bases[-1]]

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_whole
-from adjsim.core.durable.identity import tensor_fingerprint
 from adjsim.core.durable.manifest import describe_function
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.durable.store import Nested
@@ -109,14 +108,13 @@ def fit(
         z_c  = M^-1 ((J_c - J)^T W (target - g) - J^T W (g_c - g))
         cov  = sum_c z_c z_c^T / (K (K - 1)) + s^2 M^-1
 
-    This is the method of Gauss and Newton. C removes the bias of products of two averages with the
-    same noise. The first term of the covariance of the fitted numbers has the noise of the averages
-    ``J^+ cov(g) J^+T``, and that of the derivatives. The second term is the error of the target: s
-    is 1 with ``stderr``. Without, s^2 is the mean square of the residual ``target - g``, over the
-    number of points less that of the parameters, less the variance of g. This takes the errors of
-    the points as independent, and those of the model as errors of the target. So look at the
-    residual: where it is not noise, the model does not describe the target, and the numbers have
-    an error that is not shown. Second derivatives of g are left out.
+    C removes the bias of products of two averages with the same noise, and second derivatives of g
+    are left out. The first term of the covariance has the noise of the averages and of the
+    derivatives. The second term is the error of the target: s is 1 with ``stderr``.
+    Without, s^2 is the mean square of the residual ``target - g``, over the number of points less
+    that of the parameters, less the variance of g. This takes the errors of the points as
+    independent, and those of the model as errors of the target. So look at the residual: where it
+    is not noise, the numbers have an error that is not shown.
 
     The fit ends when each step is below a tenth of the error of its parameter, unless the runs had
     not come to equilibrium, or the derivatives are mostly noise. The parameters of the dynamics
@@ -166,25 +164,20 @@ def fit(
         raise ValueError(f"chunks must be at least 2, for an error; got {chunks}.")
     ranks = Ranks.of(group)
     source = same_generator(ranks, as_generator(generator))
-    runs = [_Runs(make(), size, seed_from(source)) for size in sizes]
-    runs[0].estimator.check(simulation, observable)
+    estimators, seeds = [make() for _ in sizes], [seed_from(source) for _ in sizes]
+    runs = _Runs(simulation, observable, estimators, sizes, seeds)
+    estimators[0].check(simulation, observable)
     if ranks.size > 1:
-        settings = {"iterations": iterations, "largest_change": largest_change}
-        ranks.agree(_describe(simulation, observable, runs, data, settings))
+        settings = {"iterations": f"{iterations}", "largest_change": f"{largest_change}"}
+        ranks.agree({**runs.describe(), **data.describe(), **settings})
     history, begun = list[Iteration](), time.perf_counter()
     with progress_bar(progress and ranks.first) as bar:
-        task = bar.add_task("fitting", total=iterations * len(runs), doing="")
+        task = bar.add_task("fitting", total=iterations * len(sizes), doing="")
         while True:
             now = {name: p.detach().clone() for name, p in parameters.items()}
             bar.update(task, doing=_described(now))
             folder = None if store is None else Path(store) / f"{len(history):03}"
-            found = _evaluate(
-                simulation,
-                observable,
-                runs,
-                data,
-                _Sharing(ranks, folder, lambda: bar.advance(task)),
-            )
+            found = _evaluate(runs, data, ranks, folder, lambda: bar.advance(task))
             step = _unpack(found.step, now)
             history.append(Iteration(now, found.value, found.loss, step))
             small = bool((found.step.abs() <= SMALL_STEP * found.errors).all())
@@ -217,26 +210,26 @@ def fit(
     )
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """A chunk of the replicas, with an estimator that may keep its samples."""
+class _Runs(NamedTuple):
+    """The chunks of the replicas, each with an estimator that may keep its samples."""
 
-    estimator: Estimator
-    replicas: int
-    seed: int
+    simulation: Simulation[Any]
+    observable: Observable[Any]
+    estimators: list[Estimator]
+    sizes: list[int]
+    seeds: list[int]
+
+    def describe(self) -> dict[str, str]:
+        """Describe the runs by everything that their numbers depend on."""
+        return {
+            **describe_computation(self.estimators[0], self.simulation, self.observable),
+            "the starts": describe_function(self.simulation.initial, "the starts"),
+            "the chunks": f"{self.sizes}",
+            "the seeds": f"{self.seeds}",
+        }
 
 
-@dataclass(frozen=True)
-class _Sharing:
-    """The ranks that share the runs, the folder that keeps an iteration, and the progress."""
-
-    ranks: Ranks
-    folder: Path | None
-    advance: Callable[[], None]
-
-
-@dataclass(frozen=True)
-class _Evaluation:
+class _Evaluation(NamedTuple):
     """The curve at the present parameters, and the step that it proposes.
 
     ``warnings`` are those of the estimator, and ``doubts`` are reasons why the step may be wrong.
@@ -255,40 +248,18 @@ class _Evaluation:
         return self.covariance.diagonal().sqrt()
 
 
-def _describe(
-    simulation: Simulation[State],
-    observable: Observable[State],
-    runs: list[_Runs],
-    data: Target,
-    settings: dict[str, Any],
-) -> dict[str, str]:
-    """Describe a fit by everything that its numbers depend on."""
-    return {
-        **describe_computation(runs[0].estimator, simulation, observable),
-        "the starts": describe_function(simulation.initial, "the starts"),
-        "the target": tensor_fingerprint(data.values),
-        "the weight of the target": tensor_fingerprint(data.weight),
-        "the chunks": f"{[run.replicas for run in runs]}",
-        "the seeds": f"{[run.seed for run in runs]}",
-        **{name: f"{x}" for name, x in settings.items()},
-    }
-
-
 def _evaluate(
-    simulation: Simulation[State],
-    observable: Observable[State],
-    runs: list[_Runs],
-    data: Target,
-    sharing: _Sharing,
+    runs: _Runs, data: Target, ranks: Ranks, folder: Path | None, advance: Callable[[], None]
 ) -> _Evaluation:
+    """Estimate the curve and its derivatives, keep the chunks in a folder, and find the step."""
+
     def estimated(i: int) -> Nested:
-        run, folder = runs[i], sharing.folder
-        made = run.estimator(
-            simulation,
-            observable,
-            replicas=run.replicas,
+        made = runs.estimators[i](
+            runs.simulation,
+            runs.observable,
+            replicas=runs.sizes[i],
             chunks=1,
-            generator=run.seed,
+            generator=runs.seeds[i],
             store=None if folder is None else folder / f"{i:05}",
             group=Ranks(None),
         )
@@ -297,29 +268,19 @@ def _evaluate(
                 f"the mean of the observable has shape {tuple(made.value.shape)} and the target "
                 f"{tuple(data.values.shape)}; they must agree."
             )
-        sharing.advance()
-        return [made.value, made.value_stderr, made.grad, made.grad_stderr, made.diagnostics]
+        advance()
+        return list(vars(made).values())
 
-    estimand = runs[0].estimator.estimand
-    found = [
-        GradientEstimate(value, value_stderr, grad, grad_stderr, estimand, diagnostics)
-        for value, value_stderr, grad, grad_stderr, diagnostics in sharing.ranks.share(
-            len(runs), estimated
-        )
-    ]
-    sizes = [run.replicas for run in runs]
+    sizes = runs.sizes
+    found = [GradientEstimate(*parts) for parts in ranks.share(len(sizes), estimated)]
     share = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
     g = torch.stack([made.value.double().cpu() for made in found])
-    J = torch.stack(
-        [
-            torch.cat(
-                [grad.double().cpu().reshape(len(g[0]), -1) for grad in made.grad.values()], 1
-            )
-            for made in found
-        ]
-    )
+    slopes = [
+        [grad.double().cpu().reshape(len(g[0]), -1) for grad in made.grad.values()]
+        for made in found
+    ]
+    J = torch.stack([torch.cat(columns, 1) for columns in slopes])
     value, stderr = mean_and_stderr(list(g), sizes)
-    residual = data.values - value
     step = gauss_newton(g, J, share, data)
     doubts = list(step.doubts)
     # One warning for all chunks: those of a single chunk are about its few samples.
@@ -332,7 +293,7 @@ def _evaluate(
     drifts = [x for made in found if (x := made.diagnostics.get("drift")) is not None]
     if len(drifts) == len(found):
         doubts += _drifting(torch.stack(drifts).double().cpu(), data.weight, step.response)
-    loss = float((data.weight * residual**2).sum())
+    loss = float((data.weight * (data.values - value) ** 2).sum())
     return _Evaluation(value, stderr, loss, step.change, step.covariance, warnings, doubts)
 
 

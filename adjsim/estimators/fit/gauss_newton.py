@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_tensor
+from adjsim.core.durable.identity import tensor_fingerprint
 from adjsim.core.typing import Array
 
 # With a smaller eigenvalue of the scaled M, changes of the parameters cancel in the curve.
 DEGENERATE = 1e-6
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """The target, its weights, and whether the weights are those of its errors."""
 
     values: Tensor
@@ -39,9 +39,14 @@ class Target:
             )
         return cls(y, 1 / error**2, True)
 
+    def describe(self) -> dict[str, str]:
+        return {
+            "the target": tensor_fingerprint(self.values),
+            "the weight of the target": tensor_fingerprint(self.weight),
+        }
 
-@dataclass(frozen=True)
-class Step:
+
+class Step(NamedTuple):
     """The step of the parameters, ``(p,)``, and their covariance.
 
     ``response`` is the change of the parameters with the target, ``(p, n)``, and ``doubts`` are
