@@ -125,6 +125,9 @@ class Estimator(ABC):
         }
         return self._finished(parts, request.sizes, about | diagnostics)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def can_compile(self, simulation: Simulation[State]) -> bool:
         """Return whether the runs can be compiled."""
         return self.compilable and simulation.compiles()

@@ -37,6 +37,7 @@ NOTHING_TO_PLOT = (
     "a figure needs an estimate, and no method gave an estimate: the reasons are in the failures "
     "of the comparison."
 )
+FAILURES = (ReconstructionError, InstabilityError, UnsolvedStepError, FloatingPointError)
 
 
 @dataclass
@@ -47,9 +48,8 @@ class Comparison:
         estimates: by method name. Path and stationary estimates answer different questions and are
             shown apart.
         failures: the reason for every method without a result, by method name.
-        reference: the method with which the gradients of the others are compared.
-            Estimates of another estimand are compared with the first estimate of that
-            estimand; so are all estimates if ``reference`` is None.
+        reference: the method with which the gradients of the others are compared. Estimates of
+            another estimand, or all if it is None, are compared with the first of their estimand.
     """
 
     estimates: dict[str, GradientEstimate]
@@ -59,8 +59,7 @@ class Comparison:
     def difference(self, name: str) -> float | None:
         """Compute the largest relative difference of a gradient from the reference's.
 
-        The largest is taken over parameters. The reference has the same estimand; for the reference
-        itself the result is None.
+        The result is None for the reference itself.
         """
         mine = self.estimates[name]
         peers = [key for key, e in self.estimates.items() if e.estimand == mine.estimand]
@@ -77,18 +76,17 @@ class Comparison:
             {
                 "method": name,
                 "estimand": estimate.estimand,
-                "value": _plain(estimate.value),
-                "value_stderr": _plain(estimate.value_stderr),
-                "grad": _plain(estimate.grad),
-                "grad_stderr": _plain(estimate.grad_stderr),
+                "value": estimate.value,
+                "value_stderr": estimate.value_stderr,
+                "grad": estimate.grad,
+                "grad_stderr": estimate.grad_stderr,
                 "relative_difference": self.difference(name),
-                **{key: _plain(value) for key, value in estimate.diagnostics.items()},
+                **estimate.diagnostics,
             }
             for name, estimate in self.estimates.items()
         ]
-        return records + [
-            {"method": name, "failure": reason} for name, reason in self.failures.items()
-        ]
+        records += [{"method": name, "failure": reason} for name, reason in self.failures.items()]
+        return _plain(records)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the records as JSON text, and write them to an optional file."""
@@ -157,11 +155,8 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """List, by method, reasons not to trust a result, and reasons for a missing one."""
-        warnings = [
-            f"{name}: not to be trusted, {why}."
-            for name, e in self.estimates.items()
-            for why in e.warnings
-        ]
+        found = [(name, why) for name, e in self.estimates.items() for why in e.warnings]
+        warnings = [f"{name}: not to be trusted, {why}." for name, why in found]
         return warnings + [f"{name}: {reason}" for name, reason in self.failures.items()]
 
     def plot(self) -> Figure:
@@ -210,14 +205,13 @@ def compare(
         simulation: the simulation to run.
         observable: the observable to average.
         estimators: by the names to show; the first is the reference.
-        replicas: number of independent runs of each estimator.
-        chunks: groups of replicas whose spread gives the standard errors.
+        replicas, chunks: numbers of independent runs of each estimator, and of groups of them whose
+            spread gives the standard errors.
         generator: seeds starts and noise, as a generator or an integer; None: torch's default
             generator.
         compile: compile the runs of the methods that support it, and run the others uncompiled;
             ``diagnostics["compiled"]`` shows which.
-        store: a folder that keeps finished chunks, with one subfolder a method (see
-            :class:`~adjsim.Estimator`).
+        store: a folder that keeps finished chunks, with one subfolder a method.
         group: the process group whose ranks share the chunks.
 
     Returns:
@@ -233,10 +227,8 @@ def compare(
     seed = seed_from(same_generator(ranks, as_generator(generator)))
     result = Comparison({}, reference=next(iter(estimators)))
     for name, estimator in estimators.items():
-        configured = replace(
-            simulation,
-            compile=simulation.compile or (compile and estimator.can_compile(simulation)),
-        )
+        compiled = simulation.compile or (compile and estimator.can_compile(simulation))
+        configured = replace(simulation, compile=compiled)
         try:
             estimator.check(configured, observable)
         except (TypeError, ValueError) as refusal:
@@ -255,10 +247,7 @@ def compare(
                 store=None if store is None else Path(store) / re.sub(r"[^\w.+-]", "_", name),
                 group=ranks,
             )
-        except (
-            ReconstructionError, InstabilityError, UnsolvedStepError, FloatingPointError,
-            OverflowError,
-        ) as error:  # fmt: skip
+        except (*FAILURES, OverflowError) as error:
             result.failures[name] = str(error)
     return result
 

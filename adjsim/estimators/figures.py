@@ -67,16 +67,13 @@ def plot_sweep(
 ) -> Figure:
     """Plot gradient (with two standard errors), error, time and memory of each method.
 
-    Several comparisons are drawn against the quantity in which they differ. One comparison is drawn
-    with a row for each method.
-
     Args:
         comparisons: by the quantity in which they differ, such as the horizon or the number of
-            replicas.
+            replicas. One comparison is drawn with a row for each method.
         axis: the name of this quantity, and its unit if it has one. "replicas" are drawn on a
             logarithmic axis.
         exact: known gradients, by estimand ("path" or "stationary"), by the same quantity and by
-            parameter, drawn as a line at the estimates of this estimand.
+            parameter.
         units: the units of the gradients, for their labels.
 
     Raises:
@@ -106,15 +103,9 @@ def plot_sweep(
 def plot_fit(found: Fit, r: Sequence[float], title: str = "") -> Figure:
     """Plot the measured and the simulated radial distribution function, and their difference.
 
-    The band is two standard errors of the simulation.
-
-    Args:
-        found: a fit.
-        r: the distances of its target, in angstrom.
-        title: the title, such as the fitted numbers.
+    The band is two standard errors of the simulation. ``r`` are the distances, in angstrom.
     """
-    layout = ConstrainedLayoutEngine(h_pad=0.06)
-    figure = Figure(figsize=(6.4, 5.2), layout=layout)
+    figure = Figure(figsize=(6.4, 5.2), layout=ConstrainedLayoutEngine(h_pad=0.06))
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     simulated, measured = found.simulated.numpy(), found.target.numpy()
     band = 2 * found.simulated_stderr.numpy()
@@ -155,16 +146,12 @@ def _assigned(
 
 def _curves(panels: list[Panel], axis: str, comparisons: Mapping[float, Comparison]) -> Figure:
     """Draw each panel against the quantity in which the comparisons differ."""
-    names = list(
-        dict.fromkeys(name for comparison in comparisons.values() for name in comparison.estimates)
-    )
     figure, assigned = _assigned(panels, (3.6, 3.4), w_pad=0.1)
     for axes, panel in assigned:
         if axis == "replicas":
             axes.set_xscale("log")
-        axes.set_xlabel(axis)
-        axes.set_ylabel(panel.label)
-        _draw(axes, panel, comparisons, names)
+        axes.set(xlabel=axis, ylabel=panel.label, title=panel.title)
+        _draw(axes, panel, comparisons)
         if axis == "replicas":
             axes.set_xticks(list(comparisons), [f"{x:g}" for x in comparisons])
             axes.xaxis.set_minor_locator(NullLocator())
@@ -191,8 +178,7 @@ def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> 
             if value is None:
                 continue
             bar = error if math.isfinite(error) else 0.0
-            style = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i}"}
-            axes.errorbar(value, i, xerr=bar or None, ms=6, mfc="none", capsize=3, **style)
+            axes.errorbar(value, i, xerr=bar or None, ms=6, mfc="none", capsize=3, **_style(i))
             ends += [value - bar, value + bar]
         for kind, style in EXACT_STYLES.items():
             if x in panel.exact.get(kind, {}) and kind in places:
@@ -234,6 +220,10 @@ def _readable(axes: Axes, ends: list[float], from_zero: bool) -> None:
         axes.ticklabel_format(axis="x", useOffset=False, style="plain")
 
 
+def _style(i: int, **more: Any) -> dict[str, Any]:
+    return {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i}", **more}
+
+
 def _with(text: str, units: str) -> str:
     return f"{text} ({units})" if units else text
 
@@ -262,24 +252,22 @@ def _gradient(
     return Panel(title, label, number, error, exact=known)
 
 
-def _draw(
-    axes: Axes, panel: Panel, comparisons: Mapping[float, Comparison], names: list[str]
-) -> None:
+def _draw(axes: Axes, panel: Panel, comparisons: Mapping[float, Comparison]) -> None:
+    names = list(dict.fromkeys(name for c in comparisons.values() for name in c.estimates))
     for i, name in enumerate(names):
         found = [(x, c.estimates[name]) for x, c in comparisons.items() if name in c.estimates]
         points = [(x, value, e) for x, e in found if (value := panel.number(e)) is not None]
         xs, values = [x for x, _, _ in points], [value for _, value, _ in points]
         bars = [panel.bar(e) for _, _, e in points]
-        style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i}"}
-        style["label"] = name
+        style = _style(i, label=name)
         if any(bar > 0 for bar in bars):
             # Shifted, since error bars at one place would hide each other.
             shift = 0.02 * (i - (len(names) - 1) / 2)
-            span = max(comparisons) - min(comparisons) or 1.0
-            xs = [
-                x * math.exp(3 * shift) if axes.get_xscale() == "log" else x + shift * span
-                for x in xs
-            ]
+            if axes.get_xscale() == "log":
+                xs = [x * math.exp(3 * shift) for x in xs]
+            else:
+                span = max(comparisons) - min(comparisons) or 1.0
+                xs = [x + shift * span for x in xs]
             axes.errorbar(xs, values, bars, capsize=2, ms=4, lw=1, **style)
         else:
             axes.plot(xs, values, ms=11 - 2.2 * (i % 4), mfc="none", mew=1.4, **style)
@@ -290,7 +278,6 @@ def _draw(
             axes.axhline(known[xs[0]], label=f"exact ({kind})", **style)
         elif xs:
             axes.plot(xs, [known[x] for x in xs], label=f"exact ({kind})", **style)
-    axes.set_title(panel.title)
     if panel.scale == "log":
         axes.set_yscale("log")
     elif panel.scale == "symlog":
@@ -301,8 +288,5 @@ def _draw(
 
 
 def _error_of(key: str) -> Callable[[GradientEstimate], float]:
-    """Return a function that computes the largest standard error over a parameter's entries.
-
-    It returns NaN where there is no standard error.
-    """
+    """Return a function that computes the largest standard error over a parameter's entries."""
     return lambda estimate: float(estimate.grad_stderr[key].abs().max())

@@ -59,6 +59,3 @@ class ForwardSensitivity(ChunkedEstimator):
         value = (mean({}) if value is None else value).detach()
         grads = {name: stacked(columns[name], value, p) for name, p in parameters.items()}
         return Chunk(value, grads, joined_stats(runs))
-
-    def __repr__(self) -> str:
-        return "ForwardSensitivity()"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -13,14 +13,13 @@ from adjsim.adjoints.sweep.recorder import Recorder, Recording
 from adjsim.adjoints.sweep.stepper import Stepper, prepare
 from adjsim.core.reading import Reading
 from adjsim.core.run_report import RunReport
-from adjsim.core.state import AnyState, State
-from adjsim.core.trajectory import Trajectory, check_times
+from adjsim.core.state import AnyState, State, momentum_of
+from adjsim.core.trajectory import Final, TimeAverage, Trajectory, check_times
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.fields.sde import SDE
 from adjsim.estimators.base import Chunk, ChunkedEstimator, jacobian, weighted_mean
-from adjsim.estimators.momentum_check import MomentumCheck
 from adjsim.estimators.path_score import PathScore, path_score_of
-from adjsim.estimators.probes import evenly_spaced
+from adjsim.estimators.probes import depends_on, evenly_spaced
 from adjsim.estimators.replicas import Observable, Replicas, Simulation
 from adjsim.estimators.score_function import outer, outer_mean
 from adjsim.potentials.pairs.base import pair_paths
@@ -40,9 +39,8 @@ class Girsanov(ChunkedEstimator):
 
     It answers the path question. The observable is only evaluated, so it may be discontinuous, and
     no tangents are propagated, so chaos does no harm. The variance of S grows in proportion to the
-    time. P is the density of the path of positions (and momenta) that the scheme samples. The path
-    is held fixed while theta changes. With F' = dF/dtheta at the visited positions and xi the
-    noise:
+    time. P is the density of the path that the scheme samples, held fixed while theta changes. With
+    F' = dF/dtheta at the visited positions and xi the noise:
 
     =============================== ================================================================
     EulerMaruyama                   ``S = sum_k (dt/friction)/s  xi_k . F'_k``,
@@ -53,12 +51,11 @@ class Girsanov(ChunkedEstimator):
                                     w_0 = 1/2, else 1
     =============================== ================================================================
 
-    with h = dt, and c and sigma of the Ornstein-Uhlenbeck flow (``p' = c p + sigma xi``).
-    Under OBABO, xi_k and xi'_k are the first and the second draw of a step. Under BAOAB, the
-    momenta follow from the positions, and ``a_k = xi_k - xi_{k+1} + xi_{k+2} - ...``. Only the
-    positions then have a path density, so the observable must not depend on momenta; under OBABO
-    both have one. The control variate b is the mean of the observable over the other chunks. It
-    reduces the variance and adds no bias.
+    with h = dt, and c and sigma of the Ornstein-Uhlenbeck flow (``p' = c p + sigma xi``). Under
+    OBABO, xi_k and xi'_k are the first and the second draw of a step. Under BAOAB, the momenta
+    follow from the positions, ``a_k = xi_k - xi_{k+1} + xi_{k+2} - ...``, and the observable must
+    not depend on momenta, which have no path density. The control variate b is the mean of the
+    observable over the other chunks. It reduces the variance and adds no bias.
 
     ``diagnostics["ess"]`` is the effective number of paths if a parameter changed by a tenth of
     itself and the paths were reweighted. It falls exponentially with the time.
@@ -98,7 +95,7 @@ class Girsanov(ChunkedEstimator):
                 f"Girsanov: {scaling[0]!r} scales the noise, so its path score diverges as dt "
                 "goes to zero. Give it as a number, and use Pathwise for its gradient."
             )
-        momentum_check = MomentumCheck.of(simulation, observable)
+        momentum_check = _MomentumCheck.of(simulation, observable)
         if momentum_check is not None:
             start = simulation.probes(PROBED)
             frames = type(start)._make(torch.stack([x] * len(simulation.ts)) for x in start)
@@ -123,7 +120,7 @@ class Girsanov(ChunkedEstimator):
         score = kind(dynamics, stepper, inputs)
         explicit = _ExplicitDerivative(replicas)
         # The observable may depend on momenta at the visited states only.
-        momentum_check = MomentumCheck.of(simulation, replicas.observable)
+        momentum_check = _MomentumCheck.of(simulation, replicas.observable)
         path = _PathObserver(stepper, recorder, score, explicit, momentum_check)
         driver = EagerDriver(stepper, inputs, stepper.plan.forces(copy.potential, report=report))
         last = stepper.run(
@@ -171,16 +168,9 @@ class Girsanov(ChunkedEstimator):
                 ess = min(ess, 1.0 / float((weight**2).sum()))
         return {"ess": ess, "contributing": _contributing(parts, scores)}
 
-    def __repr__(self) -> str:
-        return "Girsanov()"
-
 
 def _contributing(parts: list[Chunk], scores: dict[str, Tensor]) -> float:
-    """Compute the number of replicas that make up the variance.
-
-    This is ``(sum y^2)^2 / sum y^4`` of the contributions y = (O - b) S. The result is the
-    minimum over parameters and over entries of the observable.
-    """
+    """Compute the smallest number of replicas that make up the variance of an entry."""
     seen = torch.cat([part.extra["O"] for part in parts])
     seen = seen.reshape(len(seen), -1)
     squares, least = (seen - seen.mean(0)).square(), float(len(seen))
@@ -216,10 +206,7 @@ def _refuse_trained_diffusion(sde: SDE, simulation: Simulation[Any]) -> None:
 
 
 class _PathObserver:
-    """An observer that feeds the score, the explicit derivative and the momentum test.
-
-    The score takes steps, the others take states.
-    """
+    """An observer that feeds the score with steps, and two tests of the observable with states."""
 
     def __init__(
         self,
@@ -227,7 +214,7 @@ class _PathObserver:
         recorder: Recorder,
         score: PathScore,
         explicit: _ExplicitDerivative,
-        momentum_check: MomentumCheck | None,
+        momentum_check: _MomentumCheck | None,
     ) -> None:
         self.stepper, self.score, self.explicit = stepper, score, explicit
         self.average, self.first = recorder.average is not None, recorder.first
@@ -270,3 +257,63 @@ class _ExplicitDerivative:
 
     def mean(self) -> dict[str, Tensor]:
         return {name: grad / self.count for name, grad in self.total.items()}
+
+
+class _MomentumCheck:
+    """A test of whether an observable depends on momenta, which have no path density under BAOAB.
+
+    In the test, momenta are displaced and values are compared, since automatic differentiation does
+    not see a dependence behind ``detach()`` or through a comparison. In addition, differentiation
+    finds a dependence that does not change the value at the tested states.
+    """
+
+    def __init__(self, observable: Observable[Any], times: Tensor) -> None:
+        self.observable, self.times = observable, times
+
+    @classmethod
+    def of(cls, simulation: Simulation[Any], observable: Observable[Any]) -> _MomentumCheck | None:
+        """Return the test of an observable of this simulation, or None if it may read momenta."""
+        restricted = getattr(simulation.solver, "scheme", None) == "BAOAB"
+        return cls(observable, check_times(simulation.ts)) if restricted else None
+
+    def refuse_momenta(self, final: AnyState, frames: AnyState | None) -> None:
+        """Refuse an observable whose value changes with the momenta of these states."""
+        if depends_on(lambda state: self._seen(state, final, frames), final, "momentum"):
+            self._refuse()
+
+    def refuse_slopes(self, final: AnyState, frames: AnyState | None) -> None:
+        """Refuse an observable whose graph reaches the momenta."""
+        with torch.enable_grad():
+            moving = final._replace(momentum=momentum_of(final).detach().requires_grad_())
+            seen = self._seen(moving, final, frames)
+        if not seen.requires_grad:
+            return
+        (slope,) = torch.autograd.grad(seen.sum(), momentum_of(moving), allow_unused=True)
+        if slope is not None:
+            self._refuse()
+
+    def _seen(self, state: AnyState, final: AnyState, frames: AnyState | None) -> Tensor:
+        """Evaluate the observable with displaced momenta.
+
+        The displacements of the frames differ, so differences between frames change too.
+        """
+        if isinstance(self.observable, TimeAverage | Final):
+            return self.observable.function(state)
+        assert frames is not None
+        shares = (
+            torch.linspace(0.5, 1.0, len(momentum_of(frames)), dtype=torch.float64)
+            .to(momentum_of(state))
+            .square()
+        )
+        along = momentum_of(state) - momentum_of(final)
+        moved = momentum_of(frames) + shares.reshape(-1, 1, 1, 1) * along
+        return self.observable(
+            Trajectory(self.times, frames._replace(momentum=moved), None, state, {})
+        )
+
+    @staticmethod
+    def _refuse() -> NoReturn:
+        raise ValueError(
+            "Girsanov: under BAOAB only positions have a path density, and the observable depends "
+            "on momenta; use Splitting('OBABO', dt)."
+        )

@@ -14,13 +14,7 @@ from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.core.state import State, detached
 from adjsim.core.trajectory import TimeAverage, Trajectory, step_numbers
-from adjsim.estimators.base import (
-    Chunk,
-    ChunkedEstimator,
-    jacobian,
-    joined_stats,
-    mean_and_stderr,
-)
+from adjsim.estimators.base import Chunk, ChunkedEstimator, jacobian, joined_stats, mean_and_stderr
 from adjsim.estimators.replicas import Observable, Replicas, Simulation, checked, state_function
 
 
@@ -102,8 +96,8 @@ class Pathwise(ChunkedEstimator):
             "lost_at": None,
             "smooth": all(part.extra[1] for part in parts),
         }
-        known = [(part.extra[0], n) for part, n in zip(parts, sizes, strict=True)]
-        squares = [(square, n) for square, n in known if square is not None]
+        growths = zip([part.extra[0] for part in parts], sizes, strict=True)
+        squares = [(square, n) for square, n in growths if square is not None]
         if not squares or self.truncate is not None:
             return found
         square = sum(n * x for x, n in squares) / sum(n for _, n in squares)

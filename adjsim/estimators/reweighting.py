@@ -33,9 +33,8 @@ class Reweighting(Estimator):
     The method is known as DiffTRe (Thaler and Zavadlav, Nat. Commun. 12, 6884 (2021)) and
     thermodynamic perturbation. It answers the stationary question. The frames of a run at theta_0
     are stored and used again while their effective share at the current parameters theta,
-    ``(sum w)^2 / sum w^2 / n``, is at least ``threshold``, so a fit needs few simulations. One
-    object serves one simulation; with another simulation, number of replicas, number of chunks or
-    burn_in, it samples again.
+    ``(sum w)^2 / sum w^2 / n``, is at least ``threshold``, so a fit needs few simulations. With
+    another simulation, number of replicas, number of chunks or burn_in, it samples again.
 
     ``diagnostics["weights_ess"]`` is the effective share, ``["sampled"]`` whether this call
     sampled, and ``["ess"]`` the number of independent samples that are left. ``["drift"]`` is the
@@ -109,13 +108,13 @@ class Reweighting(Estimator):
 
         The observable may depend on the parameters too.
         """
-        if self._samples is None:
+        samples = self._samples
+        if samples is None:
             raise RuntimeError("Reweighting has no samples yet; call it first.")
-        if len(self._samples.states) < len(self._samples.sizes):
+        if len(samples.states) < len(samples.sizes):
             raise RuntimeError(
                 "surrogate needs the samples of all chunks, and other ranks have some of them."
             )
-        samples = self._samples
         with torch.enable_grad():
             bath = samples.depends_on_bath(observable, Ranks(None))
             reading = Reading(samples.simulation.dynamics)
@@ -138,10 +137,8 @@ class Reweighting(Estimator):
         for part in parts:
             part.value = R + (part.extra["A"] - R * part.extra["B"]) / B
         for name in parts[0].grad:
-            dA, dB = (
-                weighted_mean([part.extra[key][name] for part in parts], sizes)
-                for key in ("dA", "dB")
-            )
+            slopes = [[part.extra[key][name] for part in parts] for key in ("dA", "dB")]
+            dA, dB = (weighted_mean(column, sizes) for column in slopes)
             dR = (dA - outer(R, dB)) / B
             for part in parts:
                 e = part.extra
@@ -219,9 +216,8 @@ class Reweighting(Estimator):
 
 @dataclass
 class _Samples(Generic[State]):
-    """Frames of each chunk, flattened over time and replicas, and their reduced energies.
+    """Frames of a rank's chunks, flattened over time and replicas, and their reduced energies.
 
-    A rank has those of its own chunks, by number.
     The energies are those at sampling, without the terms of the bath and with them.
     """
 

@@ -33,11 +33,11 @@ class ScoreFunction(Estimator):
     var(du/dtheta)`` over the number of independent samples. For large systems, where du/dtheta
     is large, pathwise or reweighted gradients are better.
 
-    Variables of a bath (the memory of :class:`~adjsim.GeneralizedLangevin`, the momenta of a
-    Nose-Hoover chain) have a density too. The terms of this density enter u if the observable
-    depends on these variables. This is tested by displacing the variables at the starts and at
-    the ends of the run. Parameters that are not in the density have a gradient of exactly
-    zero: friction, rates, strengths, and tau unless the observable depends on chain momenta.
+    The density of variables of a bath (the memory of :class:`~adjsim.GeneralizedLangevin`, the
+    momenta of a Nose-Hoover chain) enters u if the observable depends on them, which is tested by
+    displacing them at the starts and at the ends of the run. Parameters that are not in the density
+    have a gradient of exactly zero: friction, rates, strengths, and tau unless the observable
+    depends on chain momenta.
 
     Raises:
         TypeError: dynamics without a known density, or an observable that is not a ``TimeAverage``.

@@ -116,8 +116,7 @@ def length(d: Tensor) -> Tensor:
 def root(squares: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     """Compute the root of a sum of squares, zero without a gradient where it is ``noise`` at most.
 
-    The root of zero has no derivative. The derivative of the root of rounding errors is a vector of
-    length one in a random direction.
+    The derivative of the root of rounding errors is a vector of length one in a random direction.
     """
     zero = squares <= noise
     return torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())

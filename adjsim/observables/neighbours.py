@@ -1,9 +1,8 @@
 """Pairs of atoms within a distance, and their vectors.
 
 Small systems take all pairs, in operations that torch can record and transform. Large systems take
-the pairs that a tree finds within the range of the observable. The tree sees positions without a
-graph. The vectors of its pairs are computed from the positions again, so that gradients pass
-through them.
+the pairs that a tree finds within the range of the observable. Gradients pass through the vectors
+of its pairs, which are computed from the positions again.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from adjsim.core.neighbour_search import pairs_within
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Array, PositionsLike
 
-# Atoms from which the tree is used. In a liquid, value and gradient by the tree are faster than by
-# all pairs from 110 atoms (smooth radial distribution), 250 (bond order) and 500 (coordination
-# number, histogram).
+# Atoms from which the tree is used. In a liquid it is faster from 110 atoms (smooth radial
+# distribution), 250 (bond order) and 500 (coordination number, histogram).
 LARGE = 300
 
 

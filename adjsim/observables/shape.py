@@ -11,7 +11,6 @@ from torch.autograd import forward_ad
 
 from adjsim.core.arguments import as_flag
 from adjsim.core.typing import Array, Energies, Number, PositionsLike
-from adjsim.observables.kinetics import as_frames
 from adjsim.observables.members import (
     atom_weights,
     length,
@@ -21,12 +20,8 @@ from adjsim.observables.members import (
     root,
     vectors,
 )
-from adjsim.observables.neighbours import (
-    all_pairs,
-    optional_box,
-    refuse_not_finite,
-    values_unknown,
-)
+from adjsim.observables.neighbours import all_pairs, optional_box, refuse_not_finite, values_unknown
+from adjsim.observables.transport import as_frames
 
 # Rounding errors of the positions below which a difference of shapes is zero.
 ROUNDING = 16.0
@@ -35,11 +30,7 @@ ALIGNMENTS = 200
 
 
 def rmsd(
-    position: PositionsLike,
-    reference: Array,
-    *,
-    weights: Number | None = None,
-    align: bool = True,
+    position: PositionsLike, reference: Array, *, weights: Number | None = None, align: bool = True
 ) -> Energies:
     """Compute the root mean squared deviation from a reference structure, ``(*batch,)``::
 
@@ -52,10 +43,10 @@ def rmsd(
 
     - At zero the rmsd has a kink like that of ``|x|``. Value and gradient are taken as zero there,
       and with alignment up to 16 rounding errors of the positions. A restraint or a minimiser needs
-      :func:`mean_squared_deviation`, the square, which has no kink there.
+      :func:`mean_squared_deviation`, which has no kink there.
     - Where several rotations are equally good, as for a straight chain and a bent reference, the
-      rmsd has a kink too. The gradient is that of a mean of these rotations, so it has no
-      preferred direction around the chain. Second derivatives leave these rotations out.
+      rmsd has a kink too. The gradient is that of a mean of these rotations. Second derivatives
+      leave them out.
 
     Args:
         position: ``(*batch, atoms, dim)``, not wrapped into a box.
@@ -72,11 +63,7 @@ def rmsd(
 
 
 def mean_squared_deviation(
-    position: PositionsLike,
-    reference: Array,
-    *,
-    weights: Number | None = None,
-    align: bool = True,
+    position: PositionsLike, reference: Array, *, weights: Number | None = None, align: bool = True
 ) -> Energies:
     """Compute the square of :func:`rmsd`, length^2, ``(*batch,)``.
 
@@ -130,13 +117,9 @@ def flexibility(
     a folded molecule. Atoms that move much less than the others, given by the weights, make a
     better frame.
 
-    The gradient is that of all repetitions. It is taken as zero for an atom that does not move.
-    Memory of a gradient is that of some ten trajectories for each repetition. Transforms of
-    torch.func cannot see whether the mean is constant, so there all 200 repetitions are made.
-
-    Args:
-        position: ``(time, *batch, atoms, dim)``, not wrapped into a box.
-        weights: ``(atoms,)`` of the alignment, such as the masses; None: equal.
+    The gradient is that of all repetitions, and zero for an atom that does not move. Its memory is
+    that of some ten trajectories for each repetition. Transforms of torch.func cannot see whether
+    the mean is constant, so there all 200 repetitions are made.
 
     Raises:
         ValueError: NaN, fewer than two frames, weights as in :func:`aligned`, or frames that have
@@ -151,7 +134,7 @@ def flexibility(
     for _ in range(ALIGNMENTS):
         turned, before = _superposed(x, mean, w), mean
         mean = turned.mean(0)
-        if _converged(mean, before):
+        if not values_unknown() and _converged(mean, before):
             break
     else:
         if not values_unknown():
@@ -176,11 +159,8 @@ def distance_rmsd(
     It needs no alignment, and does not tell a molecule from its mirror image. Its gradient is taken
     as zero where it is zero, and that of a distance of zero likewise.
 
-    Args:
-        position: ``(*batch, atoms, dim)``.
-        reference: ``(atoms, dim)``, or one for each system.
-        pairs: ``(n, 2)`` indices of atoms; None: all pairs.
-        box: the periodic box of both structures, or None.
+    The pairs are ``(n, 2)`` indices of atoms, by default all, and the box is that of both
+    structures.
 
     Raises:
         ValueError: a reference of another size, an index out of range, a single atom.
@@ -285,7 +265,5 @@ def _noise(w: Tensor, *structures: Tensor) -> Tensor:
 
 
 def _converged(mean: Tensor, before: Tensor) -> bool:
-    if values_unknown():
-        return False
     size, moved = mean.detach().abs().max(), (mean - before).detach().abs().max()
     return bool(moved <= 10 * ROUNDING * torch.finfo(mean.dtype).eps * size)

@@ -113,11 +113,7 @@ def bond_order(
     crystal, 0.511 in bcc (14 neighbours), 0.485 in hcp, and near zero in a liquid, where it falls
     with the number of bonds. Where it is zero it has a kink, and its gradient is given as zero.
 
-    Args:
-        position: ``(*batch, atoms, 3)``.
-        distance, width: as in :func:`coordination_number`.
-        degree: l, even.
-        box: the periodic box, or None.
+    The degree is l, even. Distance and width are those of :func:`coordination_number`.
 
     Raises:
         ValueError: an odd degree, a distance or width out of range, or a system without bonds.

@@ -49,8 +49,8 @@ class LyapunovSpectrum:
         times: the save times from the burn-in on, ``(intervals + 1,)``.
         size: N, the number of numbers in the state of one system.
         vectors: covariant vectors at ``vector_times``, columns of unit length,
-            ``(times, *batch, N, count)``; None if not asked for. The N entries are the fields in
-            the order of ``state._fields``, each flattened.
+            ``(times, *batch, N, count)``, or None. The N entries are the fields in the order of
+            ``state._fields``, each flattened.
         vector_times: the save times at least a burn-in away from both ends; None without vectors.
         states: the states at ``vector_times``, time leading; None without vectors.
     """
@@ -67,9 +67,9 @@ class LyapunovSpectrum:
     def stderr(self) -> Tensor:
         """The standard error of every exponent, ``(*batch, count)``.
 
-        It comes from the intervals, corrected for autocorrelation. It is NaN with fewer than two
-        intervals, and means little below some ten autocorrelation times. The exponent of a
-        direction that neither grows nor shrinks is better than it says.
+        It comes from the intervals, corrected for autocorrelation. It is NaN with fewer than two,
+        and means little below some ten autocorrelation times. The exponent of a direction that
+        neither grows nor shrinks is better than it says.
         """
         lengths = self.times.diff().to(self.rates)
         if len(lengths) < 2:
@@ -85,10 +85,9 @@ class LyapunovSpectrum:
 
         The errors come from the spread of the systems; with one system they are :attr:`stderr`.
         """
-        count = self.exponents.shape[-1]
-        every = self.exponents.reshape(-1, count)
+        every = self.exponents.flatten(0, -2) if self.exponents.ndim > 1 else self.exponents[None]
         if len(every) == 1:
-            return every[0], self.stderr.reshape(count)
+            return every[0], self.stderr.flatten()
         return every.mean(0), every.std(0, correction=1) / len(every) ** 0.5
 
     @property
@@ -158,12 +157,11 @@ def lyapunov_spectrum(
     (Benettin et al. 1980). Gradients of a path grow as exp(lambda_1 t). Exponents do not depend on
     the units of the fields; a rate in a finite time does.
 
-    Any dynamics and any solver of explicit steps are taken, among them every splitting with its
-    thermostat. Langevin dynamics has the exponents of its random map. Variables that act on no
-    others, such as the positions of a Nose-Hoover chain, add exponents of zero. Every conserved
-    quantity of a Hamiltonian adds two, which fall as log(T)/T. A step that destroys a direction has
-    an exponent of about log(rounding)/dt, or -inf: :class:`~adjsim.VelocityRescale` destroys that
-    of the kinetic energy, and :class:`~adjsim.ESH` the length of its direction.
+    Langevin dynamics has the exponents of its random map. Variables that act on no others, such as
+    the positions of a Nose-Hoover chain, add exponents of zero. Every conserved quantity of a
+    Hamiltonian adds two, which fall as log(T)/T. A step that destroys a direction has an exponent
+    of about log(rounding)/dt, or -inf: :class:`~adjsim.VelocityRescale` destroys that of the
+    kinetic energy, and :class:`~adjsim.ESH` the length of its direction.
 
     A step costs two to three gradients of a step of ``count`` replicas, and more than ten for pair
     potentials, whose operator in C++ has no second derivative. Vectors take the memory of ``count``
@@ -175,7 +173,7 @@ def lyapunov_spectrum(
         state: the start, from ``dynamics.init``; a batch is as many independent runs.
         ts: save times, as for :func:`adjsim.simulate`. Growth between them is averaged, and their
             spread gives standard errors, so give many, such as ``linspace(0, 200, 401)``.
-        solver: a solver of steps, such as ``RungeKutta("rk4", dt)`` or ``BAOAB(dt)``.
+        solver: a solver of explicit steps, such as ``RungeKutta("rk4", dt)`` or ``BAOAB(dt)``.
         count: number of exponents, from the largest on. None: all.
         burn_in: time at the start that is left out; vectors leave out as much at the end, in which
             the backward recursion forgets its start.
@@ -185,12 +183,10 @@ def lyapunov_spectrum(
         progress: show a progress bar, on a terminal.
 
     Raises:
-        ValueError: a count below 1 or above the numbers in a state, a burn-in that leaves no
-            interval, times off the grid; dynamics that are not for a further batch axis; with
-            vectors, save times so far apart that a vector overflows.
-        TypeError: a solver without fixed steps; exact steps, which have no derivative; implicit
-            steps, which have no second one; steps with a second copy of the state, which have
-            further exponents.
+        ValueError: a count out of range, a burn-in that leaves no interval, times off the grid;
+            dynamics that are not for a further batch axis; with vectors, save times so far apart
+            that a vector overflows.
+        TypeError: a solver without fixed steps, or of exact, implicit or coupled steps.
         FloatingPointError: the run reached NaN or infinity; the message names the step.
 
     Sources: G. Benettin et al., Meccanica 15 (1980) 9; F. Ginelli et al., Phys. Rev. Lett. 99
@@ -219,9 +215,8 @@ def lyapunov_spectrum(
             f"{solver!r} steps a second copy of the state, whose exponents are those of the "
             "method; use RungeKutta(method, dt)."
         )
-    driver = TangentDriver(
-        stepper, inputs, run.dynamics.potential, start_basis(start, axes, number)
-    )
+    basis = start_basis(start, axes, number)
+    driver = TangentDriver(stepper, inputs, run.dynamics.potential, basis)
     driver.check_copies(start, number)
     recorder = TangentRecorder(driver, step_numbers(times, run.solver.dt)[first:], vectors)
     stepper.run(start, inputs, driver, [recorder], run, report)
@@ -232,11 +227,9 @@ def lyapunov_spectrum(
     if not vectors:
         return spectrum
     part = slice(0, last - first + 1)
-    found = covariant_vectors(recorder.bases, recorder.triangles)
+    found = covariant_vectors(recorder.bases, recorder.triangles)[part]
     states = stack(recorder.states[part])
-    return replace(
-        spectrum, vectors=torch.stack(found[part]), vector_times=kept[part], states=states
-    )
+    return replace(spectrum, vectors=torch.stack(found), vector_times=kept[part], states=states)
 
 
 def _check_solver(solver: Any) -> None:

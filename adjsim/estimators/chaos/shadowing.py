@@ -16,9 +16,9 @@ from adjsim.estimators.base import Chunk, ChunkedEstimator, Request
 from adjsim.estimators.chaos.shadowing_steps import last_finite, refuse_rest, refuse_time, step_map
 from adjsim.estimators.chaos.shadowing_sweep import (
     Cotangents,
-    DivergenceError,
     averages,
     derivative,
+    divergence,
     sweep,
     trajectory,
 )
@@ -43,19 +43,17 @@ class Shadowing(ChunkedEstimator):
 
     The derivative of one chaotic path grows without bound. A shadowing path of the changed equation
     stays near instead, from another start. The method is adjoint non-intrusive least squares
-    (Ni and Talnikar, J. Comput. Phys. 395, 690 (2019)) on the discrete adjoint of the steps: along
-    one trajectory, M = ``unstable`` basis cotangents W and one particular cotangent v are taken
-    backward together, orthonormalised where a segment ends, and kept orthogonal to the flow's own
-    direction. The combination v + W a that is smallest along the whole trajectory gives the
-    derivatives by all parameters at once::
+    (Ni and Talnikar, J. Comput. Phys. 395, 690 (2019)) on the discrete adjoint of the steps: M =
+    ``unstable`` basis cotangents W and one particular cotangent v are taken backward together,
+    orthonormalised where a segment ends, and kept orthogonal to the flow's own direction. The
+    combination v + W a that is smallest along the whole trajectory gives all derivatives at once::
 
         d<J>/ds = <(v + W a) . d(step)/ds> / dt + <dJ/ds>
 
     **The estimate is not the derivative of the average unless the shadowing path is typical of the
     changed equation.** The error does not fall with the length of the run and is not in the
     standard error. It is 1.4 % for d<z>/drho of Lorenz' equations, -8 % for d<z>/dsigma, and -20 %
-    for d<x>/dF of Lorenz 96. So its label is "shadowing". Compare it with differences of averages
-    at one point before relying on it.
+    for d<x>/dF of Lorenz 96. Compare it with differences of averages before relying on it.
 
     Standard errors come from independent replicas; their starts should be drawn from the attractor,
     or ``burn_in`` should bring them there. A replica stores all of its states, and M + 1 cotangents
@@ -64,9 +62,9 @@ class Shadowing(ChunkedEstimator):
     The diagnostics have the ``exponents`` of Lyapunov of the M directions and their standard
     errors, and the ``tail_index`` 2 lambda/D of the exponents next to zero, with D the variance of
     the exponent times the length of the run. Below 2 the size of the cotangents has no finite
-    variance, and longer runs are worse without a ``penalty``. The estimate says so, and also where
+    variance, and longer runs are worse without a ``penalty``. Shadowing does not hold either where
     an exponent is zero within its error: a second neutral direction, such as that of a conserved
-    quantity, for which shadowing does not hold (it shows with a spare cotangent only).
+    quantity, which shows with a spare cotangent only. The estimate says so in both cases.
 
     Args:
         unstable: M, the number of unstable directions and one more, which shows that there are no
@@ -75,8 +73,7 @@ class Shadowing(ChunkedEstimator):
         burn_in: time at the start of a run that is left out. If the ``TimeAverage`` has a burn_in
             too, the two must agree.
         penalty: added to the diagonal of the least-squares system. Where many exponents are near
-            zero, 1e-3 bounds the size of the combination at the price of a bias, and a small tail
-            index is no longer a reason to distrust the estimate.
+            zero, 1e-3 bounds the size of the combination at the price of a bias.
 
     Raises:
         TypeError: dynamics that are not an :class:`~adjsim.ODE`, another solver than
@@ -187,12 +184,10 @@ class Shadowing(ChunkedEstimator):
         for i in torch.linspace(0, counts.steps, 4, dtype=torch.float64).long().tolist():
             refuse_time(dynamics, simulation.ts, type(starts)._make(states[i].split(widths, -1)))
         mean = averages(steps, states)
-        try:
-            found = sweep(steps, states, mean, counts.length, self.unstable)
-        except DivergenceError:
-            self._refuse_growth(math.inf)
-            raise
-        self._refuse_growth(_growth(found))
+        found = sweep(steps, states, mean, counts.length, self.unstable)
+        growth = _growth(found)
+        if growth > LARGEST_GROWTH:
+            raise divergence(f"by a factor of {growth:.1g}", self.unstable)
         parameters = reading.trainable(leaves)
         passes = counts.skip + 3 * counts.steps + 2 * counts.length * len(slices)
         evaluations = passes * len(solver.tableau.b)
@@ -213,26 +208,17 @@ class Shadowing(ChunkedEstimator):
         reading.refuse_written(dynamics, leaves)
         return parts
 
-    def _refuse_growth(self, growth: float) -> None:
-        if growth > LARGEST_GROWTH:
-            size = "without bound" if growth == math.inf else f"by a factor of {growth:.1g}"
-            raise RuntimeError(
-                f"the particular cotangent grew {size} along the run: there are more unstable "
-                f"directions than unstable = {self.unstable}. Use more."
-            )
-
     def combine(
         self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
     ) -> dict[str, Any]:
         # (segments, replicas, M)
         rates = torch.cat([part.extra for part in parts], 1)
         exponents, errors, spread = _exponents(rates, self.segment)
-        values = exponents.tolist()
-        tails = {
-            values[i]: 2 * abs(values[i]) / float(spread[i])
-            for i in _next_to_zero(exponents)
-            if float(spread[i]) > 0
-        }
+        values, size = exponents.tolist(), exponents.abs()
+        # The smallest positive and the largest negative exponent.
+        sides = [side for side in (exponents > 0, exponents < 0) if (side & size.isfinite()).any()]
+        nearest = [int(torch.where(side, size, math.inf).argmin()) for side in sides]
+        tails = {values[i]: 2 * abs(values[i]) / float(spread[i]) for i in nearest if spread[i] > 0}
         reasons: list[str] = []
         if values and float(exponents.min()) > 0:
             reasons.append(
@@ -285,8 +271,7 @@ def _growth(found: Cotangents) -> float:
 def _exponents(rates: Tensor, segment: float) -> tuple[Tensor, Tensor, Tensor]:
     """Average rates ``(segments, replicas, M)``: exponents, standard errors, and D.
 
-    D is the variance of an exponent times the time it is averaged over, from blocks of about
-    sqrt(segments) segments, which are long enough to be independent.
+    D comes from blocks of about sqrt(segments) segments, which are long enough to be independent.
     """
     if not rates.shape[-1]:
         empty = rates.new_zeros(0)
@@ -297,12 +282,3 @@ def _exponents(rates: Tensor, segment: float) -> tuple[Tensor, Tensor, Tensor]:
     spread = width * segment * blocks.var(0)
     time = len(rates) * rates.shape[1] * segment
     return rates.mean((0, 1)), (spread / time).sqrt(), spread
-
-
-def _next_to_zero(exponents: Tensor) -> list[int]:
-    """Find the smallest positive and the largest negative exponent."""
-    return [
-        int(torch.where(side, exponents.abs(), math.inf).argmin())
-        for side in (exponents > 0, exponents < 0)
-        if bool((side & exponents.isfinite()).any())
-    ]

@@ -24,10 +24,7 @@ def flatten(fields: Iterable[Tensor], axes: int) -> Tensor:
 
 
 def like_fields(flat: Tensor, state: AnyState, axes: int) -> list[Tensor]:
-    """Split the last axis of N numbers into fields shaped as those of a state.
-
-    ``axes`` is the number of leading axes of the state that belong to its batch.
-    """
+    """Split the last axis of N numbers into fields of a state with so many axes of its batch."""
     parts = flat.split([x.shape[axes:].numel() for x in state], -1)
     return [
         part.reshape(*flat.shape[:-1], *x.shape[axes:])
@@ -133,19 +130,14 @@ class TangentDriver:
 class TangentRecorder:
     """An observer that reads a driver at given steps.
 
-    Attributes:
-        growth: the growth in each interval, ``(*batch, count)``.
-        triangles: the product of the R of each interval, ``(*batch, count, count)``.
-        bases: the columns at each step, ``(*batch, N, count)``.
-        states: the state at each step.
+    ``growth`` and ``triangles`` are those of the driver for each interval. ``bases`` are the
+    columns at each step.
     """
 
     def __init__(self, driver: TangentDriver, steps: Sequence[int], vectors: bool) -> None:
         self.driver, self.vectors = driver, vectors
         self.first, self.steps = steps[0], frozenset(steps)
-        self.growth: list[Tensor] = []
-        self.triangles: list[Tensor] = []
-        self.bases: list[Tensor] = []
+        self.growth, self.triangles, self.bases = list[Tensor](), list[Tensor](), list[Tensor]()
         self.states: list[Any] = []
 
     def stops(self, stepper: Stepper) -> Iterable[int]:

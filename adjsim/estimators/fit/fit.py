@@ -24,7 +24,7 @@ from adjsim.core.typing import Array, Seed
 from adjsim.estimators.base import Estimator, chunk_slices, mean_and_stderr
 from adjsim.estimators.compare import short_name
 from adjsim.estimators.estimate import GradientEstimate
-from adjsim.estimators.fit.gauss_newton import Target, chance_of_drift, gauss_newton
+from adjsim.estimators.fit.gauss_newton import Step, Target, chance_of_drift, gauss_newton
 from adjsim.estimators.replicas import Observable, Simulation
 from adjsim.estimators.sharing import describe_computation, same_generator
 
@@ -124,26 +124,22 @@ def fit(
         simulation: the simulation; every parameter of its dynamics that requires grad is fitted.
         observable: its mean is ``(n,)``, for example a ``TimeAverage`` of
             :func:`adjsim.smooth_radial_distribution`.
-        target: ``(n,)``, the measured curve.
+        target, stderr: ``(n,)``, the measured curve and its standard errors.
         make: makes an estimator, one for each chunk. Reweighting keeps samples between iterations.
-        replicas: number of independent runs, at least two.
-        chunks: number of groups of replicas.
+        replicas, chunks: numbers of independent runs and of groups of them, at least two.
         iterations: the largest number of evaluations.
         largest_change: the largest relative change of a parameter in one step; longer steps are
             shortened. Far from the data the linear model is wrong, and a run may not survive the
             parameters that it proposes. Infinity: no limit, for parameters that may be zero.
-        stderr: ``(n,)``, standard errors of the target.
         generator: seeds starts and noise. All iterations have the same.
         progress: show a progress bar, on a terminal.
         store: a folder that keeps the chunks of each iteration. Called again with the same
             arguments, the fit reads these, and goes on with the same bits.
-        group: the process group whose ranks share the chunks, of which each has an estimator of its
-            own. Every rank fits the same parameters.
+        group: the process group whose ranks share the chunks. Every rank fits the same parameters.
 
     Raises:
-        ValueError: shapes that do not agree, numbers that are not finite, fewer than two replicas,
-            more parameters than numbers in the target, a target that does not determine the
-            parameters.
+        ValueError: shapes that do not agree, numbers that are not finite or out of range, a target
+            that does not determine the parameters.
     """
     data = Target.of(target, stderr)
     refuse_untrainable(simulation.dynamics)
@@ -178,9 +174,10 @@ def fit(
             bar.update(task, doing=_described(now))
             folder = None if store is None else Path(store) / f"{len(history):03}"
             found = _evaluate(runs, data, ranks, folder, lambda: bar.advance(task))
-            step = _unpack(found.step, now)
+            step = _unpack(found.step.change, now)
             history.append(Iteration(now, found.value, found.loss, step))
-            small = bool((found.step.abs() <= SMALL_STEP * found.errors).all())
+            change, errors = found.step.change.abs(), found.step.errors
+            small = bool((change <= SMALL_STEP * errors).all())
             converged = small and not found.doubts
             if converged or len(history) == iterations:
                 break
@@ -190,15 +187,14 @@ def fit(
                     p += scale * step[name].to(p)
     warnings = found.warnings + found.doubts
     if not small:
-        worst = float((found.step.abs() / found.errors).max())
         warnings.append(
-            f"the last step is {worst:.2g} standard errors, so the fit has not converged; give "
-            "more iterations"
+            f"the last step is {float((change / errors).max()):.2g} standard errors, so the fit "
+            "has not converged; give more iterations"
         )
     return Fit(
         now,
-        _unpack(found.errors, now),
-        found.covariance,
+        _unpack(errors, now),
+        found.step.covariance,
         found.value,
         found.stderr,
         data.values,
@@ -230,22 +226,17 @@ class _Runs(NamedTuple):
 
 
 class _Evaluation(NamedTuple):
-    """The curve at the present parameters, and the step that it proposes.
+    """The curve at the present parameters, the step that it proposes, and the estimator's warnings.
 
-    ``warnings`` are those of the estimator, and ``doubts`` are reasons why the step may be wrong.
+    ``doubts`` are reasons why the step may be wrong.
     """
 
     value: Tensor
     stderr: Tensor
     loss: float
-    step: Tensor
-    covariance: Tensor
+    step: Step
     warnings: list[str]
     doubts: list[str]
-
-    @property
-    def errors(self) -> Tensor:
-        return self.covariance.diagonal().sqrt()
 
 
 def _evaluate(
@@ -282,7 +273,6 @@ def _evaluate(
     J = torch.stack([torch.cat(columns, 1) for columns in slopes])
     value, stderr = mean_and_stderr(list(g), sizes)
     step = gauss_newton(g, J, share, data)
-    doubts = list(step.doubts)
     # One warning for all chunks: those of a single chunk are about its few samples.
     info = found[0].diagnostics | {
         "ess": sum(made.diagnostics["ess"] for made in found),
@@ -290,11 +280,12 @@ def _evaluate(
         "equilibration": None,
     }
     warnings = replace(found[0], diagnostics=info).warnings
-    drifts = [x for made in found if (x := made.diagnostics.get("drift")) is not None]
-    if len(drifts) == len(found):
+    doubts: list[str] = list(step.doubts)
+    drifts: list[Any] = [made.diagnostics.get("drift") for made in found]
+    if all(x is not None for x in drifts):
         doubts += _drifting(torch.stack(drifts).double().cpu(), data.weight, step.response)
     loss = float((data.weight * (data.values - value) ** 2).sum())
-    return _Evaluation(value, stderr, loss, step.change, step.covariance, warnings, doubts)
+    return _Evaluation(value, stderr, loss, step, warnings, doubts)
 
 
 def _drifting(drift: Tensor, weight: Tensor, response: Tensor) -> list[str]:

@@ -58,16 +58,21 @@ class Step(NamedTuple):
     response: Tensor
     doubts: list[str]
 
+    @property
+    def errors(self) -> Tensor:
+        return self.covariance.diagonal().sqrt()
+
 
 def gauss_newton(g: Tensor, J: Tensor, share: Tensor, target: Target) -> Step:
     """Compute the step and the covariance of the parameters from the chunks."""
     mean, slope = torch.einsum("k,kn->n", share, g), torch.einsum("k,knp->np", share, J)
-    residual, count = target.values - mean, len(share)
+    residual, count, weight = target.values - mean, len(share), target.weight
     # Deviations of the chunks, scaled so that sums of their products are covariances of the means.
     scale = (count / (count - 1)) ** 0.5 * share
     dg, dJ = scale[:, None] * (g - mean), scale[:, None, None] * (J - slope)
-    biased = slope.T @ (target.weight[:, None] * slope)
-    M = biased - torch.einsum("knp,n,knq->pq", dJ, target.weight, dJ)
+    weighted = weight[:, None] * slope
+    biased = slope.T @ weighted
+    M = biased - torch.einsum("knp,n,knq->pq", dJ, weight, dJ)
     inverse, warnings = _inverse(M), list[str]()
     if inverse is None:
         inverse = _inverse(biased)
@@ -79,18 +84,14 @@ def gauss_newton(g: Tensor, J: Tensor, share: Tensor, target: Target) -> Step:
             "the target does not determine the parameters: some change of them leaves the curve "
             "as it is. Fit fewer parameters, or give more target."
         )
-    gradient = slope.T @ (target.weight * residual)
-    step = inverse @ (gradient + torch.einsum("knp,n,kn->p", dJ, target.weight, dg))
-    noise = torch.einsum("knp,n->kp", dJ, target.weight * residual) - dg @ (
-        target.weight[:, None] * slope
-    )
-    z = noise @ inverse
+    gradient = slope.T @ (weight * residual)
+    step = inverse @ (gradient + torch.einsum("knp,n,kn->p", dJ, weight, dg))
+    z = (torch.einsum("knp,n->kp", dJ, weight * residual) - dg @ weighted) @ inverse
     scatter = 1.0
     if not target.known:
         excess = float((residual**2).sum() - (dg**2).sum())
         scatter = max(0.0, excess) / max(1, len(residual) - len(step))
-    response = inverse @ (slope.T * target.weight)
-    return Step(step, z.T @ z + scatter * inverse, response, warnings)
+    return Step(step, z.T @ z + scatter * inverse, inverse @ (slope.T * weight), warnings)
 
 
 def chance_of_drift(drift: Tensor, response: Tensor) -> float:
