@@ -110,7 +110,7 @@ class Estimator(ABC):
         drawn = self.drawn(request)
         with (
             shared(ranks, store, lambda: self.described(request, drawn), drawn) as work,
-            PeakMemory(drawn.start[0].device) as memory,
+            PeakMemory(drawn.device) as memory,
         ):
             begun = time.perf_counter()
             parts = self.chunks(request, drawn, work)
@@ -183,11 +183,7 @@ class ChunkedEstimator(Estimator):
     """An estimator of which a chunk needs no other. Subclasses implement ``chunk``."""
 
     def chunks(self, request: Request[State], drawn: Replicas[State], work: Work) -> list[Chunk]:
-        return work.chunks(
-            len(request.slices),
-            lambda i: self.chunk(drawn.part(request.slices[i])),
-            drawn.start[0].device,
-        )
+        return work.chunks(request.slices, lambda part: self.chunk(drawn.part(part)), drawn.device)
 
     @abstractmethod
     def chunk(self, replicas: Replicas[State]) -> Chunk:

@@ -35,8 +35,7 @@ class GradientEstimate:
     Attributes:
         value, value_stderr: the mean of the observable, ``(...)``, and its standard error (NaN with
             one chunk).
-        grad, grad_stderr: the gradient of the mean and its standard error, by parameter name,
-            ``(..., *parameter)``.
+        grad, grad_stderr: likewise the gradient, ``(..., *parameter)`` by parameter name.
         estimand: "path", "stationary" or "shadowing".
         diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes),
             ``reconstruction_error`` (None where nothing is reconstructed), ``compiled`` (whether
@@ -54,10 +53,7 @@ class GradientEstimate:
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
     def interval(self, name: str | None = None, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Compute a confidence interval of the value, or of the gradient of a named parameter.
-
-        It is the interval of Student's t over the chunks.
-        """
+        """Compute an interval of Student's t of the value, or of the gradient of a parameter."""
         middle, error = self.value, self.value_stderr
         if name is not None:
             middle, error = self.grad[name], self.grad_stderr[name]
@@ -67,8 +63,7 @@ class GradientEstimate:
     def surrogate(self, module: nn.Module) -> Tensor:
         """Return a differentiable tensor with this value and gradient, for use in a larger loss.
 
-        Args:
-            module: the dynamics that was estimated.
+        The module is the dynamics that was estimated.
         """
         total = self.value.detach()
         for parameter, grad in self._parameters(module):
@@ -81,8 +76,7 @@ class GradientEstimate:
     def accumulate(self, module: nn.Module) -> None:
         """Add the gradient into the ``.grad`` of the module's parameters, as ``backward()`` does.
 
-        Args:
-            module: the dynamics that was estimated.
+        The module is the dynamics that was estimated.
         """
         if self.value.numel() != 1:
             raise ValueError(
@@ -199,8 +193,7 @@ def _rows(
 ) -> Iterator[tuple[str, str]]:
     """Yield the label and the number of each entry.
 
-    The first ``leading`` axes are those of the observable, whose indices follow the label. Those of
-    a parameter follow the rest.
+    The indices of the ``leading`` axes, those of the observable, follow the label.
     """
     flat = zip(value.flatten().tolist(), stderr.flatten().tolist(), strict=True)
     indices = product(*map(range, value.shape))

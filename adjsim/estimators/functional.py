@@ -15,10 +15,9 @@ T = TypeVar("T")
 
 
 def substituted(module: M, values: Mapping[str, Tensor]) -> tuple[M, Callable[[Any], Any]]:
-    """Copy a module with other values of parameters, by name.
+    """Copy a module with other values of parameters, by any of their names.
 
-    A tensor with several names has the value under all of them. The second result makes a function
-    read these values where it names the module itself.
+    The second result makes a function read these values where it names the module itself.
     """
     reading = Reading(module)
     tensors = [values.get(name, x) for name, x in zip(reading.names, reading.tensors, strict=True)]

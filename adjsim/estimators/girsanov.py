@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from adjsim.core.state import AnyState, State, momentum_of
 from adjsim.core.trajectory import Final, TimeAverage, Trajectory, check_times
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.fields.sde import SDE
-from adjsim.estimators.base import Chunk, ChunkedEstimator, jacobian, weighted_mean
+from adjsim.estimators.base import Chunk, ChunkedEstimator, jacobian, joined_stats, weighted_mean
 from adjsim.estimators.path_score import PathScore, path_score_of
 from adjsim.estimators.probes import depends_on, evenly_spaced
 from adjsim.estimators.replicas import Observable, Replicas, Simulation
@@ -99,8 +99,7 @@ class Girsanov(ChunkedEstimator):
         if momentum_check is not None:
             start = simulation.probes(PROBED)
             frames = type(start)._make(torch.stack([x] * len(simulation.ts)) for x in start)
-            momentum_check.refuse_momenta(start, frames)
-            momentum_check.refuse_slopes(start, frames)
+            momentum_check.refuse(start, frames, slopes=True)
 
     @torch.no_grad()
     def chunk(self, replicas: Replicas[State]) -> Chunk:
@@ -131,7 +130,7 @@ class Girsanov(ChunkedEstimator):
         stats, final = report.stats(), stepper.from_lattice(last)
         trajectory = cast("Trajectory[State]", Trajectory(times, states, record, final, stats))
         if momentum_check is not None and average is None:
-            momentum_check.refuse_momenta(final, states)
+            momentum_check.refuse(final, states)
         with torch.enable_grad():
             seen = replicas.evaluate(trajectory)
             mean = seen.mean(0)
@@ -140,7 +139,7 @@ class Girsanov(ChunkedEstimator):
         # <O S> and S are kept apart, since the control variate comes from the other chunks.
         OS = {name: outer_mean(values, scores) for name, scores in score.total.items()}
         extra = {"O": values, "OS": OS, "S": score.total, "explicit": own}
-        return Chunk(values.mean(0), own, stats, extra)
+        return Chunk(values.mean(0), own, joined_stats([stats]), extra)
 
     def combine(
         self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
@@ -233,7 +232,7 @@ class _PathObserver:
             if self.average and step >= self.first:
                 self.explicit(after)
             if self.momentum_check is not None and step in self.probed:
-                self.momentum_check.refuse_momenta(after, None)
+                self.momentum_check.refuse(after, None)
         self.before = after
 
 
@@ -276,21 +275,22 @@ class _MomentumCheck:
         restricted = getattr(simulation.solver, "scheme", None) == "BAOAB"
         return cls(observable, check_times(simulation.ts)) if restricted else None
 
-    def refuse_momenta(self, final: AnyState, frames: AnyState | None) -> None:
-        """Refuse an observable whose value changes with the momenta of these states."""
-        if depends_on(lambda state: self._seen(state, final, frames), final, "momentum"):
-            self._refuse()
+    def refuse(self, final: AnyState, frames: AnyState | None, *, slopes: bool = False) -> None:
+        """Refuse an observable whose value, or with ``slopes`` whose graph, has momenta."""
+        found = depends_on(lambda state: self._seen(state, final, frames), final, "momentum")
+        if found or (slopes and self._has_slope(final, frames)):
+            raise ValueError(
+                "Girsanov: under BAOAB only positions have a path density, and the observable "
+                "depends on momenta; use Splitting('OBABO', dt)."
+            )
 
-    def refuse_slopes(self, final: AnyState, frames: AnyState | None) -> None:
-        """Refuse an observable whose graph reaches the momenta."""
+    def _has_slope(self, final: AnyState, frames: AnyState | None) -> bool:
         with torch.enable_grad():
             moving = final._replace(momentum=momentum_of(final).detach().requires_grad_())
-            seen = self._seen(moving, final, frames)
-        if not seen.requires_grad:
-            return
-        (slope,) = torch.autograd.grad(seen.sum(), momentum_of(moving), allow_unused=True)
-        if slope is not None:
-            self._refuse()
+            total = self._seen(moving, final, frames).sum()
+        if not total.requires_grad:
+            return False
+        return torch.autograd.grad(total, momentum_of(moving), allow_unused=True)[0] is not None
 
     def _seen(self, state: AnyState, final: AnyState, frames: AnyState | None) -> Tensor:
         """Evaluate the observable with displaced momenta.
@@ -309,11 +309,4 @@ class _MomentumCheck:
         moved = momentum_of(frames) + shares.reshape(-1, 1, 1, 1) * along
         return self.observable(
             Trajectory(self.times, frames._replace(momentum=moved), None, state, {})
-        )
-
-    @staticmethod
-    def _refuse() -> NoReturn:
-        raise ValueError(
-            "Girsanov: under BAOAB only positions have a path density, and the observable depends "
-            "on momenta; use Splitting('OBABO', dt)."
         )

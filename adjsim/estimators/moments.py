@@ -129,9 +129,8 @@ class Moments:
 def _offset(values: Tensor) -> Tensor:
     """Round the mean over replicas, so that nearly all draws of the replicas give the same number.
 
-    The number is a constant of compiled loops. So a new estimator with other starts reuses the
-    loop that was compiled for the previous estimator. The values that remain are up to 128 spreads
-    large, and their products lose 4 of 16 digits.
+    It is a constant of compiled loops, which a new estimator with other starts can then use again.
+    The values that remain are up to 128 spreads large, and their products lose 4 of 16 digits.
     """
     mean, spread = values.mean(0), values.std(0, correction=0)
     unit = power_of_two(torch.where(spread > 0, 128 * spread, 1.0))

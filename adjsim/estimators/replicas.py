@@ -142,8 +142,13 @@ class Replicas(Generic[State]):
     noise: Noise | None = None
 
     def part(self, part: slice) -> Replicas[State]:
+        """Return some of the replicas. Their noise keeps numbers, so make them when they run."""
         noise = self.noise and Noise(self.noise.seed, self.noise.first + part.start)
         return replace(self, start=select(self.start, part), noise=noise)
+
+    @property
+    def device(self) -> torch.device:
+        return self.start[0].device
 
     @property
     def average(self) -> TimeAverage | None:

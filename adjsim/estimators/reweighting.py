@@ -20,7 +20,7 @@ from adjsim.estimators.base import Chunk, Estimator, Request, jacobian, weighted
 from adjsim.estimators.probes import density_of, depends_on_bath, reduced_energy
 from adjsim.estimators.replicas import Observable, Replicas, Simulation
 from adjsim.estimators.score_function import check_stationary, common_burn_in, equilibration, outer
-from adjsim.estimators.sharing import Work, describe_estimate, unadvanced
+from adjsim.estimators.sharing import Work, describe_estimate
 from adjsim.observables.averages import mean_with_error
 
 
@@ -72,14 +72,15 @@ class Reweighting(Estimator):
         return Replicas(request.simulation, request.observable, request.simulation.probes(1))
 
     def described(self, request: Request[State], drawn: Replicas[State]) -> dict[str, str]:
-        generator = request.generator
-        seed = "none" if generator is None else tensor_fingerprint(generator.get_state())
-        with unadvanced(generator):
-            replicas = replace(request.draw(), noise=None)
+        source = request.generator or torch.default_generator
+        state = source.get_state()
+        replicas = replace(request.draw(), noise=None)
+        source.set_state(state)
+        seed = "none" if request.generator is None else tensor_fingerprint(state)
         return {**describe_estimate(self, replicas, request.sizes), "the generator": seed}
 
     def chunks(self, request: Request[State], drawn: Replicas[State], work: Work) -> list[Chunk]:
-        observable, samples, device = drawn.average, self._samples, drawn.start[0].device
+        observable, samples, device = drawn.average, self._samples, drawn.device
         assert observable is not None
         skip = common_burn_in(self, self.burn_in, observable)
         # Not stored: weights depend on the parameters, which may differ from those of the samples.
@@ -96,7 +97,7 @@ class Reweighting(Estimator):
         def reweighted(i: int) -> Chunk:
             return kept.reweighted(i, observable, bath, largest)
 
-        parts = alone.chunks(len(request.slices), reweighted, device)
+        parts = alone.chunks(range(len(request.slices)), reweighted, device)
         for part in parts:
             part.stats |= {"pairs": kept.pairs, "sampled": sampled}
         if sampled:
@@ -268,8 +269,8 @@ class _Samples(Generic[State]):
     def reweighted(self, i: int, observable: TimeAverage, bath: bool, largest: float) -> Chunk:
         """Compute one chunk's means of w O and of w, and their derivatives.
 
-        Weights are relative to the largest of all chunks. This changes neither the ratio of the
-        means nor its gradient, and prevents overflow if a constant is added to the energy.
+        Weights are relative to the largest of all chunks, which prevents overflow if a constant is
+        added to the energy, and does not change the ratio of the means.
         """
         parameters = self.simulation.dynamics.trainable()
         with torch.enable_grad():

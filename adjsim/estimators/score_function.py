@@ -63,11 +63,10 @@ class ScoreFunction(Estimator):
         common_burn_in(self, self.burn_in, average)
 
     def chunks(self, request: Request[State], drawn: Replicas[State], work: Work) -> list[Chunk]:
-        parts = [drawn.part(part) for part in request.slices]
         # The moments of all chunks are about one number, whichever rank runs them.
-        about = parts[0].start
+        about = drawn.part(request.slices[0]).start
         return work.chunks(
-            len(parts), lambda i: self._chunk(parts[i], about), drawn.start[0].device
+            request.slices, lambda part: self._chunk(drawn.part(part), about), drawn.device
         )
 
     def _chunk(self, replicas: Replicas[State], about: State) -> Chunk:
@@ -98,10 +97,8 @@ class ScoreFunction(Estimator):
 
         The run has two parts, whose averages are compared to test for equilibrium.
         """
-        skip, steps = (
-            common_burn_in(self, self.burn_in, observable),
-            replicas.simulation.steps("ScoreFunction"),
-        )
+        skip = common_burn_in(self, self.burn_in, observable)
+        steps = replicas.simulation.steps("ScoreFunction")
         last, first = steps.last, steps.first_averaged(skip)
         count, middle = last - first + 1, first + (last - first) // 2
         # Each averaged state takes a pass over the energy.

@@ -1,14 +1,13 @@
 """How the chunks of an estimate are shared among ranks, and kept in a store.
 
-A chunk is the unit of work. Its starts and its noise do not depend on who runs it, and the chunks
-are combined in their own order on every rank. So values, gradients and standard errors are the same
-bits for any number of ranks, with and without a store, if every rank has the same number of
-threads.
+The starts and the noise of a chunk do not depend on who runs it, and the chunks are combined in
+their own order on every rank. So values, gradients and standard errors are the same bits for any
+number of ranks, with and without a store, if every rank has the same number of threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +34,7 @@ from adjsim.core.trajectory import Final, TimeAverage
 from adjsim.estimators.replicas import Observable, Replicas, Simulation
 from adjsim.simulation.manifest import rates_at_start
 
-T = TypeVar("T")
+P, T = TypeVar("P"), TypeVar("T")
 
 
 @dataclass
@@ -51,9 +50,9 @@ class Chunk:
 class Unchanged:
     """Refuses a module that another thread, or the observable, changes during an estimate.
 
-    Each run reads the module when it begins, and an estimate has many runs. Tensors are compared by
-    their versions and contents, and other values by the key of compiled loops, from the end of the
-    first run on, since the first evaluation of a module may make tensors and numbers.
+    Tensors are compared by their versions and contents, and other values by the key of compiled
+    loops, from the end of the first run on, since the first evaluation of a module may make tensors
+    and numbers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -107,17 +106,15 @@ class Work:
     store: Store | None = None
 
     def chunks(
-        self, count: int, compute: Callable[[int], Chunk], device: torch.device
+        self, parts: Sequence[P], compute: Callable[[P], Chunk], device: torch.device
     ) -> list[Chunk]:
-        """Compute chunks, each on one rank unless it is stored, and return all of them."""
-        store = self.store
+        """Compute the chunk of each part, on one rank unless it is stored, and return all."""
+        store, count = self.store, len(parts)
         if self.ranks.size == 1 and store is None:
-            return [self._checked(compute, i) for i in range(count)]
+            return [self._checked(compute, part) for part in parts]
 
         def tree(i: int) -> Nested:
-            chunk = compute(i)
-            stats = {key: x for key, x in chunk.stats.items() if _is_plain(x)}
-            return [chunk.value, chunk.grad, stats, chunk.extra]
+            return list(vars(compute(parts[i])).values())
 
         if store is None:
             found = self.shared(count, tree)
@@ -139,8 +136,8 @@ class Work:
             self.store.write(name, self._checked(compute, i))
         return self.store.read(name)
 
-    def _checked(self, compute: Callable[[int], T], i: int) -> T:
-        found = compute(i)
+    def _checked(self, compute: Callable[[P], T], part: P) -> T:
+        found = compute(part)
         self.unchanged.check()
         return found
 
@@ -164,10 +161,6 @@ def shared(
 
     ``describe`` describes the computation, whose first replica tests whether its numbers are those
     of the store.
-
-    Raises:
-        RankError: the ranks compute different things.
-        StoreError: the store cannot be used, on all ranks.
     """
     simulation = replicas.simulation
     work = Work(ranks, Unchanged(simulation.dynamics))
@@ -209,11 +202,7 @@ def same_generator(ranks: Ranks, generator: torch.Generator | None) -> torch.Gen
 def describe_computation(
     estimator: Any, simulation: Simulation[Any], observable: Observable[Any]
 ) -> dict[str, str]:
-    """Describe an estimate by all that its numbers depend on, but starts, chunks and seed.
-
-    Raises:
-        StoreError: a part of it cannot be inspected.
-    """
+    """Describe an estimate by all that its numbers depend on, but starts, chunks and seed."""
     settings = {name: x for name, x in vars(estimator).items() if not name.startswith("_")}
     function = observable.function if isinstance(observable, TimeAverage | Final) else observable
     burn_in = f" after {observable.burn_in}" if isinstance(observable, TimeAverage) else ""
@@ -239,22 +228,3 @@ def describe_estimate(estimator: Any, replicas: Replicas[Any], sizes: list[int])
         "the chunks": f"{sizes}",
         "the seed": f"{replicas.noise and replicas.noise.seed}",
     }
-
-
-@contextmanager
-def unadvanced(generator: torch.Generator | None) -> Generator[None, None, None]:
-    """Restore the state of a generator (None: torch's default one) at the end."""
-    source = torch.default_generator if generator is None else generator
-    state = source.get_state()
-    try:
-        yield
-    finally:
-        source.set_state(state)
-
-
-def _is_plain(x: Any) -> bool:
-    if isinstance(x, dict):
-        return all(map(_is_plain, x.values()))
-    if isinstance(x, list | tuple):
-        return all(map(_is_plain, x))
-    return x is None or isinstance(x, bool | int | float | str | Tensor)

@@ -52,10 +52,7 @@ def dihedrals(position: PositionsLike, index: Array, box: Array | None = None) -
     does not exist: it is given as zero, without a gradient. Near such a line the gradient grows as
     one over the distance from it.
 
-    Args:
-        position: ``(*batch, atoms, 3)``.
-        index: ``(n, 4)`` indices of atoms, all four different.
-        box: the periodic box, or None; the nearest image of each bond is taken.
+    The indices of atoms are ``(n, 4)``. In a periodic box the nearest image of each bond is taken.
 
     Raises:
         ValueError: an index out of range, an atom twice in one angle.
@@ -92,11 +89,8 @@ def ramachandran(phi: Array, psi: Array, at: Array, *, width: float | int) -> Te
         p(a, b) = mean over pairs of K(a - phi) K(b - psi)
 
     K is the kernel of :func:`dihedral_distribution`, with ``width``. The integral of p over the
-    torus is one. The result is ``(*batch, points, points)``, phi first.
-
-    Args:
-        phi, psi: ``(*batch, n)``, radians; the mean is over n.
-        at: ``(points,)`` angles of both axes.
+    torus is one. From phi and psi, ``(*batch, n)``, and ``(points,)`` angles of both axes, the
+    result is ``(*batch, points, points)``, phi first.
     """
     first, points = _angles("phi", phi, at)
     second, _ = _angles("psi", psi, at)

@@ -184,10 +184,9 @@ def compressibility(
 
     Args:
         structure: ``(*batch, n)``, S averaged over time, at n wavevectors.
-        wavenumbers: ``(n,)``, the lengths k of the wavevectors, 1/length, positive. At least two
-            are different.
+        wavenumbers: ``(n,)``, the lengths k of the wavevectors, positive, at least two different.
         density: atoms/volume.
-        kT: the temperature, energy; one number or ``(*batch,)``. It may carry a gradient.
+        kT: as for :func:`heat_capacity`.
 
     Raises:
         ValueError: another shape, a number that is not positive, equal wavenumbers.
@@ -238,9 +237,8 @@ def dielectric_constant(
         dipoles: ``(time, *batch, 3)``, the :func:`adjsim.dipole` of all molecules, which are
             whole and neutral. A molecule may not jump by a box length if it is charged.
         volume: the volume of the box.
-        kT: the temperature, energy; one number or ``(*batch,)``. It may carry a gradient.
-        constant: the Coulomb constant, energy x length / charge^2: 14.39964548 in eV and
-            angstrom.
+        kT: as for :func:`heat_capacity`.
+        constant: the Coulomb constant, energy length / charge^2: 14.39964548 in eV and angstrom.
 
     Raises:
         ValueError: fewer than two frames, another shape, a number that is not positive.

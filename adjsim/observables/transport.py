@@ -86,10 +86,9 @@ def first_passage_time(
 
     Args:
         rate: the rate, 1/time, at which a walker is absorbed at each frame. A sharp boundary is an
-            infinite rate beyond it and zero before it. This rate is piecewise constant along a
-            path, so :class:`~adjsim.Pathwise` sees no gradient and :class:`~adjsim.Girsanov` does.
-            A smooth rate, such as ``sigmoid(x / width) / lifetime``, is a different observable,
-            for which both work.
+            infinite rate beyond it and zero before it, of which :class:`~adjsim.Pathwise` sees no
+            gradient and :class:`~adjsim.Girsanov` does. A smooth rate, such as
+            ``sigmoid(x / width) / lifetime``, is a different observable, for which both work.
         times: the times of the frames.
     """
     k, t = as_tensor("rate", rate), as_tensor("times", times)
@@ -121,13 +120,10 @@ def diffusion_coefficient(
     The lags of a run are correlated, so residuals of the line say nothing about the error. Take it
     from independent replicas, by :func:`adjsim.mean_with_error`.
 
-    Args:
-        position: ``(time, *batch, atoms, dim)``, not wrapped into a box.
-        times: ``(time,)``, evenly spaced.
-        start, stop: first and last lag of the window, time, within the length of the run.
+    The positions are not wrapped into a box, and the times, ``(time,)``, are evenly spaced.
 
     Raises:
-        ValueError: another shape, uneven times, a window of fewer than two lags.
+        ValueError: another shape, uneven times, a window of fewer than two lags of the run.
     """
     q = as_frames("position", position)
     t, spacing = _even_times(times, len(q))
@@ -165,7 +161,8 @@ def viscosity(
     P is the traceless symmetric part of the stress. In an isotropic fluid the sum over all a and b
     is ``(dim - 1) (dim + 2)`` times the autocorrelation of one off-diagonal component, so every
     independent component contributes (Daivis and Evans, J. Chem. Phys. 100, 541 (1994)). The mean
-    is over all time origins, the integral is the trapezoidal rule.
+    is over all time origins, the integral is the trapezoidal rule. The result, ``(lags, *batch)``,
+    energy time / volume, is for limits 0, spacing, 2 spacing, ... up to ``stop``.
 
     - Read the viscosity where eta(t) reaches a plateau. Beyond it noise grows with ``sqrt(t)``: for
       Gaussian stress, the relative error of one component is ``2 sqrt(t / length of the run)``
@@ -183,10 +180,6 @@ def viscosity(
         volume: the volume of the box.
         kT: the temperature, energy; one number or ``(*batch,)``. It may carry a gradient.
         stop: the largest upper limit of the integral, time, at most the length of the run.
-
-    Returns:
-        ``(lags, *batch)``, energy time / volume, for limits 0, spacing, 2 spacing, ... up to
-        ``stop``.
 
     Raises:
         ValueError: another shape, uneven times, a number that is not positive, a limit shorter than

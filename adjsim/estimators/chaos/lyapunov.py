@@ -43,8 +43,7 @@ class LyapunovSpectrum:
     """Lyapunov exponents of every system of a batch, and covariant vectors along the run.
 
     Attributes:
-        exponents: ``(*batch, count)``, 1/time, in the order of the tangent vectors: from the
-            largest on, up to their errors.
+        exponents: ``(*batch, count)``, 1/time, from the largest on, up to their errors.
         rates: the mean growth rates in each interval, ``(intervals, *batch, count)``.
         times: the save times from the burn-in on, ``(intervals + 1,)``.
         size: N, the number of numbers in the state of one system.
@@ -96,17 +95,16 @@ class LyapunovSpectrum:
 
             D = j + (lambda_1 + ... + lambda_j) / |lambda_{j+1}|
 
-        j is the largest number of exponents whose sum is not negative. NaN if all of the computed
-        exponents have such a sum, and there are more.
+        j is the largest number of exponents whose sum is not negative. NaN if it needs more
+        exponents.
         """
         return _kaplan_yorke(self.exponents, self.size)
 
     @property
     def entropy(self) -> Tensor:
-        """The sum of the positive exponents, 1/time, ``(*batch,)``.
+        """The sum of the positive exponents, 1/time, ``(*batch,)``. NaN if it needs more of them.
 
         It is the Kolmogorov-Sinai entropy by Pesin's formula, and else an upper bound (Ruelle).
-        NaN if all of the computed exponents are positive, and there are more.
         """
         return _entropy(self.exponents, self.size)
 

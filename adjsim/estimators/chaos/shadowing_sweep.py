@@ -14,11 +14,9 @@ from torch import Tensor
 class Segments(NamedTuple):
     """The sums over K segments of R trajectories, with M basis cotangents and m observables.
 
-    Attributes:
-        metric: C_i, the integral of ``W^T W``, ``(K, R, M, M)``.
-        mixed: d_i, the integral of ``W^T v``, ``(K, m, R, M)``.
-        triangles: R_i of the orthonormalisation at the start of segment i, ``(K, R, M, M)``.
-        removed: b_i, the components taken from v there, ``(K, m, R, M)``.
+    ``metric`` and ``mixed`` are the integrals C_i of ``W^T W`` and d_i of ``W^T v``. ``triangles``
+    are R_i of the orthonormalisation at the start of segment i, and ``removed`` the components b_i
+    taken from v there. C and R are ``(K, R, M, M)``, d and b ``(K, m, R, M)``.
     """
 
     metric: Tensor

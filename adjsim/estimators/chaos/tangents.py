@@ -1,7 +1,6 @@
 """Tangent vectors along a run, and their products with the Jacobians of its steps.
 
-A tangent vector of a state is flattened to N numbers: the fields in the order of
-``state._fields``, each in the order of its memory.
+A tangent vector of a state is flattened to N numbers: the fields in order, each flattened.
 """
 
 from __future__ import annotations
@@ -48,12 +47,8 @@ class TangentDriver:
     The product with the Jacobian DPhi of a step is the derivative of its transposed product
     ``u -> DPhi^T u``, which is linear, with respect to u (double backward). So a step must be
     twice differentiable by autograd. Each vector has a replica of its own: ``count`` copies of the
-    batch step at once.
-
-    Attributes:
-        basis: the orthonormal columns Q at the last step, ``(*batch, N, count)``.
-        growth: the logarithms since :meth:`reset`, ``(*batch, count)``.
-        triangle: the product of the R since :meth:`reset`, ``(*batch, count, count)``.
+    batch step at once. The basis Q is ``(*batch, N, count)``. Growth and triangle are those since
+    :meth:`reset`.
     """
 
     def __init__(
