@@ -66,9 +66,8 @@ class Girsanov(ChunkedEstimator):
     over twice the square root of this number.
 
     Raises:
-        ValueError: a parameter that scales the noise (kT, friction, mass) requires grad: the path
-            densities of two of its values do not overlap as dt goes to zero, and the score
-            diverges. Or the observable depends on momenta under BAOAB.
+        ValueError: a parameter that scales the noise (kT, friction, mass) requires grad, whose
+            score diverges as dt goes to zero; or the observable depends on momenta under BAOAB.
         TypeError: another dynamics or solver.
     """
 
@@ -261,9 +260,8 @@ class _ExplicitDerivative:
 class _MomentumCheck:
     """A test of whether an observable depends on momenta, which have no path density under BAOAB.
 
-    In the test, momenta are displaced and values are compared, since automatic differentiation does
-    not see a dependence behind ``detach()`` or through a comparison. In addition, differentiation
-    finds a dependence that does not change the value at the tested states.
+    Values are compared as in :mod:`adjsim.estimators.probes`. In addition, differentiation finds a
+    dependence that does not change the value at the tested states.
     """
 
     def __init__(self, observable: Observable[Any], times: Tensor) -> None:

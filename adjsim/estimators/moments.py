@@ -13,9 +13,8 @@ from torch import Tensor
 from adjsim.core.rounding import power_of_two
 from adjsim.core.state import AnyState
 from adjsim.dynamics.base import Dynamics
-from adjsim.estimators.functional import with_values
 from adjsim.estimators.probes import reduced_energy
-from adjsim.estimators.replicas import checked
+from adjsim.estimators.replicas import checked, with_values
 
 
 class Moments:

@@ -18,7 +18,7 @@ from adjsim.core.state import AnyState, position_of
 from adjsim.dynamics.fields.sde import SDE
 from adjsim.dynamics.thermostats.langevin import Langevin
 from adjsim.dynamics.thermostats.overdamped import OverdampedLangevin
-from adjsim.estimators.functional import with_values
+from adjsim.estimators.replicas import with_values
 from adjsim.potentials.base import ForceField, force
 from adjsim.solvers.clock import Clock
 from adjsim.solvers.splitting import Splitting
@@ -41,8 +41,8 @@ class PathScore(ABC):
             name: self.values[own].new_zeros((replicas, *self.values[own].shape))
             for name, own in self.names.items()
         }
-        # A time-dependent force is differentiated step by step. Other forces are differentiated at
-        # the positions of many steps in one call, which saves overhead.
+        # Forces are differentiated at the positions of many steps in one call, which saves
+        # overhead, unless they depend on the time.
         self.stack_size = 1 if isinstance(self.potential, ForceField) else STACKED_STEPS
         self.pending: list[tuple[Tensor, Tensor]] = []
 

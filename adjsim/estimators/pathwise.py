@@ -25,9 +25,8 @@ class Pathwise(ChunkedEstimator):
     gradient of a single path grows as exp(lambda T) while the gradient of the mean does not. Beyond
     a few Lyapunov times its variance makes it useless, even if the gradient of each path is exact.
 
-    ``diagnostics["growth"]`` is the rate lambda. It comes from the derivative of the observable
-    with respect to the start, divided by the derivative with respect to the end, as a root mean
-    square over replicas. It is positive where neighbouring paths of some replicas diverge.
+    ``diagnostics["growth"]`` is the rate lambda, from the derivative of the observable with respect
+    to the start over that with respect to the end, as a root mean square over replicas.
     ``diagnostics["lost_at"]`` is the time at which, at this rate, the standard error becomes as
     large as the gradient. If only rare paths diverge, as at a barrier, they carry the gradient, and
     no diagnostic of a batch without such a path shows that it is missing. :class:`Girsanov` does
@@ -159,8 +158,7 @@ def _growth(
     """Compute the growth of derivatives from end to start, and the observable's smoothness.
 
     The growth is the mean square over replicas, since the few paths that diverge make up the
-    variance. The smoothness is whether the observable has a derivative with respect to the
-    state, None where this is unknown.
+    variance. The smoothness is whether the observable has a derivative with respect to the state.
     """
     if replicas.function is None:
         return None, None

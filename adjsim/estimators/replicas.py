@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjsim.adjoints.base import Adjoint
 from adjsim.core.noise import Noise, as_generator
@@ -23,12 +24,13 @@ from adjsim.core.trajectory import (
 )
 from adjsim.core.typing import Seed, Times
 from adjsim.dynamics.base import Dynamics
-from adjsim.estimators.functional import substituted
 from adjsim.simulation.simulate import Solver, run
 from adjsim.solvers.base import SteppingSolver
 
 Observable = TimeAverage | Final | Callable[[Trajectory[State]], Tensor]
 Initial = Callable[[int, torch.Generator | None], State]
+M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 
 
 class Steps(NamedTuple):
@@ -210,6 +212,23 @@ class Replicas(Generic[State]):
         if isinstance(observable, Final):
             return checked(observable.function(trajectory.final), self.start)
         return checked(observable(trajectory), self.start)
+
+
+def substituted(module: M, values: Mapping[str, Tensor]) -> tuple[M, Callable[[Any], Any]]:
+    """Copy a module with other values of parameters, by any of their names.
+
+    The second result makes a function read these values where it names the module itself.
+    """
+    reading = Reading(module)
+    tensors = [values.get(name, x) for name, x in zip(reading.names, reading.tensors, strict=True)]
+    copy = reading.bound(tensors)
+    return copy, partial(reading.on, copy, tensors)
+
+
+def with_values(module: M, values: Mapping[str, Tensor], function: Callable[[M], T]) -> T:
+    """Evaluate a function of a copy of a module whose parameters have other values, by name."""
+    copy, bound = substituted(module, values)
+    return bound(function)(copy)
 
 
 def state_function(observable: Observable[Any]) -> Callable[[Any], Tensor] | None:

@@ -41,8 +41,7 @@ class ScoreFunction(Estimator):
 
     Raises:
         TypeError: dynamics without a known density, or an observable that is not a ``TimeAverage``.
-        ValueError: an observable of the position of a Nose-Hoover chain, which has no stationary
-            density.
+        ValueError: an observable of the position of a Nose-Hoover chain, which has no density.
 
     Args:
         burn_in: time at the start that is left out, to equilibrate. If the ``TimeAverage`` has a
@@ -156,10 +155,10 @@ def outer_mean(values: Tensor, grads: Tensor) -> Tensor:
 
 
 def ess_of(parts: list[dict[str, Any]], sizes: list[int]) -> float:
-    """Compute the effective sample size of the time averages of the observable.
+    """Compute the effective sample size of the time averages, the minimum over entries.
 
     This is the variance of the observable over the variance of its mean, which comes from the
-    spread of the replicas' averages. The result is the minimum over entries.
+    spread of the replicas' averages.
     """
     each = torch.cat([part["each"] for part in parts])
     if len(each) < 2:

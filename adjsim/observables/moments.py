@@ -63,11 +63,10 @@ def straightness(position: PositionsLike, mass: Number = 1.0) -> Energies:
 
     S is the :func:`gyration_tensor`. In three dimensions with eigenvalues a, b, c it is
     ``1 - 3 (a b + b c + c a) / (a + b + c)^2`` (Theodorou and Suter, Macromolecules 18, 1206
-    (1985)). It is 1/4 for a planar and symmetric molecule, and 0 for a cube or a sphere. It is a
-    rational function of the tensor, so its derivatives of every order are right where eigenvalues
-    coincide. Where all atoms coincide, up to 16 rounding errors of the positions, it is taken
-    as zero, without a gradient. Arguments, in two dimensions or more, and errors are those of
-    :func:`gyration_tensor`.
+    (1985)). It is 1/4 for a planar and symmetric molecule, and 0 for a cube or a sphere. Its
+    derivatives of every order are right where eigenvalues coincide. Where all atoms coincide, up to
+    16 rounding errors of the positions, it is taken as zero, without a gradient. Arguments, in two
+    dimensions or more, and errors are those of :func:`gyration_tensor`.
     """
     q = positions("straightness", position)
     dim = q.shape[-1]

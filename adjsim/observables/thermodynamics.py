@@ -137,10 +137,9 @@ def heat_capacity(
     (Langevin, Nose-Hoover chains). At constant energy the fluctuations are different (Lebowitz,
     Percus and Verlet, Phys. Rev. 153, 250 (1967)), and Berendsen's thermostat samples neither.
 
-    The variance is divided by ``frames - 1``. For frames that are correlated over a time of tau
-    frames, this is too small by a factor of about ``1 - tau / frames``. The relative error of a
-    Gaussian variance is ``sqrt(2 tau / frames)``. Compute it by :func:`adjsim.mean_with_error`
-    of ``(U - mean)^2``.
+    For frames that are correlated over tau frames, the variance, divided by ``frames - 1``, is too
+    small by a factor of about ``1 - tau / frames``. The relative error of a Gaussian variance is
+    ``sqrt(2 tau / frames)``. Compute it by :func:`adjsim.mean_with_error` of ``(U - mean)^2``.
 
     Args:
         energy: ``(time, *batch)``, the potential energy U; or the total energy, with ``dof=0``.

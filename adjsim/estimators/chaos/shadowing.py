@@ -55,9 +55,8 @@ class Shadowing(ChunkedEstimator):
     standard error. It is 1.4 % for d<z>/drho of Lorenz' equations, -8 % for d<z>/dsigma, and -20 %
     for d<x>/dF of Lorenz 96. Compare it with differences of averages before relying on it.
 
-    Standard errors come from independent replicas; their starts should be drawn from the attractor,
-    or ``burn_in`` should bring them there. A replica stores all of its states, and M + 1 cotangents
-    for each segment.
+    Draw the starts from the attractor, or bring them there by ``burn_in``. A replica stores all of
+    its states, and M + 1 cotangents for each segment.
 
     The diagnostics have the ``exponents`` of Lyapunov of the M directions and their standard
     errors, and the ``tail_index`` 2 lambda/D of the exponents next to zero, with D the variance of
@@ -80,8 +79,7 @@ class Shadowing(ChunkedEstimator):
             :class:`~adjsim.RungeKutta`, an observable that is not a ``TimeAverage``.
         ValueError: a field that depends on the time, too many directions, a run that is not a
             multiple of the segment, or one that settles on a fixed point.
-        RuntimeError: the particular cotangent grows along the run, since there are more unstable
-            directions than ``unstable``.
+        RuntimeError: there are more unstable directions than ``unstable``.
     """
 
     estimand: ClassVar[str] = "shadowing"
