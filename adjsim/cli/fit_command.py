@@ -40,8 +40,8 @@ from adjsim.cli.radial_fit import BURN_IN, radial_problem
 from adjsim.core.box import perpendicular_widths, volume
 from adjsim.core.durable.files import check_writable
 from adjsim.core.durable.ranks import RankError, Ranks
-from adjsim.estimators.base import Initial
 from adjsim.estimators.fit.fit import fit
+from adjsim.estimators.replicas import Initial
 from adjsim.io.systems import Cutoff, System, structure
 
 BATHS = [name for name in SCHEMES if name != "hamiltonian"]

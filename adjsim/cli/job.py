@@ -28,7 +28,7 @@ from adjsim.core.trajectory import Final, TimeAverage
 from adjsim.dynamics import Dynamics, MassiveDynamics, OverdampedLangevin
 from adjsim.dynamics.starts import check_potential
 from adjsim.estimators import Pathwise, Simulation
-from adjsim.estimators.base import Initial
+from adjsim.estimators.replicas import Initial
 from adjsim.io.systems import System
 from adjsim.simulation.simulate import simulate
 from adjsim.solvers import ODESolver, SDESolver, Splitting

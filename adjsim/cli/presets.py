@@ -24,7 +24,7 @@ from adjsim.estimators import (
     ScoreFunction,
     Simulation,
 )
-from adjsim.estimators.base import Observable
+from adjsim.estimators.replicas import Observable
 from adjsim.observables import first_passage_time
 from adjsim.potentials import AsymmetricDoubleWell, DoubleWell, Harmonic, MullerBrown
 from adjsim.potentials.base import force

@@ -14,7 +14,7 @@ from adjsim.adjoints import ReversibleAdjoint
 from adjsim.cli.job import Job
 from adjsim.core.trajectory import TimeAverage, Trajectory
 from adjsim.estimators import Estimator, Pathwise, Reweighting, Simulation
-from adjsim.estimators.base import Initial, Observable
+from adjsim.estimators.replicas import Initial, Observable
 from adjsim.observables import smooth_radial_distribution
 
 ESTIMATORS = ("reweighting", "pathwise")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from io import StringIO
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,10 @@ from adjsim.core.durable.ranks import Ranks
 from adjsim.core.noise import as_generator, seed_from
 from adjsim.core.state import State
 from adjsim.core.typing import Seed
-from adjsim.estimators.base import Estimator, Observable, Simulation
+from adjsim.estimators.base import Estimator
 from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import release
+from adjsim.estimators.replicas import Observable, Simulation
 from adjsim.estimators.sharing import same_generator
 from adjsim.solvers.continuous.sde import InstabilityError
 from adjsim.solvers.implicit.newton import UnsolvedStepError
@@ -35,6 +37,7 @@ NOTHING_TO_PLOT = (
     "a figure needs an estimate, and no method gave an estimate: the reasons are in the failures "
     "of the comparison."
 )
+FAILURES = (ReconstructionError, InstabilityError, UnsolvedStepError, FloatingPointError)
 
 
 @dataclass
@@ -45,9 +48,8 @@ class Comparison:
         estimates: by method name. Path and stationary estimates answer different questions and are
             shown apart.
         failures: the reason for every method without a result, by method name.
-        reference: the method with which the gradients of the others are compared.
-            Estimates of another estimand are compared with the first estimate of that
-            estimand; so are all estimates if ``reference`` is None.
+        reference: the method with which the gradients of the others are compared. Estimates of
+            another estimand, or all if it is None, are compared with the first of their estimand.
     """
 
     estimates: dict[str, GradientEstimate]
@@ -57,13 +59,10 @@ class Comparison:
     def difference(self, name: str) -> float | None:
         """Compute the largest relative difference of a gradient from the reference's.
 
-        The largest is taken over parameters. The reference has the same estimand; for the reference
-        itself the result is None.
+        The result is None for the reference itself.
         """
         mine = self.estimates[name]
-        peers = [
-            key for key, estimate in self.estimates.items() if estimate.estimand == mine.estimand
-        ]
+        peers = [key for key, e in self.estimates.items() if e.estimand == mine.estimand]
         reference = self.reference if self.reference in peers else peers[0]
         if reference == name:
             return None
@@ -73,24 +72,21 @@ class Comparison:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one plain record for each method, as in the JSON file."""
-        records: list[dict[str, Any]] = []
-        for name, estimate in self.estimates.items():
-            records.append(
-                {
-                    "method": name,
-                    "estimand": estimate.estimand,
-                    "value": _plain(estimate.value),
-                    "value_stderr": _plain(estimate.value_stderr),
-                    "grad": {key: _plain(grad) for key, grad in estimate.grad.items()},
-                    "grad_stderr": {
-                        key: _plain(error) for key, error in estimate.grad_stderr.items()
-                    },
-                    "relative_difference": self.difference(name),
-                    **{key: _plain(value) for key, value in estimate.diagnostics.items()},
-                }
-            )
+        records = [
+            {
+                "method": name,
+                "estimand": estimate.estimand,
+                "value": estimate.value,
+                "value_stderr": estimate.value_stderr,
+                "grad": estimate.grad,
+                "grad_stderr": estimate.grad_stderr,
+                "relative_difference": self.difference(name),
+                **estimate.diagnostics,
+            }
+            for name, estimate in self.estimates.items()
+        ]
         records += [{"method": name, "failure": reason} for name, reason in self.failures.items()]
-        return records
+        return _plain(records)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the records as JSON text, and write them to an optional file."""
@@ -100,35 +96,46 @@ class Comparison:
                 temporary.write_text(text, encoding="utf-8")
         return text
 
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the parameters."""
+        return list(next(iter(self.estimates.values())).grad) if self.estimates else []
+
+    def ordered(self) -> list[tuple[str, GradientEstimate]]:
+        """Return the estimates with the methods of each estimand together."""
+        return sorted(self.estimates.items(), key=lambda row: row[1].estimand)
+
     def table(self) -> Table:
         """Make a table for a terminal, with the methods of each estimand together."""
         from rich import box
         from rich.table import Table
 
-        parameters = list(next(iter(self.estimates.values())).grad) if self.estimates else []
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("method", no_wrap=True)
-        kinds = {estimate.estimand for estimate in self.estimates.values()}
-        if len(kinds) > 1:
+        rows = self.ordered()
+        several = len({estimate.estimand for _, estimate in rows}) > 1
+        if several:
             table.add_column("estimand")
-        for heading in ("value", *(f"d/d {short_name(name, parameters)}" for name in parameters)):
+        names = self.parameters
+        for heading in (
+            "value",
+            *(f"d/d {short_name(name, names)}" for name in names),
+            *("rel. diff.", "energy\nevals", "seconds", "peak\nMB", "reconstr.\nerror"),
+        ):
             table.add_column(heading, justify="right", no_wrap=True)
-        for heading in ("rel. diff.", "energy\nevals", "seconds", "peak\nMB", "reconstr.\nerror"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for estimand in sorted(kinds):
-            for name, estimate in self.estimates.items():
-                if estimate.estimand == estimand:
-                    label = [estimand] if len(kinds) > 1 else []
-                    table.add_row(name, *label, *self._cells(name, estimate, parameters))
+        for estimand, group in groupby(rows, lambda row: row[1].estimand):
+            for name, estimate in group:
+                label = [estimand] if several else []
+                table.add_row(name, *label, *self._cells(name, estimate))
             table.add_section()
         return table
 
-    def _cells(self, name: str, estimate: GradientEstimate, parameters: list[str]) -> list[str]:
+    def _cells(self, name: str, estimate: GradientEstimate) -> list[str]:
         info = estimate.diagnostics
         difference, error = self.difference(name), info.get("reconstruction_error")
         return [
             _number(estimate.value, estimate.value_stderr),
-            *(_number(estimate.grad[key], estimate.grad_stderr[key]) for key in parameters),
+            *(_number(grad, estimate.grad_stderr[key]) for key, grad in estimate.grad.items()),
             "reference" if difference is None else f"{difference:.1e}",
             f"{info['energy_evaluations']}",
             f"{info['seconds']:.2f}",
@@ -148,11 +155,8 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """List, by method, reasons not to trust a result, and reasons for a missing one."""
-        warnings = [
-            f"{name}: not to be trusted, {why}."
-            for name, e in self.estimates.items()
-            for why in e.warnings
-        ]
+        found = [(name, why) for name, e in self.estimates.items() for why in e.warnings]
+        warnings = [f"{name}: not to be trusted, {why}." for name, why in found]
         return warnings + [f"{name}: {reason}" for name, reason in self.failures.items()]
 
     def plot(self) -> Figure:
@@ -165,32 +169,19 @@ class Comparison:
 
         if not self.estimates:
             raise ValueError(NOTHING_TO_PLOT)
-        parameters = list(next(iter(self.estimates.values())).grad)
-        names = list(self.estimates)
-        figure = Figure(figsize=(3.2 * (len(parameters) + 2), 3.2), layout="constrained")
-        axes = figure.subplots(1, len(parameters) + 2, squeeze=False)[0]
-        bars: list[tuple[str, Callable[[GradientEstimate], float], str | None]] = [
-            *(
-                (f"gradient d/d {short_name(key, parameters)}", norm_of(key), key)
-                for key in parameters
-            ),
-            ("seconds", lambda estimate: estimate.diagnostics["seconds"], None),
-            ("peak memory / MB", lambda estimate: estimate.diagnostics["peak_memory"] / 1e6, None),
-        ]
-        for axis, (title, number, key) in zip(axes, bars, strict=True):
-            errors = (
-                None
-                if key is None
-                else [2 * float(self.estimates[name].grad_stderr[key].norm()) for name in names]
-            )
-            axis.bar(
-                names,
-                [number(self.estimates[name]) for name in names],
-                yerr=errors,
-                capsize=3,
-                color="C0",
-            )
+        names, found = self.parameters, self.estimates
+        costs = {"seconds": ("seconds", 1), "peak memory / MB": ("peak_memory", 1e6)}
+        figure = Figure(figsize=(3.2 * (len(names) + 2), 3.2), layout="constrained")
+        panels = figure.subplots(1, len(names) + 2, squeeze=False)[0]
+        for axis, key in zip(panels, names, strict=False):
+            heights = list(map(norm_of(key), found.values()))
+            errors = [2 * float(e.grad_stderr[key].norm()) for e in found.values()]
+            axis.bar(list(found), heights, yerr=errors, capsize=3, color="C0")
+            axis.set_title(f"gradient d/d {short_name(key, names)}")
+        for axis, (title, (key, unit)) in zip(panels[len(names) :], costs.items(), strict=True):
+            axis.bar(list(found), [e.diagnostics[key] / unit for e in found.values()], color="C0")
             axis.set_title(title)
+        for axis in panels:
             axis.tick_params(axis="x", rotation=45)
         return figure
 
@@ -214,14 +205,13 @@ def compare(
         simulation: the simulation to run.
         observable: the observable to average.
         estimators: by the names to show; the first is the reference.
-        replicas: number of independent runs of each estimator.
-        chunks: groups of replicas whose spread gives the standard errors.
+        replicas, chunks: numbers of independent runs of each estimator, and of groups of them whose
+            spread gives the standard errors.
         generator: seeds starts and noise, as a generator or an integer; None: torch's default
             generator.
         compile: compile the runs of the methods that support it, and run the others uncompiled;
             ``diagnostics["compiled"]`` shows which.
-        store: a folder that keeps finished chunks, with one subfolder a method (see
-            :class:`~adjsim.Estimator`).
+        store: a folder that keeps finished chunks, with one subfolder a method.
         group: the process group whose ranks share the chunks.
 
     Returns:
@@ -237,11 +227,8 @@ def compare(
     seed = seed_from(same_generator(ranks, as_generator(generator)))
     result = Comparison({}, reference=next(iter(estimators)))
     for name, estimator in estimators.items():
-        own = torch.Generator().manual_seed(seed)
-        configured = replace(
-            simulation,
-            compile=simulation.compile or (compile and estimator.can_compile(simulation)),
-        )
+        compiled = simulation.compile or (compile and estimator.can_compile(simulation))
+        configured = replace(simulation, compile=compiled)
         try:
             estimator.check(configured, observable)
         except (TypeError, ValueError) as refusal:
@@ -255,21 +242,14 @@ def compare(
                 observable,
                 replicas=replicas,
                 chunks=chunks,
-                generator=own,
-                store=None if store is None else Path(store) / _folder(name),
+                generator=seed,
+                # The name of the method, as that of a folder.
+                store=None if store is None else Path(store) / re.sub(r"[^\w.+-]", "_", name),
                 group=ranks,
             )
-        except (
-            ReconstructionError, InstabilityError, UnsolvedStepError, FloatingPointError,
-            OverflowError,
-        ) as error:  # fmt: skip
+        except (*FAILURES, OverflowError) as error:
             result.failures[name] = str(error)
     return result
-
-
-def _folder(name: str) -> str:
-    """Return a method's name as that of a folder."""
-    return re.sub(r"[^\w.+-]", "_", name)
 
 
 def norm_of(key: str) -> Callable[[GradientEstimate], float]:
@@ -308,6 +288,8 @@ def _plain(value: Any) -> Any:
     """Convert to values that JSON can hold; NaN and infinity become None."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return [_plain(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):

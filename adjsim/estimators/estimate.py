@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,8 +35,7 @@ class GradientEstimate:
     Attributes:
         value, value_stderr: the mean of the observable, ``(...)``, and its standard error (NaN with
             one chunk).
-        grad, grad_stderr: the gradient of the mean and its standard error, by parameter name,
-            ``(..., *parameter)``.
+        grad, grad_stderr: likewise the gradient, ``(..., *parameter)`` by parameter name.
         estimand: "path", "stationary" or "shadowing".
         diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes),
             ``reconstruction_error`` (None where nothing is reconstructed), ``compiled`` (whether
@@ -53,28 +53,20 @@ class GradientEstimate:
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
     def interval(self, name: str | None = None, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Compute a confidence interval of the value, or of the gradient of a named parameter.
-
-        It is the interval of Student's t over the chunks.
-        """
-        middle, error = (
-            (self.value, self.value_stderr)
-            if name is None
-            else (self.grad[name], self.grad_stderr[name])
-        )
+        """Compute an interval of Student's t of the value, or of the gradient of a parameter."""
+        middle, error = self.value, self.value_stderr
+        if name is not None:
+            middle, error = self.grad[name], self.grad_stderr[name]
         half = _student(self.diagnostics["chunks"] - 1, (1 + level) / 2) * error
         return middle - half, middle + half
 
     def surrogate(self, module: nn.Module) -> Tensor:
         """Return a differentiable tensor with this value and gradient, for use in a larger loss.
 
-        Args:
-            module: the dynamics that was estimated.
+        The module is the dynamics that was estimated.
         """
-        parameters = self._parameters(module)
         total = self.value.detach()
-        for name, grad in self.grad.items():
-            parameter = parameters[name]
+        for parameter, grad in self._parameters(module):
             shift = parameter - parameter.detach()
             axes = list(range(-parameter.ndim, 0))
             change = grad.to(parameter) * shift
@@ -84,8 +76,7 @@ class GradientEstimate:
     def accumulate(self, module: nn.Module) -> None:
         """Add the gradient into the ``.grad`` of the module's parameters, as ``backward()`` does.
 
-        Args:
-            module: the dynamics that was estimated.
+        The module is the dynamics that was estimated.
         """
         if self.value.numel() != 1:
             raise ValueError(
@@ -93,13 +84,12 @@ class GradientEstimate:
                 f"{tuple(self.value.shape)}. For a loss of it, write loss(estimate.surrogate("
                 "dynamics)).backward()."
             )
-        parameters = self._parameters(module)
-        for name, grad in self.grad.items():
-            parameter = parameters[name]
+        for parameter, grad in self._parameters(module):
             grad = grad.reshape(parameter.shape).to(parameter)
             parameter.grad = grad.clone() if parameter.grad is None else parameter.grad + grad
 
-    def _parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+    def _parameters(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return the parameters of a module, each with its gradient."""
         parameters = dict(module.named_parameters())
         missing = [name for name in self.grad if name not in parameters]
         if missing:
@@ -107,7 +97,7 @@ class GradientEstimate:
                 f"{missing[0]!r} is not a parameter of {type(module).__name__}: pass the dynamics "
                 "that was estimated."
             )
-        return parameters
+        return [(parameters[name], grad) for name, grad in self.grad.items()]
 
     @property
     def warnings(self) -> list[str]:
@@ -116,32 +106,34 @@ class GradientEstimate:
         Few samples, and a growing gradient of a path, make errors uncertain. They are no reason
         where the gradient is known to a tenth.
         """
-        info, reasons = self.diagnostics, []
-        ess, error, growth = info.get("ess"), info.get("reconstruction_error"), info.get("growth")
+        info, known = self.diagnostics, self._known()
+        ess, growth, lost = info.get("ess"), info.get("growth"), info.get("lost_at")
         few = ess is not None and ess < FEW_SAMPLES and info.get("replicas") != 1
-        if few and not self._known():
+        reasons: list[str] = []
+        if few and not known:
             reasons.append(
                 f"it is worth {ess:.3g} independent samples only, so its error is uncertain too"
             )
         contributing = info.get("contributing")
-        if contributing is not None and contributing < FEW_CONTRIBUTING:
+        if contributing == 0:
+            reasons.append(
+                "the observable was the same in all replicas, so the score cannot show an "
+                "event that happened in none of them"
+            )
+        elif contributing is not None and contributing < FEW_CONTRIBUTING:
             reasons.append(
                 f"{contributing:.2g} of {info['replicas']} replicas make up its variance, so its "
                 "error is uncertain too"
-                if contributing > 0
-                else "the observable was the same in all replicas, so the score cannot show an "
-                "event that happened in none of them"
             )
-        if error is not None and error > LARGE_RECONSTRUCTION_ERROR:
+        if (error := info.get("reconstruction_error") or 0.0) > LARGE_RECONSTRUCTION_ERROR:
             reasons.append(
                 f"reversing the steps lost the trajectory (reconstruction error {error:.1e})"
             )
-        lost = info.get("lost_at")
         grown = growth is not None and (
             growth * info["duration"] > math.log(LARGE_GROWTH)
             or (lost or math.inf) < info["duration"]
         )
-        if grown and not self._known():
+        if grown and not known:
             beyond = "" if lost is None else f"; it means little beyond a time of about {lost:.3g}"
             reasons.append(f"the gradient of a path grows as exp({growth:.3g} t){beyond}")
         if info.get("smooth") is False:
@@ -149,10 +141,9 @@ class GradientEstimate:
                 "the observable has no derivative along a path (is it a step?), so its gradient of "
                 "zero means nothing"
             )
-        if info.get("truncate") is not None:
+        if (truncate := info.get("truncate")) is not None:
             reasons.append(
-                f"it was cut off after {info['truncate']:g}, which leaves out effects that last "
-                "longer"
+                f"it was cut off after {truncate:g}, which leaves out effects that last longer"
             )
         drift = info.get("equilibration")
         if drift is not None and drift > self._largest_drift():
@@ -181,10 +172,10 @@ class GradientEstimate:
         return _student(self.diagnostics["chunks"] - 1, 1 - tail)
 
     def __str__(self) -> str:
-        rows = _rows("value", "", self.value, self.value_stderr, self.value.ndim)
+        leading, slope = self.value.ndim, "d value" if self.value.ndim else "d"
+        rows = list(_rows("value", "", self.value, self.value_stderr, leading))
         for name, grad in self.grad.items():
-            label = "d value" if self.value.ndim else "d"
-            rows += _rows(label, f"/d {name}", grad, self.grad_stderr[name], self.value.ndim)
+            rows += _rows(slope, f"/d {name}", grad, self.grad_stderr[name], leading)
         width = max(len(label) for label, _ in rows)
         lines = [f"{self.estimand} estimate"]
         lines += [f"  {label:{width}}  {number}" for label, number in rows]
@@ -199,22 +190,19 @@ class GradientEstimate:
 
 def _rows(
     label: str, rest: str, value: Tensor, stderr: Tensor, leading: int
-) -> list[tuple[str, str]]:
-    """Return the label and the number of each entry.
+) -> Iterator[tuple[str, str]]:
+    """Yield the label and the number of each entry.
 
-    The first ``leading`` axes are those of the observable, whose indices follow the label. Those of
-    a parameter follow the rest.
+    The indices of the ``leading`` axes, those of the observable, follow the label.
     """
-    rows: list[tuple[str, str]] = []
     flat = zip(value.flatten().tolist(), stderr.flatten().tolist(), strict=True)
-    for index, (x, error) in zip(product(*map(range, value.shape)), flat, strict=True):
-        if len(rows) == MOST_PRINTED:
-            more = value.numel() - MOST_PRINTED
-            rows.append((f"{label}{rest}", f"and {more} entries more, norm {value.norm():.6g}"))
-            break
+    indices = product(*map(range, value.shape))
+    for index, (x, error) in islice(zip(indices, flat, strict=True), MOST_PRINTED):
         text = f"{label}{_index(index[:leading])}{rest}{_index(index[leading:])}"
-        rows.append((text, f"{x:.6g}" if error != error else f"{x:.6g} ± {error:.2g}"))
-    return rows
+        yield text, f"{x:.6g}" if error != error else f"{x:.6g} ± {error:.2g}"
+    more = value.numel() - MOST_PRINTED
+    if more > 0:
+        yield f"{label}{rest}", f"and {more} entries more, norm {value.norm():.6g}"
 
 
 def _index(numbers: tuple[int, ...]) -> str:

@@ -37,6 +37,27 @@ class Panel:
     scale: str = "linear"
     exact: dict[str, dict[float, float]] = field(default_factory=dict)
 
+    def bar(self, estimate: GradientEstimate) -> float:
+        """Return two standard errors, or zero where there are none."""
+        return 0.0 if self.error is None else 2 * self.error(estimate)
+
+
+COSTS = [
+    Panel("time", "time / s", lambda e: e.diagnostics["seconds"], scale="from zero"),
+    Panel(
+        "peak memory",
+        "growth of memory / MB",
+        lambda e: e.diagnostics["peak_memory"] / 1e6,
+        scale="from zero",
+    ),
+]
+RECONSTRUCTION = Panel(
+    "reconstruction error",
+    "relative error (0: exact)",
+    lambda e: e.diagnostics["reconstruction_error"],
+    scale="symlog",
+)
+
 
 def plot_sweep(
     comparisons: Mapping[float, Comparison],
@@ -46,24 +67,21 @@ def plot_sweep(
 ) -> Figure:
     """Plot gradient (with two standard errors), error, time and memory of each method.
 
-    Several comparisons are drawn against the quantity in which they differ. One comparison is drawn
-    with a row for each method.
-
     Args:
         comparisons: by the quantity in which they differ, such as the horizon or the number of
-            replicas.
+            replicas. One comparison is drawn with a row for each method.
         axis: the name of this quantity, and its unit if it has one. "replicas" are drawn on a
             logarithmic axis.
         exact: known gradients, by estimand ("path" or "stationary"), by the same quantity and by
-            parameter, drawn as a line at the estimates of this estimand.
+            parameter.
         units: the units of the gradients, for their labels.
 
     Raises:
         ValueError: no method gave an estimate.
     """
-    if not any(comparison.estimates for comparison in comparisons.values()):
-        raise ValueError(NOTHING_TO_PLOT)
     estimates = [e for comparison in comparisons.values() for e in comparison.estimates.values()]
+    if not estimates:
+        raise ValueError(NOTHING_TO_PLOT)
     parameters = list(estimates[0].grad)
     panels = [_gradient(key, parameters, estimates, exact or {}, units) for key in parameters]
     for key in parameters:
@@ -72,25 +90,10 @@ def plot_sweep(
         if len(comparisons) > 1 and any(error(e) > 0 for e in estimates):
             name = f"standard error of d/d {short_name(key, parameters)}"
             panels.append(Panel(name, _with("standard error", units), error, scale="log"))
-    lost = [e.diagnostics["reconstruction_error"] for e in estimates]
+    lost = map(RECONSTRUCTION.number, estimates)
     if any(error is not None and error > 1e-6 for error in lost):
-        panels.append(
-            Panel(
-                "reconstruction error",
-                "relative error (0: exact)",
-                lambda e: e.diagnostics["reconstruction_error"],
-                scale="symlog",
-            )
-        )
-    panels.append(Panel("time", "time / s", lambda e: e.diagnostics["seconds"], scale="from zero"))
-    panels.append(
-        Panel(
-            "peak memory",
-            "growth of memory / MB",
-            lambda e: e.diagnostics["peak_memory"] / 1e6,
-            scale="from zero",
-        )
-    )
+        panels.append(RECONSTRUCTION)
+    panels += COSTS
     if len(comparisons) == 1:
         ((x, comparison),) = comparisons.items()
         return _rows(panels, f"{axis} = {x:g}", x, comparison)
@@ -100,62 +103,55 @@ def plot_sweep(
 def plot_fit(found: Fit, r: Sequence[float], title: str = "") -> Figure:
     """Plot the measured and the simulated radial distribution function, and their difference.
 
-    The band is two standard errors of the simulation.
-
-    Args:
-        found: a fit.
-        r: the distances of its target, in angstrom.
-        title: the title, such as the fitted numbers.
+    The band is two standard errors of the simulation. ``r`` are the distances, in angstrom.
     """
-    layout = ConstrainedLayoutEngine(h_pad=0.06)
-    figure = Figure(figsize=(6.4, 5.2), layout=layout)
+    figure = Figure(figsize=(6.4, 5.2), layout=ConstrainedLayoutEngine(h_pad=0.06))
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     simulated, measured = found.simulated.numpy(), found.target.numpy()
     band = 2 * found.simulated_stderr.numpy()
     if len(found.history) > 1:
         first = found.history[0].simulated.numpy()
         top.plot(r, first, color="0.6", ls="--", lw=1, label="simulated, start")
-    top.fill_between(r, simulated - band, simulated + band, color="C0", alpha=0.3, lw=0)
-    top.plot(r, simulated, color="C0", label="simulated, fit (± 2 standard errors)")
+    bottom.axhline(0.0, color="0.7", lw=0.8)
+    for axes, curve, label in (
+        (top, simulated, "simulated, fit (± 2 standard errors)"),
+        (bottom, simulated - measured, None),
+    ):
+        axes.fill_between(r, curve - band, curve + band, color="C0", alpha=0.3, lw=0)
+        axes.plot(r, curve, color="C0", label=label)
     top.plot(r, measured, "k.", ms=5, label="measured")
     top.set(ylabel="g(r)", title=title)
     top.legend(fontsize="small")
-    difference = simulated - measured
-    bottom.axhline(0.0, color="0.7", lw=0.8)
-    bottom.fill_between(r, difference - band, difference + band, color="C0", alpha=0.3, lw=0)
-    bottom.plot(r, difference, color="C0")
     bottom.set(xlabel="r / angstrom", ylabel="simulated\n- measured")
     return figure
 
 
-def _grid(panels: int) -> tuple[int, int]:
-    """Return the rows and columns of panels. On a page three columns can be read."""
-    across = 2 if panels in (2, 4) else min(panels, 3)
-    return math.ceil(panels / across), across
-
-
-def _assigned(figure: Figure, panels: list[Panel], **options: Any) -> list[tuple[Axes, Panel]]:
-    """Make the axes of all panels, and remove the unused axes of the grid."""
-    every = list(figure.subplots(*_grid(len(panels)), squeeze=False, **options).flat)
+def _assigned(
+    panels: list[Panel],
+    size: tuple[float, float],
+    margin: tuple[float, float] = (0.0, 0.0),
+    w_pad: float | None = None,
+    **options: Any,
+) -> tuple[Figure, list[tuple[Axes, Panel]]]:
+    """Make a figure with axes of this size for each panel. On a page three columns can be read."""
+    across = 2 if len(panels) in (2, 4) else min(len(panels), 3)
+    down = math.ceil(len(panels) / across)
+    figsize = (margin[0] + size[0] * across, margin[1] + size[1] * down)
+    figure = Figure(figsize=figsize, layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=w_pad))
+    every = list(figure.subplots(down, across, squeeze=False, **options).flat)
     for axes in every[len(panels) :]:
         axes.remove()
-    return list(zip(every, panels, strict=False))
+    return figure, list(zip(every, panels, strict=False))
 
 
 def _curves(panels: list[Panel], axis: str, comparisons: Mapping[float, Comparison]) -> Figure:
     """Draw each panel against the quantity in which the comparisons differ."""
-    names = list(
-        dict.fromkeys(name for comparison in comparisons.values() for name in comparison.estimates)
-    )
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    down, across = _grid(len(panels))
-    figure = Figure(figsize=(3.6 * across, 3.4 * down), layout=layout)
-    for axes, panel in _assigned(figure, panels):
+    figure, assigned = _assigned(panels, (3.6, 3.4), w_pad=0.1)
+    for axes, panel in assigned:
         if axis == "replicas":
             axes.set_xscale("log")
-        axes.set_xlabel(axis)
-        axes.set_ylabel(panel.label)
-        _draw(axes, panel, comparisons, names)
+        axes.set(xlabel=axis, ylabel=panel.label, title=panel.title)
+        _draw(axes, panel, comparisons)
         if axis == "replicas":
             axes.set_xticks(list(comparisons), [f"{x:g}" for x in comparisons])
             axes.xaxis.set_minor_locator(NullLocator())
@@ -168,43 +164,21 @@ def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> 
 
     The rows of each estimand stand together, as in the table.
     """
-    kinds = sorted({estimate.estimand for estimate in comparison.estimates.values()})
-    rows = [
-        (name, estimate)
-        for kind in kinds
-        for name, estimate in comparison.estimates.items()
-        if estimate.estimand == kind
-    ]
-    places = {
-        kind: [i for i, (_, estimate) in enumerate(rows) if estimate.estimand == kind]
-        for kind in kinds
-    }
-    labels = [
-        f"{name} ({estimate.estimand})" if len(kinds) > 1 else name for name, estimate in rows
-    ]
-    down, across = _grid(len(panels))
-    size = (1.4 + 3.2 * across, 0.8 + (1.0 + 0.36 * len(rows)) * down)
-    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.1))
+    rows = comparison.ordered()
+    places: dict[str, list[int]] = {}
+    for i, (_, estimate) in enumerate(rows):
+        places.setdefault(estimate.estimand, []).append(i)
+    labels = [f"{name} ({e.estimand})" if len(places) > 1 else name for name, e in rows]
+    figure, assigned = _assigned(panels, (3.2, 1.0 + 0.36 * len(rows)), (1.4, 0.8), sharey=True)
     figure.suptitle(title)
-    for axes, panel in _assigned(figure, panels, sharey=True):
+    for axes, panel in assigned:
         ends: list[float] = []
         for i, (_, estimate) in enumerate(rows):
-            value = panel.number(estimate)
+            value, error = panel.number(estimate), panel.bar(estimate)
             if value is None:
                 continue
-            error = 0.0 if panel.error is None else 2 * panel.error(estimate)
             bar = error if math.isfinite(error) else 0.0
-            marker = MARKERS[i % len(MARKERS)]
-            axes.errorbar(
-                value,
-                i,
-                xerr=bar or None,
-                marker=marker,
-                color=f"C{i}",
-                ms=6,
-                mfc="none",
-                capsize=3,
-            )
+            axes.errorbar(value, i, xerr=bar or None, ms=6, mfc="none", capsize=3, **_style(i))
             ends += [value - bar, value + bar]
         for kind, style in EXACT_STYLES.items():
             if x in panel.exact.get(kind, {}) and kind in places:
@@ -212,8 +186,8 @@ def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> 
                 low, high = places[kind][0] - 0.4, places[kind][-1] + 0.4
                 axes.plot([answer] * 2, [low, high], label=f"exact ({kind})", **style)
                 ends.append(answer)
-        for kind in kinds[1:]:
-            axes.axhline(places[kind][0] - 0.5, color="0.8", lw=0.8, zorder=0)
+        for first, *_ in list(places.values())[1:]:
+            axes.axhline(first - 0.5, color="0.8", lw=0.8, zorder=0)
         axes.set(title=panel.title, xlabel=panel.label, ylim=(len(rows) - 0.5, -0.5))
         axes.set_yticks(range(len(rows)), labels)
         if panel.scale == "log":
@@ -227,12 +201,7 @@ def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> 
             _readable(axes, ends, panel.scale == "from zero")
     known = figure.axes[0].get_legend_handles_labels()
     if known[0]:
-        figure.legend(
-            *known,
-            loc="outside lower center",
-            ncols=2,
-            fontsize="small",
-        )
+        figure.legend(*known, loc="outside lower center", ncols=2, fontsize="small")
     return figure
 
 
@@ -249,6 +218,10 @@ def _readable(axes: Axes, ends: list[float], from_zero: bool) -> None:
             axes.set_xlim(low - 1e-3 * size, high + 1e-3 * size)
     if ends and 1e-3 < max(abs(end) for end in ends) < 1e5:
         axes.ticklabel_format(axis="x", useOffset=False, style="plain")
+
+
+def _style(i: int, **more: Any) -> dict[str, Any]:
+    return {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i}", **more}
 
 
 def _with(text: str, units: str) -> str:
@@ -279,27 +252,22 @@ def _gradient(
     return Panel(title, label, number, error, exact=known)
 
 
-def _draw(
-    axes: Axes, panel: Panel, comparisons: Mapping[float, Comparison], names: list[str]
-) -> None:
+def _draw(axes: Axes, panel: Panel, comparisons: Mapping[float, Comparison]) -> None:
+    names = list(dict.fromkeys(name for c in comparisons.values() for name in c.estimates))
     for i, name in enumerate(names):
         found = [(x, c.estimates[name]) for x, c in comparisons.items() if name in c.estimates]
         points = [(x, value, e) for x, e in found if (value := panel.number(e)) is not None]
         xs, values = [x for x, _, _ in points], [value for _, value, _ in points]
-        bars = [2 * panel.error(e) for _, _, e in points] if panel.error is not None else []
-        style: dict[str, Any] = {
-            "marker": MARKERS[i % len(MARKERS)],
-            "color": f"C{i}",
-            "label": name,
-        }
+        bars = [panel.bar(e) for _, _, e in points]
+        style = _style(i, label=name)
         if any(bar > 0 for bar in bars):
             # Shifted, since error bars at one place would hide each other.
             shift = 0.02 * (i - (len(names) - 1) / 2)
-            span = max(comparisons) - min(comparisons) or 1.0
-            xs = [
-                x * math.exp(3 * shift) if axes.get_xscale() == "log" else x + shift * span
-                for x in xs
-            ]
+            if axes.get_xscale() == "log":
+                xs = [x * math.exp(3 * shift) for x in xs]
+            else:
+                span = max(comparisons) - min(comparisons) or 1.0
+                xs = [x + shift * span for x in xs]
             axes.errorbar(xs, values, bars, capsize=2, ms=4, lw=1, **style)
         else:
             axes.plot(xs, values, ms=11 - 2.2 * (i % 4), mfc="none", mew=1.4, **style)
@@ -310,7 +278,6 @@ def _draw(
             axes.axhline(known[xs[0]], label=f"exact ({kind})", **style)
         elif xs:
             axes.plot(xs, [known[x] for x in xs], label=f"exact ({kind})", **style)
-    axes.set_title(panel.title)
     if panel.scale == "log":
         axes.set_yscale("log")
     elif panel.scale == "symlog":
@@ -321,8 +288,5 @@ def _draw(
 
 
 def _error_of(key: str) -> Callable[[GradientEstimate], float]:
-    """Return a function that computes the largest standard error over a parameter's entries.
-
-    It returns NaN where there is no standard error.
-    """
+    """Return a function that computes the largest standard error over a parameter's entries."""
     return lambda estimate: float(estimate.grad_stderr[key].abs().max())

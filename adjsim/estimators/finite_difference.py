@@ -9,10 +9,9 @@ from torch import Tensor
 
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.core.arguments import as_number
-from adjsim.core.noise import Noise
 from adjsim.core.state import State
-from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe, stacked
-from adjsim.estimators.functional import moved, refuse_captured_force
+from adjsim.estimators.base import Chunk, ChunkedEstimator, joined_stats, stacked
+from adjsim.estimators.replicas import Observable, Replicas, Simulation
 
 
 class FiniteDifference(ChunkedEstimator):
@@ -34,35 +33,25 @@ class FiniteDifference(ChunkedEstimator):
     estimand: ClassVar[str] = "path"
 
     def __init__(self, h: float = 1e-3) -> None:
-        h = as_number("h", h)
-        if not h > 0:
-            raise ValueError(f"h must be positive; got {h}.")
-        self.h = h
+        self.h = as_number("h", h)
+        if not self.h > 0:
+            raise ValueError(f"h must be positive; got {self.h}.")
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
-        refuse_captured_force("FiniteDifference", simulation)
+        simulation.refuse_captured_force("FiniteDifference")
 
     @torch.no_grad()
-    def chunk(
-        self,
-        simulation: Simulation[State],
-        observable: Observable[State],
-        start: State,
-        noise: Noise | None,
-    ) -> Chunk:
-        evaluations, pairs = 0, None
+    def chunk(self, replicas: Replicas[State]) -> Chunk:
+        runs: list[dict[str, object]] = []
 
         def mean(numbers: dict[str, Tensor]) -> Tensor:
-            nonlocal evaluations, pairs
-            where, seen = moved(simulation, observable, numbers)
-            values, trajectory = observe(where, seen, start, DirectAdjoint(), noise)
-            evaluations += trajectory.stats["energy_evaluations"]
-            pairs = trajectory.stats.get("pairs")
+            values, trajectory = replicas.at(numbers).observe(DirectAdjoint())
+            runs.append(trajectory.stats)
             return values.mean(0)
 
         value = mean({})
         grads: dict[str, Tensor] = {}
-        for name, parameter in simulation.dynamics.trainable().items():
+        for name, parameter in replicas.simulation.dynamics.trainable().items():
             entries, columns = parameter.detach().reshape(-1), []
             for i, entry in enumerate(entries.tolist()):
                 step, ends = self.h * (abs(entry) or 1.0), []
@@ -72,7 +61,7 @@ class FiniteDifference(ChunkedEstimator):
                     ends.append(mean({name: shifted.reshape(parameter.shape)}))
                 columns.append((ends[0] - ends[1]) / (2 * step))
             grads[name] = stacked(columns, value, parameter)
-        return Chunk(value, grads, {"energy_evaluations": evaluations, "pairs": pairs})
+        return Chunk(value, grads, joined_stats(runs))
 
     def __repr__(self) -> str:
         return f"FiniteDifference(h={self.h:g})"

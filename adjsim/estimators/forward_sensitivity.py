@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.direct import DirectAdjoint
-from adjsim.core.noise import Noise
 from adjsim.core.state import State
-from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe, stacked
-from adjsim.estimators.functional import moved, refuse_captured_force
+from adjsim.estimators.base import Chunk, ChunkedEstimator, joined_stats, stacked
+from adjsim.estimators.replicas import Observable, Replicas, Simulation
 
 
 class ForwardSensitivity(ChunkedEstimator):
@@ -28,10 +27,7 @@ class ForwardSensitivity(ChunkedEstimator):
     """
 
     estimand: ClassVar[str] = "path"
-
-    def can_compile(self, simulation: Simulation[State]) -> bool:
-        """Return False: tangents do not go through compiled loops."""
-        return False
+    compilable: ClassVar[bool] = False
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         if getattr(simulation.solver, "exact", False):
@@ -39,27 +35,19 @@ class ForwardSensitivity(ChunkedEstimator):
                 "ForwardSensitivity is not for exact=True, which has no forward derivative; "
                 "use Pathwise."
             )
-        refuse_captured_force("ForwardSensitivity", simulation)
+        simulation.refuse_captured_force("ForwardSensitivity")
 
-    def chunk(
-        self,
-        simulation: Simulation[State],
-        observable: Observable[State],
-        start: State,
-        noise: Noise | None,
-    ) -> Chunk:
-        plain = replace(simulation, compile=False)
-        dynamics, evaluations, pairs = simulation.dynamics, 0, None
+    def chunk(self, replicas: Replicas[State]) -> Chunk:
+        plain = replace(replicas, simulation=replace(replicas.simulation, compile=False))
+        runs: list[dict[str, object]] = []
 
         def mean(numbers: dict[str, Tensor]) -> Tensor:
-            nonlocal evaluations, pairs
-            where, seen = moved(plain, observable, numbers)
-            values, made = observe(where, seen, start, DirectAdjoint(), noise)
-            evaluations += made.stats["energy_evaluations"]
-            pairs = made.stats.get("pairs")
+            values, trajectory = plain.at(numbers).observe(DirectAdjoint())
+            runs.append(trajectory.stats)
             return values.mean(0)
 
-        parameters = {name: p.detach() for name, p in dynamics.trainable().items()}
+        trainable = replicas.simulation.dynamics.trainable()
+        parameters = {name: p.detach() for name, p in trainable.items()}
         value: Tensor | None = None
         columns: dict[str, list[Tensor]] = {name: [] for name in parameters}
         for name, p in parameters.items():
@@ -68,9 +56,6 @@ class ForwardSensitivity(ChunkedEstimator):
                 along[name].reshape(-1)[i] = 1.0
                 value, column = torch.func.jvp(mean, (parameters,), (along,))[:2]
                 columns[name].append(column.detach())
-        value = mean({}).detach() if value is None else value.detach()
+        value = (mean({}) if value is None else value).detach()
         grads = {name: stacked(columns[name], value, p) for name, p in parameters.items()}
-        return Chunk(value, grads, {"energy_evaluations": evaluations, "pairs": pairs})
-
-    def __repr__(self) -> str:
-        return "ForwardSensitivity()"
+        return Chunk(value, grads, joined_stats(runs))

@@ -11,34 +11,19 @@ from torch import Tensor
 from adjsim.adjoints.sweep.eager import EagerDriver
 from adjsim.adjoints.sweep.recorder import Recorder, Recording
 from adjsim.adjoints.sweep.stepper import Stepper, prepare
-from adjsim.core.noise import Noise
 from adjsim.core.reading import Reading
 from adjsim.core.run_report import RunReport
-from adjsim.core.state import AnyState, State
-from adjsim.core.trajectory import TimeAverage, Trajectory, check_times
+from adjsim.core.state import AnyState, State, momentum_of
+from adjsim.core.trajectory import Final, TimeAverage, Trajectory, check_times
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.fields.sde import SDE
-from adjsim.dynamics.thermostats.langevin import Langevin
-from adjsim.dynamics.thermostats.overdamped import OverdampedLangevin
-from adjsim.estimators.base import (
-    Chunk,
-    ChunkedEstimator,
-    Observable,
-    Simulation,
-    checked,
-    evaluate,
-    jacobian,
-    weighted_mean,
-)
-from adjsim.estimators.functional import refuse_captured_force
-from adjsim.estimators.momentum_check import MomentumCheck
-from adjsim.estimators.path_score import PathScore, path_score
-from adjsim.estimators.probes import evenly_spaced
+from adjsim.estimators.base import Chunk, ChunkedEstimator, jacobian, joined_stats, weighted_mean
+from adjsim.estimators.path_score import PathScore, path_score_of
+from adjsim.estimators.probes import depends_on, evenly_spaced
+from adjsim.estimators.replicas import Observable, Replicas, Simulation
 from adjsim.estimators.score_function import outer, outer_mean
 from adjsim.potentials.pairs.base import pair_paths
 from adjsim.solvers.run import Run
-from adjsim.solvers.splitting import Splitting
-from adjsim.solvers.stochastic.euler_maruyama import EulerMaruyama
 
 # The effective sample size is that of weights for a parameter changed by this share of itself.
 RELATIVE_SHIFT = 0.1
@@ -54,9 +39,8 @@ class Girsanov(ChunkedEstimator):
 
     It answers the path question. The observable is only evaluated, so it may be discontinuous, and
     no tangents are propagated, so chaos does no harm. The variance of S grows in proportion to the
-    time. P is the density of the path of positions (and momenta) that the scheme samples. The path
-    is held fixed while theta changes. With F' = dF/dtheta at the visited positions and xi the
-    noise:
+    time. P is the density of the path that the scheme samples, held fixed while theta changes. With
+    F' = dF/dtheta at the visited positions and xi the noise:
 
     =============================== ================================================================
     EulerMaruyama                   ``S = sum_k (dt/friction)/s  xi_k . F'_k``,
@@ -67,12 +51,11 @@ class Girsanov(ChunkedEstimator):
                                     w_0 = 1/2, else 1
     =============================== ================================================================
 
-    with h = dt, and c and sigma of the Ornstein-Uhlenbeck flow (``p' = c p + sigma xi``).
-    Under OBABO, xi_k and xi'_k are the first and the second draw of a step. Under BAOAB, the
-    momenta follow from the positions, and ``a_k = xi_k - xi_{k+1} + xi_{k+2} - ...``. Only the
-    positions then have a path density, so the observable must not depend on momenta; under OBABO
-    both have one. The control variate b is the mean of the observable over the other chunks. It
-    reduces the variance and adds no bias.
+    with h = dt, and c and sigma of the Ornstein-Uhlenbeck flow (``p' = c p + sigma xi``). Under
+    OBABO, xi_k and xi'_k are the first and the second draw of a step. Under BAOAB, the momenta
+    follow from the positions, ``a_k = xi_k - xi_{k+1} + xi_{k+2} - ...``, and the observable must
+    not depend on momenta, which have no path density. The control variate b is the mean of the
+    observable over the other chunks. It reduces the variance and adds no bias.
 
     ``diagnostics["ess"]`` is the effective number of paths if a parameter changed by a tenth of
     itself and the paths were reweighted. It falls exponentially with the time.
@@ -83,34 +66,25 @@ class Girsanov(ChunkedEstimator):
     over twice the square root of this number.
 
     Raises:
-        ValueError: a parameter that scales the noise (kT, friction, mass) requires grad: the path
-            densities of two of its values do not overlap as dt goes to zero, and the score
-            diverges. Or the observable depends on momenta under BAOAB.
+        ValueError: a parameter that scales the noise (kT, friction, mass) requires grad, whose
+            score diverges as dt goes to zero; or the observable depends on momenta under BAOAB.
         TypeError: another dynamics or solver.
     """
 
     estimand: ClassVar[str] = "path"
-
-    def can_compile(self, simulation: Simulation[State]) -> bool:
-        """Return False: the score reads every step in Python."""
-        return False
+    # The score reads every step in Python.
+    compilable: ClassVar[bool] = False
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         dynamics, solver = simulation.dynamics, simulation.solver
-        word = solver.scheme if isinstance(solver, Splitting) else None
-        field = isinstance(dynamics, SDE) and dynamics.noise == "diagonal"
-        overdamped = field or isinstance(dynamics, OverdampedLangevin)
-        fits = (type(solver) is EulerMaruyama and overdamped) or (
-            word in ("BAOAB", "OBABO") and isinstance(dynamics, Langevin)
-        )
-        if not fits:
+        if path_score_of(dynamics, solver) is None:
             raise TypeError(
                 "Girsanov has the path density of EulerMaruyama(dt) on OverdampedLangevin, of "
                 "EulerMaruyama(dt) on an SDE with diagonal noise, and of "
                 "Splitting('BAOAB', dt) and Splitting('OBABO', dt) on Langevin, not of "
                 f"{solver!r} on {type(dynamics).__name__}."
             )
-        refuse_captured_force("Girsanov", simulation)
+        simulation.refuse_captured_force("Girsanov")
         if isinstance(dynamics, SDE):
             _refuse_trained_diffusion(dynamics, simulation)
             return
@@ -120,42 +94,32 @@ class Girsanov(ChunkedEstimator):
                 f"Girsanov: {scaling[0]!r} scales the noise, so its path score diverges as dt "
                 "goes to zero. Give it as a number, and use Pathwise for its gradient."
             )
-        if word == "BAOAB":
-            start = simulation.starts(PROBED, torch.Generator().manual_seed(0))
+        momentum_check = _MomentumCheck.of(simulation, observable)
+        if momentum_check is not None:
+            start = simulation.probes(PROBED)
             frames = type(start)._make(torch.stack([x] * len(simulation.ts)) for x in start)
-            momentum_check = MomentumCheck(observable, check_times(simulation.ts))
-            momentum_check.refuse_momenta(start, frames)
-            momentum_check.refuse_slopes(start, frames)
+            momentum_check.refuse(start, frames, slopes=True)
 
     @torch.no_grad()
-    def chunk(
-        self,
-        simulation: Simulation[State],
-        observable: Observable[State],
-        start: State,
-        noise: Noise | None,
-    ) -> Chunk:
-        dynamics, solver = simulation.dynamics, simulation.solver
-        times = check_times(simulation.ts)
+    def chunk(self, replicas: Replicas[State]) -> Chunk:
+        simulation, average = replicas.simulation, replicas.average
+        dynamics, solver, times = simulation.dynamics, simulation.solver, check_times(simulation.ts)
         reading = Reading(dynamics)
         tensors = reading.leaves()
         copy = reading.bound(tensors)
-        run = Run(reading, tensors, copy, start, times, solver, None, noise)
+        run = Run(reading, tensors, copy, replicas.start, times, solver, None, replicas.noise)
         report = RunReport()
         if copy.potential is not None:
-            report.pairs = pair_paths(copy.potential, start[0]) or None
+            report.pairs = pair_paths(copy.potential, replicas.start[0]) or None
         stepper, inputs = prepare(run, report)
-        average = observable if isinstance(observable, TimeAverage) else None
         recorder = Recorder(average, stepper.clock)
         recording = Recording(recorder, stepper)
-        score = path_score(dynamics, solver, stepper, inputs)
-        explicit = _ExplicitDerivative(dynamics, average)
+        kind = path_score_of(dynamics, solver)
+        assert kind is not None
+        score = kind(dynamics, stepper, inputs)
+        explicit = _ExplicitDerivative(replicas)
         # The observable may depend on momenta at the visited states only.
-        momentum_check = (
-            MomentumCheck(observable, times)
-            if isinstance(solver, Splitting) and solver.scheme == "BAOAB"
-            else None
-        )
+        momentum_check = _MomentumCheck.of(simulation, replicas.observable)
         path = _PathObserver(stepper, recorder, score, explicit, momentum_check)
         driver = EagerDriver(stepper, inputs, stepper.plan.forces(copy.potential, report=report))
         last = stepper.run(
@@ -166,76 +130,66 @@ class Girsanov(ChunkedEstimator):
         stats, final = report.stats(), stepper.from_lattice(last)
         trajectory = cast("Trajectory[State]", Trajectory(times, states, record, final, stats))
         if momentum_check is not None and average is None:
-            momentum_check.refuse_momenta(final, states)
+            momentum_check.refuse(final, states)
         with torch.enable_grad():
-            seen = checked(evaluate(observable, trajectory), start)
+            seen = replicas.evaluate(trajectory)
             mean = seen.mean(0)
         values = seen.detach()
         own = explicit.mean() if average is not None else jacobian(mean, dynamics.trainable())
-        value, S = values.mean(0), score.total
         # <O S> and S are kept apart, since the control variate comes from the other chunks.
-        OS = {name: outer_mean(values, scores) for name, scores in S.items()}
-        return Chunk(value, own, stats, {"O": values, "OS": OS, "S": S, "explicit": own})
+        OS = {name: outer_mean(values, scores) for name, scores in score.total.items()}
+        extra = {"O": values, "OS": OS, "S": score.total, "explicit": own}
+        return Chunk(values.mean(0), own, joined_stats([stats]), extra)
 
     def combine(
         self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
     ) -> dict[str, Any]:
         for i, part in enumerate(parts):
-            others = [
-                (p.value, n) for j, (p, n) in enumerate(zip(parts, sizes, strict=True)) if j != i
-            ]
+            others = [*parts[:i], *parts[i + 1 :]]
             b = (
-                weighted_mean([v for v, _ in others], [n for _, n in others])
+                weighted_mean([p.value for p in others], [*sizes[:i], *sizes[i + 1 :]])
                 if others
                 else torch.zeros_like(part.value)
             )
             for name in part.grad:
                 found = part.extra["OS"][name] - outer(b, part.extra["S"][name].mean(0))
                 part.grad[name] = part.extra["explicit"][name] + found
-        parameters = simulation.dynamics.trainable()
+        scores = {
+            name: torch.cat([part.extra["S"][name] for part in parts]).reshape(sum(sizes), -1)
+            for name in parts[0].grad
+        }
         ess = float("inf")
-        for name, p in parameters.items():
-            scores = torch.cat([part.extra["S"][name].flatten() for part in parts]).reshape(
-                sum(sizes), -1
-            )
-            for j, size in enumerate(p.detach().reshape(-1).abs().tolist()):
-                weight = torch.softmax(RELATIVE_SHIFT * (size or 1.0) * scores[:, j], 0)
+        for name, p in simulation.dynamics.trainable().items():
+            for size, column in zip(
+                p.detach().reshape(-1).abs().tolist(), scores[name].unbind(1), strict=True
+            ):
+                weight = torch.softmax(RELATIVE_SHIFT * (size or 1.0) * column, 0)
                 ess = min(ess, 1.0 / float((weight**2).sum()))
-        return {"ess": ess, "contributing": self._contributing(parts, sizes)}
+        return {"ess": ess, "contributing": _contributing(parts, scores)}
 
-    @staticmethod
-    def _contributing(parts: list[Chunk], sizes: list[int]) -> float:
-        """Compute the number of replicas that make up the variance.
 
-        This is ``(sum y^2)^2 / sum y^4`` of the contributions y = (O - b) S. The result is the
-        minimum over parameters and over entries of the observable.
-        """
-        seen = torch.cat([part.extra["O"] for part in parts]).reshape(sum(sizes), -1)
-        squares, least = (seen - seen.mean(0)).square(), float(sum(sizes))
-        # An entry that is constant (where others vary) has no event to miss, and neither has a
-        # parameter whose score is zero.
-        squares = squares[:, squares.sum(0) > 0]
-        if squares.shape[1] == 0:
-            return 0.0
-        for name in parts[0].grad:
-            S = torch.cat([part.extra["S"][name] for part in parts]).reshape(sum(sizes), -1)
+def _contributing(parts: list[Chunk], scores: dict[str, Tensor]) -> float:
+    """Compute the smallest number of replicas that make up the variance of an entry."""
+    seen = torch.cat([part.extra["O"] for part in parts])
+    seen = seen.reshape(len(seen), -1)
+    squares, least = (seen - seen.mean(0)).square(), float(len(seen))
+    # An entry that is constant (where others vary) has no event to miss, and neither has a
+    # parameter whose score is zero.
+    squares = squares[:, squares.sum(0) > 0]
+    if squares.shape[1] == 0:
+        return 0.0
+    for S in scores.values():
+        if bool((S != 0).any()):
             y2 = squares * S.square().sum(1, keepdim=True)
-            if bool((S != 0).any()):
-                least = min(
-                    least,
-                    float((y2.sum(0).square() / y2.square().sum(0)).nan_to_num(nan=0.0).min()),
-                )
-        return least
-
-    def __repr__(self) -> str:
-        return "Girsanov()"
+            share = y2.sum(0).square() / y2.square().sum(0)
+            least = min(least, float(share.nan_to_num(nan=0.0).min()))
+    return least
 
 
 def _refuse_trained_diffusion(sde: SDE, simulation: Simulation[Any]) -> None:
     """Refuse an SDE whose diffusion depends on a parameter, and one without noise at a start."""
-    start = simulation.starts(PROBED, torch.Generator().manual_seed(0))
     with torch.enable_grad():
-        found = sde.amplitudes(float(check_times(simulation.ts)[0]), start)
+        found = sde.amplitudes(float(check_times(simulation.ts)[0]), simulation.probes(PROBED))
     unread = [name for name in sde.trainable() if not name.startswith("drift_fun.")]
     if unread or any(g.requires_grad for g in found):
         raise ValueError(
@@ -251,10 +205,7 @@ def _refuse_trained_diffusion(sde: SDE, simulation: Simulation[Any]) -> None:
 
 
 class _PathObserver:
-    """An observer that feeds the score, the explicit derivative and the momentum test.
-
-    The score takes steps, the others take states.
-    """
+    """An observer that feeds the score with steps, and two tests of the observable with states."""
 
     def __init__(
         self,
@@ -262,22 +213,13 @@ class _PathObserver:
         recorder: Recorder,
         score: PathScore,
         explicit: _ExplicitDerivative,
-        momentum_check: MomentumCheck | None,
+        momentum_check: _MomentumCheck | None,
     ) -> None:
-        self.stepper, self.score, self.explicit, self.momentum_check = (
-            stepper,
-            score,
-            explicit,
-            momentum_check,
-        )
+        self.stepper, self.score, self.explicit = stepper, score, explicit
         self.average, self.first = recorder.average is not None, recorder.first
+        self.momentum_check = momentum_check if self.average else None
         self.before: AnyState | None = None
-        probed = (
-            evenly_spaced(recorder.first, stepper.clock.last, PROBED_STEPS)
-            if self.average and momentum_check is not None
-            else ()
-        )
-        self.probed = set(probed)
+        self.probed = evenly_spaced(recorder.first, stepper.clock.last, PROBED_STEPS)
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
         return range(1, stepper.clock.last + 1)
@@ -290,23 +232,23 @@ class _PathObserver:
             if self.average and step >= self.first:
                 self.explicit(after)
             if self.momentum_check is not None and step in self.probed:
-                self.momentum_check.refuse_momenta(after, None)
+                self.momentum_check.refuse(after, None)
         self.before = after
 
 
 class _ExplicitDerivative:
     """The explicit derivative of the observable, averaged over the steps of a time average."""
 
-    def __init__(self, dynamics: Any, average: TimeAverage | None) -> None:
-        self.parameters, self.average = dynamics.trainable(), average
+    def __init__(self, replicas: Replicas[Any]) -> None:
+        self.parameters, self.function = replicas.simulation.dynamics.trainable(), replicas.function
         self.total: dict[str, Tensor] = {}
         self.count = 0
 
     def __call__(self, state: AnyState) -> None:
-        assert self.average is not None
+        assert self.function is not None
         self.count += 1
         with torch.enable_grad():
-            mean = self.average.function(state).mean(0)
+            mean = self.function(state).mean(0)
         if self.count > 1 and not mean.requires_grad:
             return
         for name, grad in jacobian(mean, self.parameters).items():
@@ -314,3 +256,56 @@ class _ExplicitDerivative:
 
     def mean(self) -> dict[str, Tensor]:
         return {name: grad / self.count for name, grad in self.total.items()}
+
+
+class _MomentumCheck:
+    """A test of whether an observable depends on momenta, which have no path density under BAOAB.
+
+    Values are compared as in :mod:`adjsim.estimators.probes`. In addition, differentiation finds a
+    dependence that does not change the value at the tested states.
+    """
+
+    def __init__(self, observable: Observable[Any], times: Tensor) -> None:
+        self.observable, self.times = observable, times
+
+    @classmethod
+    def of(cls, simulation: Simulation[Any], observable: Observable[Any]) -> _MomentumCheck | None:
+        """Return the test of an observable of this simulation, or None if it may read momenta."""
+        restricted = getattr(simulation.solver, "scheme", None) == "BAOAB"
+        return cls(observable, check_times(simulation.ts)) if restricted else None
+
+    def refuse(self, final: AnyState, frames: AnyState | None, *, slopes: bool = False) -> None:
+        """Refuse an observable whose value, or with ``slopes`` whose graph, has momenta."""
+        found = depends_on(lambda state: self._seen(state, final, frames), final, "momentum")
+        if found or (slopes and self._has_slope(final, frames)):
+            raise ValueError(
+                "Girsanov: under BAOAB only positions have a path density, and the observable "
+                "depends on momenta; use Splitting('OBABO', dt)."
+            )
+
+    def _has_slope(self, final: AnyState, frames: AnyState | None) -> bool:
+        with torch.enable_grad():
+            moving = final._replace(momentum=momentum_of(final).detach().requires_grad_())
+            total = self._seen(moving, final, frames).sum()
+        if not total.requires_grad:
+            return False
+        return torch.autograd.grad(total, momentum_of(moving), allow_unused=True)[0] is not None
+
+    def _seen(self, state: AnyState, final: AnyState, frames: AnyState | None) -> Tensor:
+        """Evaluate the observable with displaced momenta.
+
+        The displacements of the frames differ, so differences between frames change too.
+        """
+        if isinstance(self.observable, TimeAverage | Final):
+            return self.observable.function(state)
+        assert frames is not None
+        shares = (
+            torch.linspace(0.5, 1.0, len(momentum_of(frames)), dtype=torch.float64)
+            .to(momentum_of(state))
+            .square()
+        )
+        along = momentum_of(state) - momentum_of(final)
+        moved = momentum_of(frames) + shares.reshape(-1, 1, 1, 1) * along
+        return self.observable(
+            Trajectory(self.times, frames._replace(momentum=moved), None, state, {})
+        )

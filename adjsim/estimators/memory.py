@@ -1,9 +1,9 @@
 """Measurement of peak memory.
 
-On a GPU torch's allocator counts. On a CPU torch keeps no count, and Python's tracemalloc does not
-see tensors. So the resident set of the process is sampled every millisecond, and compared with a
-baseline taken after freed memory has been returned to the system. The result is good to about a
-megabyte. For reliable figures measure in a new process, as the command line does.
+On a GPU torch's allocator counts. On a CPU torch keeps no count, so the resident set of the process
+is sampled every millisecond, and compared with a baseline taken after freed memory has been
+returned to the system. The result is good to about a megabyte. For reliable figures measure in a
+new process, as the command line does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import ctypes
 import gc
 import sys
 import threading
-from types import TracebackType
 
 import psutil
 import torch
@@ -54,12 +53,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.device.type == "cuda":
             self.bytes = torch.cuda.max_memory_allocated(self.device) - self._base
             return

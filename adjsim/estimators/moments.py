@@ -13,9 +13,8 @@ from torch import Tensor
 from adjsim.core.rounding import power_of_two
 from adjsim.core.state import AnyState
 from adjsim.dynamics.base import Dynamics
-from adjsim.estimators.base import checked
-from adjsim.estimators.functional import with_values
 from adjsim.estimators.probes import reduced_energy
+from adjsim.estimators.replicas import checked, with_values
 
 
 class Moments:
@@ -24,16 +23,12 @@ class Moments:
     The result is one vector in float64: O of every replica, and the means over replicas of O^2, of
     ``du/dtheta``, of ``O du/dtheta`` and of ``dO/dtheta``. Calls change nothing on the object, so a
     compiled loop can average it. The cache of compiled loops is keyed by the averaged function, so
-    one object serves all chunks. The bits of products depend on the start, so all chunks need the
-    same.
+    one object serves all chunks.
 
-    Args:
-        dynamics: the dynamics with reduced energy u and parameters theta.
-        function: the observable, from the state to ``(replicas, ...)``.
-        bath: whether u has the terms of the bath.
-        start: a state. The observable's mean at this state, rounded to multiples of some hundred
-            times its spread, is subtracted before products are taken, so that they keep their
-            digits.
+    u has the terms of the ``bath``, or not. The observable's mean at the start, rounded to
+    multiples of some hundred times its spread, is subtracted before products are taken, so that
+    they keep their digits. So the bits of products depend on the start, and all chunks need the
+    same.
     """
 
     def __init__(
@@ -51,19 +46,18 @@ class Moments:
 
     def equals(self, other: Moments) -> bool:
         """Return whether two moments are the same function of the state."""
+        # Two reads of a method make two objects.
+        same = isinstance(self.function, MethodType) and self.function == other.function
         return (
             self.dynamics is other.dynamics
-            and _same_function(self.function, other.function)
+            and (same or self.function is other.function)
             and self.bath == other.bath
             and self.names == other.names
             and torch.equal(self.shift, other.shift)
         )
 
     def __call__(self, state: AnyState) -> Tensor:
-        registered = {
-            **dict(self.dynamics.named_parameters()),
-            **dict(self.dynamics.named_buffers()),
-        }
+        registered = dict(self.dynamics.named_parameters()) | dict(self.dynamics.named_buffers())
         parameters = {name: registered[name] for name in self.names}
         with torch.enable_grad():
             if all(p.requires_grad for p in parameters.values()):
@@ -80,12 +74,9 @@ class Moments:
             slopes = [self._slopes(u, parameters, column / len(u)) for column in columns]
             # Skipped for an observable without parameters: a curve and a network would give many
             # derivatives, all zero.
-            explicit = (
-                [self._slopes(entry, parameters, None) for entry in entries]
-                if seen.requires_grad
-                else []
-            )
-        parts = [values, values.square().mean(0), *slopes, *explicit]
+            if seen.requires_grad:
+                slopes += [self._slopes(entry, parameters, None) for entry in entries]
+        parts = [values, values.square().mean(0), *slopes]
         return torch.cat([part.to(torch.float64).reshape(-1) for part in parts])
 
     def _evaluate(self, state: AnyState, dynamics: Dynamics[Any]) -> tuple[Tensor, Tensor]:
@@ -95,29 +86,24 @@ class Moments:
     def _slopes(output: Tensor, parameters: dict[str, Tensor], weight: Tensor | None) -> Tensor:
         """Compute the derivative with respect to all parameters, joined; zero for unused ones."""
         wanted = list(parameters.values())
-        found: tuple[Tensor | None, ...] = (None,) * len(wanted)
-        if wanted and output.requires_grad:
+        if not wanted:
+            return output.new_zeros(0)
+        found = [torch.zeros_like(p) for p in wanted]
+        if output.requires_grad:
             found = torch.autograd.grad(
-                output, wanted, weight, retain_graph=True, allow_unused=True
+                output, wanted, weight, retain_graph=True, materialize_grads=True
             )
-        flat = [
-            (torch.zeros_like(p) if g is None else g).detach().reshape(-1)
-            for p, g in zip(wanted, found, strict=True)
-        ]
-        return torch.cat(flat) if flat else output.new_zeros(0)
+        return torch.cat([g.detach().reshape(-1) for g in found])
 
     def unpack(self, average: Tensor, values: Tensor) -> dict[str, Any]:
         """Return the averages by name, in float64, in the shapes of ``values`` and parameters."""
         shape, count = values.shape[1:], values[0].numel()
         trainable = self.dynamics.trainable()
         sizes = [p.numel() for p in trainable.values()]
-        known = values.numel() + count + (1 + count) * sum(sizes)
-        each, squares, slopes = average[:known].split(
-            [values.numel(), count, (1 + count) * sum(sizes)]
-        )
-        explicit = (
-            average[known:] if len(average) > known else average.new_zeros(count * sum(sizes))
-        )
+        numbers = [values.numel(), count, (1 + count) * sum(sizes), count * sum(sizes)]
+        # Explicit derivatives that were skipped are zero.
+        padding = average.new_zeros(sum(numbers) - len(average))
+        each, squares, slopes, explicit = torch.cat([average, padding]).split(numbers)
         each, shift = each.reshape(values.shape), self.shift.reshape(shape)
         mean, square = each.mean(0), squares.reshape(shape)
         G, OG = slopes.reshape(1 + count, -1).split([1, count])
@@ -142,18 +128,10 @@ class Moments:
 def _offset(values: Tensor) -> Tensor:
     """Round the mean over replicas, so that nearly all draws of the replicas give the same number.
 
-    The number is a constant of compiled loops. So a new estimator with other starts reuses the
-    loop that was compiled for the previous estimator. The values that remain are up to 128 spreads
-    large, and their products lose 4 of 16 digits.
+    It is a constant of compiled loops, which a new estimator with other starts can then use again.
+    The values that remain are up to 128 spreads large, and their products lose 4 of 16 digits.
     """
     mean, spread = values.mean(0), values.std(0, correction=0)
     unit = power_of_two(torch.where(spread > 0, 128 * spread, 1.0))
     rounded = torch.where(spread > 0, torch.round(mean / unit) * unit, mean)
     return torch.nan_to_num(rounded, 0.0, 0.0, 0.0)
-
-
-def _same_function(one: Any, other: Any) -> bool:
-    """Return whether two functions are one, or one method of one object."""
-    if isinstance(one, MethodType) and isinstance(other, MethodType):
-        return one.__func__ is other.__func__ and one.__self__ is other.__self__
-    return one is other

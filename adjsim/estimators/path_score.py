@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,47 +18,33 @@ from adjsim.core.state import AnyState, position_of
 from adjsim.dynamics.fields.sde import SDE
 from adjsim.dynamics.thermostats.langevin import Langevin
 from adjsim.dynamics.thermostats.overdamped import OverdampedLangevin
-from adjsim.estimators.functional import with_values
+from adjsim.estimators.replicas import with_values
 from adjsim.potentials.base import ForceField, force
 from adjsim.solvers.clock import Clock
+from adjsim.solvers.splitting import Splitting
 from adjsim.solvers.stochastic.euler_maruyama import EulerMaruyama
 
 # Number of steps whose forces are differentiated in one call.
 STACKED_STEPS = 32
 
 
-class _ParameterVJP:
-    """``v . dF/dtheta`` for every replica."""
-
-    def __init__(self, potential: Any) -> None:
-        self.potential = potential
-        found = {} if potential is None else trainable(potential)
-        self.parameters = {f"potential.{name}": p for name, p in found.items()}
-
-    def __call__(self, position: Tensor, v: Tensor, t: Any) -> dict[str, Tensor]:
-        names = [name.removeprefix("potential.") for name in self.parameters]
-
-        def along(values: dict[str, Tensor], q: Tensor, w: Tensor) -> Tensor:
-            return with_values(self.potential, values, lambda copy: (force(copy, q, t) * w).sum())
-
-        values = {name: p.detach() for name, p in zip(names, self.parameters.values(), strict=True)}
-        found = torch.func.vmap(torch.func.grad(along), in_dims=(None, 0, 0))(values, position, v)
-        return {f"potential.{name}": grad for name, grad in found.items()}
-
-
 class PathScore(ABC):
     """The score of every replica's path, summed along the run."""
 
     def __init__(self, dynamics: Any, stepper: Stepper, inputs: Inputs) -> None:
-        self.stepper, self.parameter_vjp = stepper, _ParameterVJP(dynamics.potential)
-        replicas = inputs.state[0].shape[0]
+        self.stepper, self.potential = stepper, dynamics.potential
+        # The names in the dynamics, and in the potential.
+        parameters = {} if self.potential is None else trainable(self.potential)
+        self.names = {f"potential.{name}": name for name in parameters}
+        self.values = {name: p.detach() for name, p in parameters.items()}
+        replicas = len(inputs.state[0])
         self.total = {
-            name: p.new_zeros((replicas, *p.shape))
-            for name, p in self.parameter_vjp.parameters.items()
+            name: self.values[own].new_zeros((replicas, *self.values[own].shape))
+            for name, own in self.names.items()
         }
-        # A time-dependent force is differentiated step by step. Other forces are differentiated at
-        # the positions of many steps in one call, which saves overhead.
-        self.stack_size = 1 if isinstance(dynamics.potential, ForceField) else STACKED_STEPS
+        # Forces are differentiated at the positions of many steps in one call, which saves
+        # overhead, unless they depend on the time.
+        self.stack_size = 1 if isinstance(self.potential, ForceField) else STACKED_STEPS
         self.pending: list[tuple[Tensor, Tensor]] = []
 
     def add(self, position: Tensor, weight: Tensor, step: int) -> None:
@@ -69,11 +56,17 @@ class PathScore(ABC):
         """Differentiate the collected steps, and add them to the total."""
         if self.pending and self.total:
             positions, weights = (torch.cat(entries) for entries in zip(*self.pending, strict=True))
-            for name, found in self.parameter_vjp(
-                positions, weights, self.stepper.clock.time(step)
-            ).items():
-                total = self.total[name]
-                self.total[name] = total + found.reshape(len(self.pending), *total.shape).sum(0)
+            t = self.stepper.clock.time(step)
+
+            def along(values: dict[str, Tensor], q: Tensor, w: Tensor) -> Tensor:
+                return with_values(
+                    self.potential, values, lambda copy: (force(copy, q, t) * w).sum()
+                )
+
+            slopes = _of_each_replica(along, self.values, positions, weights)
+            for name, total in self.total.items():
+                found = slopes[self.names[name]].reshape(len(self.pending), *total.shape)
+                self.total[name] = total + found.sum(0)
         self.pending.clear()
 
     def noise(self, step: int) -> tuple[Tensor, ...]:
@@ -83,6 +76,14 @@ class PathScore(ABC):
     @abstractmethod
     def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
         """Add the step from one state to the next."""
+
+
+def _of_each_replica(
+    function: Callable[..., Tensor], values: dict[str, Tensor], *rows: Any
+) -> dict[str, Tensor]:
+    """Compute the derivative of a function with respect to values, for each row of the others."""
+    in_dims = (None, *[0] * len(rows))
+    return torch.func.vmap(torch.func.grad(function), in_dims=in_dims)(values, *rows)
 
 
 class _EulerMaruyama(PathScore):
@@ -100,8 +101,7 @@ class _FieldEulerMaruyama(PathScore):
 
     def __init__(self, dynamics: SDE, stepper: Stepper, inputs: Inputs) -> None:
         super().__init__(dynamics, stepper, inputs)
-        self.dynamics = dynamics
-        replicas = inputs.state[0].shape[0]
+        self.dynamics, replicas = dynamics, len(inputs.state[0])
         self.values = {name: p.detach() for name, p in dynamics.trainable().items()}
         self.total = {name: p.new_zeros((replicas, *p.shape)) for name, p in self.values.items()}
 
@@ -109,11 +109,8 @@ class _FieldEulerMaruyama(PathScore):
         t = self.stepper.clock.time(step)
         parts = self.noise(step)[0].split([y.shape[-1] for y in before], -1)
         assert isinstance(self.stepper.clock, Clock)
-        scale = self.stepper.clock.dt**0.5
-        weights = tuple(
-            scale * _ratio(xi, g)
-            for xi, g in zip(parts, self.dynamics.amplitudes(t, before), strict=True)
-        )
+        scale, diffusion = self.stepper.clock.dt**0.5, self.dynamics.amplitudes(t, before)
+        weights = tuple(scale * _ratio(xi, g) for xi, g in zip(parts, diffusion, strict=True))
 
         def along(
             values: dict[str, Tensor], fields: tuple[Tensor, ...], w: tuple[Tensor, ...]
@@ -122,9 +119,7 @@ class _FieldEulerMaruyama(PathScore):
             rates = with_values(self.dynamics, values, lambda copy: copy.drift(t, state))
             return torch.cat([x * y for x, y in zip(rates, w, strict=True)]).sum()
 
-        found = torch.func.vmap(torch.func.grad(along), in_dims=(None, 0, 0))(
-            self.values, tuple(before), weights
-        )
+        found = _of_each_replica(along, self.values, tuple(before), weights)
         self.total = {name: total + found[name] for name, total in self.total.items()}
 
 
@@ -162,10 +157,12 @@ def _ratio(drift: Tensor, noise: Tensor) -> Tensor:
     return torch.where(noise != 0, drift / torch.where(noise != 0, noise, 1.0), 0.0)
 
 
-def path_score(dynamics: Any, solver: Any, stepper: Stepper, inputs: Inputs) -> PathScore:
-    """Make the score of the paths of a scheme."""
-    if isinstance(dynamics, SDE):
-        return _FieldEulerMaruyama(dynamics, stepper, inputs)
-    if isinstance(solver, EulerMaruyama):
-        return _EulerMaruyama(dynamics, stepper, inputs)
-    return (_BAOAB if solver.scheme == "BAOAB" else _OBABO)(dynamics, stepper, inputs)
+def path_score_of(dynamics: Any, solver: Any) -> type[PathScore] | None:
+    """Return the score of the paths of a scheme, or None if it has no known density."""
+    if type(solver) is EulerMaruyama:
+        if isinstance(dynamics, SDE):
+            return _FieldEulerMaruyama if dynamics.noise == "diagonal" else None
+        return _EulerMaruyama if isinstance(dynamics, OverdampedLangevin) else None
+    if isinstance(dynamics, Langevin) and isinstance(solver, Splitting):
+        return {"BAOAB": _BAOAB, "OBABO": _OBABO}.get(solver.scheme)
+    return None

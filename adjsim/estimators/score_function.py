@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -10,30 +9,19 @@ from torch import Tensor
 
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.core.arguments import as_number
-from adjsim.core.noise import Noise
-from adjsim.core.state import State, select
-from adjsim.core.trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
-from adjsim.dynamics.base import Dynamics
-from adjsim.estimators.base import (
-    Chunk,
-    ChunkedEstimator,
-    Estimator,
-    Observable,
-    Simulation,
-    checked,
-    weighted_mean,
-)
+from adjsim.core.state import State
+from adjsim.core.trajectory import TimeAverage
+from adjsim.estimators.base import Chunk, Estimator, Request, joined_stats, weighted_mean
 from adjsim.estimators.moments import Moments
 from adjsim.estimators.probes import density_of, depends_on_bath
+from adjsim.estimators.replicas import Observable, Replicas, Simulation, checked
 from adjsim.estimators.sharing import Work
-from adjsim.simulation.simulate import run
-from adjsim.solvers.base import SteppingSolver
 
 # Starts at which an observable is tested before any work.
 PROBED = 4
 
 
-class ScoreFunction(ChunkedEstimator):
+class ScoreFunction(Estimator):
     """The gradient of an equilibrium mean from a covariance at equal times (REINFORCE)::
 
         d<O>/dtheta = <dO/dtheta> - <(O - <O>) (du/dtheta - <du/dtheta>)>,     u = H(q, p; theta)/kT
@@ -45,16 +33,15 @@ class ScoreFunction(ChunkedEstimator):
     var(du/dtheta)`` over the number of independent samples. For large systems, where du/dtheta
     is large, pathwise or reweighted gradients are better.
 
-    Variables of a bath (the memory of :class:`~adjsim.GeneralizedLangevin`, the momenta of a
-    Nose-Hoover chain) have a density too. The terms of this density enter u if the observable
-    depends on these variables. This is tested by displacing the variables at the starts and at
-    the ends of the run. Parameters that are not in the density have a gradient of exactly
-    zero: friction, rates, strengths, and tau unless the observable depends on chain momenta.
+    The density of variables of a bath (the memory of :class:`~adjsim.GeneralizedLangevin`, the
+    momenta of a Nose-Hoover chain) enters u if the observable depends on them, which is tested by
+    displacing them at the starts and at the ends of the run. Parameters that are not in the density
+    have a gradient of exactly zero: friction, rates, strengths, and tau unless the observable
+    depends on chain momenta.
 
     Raises:
         TypeError: dynamics without a known density, or an observable that is not a ``TimeAverage``.
-        ValueError: an observable of the position of a Nose-Hoover chain, which has no stationary
-            density.
+        ValueError: an observable of the position of a Nose-Hoover chain, which has no density.
 
     Args:
         burn_in: time at the start that is left out, to equilibrate. If the ``TimeAverage`` has a
@@ -64,10 +51,9 @@ class ScoreFunction(ChunkedEstimator):
     estimand: ClassVar[str] = "stationary"
 
     def __init__(self, burn_in: float = 0.0) -> None:
-        burn_in = as_number("burn_in", burn_in)
-        if not burn_in >= 0:
-            raise ValueError(f"burn_in must be zero or a positive time; got {burn_in}.")
-        self.burn_in = burn_in
+        self.burn_in = as_number("burn_in", burn_in)
+        if not self.burn_in >= 0:
+            raise ValueError(f"burn_in must be zero or a positive time; got {self.burn_in}.")
         # Kept between calls, since the cache of compiled loops is keyed by these objects.
         self._known: dict[bool, Moments] = {}
 
@@ -75,113 +61,60 @@ class ScoreFunction(ChunkedEstimator):
         average = check_stationary(self, simulation, observable)
         common_burn_in(self, self.burn_in, average)
 
-    def run_chunks(
-        self,
-        simulation: Simulation[State],
-        observable: Observable[State],
-        starts: State,
-        slices: list[slice],
-        seed: int | None,
-        work: Work,
-    ) -> list[Chunk]:
+    def chunks(self, request: Request[State], drawn: Replicas[State], work: Work) -> list[Chunk]:
         # The moments of all chunks are about one number, whichever rank runs them.
-        first = select(starts, slices[0])
+        about = drawn.part(request.slices[0]).start
+        return work.chunks(
+            request.slices, lambda part: self._chunk(drawn.part(part), about), drawn.device
+        )
 
-        def chunk(i: int) -> Chunk:
-            noise = None if seed is None else Noise(seed, slices[i].start)
-            return self.chunk(simulation, observable, select(starts, slices[i]), noise, first)
+    def _chunk(self, replicas: Replicas[State], about: State) -> Chunk:
+        dynamics, average = replicas.simulation.dynamics, replicas.average
+        assert average is not None
+        bath = depends_on_bath(dynamics, average.function, replicas.start)
+        final, runs, found = self._sample(replicas, average, self._moments(replicas, bath, about))
+        if not bath and depends_on_bath(dynamics, average.function, final):
+            moments = self._moments(replicas, True, about)
+            _, more, found = self._sample(replicas, average, moments)
+            runs += more
+        return Chunk(found["O"], found["dO"], joined_stats(runs), found)
 
-        return work.chunks(len(slices), chunk, starts[0].device)
-
-    def chunk(
-        self,
-        simulation: Simulation[State],
-        observable: Observable[State],
-        start: State,
-        noise: Noise | None,
-        first: State | None = None,
-    ) -> Chunk:
-        assert isinstance(observable, TimeAverage)
-        dynamics, function = simulation.dynamics, observable.function
-        about = start if first is None else first
-        bath = depends_on_bath(dynamics, function, start)
-        moments = self._moments(dynamics, function, bath, about)
-        final, evaluations, found = self._sample(simulation, observable, start, noise, moments)
-        if not bath and depends_on_bath(dynamics, function, final):
-            moments = self._moments(dynamics, function, True, about)
-            final, more, found = self._sample(simulation, observable, start, noise, moments)
-            evaluations += more
-        stats = {"energy_evaluations": evaluations, "pairs": found.pop("pairs")}
-        return Chunk(found["O"], found["dO"], stats, found)
-
-    def _moments(
-        self,
-        dynamics: Dynamics[State],
-        function: Callable[[State], Tensor],
-        bath: bool,
-        start: State,
-    ) -> Moments:
+    def _moments(self, replicas: Replicas[State], bath: bool, about: State) -> Moments:
         """Make the moments about a start, or return the last ones if they are equal."""
-        moments, last = Moments(dynamics, function, bath, start), self._known.get(bath)
+        function, last = replicas.function, self._known.get(bath)
+        assert function is not None
+        moments = Moments(replicas.simulation.dynamics, function, bath, about)
         if last is None or not last.equals(moments):
             last = self._known[bath] = moments
         return last
 
     @torch.no_grad()
     def _sample(
-        self,
-        simulation: Simulation[State],
-        observable: TimeAverage,
-        start: State,
-        noise: Noise | None,
-        moments: Moments,
-    ) -> tuple[State, int, dict[str, Any]]:
-        """Run, and return the final state, the passes over the energy, and the moments.
+        self, replicas: Replicas[State], observable: TimeAverage, moments: Moments
+    ) -> tuple[State, list[dict[str, Any]], dict[str, Any]]:
+        """Run, and return the final state, the costs, and the moments.
 
         The run has two parts, whose averages are compared to test for equilibrium.
         """
-        assert isinstance(simulation.solver, SteppingSolver)
-        dynamics = simulation.dynamics
-        skip, times, dt = (
-            common_burn_in(self, self.burn_in, observable),
-            check_times(simulation.ts),
-            simulation.solver.dt,
-        )
-        last = step_numbers(times, dt)[-1]
-        first = first_averaged_step(skip, dt, last)
-        middle = first + (last - first) // 2
-        state, evaluations, parts = start, last - first + 1, []
-        pairs: Any = None
+        skip = common_burn_in(self, self.burn_in, observable)
+        steps = replicas.simulation.steps("ScoreFunction")
+        last, first = steps.last, steps.first_averaged(skip)
+        count, middle = last - first + 1, first + (last - first) // 2
+        # Each averaged state takes a pass over the energy.
+        state, runs, parts = replicas.start, [{"energy_evaluations": count}], []
         for begin, end in ((0, middle), (middle, last)) if middle < last else ((0, last),):
-            span = [float(times[0]) + begin * dt, float(times[0]) + end * dt]
-            shifted = None if noise is None else Noise(noise.seed, noise.first, noise.begin + begin)
             average = TimeAverage(moments, 0.0 if begin else skip)
-            made = run(
-                dynamics,
-                state,
-                span,
-                simulation.solver,
-                DirectAdjoint(),
-                average,
-                shifted,
-                compile=simulation.compile,
-            )
+            made = replicas.span(state, begin, end, DirectAdjoint(), average)
             assert made.record is not None
-            state, evaluations = made.final, evaluations + made.stats["energy_evaluations"]
-            pairs = made.stats.get("pairs")
+            state = made.final
+            runs.append(made.stats)
             parts.append((end - max(begin, first - 1), made.record))
         values = checked(observable.function(state), state)
-        total = torch.stack([record * (count / (last - first + 1)) for count, record in parts]).sum(
-            0
-        )
+        total = torch.stack([record * (n / count) for n, record in parts]).sum(0)
         found = moments.unpack(total, values)
         early, late = (moments.unpack(record, values)["O"] for _, record in (parts[0], parts[-1]))
-        found.update(
-            halves=late - early,
-            pairs=pairs,
-            dtype=values.dtype if values.is_floating_point() else state[0].dtype,
-        )
-        return state, evaluations, found
+        dtype = values.dtype if values.is_floating_point() else state[0].dtype
+        return state, runs[::-1], found | {"halves": late - early, "dtype": dtype}
 
     def combine(
         self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
@@ -194,18 +127,15 @@ class ScoreFunction(ChunkedEstimator):
         # Bessel's correction: the covariance about the sample mean is too small by the factor
         # 1 - 1/ess.
         correction = ess / max(ess - 1, 1)
-        mean, dtype = weighted_mean([part.value for part in parts], sizes), parts[0].extra["dtype"]
-        parameters = simulation.dynamics.trainable()
-        for name, p in parameters.items():
+        mean = weighted_mean([part.value for part in parts], sizes)
+        for name, p in simulation.dynamics.trainable().items():
             G = weighted_mean([part.extra["G"][name] for part in parts], sizes)
             for part in parts:
-                g = part.extra["G"][name]
-                centred = (
-                    part.extra["OG"][name] - outer(mean, g) - outer(part.value, G) + outer(mean, G)
-                )
-                part.grad[name] = (part.extra["dO"][name] - correction * centred).to(p.dtype)
+                g, OG, dO = (part.extra[key][name] for key in ("G", "OG", "dO"))
+                centred = OG - outer(mean, g) - outer(part.value, G) + outer(mean, G)
+                part.grad[name] = (dO - correction * centred).to(p.dtype)
         for part in parts:
-            part.value = part.value.to(dtype)
+            part.value = part.value.to(part.extra["dtype"])
         halves = torch.stack([part.extra["halves"] for part in parts])
         return {"ess": ess, "equilibration": equilibration(halves)}
 
@@ -225,10 +155,10 @@ def outer_mean(values: Tensor, grads: Tensor) -> Tensor:
 
 
 def ess_of(parts: list[dict[str, Any]], sizes: list[int]) -> float:
-    """Compute the effective sample size of the time averages of the observable.
+    """Compute the effective sample size of the time averages, the minimum over entries.
 
     This is the variance of the observable over the variance of its mean, which comes from the
-    spread of the replicas' averages. The result is the minimum over entries.
+    spread of the replicas' averages.
     """
     each = torch.cat([part["each"] for part in parts])
     if len(each) < 2:
@@ -260,11 +190,8 @@ def check_stationary(
             "observable at a given time, such as a first passage or a final state, is a path "
             "question: use Pathwise, Girsanov or FiniteDifference."
         )
-    if not isinstance(simulation.solver, SteppingSolver):
-        raise TypeError(
-            f"{name} needs a solver of a fixed step, not {type(simulation.solver).__name__}."
-        )
-    probe = simulation.starts(PROBED, torch.Generator().manual_seed(0))
+    simulation.steps(name)
+    probe = simulation.probes(PROBED)
     density_of(simulation.dynamics)
     depends_on_bath(simulation.dynamics, observable.function, probe)
     return observable

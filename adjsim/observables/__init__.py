@@ -17,12 +17,6 @@ from adjsim.observables.distributions import (
     radial_distribution,
     smooth_radial_distribution,
 )
-from adjsim.observables.fluctuations import compressibility, dielectric_constant, heat_capacity
-from adjsim.observables.kinetics import (
-    first_passage_time,
-    mean_squared_displacement,
-    velocity_autocorrelation,
-)
 from adjsim.observables.moments import (
     density,
     dipole,
@@ -31,8 +25,13 @@ from adjsim.observables.moments import (
     straightness,
 )
 from adjsim.observables.neighbours import neighbour_pairs as neighbour_pairs
-from adjsim.observables.proximity import contacts, hydrogen_bonds, native_contacts
-from adjsim.observables.residues import closest_distances, residue_distances
+from adjsim.observables.proximity import (
+    closest_distances,
+    contacts,
+    hydrogen_bonds,
+    native_contacts,
+    residue_distances,
+)
 from adjsim.observables.shape import (
     aligned,
     distance_rmsd,
@@ -48,8 +47,21 @@ from adjsim.observables.structure import (
     radius_of_gyration,
     structure_factor,
 )
-from adjsim.observables.thermodynamics import kinetic_temperature, pressure, stress
-from adjsim.observables.transport import diffusion_coefficient, viscosity
+from adjsim.observables.thermodynamics import (
+    compressibility,
+    dielectric_constant,
+    heat_capacity,
+    kinetic_temperature,
+    pressure,
+    stress,
+)
+from adjsim.observables.transport import (
+    diffusion_coefficient,
+    first_passage_time,
+    mean_squared_displacement,
+    velocity_autocorrelation,
+    viscosity,
+)
 
 __all__ = [
     "aligned",

@@ -40,8 +40,8 @@ def autocorrelation_time(series: Array, window: float = 5.0) -> float:
 def lagged_products(series: Tensor, lags: int) -> Tensor:
     """Compute ``<x(s) x(s + k)>`` of every entry, averaged over the origins s, for k < lags.
 
-    The series is ``(time, ...)``. The result, ``(lags, ...)``, is computed by Fourier transforms
-    in float64. Its rounding errors are those of the value at lag zero.
+    From ``(time, ...)`` to ``(lags, ...)``, by Fourier transforms in float64. The rounding errors
+    are those of the value at lag zero.
     """
     frames = len(series)
     x = series.double()

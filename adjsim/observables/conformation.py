@@ -19,28 +19,25 @@ def end_to_end_distance(position: PositionsLike, first: int = 0, last: int = -1)
     """Compute the distance between two atoms of a chain, ``(*batch,)``.
 
     There is no nearest image, since a chain may be longer than half a box: positions must not be
-    wrapped into it. The gradient of a distance of zero is taken as zero.
-
-    Args:
-        position: ``(*batch, atoms, dim)``.
-        first: index of an atom; a negative one counts from the end.
-        last: index of another.
+    wrapped into it. A negative index counts from the end. The gradient of a distance of zero is
+    taken as zero.
 
     Raises:
         ValueError: an index out of range, or two of the same atom.
     """
     q = positions("end_to_end_distance", position)
     atoms = q.shape[-2]
-    ends = [as_whole(name, i) for name, i in (("first", first), ("last", last))]
-    for name, i in zip(("first", "last"), ends, strict=True):
+    ends = {"first": as_whole("first", first), "last": as_whole("last", last)}
+    for name, i in ends.items():
         if not -atoms <= i < atoms:
             raise ValueError(
                 f"{name} must be the index of one of {atoms} atoms, from {-atoms} to {atoms - 1}; "
                 f"got {i}."
             )
-    if ends[0] % atoms == ends[1] % atoms:
-        raise ValueError(f"first and last are the same atom, {ends[0] % atoms} of {atoms}.")
-    return length(q[..., ends[1], :] - q[..., ends[0], :])
+    one, other = (i % atoms for i in ends.values())
+    if one == other:
+        raise ValueError(f"first and last are the same atom, {one} of {atoms}.")
+    return length(q[..., other, :] - q[..., one, :])
 
 
 def dihedrals(position: PositionsLike, index: Array, box: Array | None = None) -> Tensor:
@@ -55,14 +52,10 @@ def dihedrals(position: PositionsLike, index: Array, box: Array | None = None) -
     does not exist: it is given as zero, without a gradient. Near such a line the gradient grows as
     one over the distance from it.
 
-    Args:
-        position: ``(*batch, atoms, 3)``.
-        index: ``(n, 4)`` indices of atoms.
-        box: the periodic box, if there is one; the nearest image of each bond is taken.
+    The indices of atoms are ``(n, 4)``. In a periodic box the nearest image of each bond is taken.
 
     Raises:
-        ValueError: an index out of range, an atom twice in one angle, positions that are not of
-            three dimensions.
+        ValueError: an index out of range, an atom twice in one angle.
     """
     q = positions("dihedrals", position, dim=3)
     i, j, k, m = members("index", index, 4, q).unbind(-1)
@@ -72,7 +65,7 @@ def dihedrals(position: PositionsLike, index: Array, box: Array | None = None) -
 
 
 def dihedral_distribution(angles: Array, at: Array, *, width: float | int) -> Tensor:
-    """Compute a differentiable distribution of angles on the circle, per radian::
+    """Compute a differentiable distribution of angles, per radian, ``(*batch, points)``::
 
         p(a) = mean over angles of exp(k cos(a - angle)) / (2 pi I_0(k)),  k = 1 / width^2
 
@@ -84,14 +77,8 @@ def dihedral_distribution(angles: Array, at: Array, *, width: float | int) -> Te
     Args:
         angles: ``(*batch, n)``, radians, such as those of :func:`dihedrals`; the mean is over n.
             For one angle of many frames give ``(frames,)``.
-        at: ``(points,)`` angles.
-        width: width of the kernel, radians.
-
-    Returns:
-        ``(*batch, points)``. Memory is that of n numbers for each point.
-
-    Raises:
-        ValueError: no angles, a width that is not positive or above pi.
+        at: ``(points,)`` angles. Memory is that of n numbers for each.
+        width: width of the kernel, radians, at most pi.
     """
     return _kernels(*_angles("angles", angles, at), width).mean(-2)
 
@@ -101,20 +88,9 @@ def ramachandran(phi: Array, psi: Array, at: Array, *, width: float | int) -> Te
 
         p(a, b) = mean over pairs of K(a - phi) K(b - psi)
 
-    K is the kernel of :func:`dihedral_distribution`. The integral of p over the torus is one.
-
-    Args:
-        phi: ``(*batch, n)``, radians; the mean is over n.
-        psi: ``(*batch, n)``, the angles that belong to phi.
-        at: ``(points,)`` angles of both axes.
-        width: width of the kernel, radians.
-
-    Returns:
-        ``(*batch, points, points)``, phi first.
-
-    Raises:
-        ValueError: phi and psi of different shapes, or none; a width as in
-            :func:`dihedral_distribution`.
+    K is the kernel of :func:`dihedral_distribution`, with ``width``. The integral of p over the
+    torus is one. From phi and psi, ``(*batch, n)``, and ``(points,)`` angles of both axes, the
+    result is ``(*batch, points, points)``, phi first.
     """
     first, points = _angles("phi", phi, at)
     second, _ = _angles("psi", psi, at)
@@ -129,12 +105,9 @@ def ramachandran(phi: Array, psi: Array, at: Array, *, width: float | int) -> Te
 def dihedral_histogram(angles: Array, bins: int) -> Tensor:
     """Compute the distribution of angles in equal bins from -pi to pi, per radian, ``(bins,)``.
 
-    All axes are averaged. It is a histogram and has no gradient; :func:`dihedral_distribution` has
-    one. Angles may be outside of -pi to pi, and pi itself is in the first bin, with -pi. The
-    integral is one.
-
-    Raises:
-        ValueError: no angles, NaN or infinite ones, fewer than one bin.
+    All axes are averaged, and the integral is one. It has no gradient;
+    :func:`dihedral_distribution` has one. Angles may be outside of -pi to pi, and pi itself is in
+    the first bin, with -pi.
     """
     x, number = as_tensor("angles", angles).detach().double(), as_whole("bins", bins)
     if x.numel() == 0:

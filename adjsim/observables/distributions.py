@@ -12,6 +12,7 @@ from adjsim.core.arguments import as_number, as_tensor
 from adjsim.core.box import checked_box, volume
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, PositionsLike
+from adjsim.observables.members import positive
 from adjsim.observables.neighbours import (
     PairVectors,
     optional_box,
@@ -30,25 +31,19 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
 
         g(r) = (pairs in the shell) / (atoms (atoms - 1) / 2) * V / (shell volume)
 
-    It is a histogram and has no gradient. The box is three-dimensional, and g(r) is valid for r up
-    to half the smallest perpendicular width of the box.
+    It is a histogram, ``(bins,)``, and has no gradient. It is 1 where the fluid has no structure.
 
     Args:
         position: ``(*batch, atoms, 3)``; frames and replicas are averaged alike.
-        edges: ``(bins + 1,)``, increasing distances.
+        edges: ``(bins + 1,)``, increasing distances, at most half the smallest perpendicular width
+            of the box.
         box: ``(3,)`` or ``(3, 3)``.
 
-    Returns:
-        ``(bins,)``, 1 where the fluid has no structure.
-
     Raises:
-        ValueError: fewer than two atoms, no frames, edges that do not increase or are beyond half
-            the box.
+        ValueError: fewer than two atoms, no frames, edges out of range.
     """
-    q, bounds = (
-        refuse_not_finite(as_tensor("position", position).detach()),
-        as_tensor("edges", edges).detach().double().cpu(),
-    )
+    q = refuse_not_finite(as_tensor("position", position).detach())
+    bounds = as_tensor("edges", edges).detach().double().cpu()
     if bounds.ndim != 1 or len(bounds) < 2 or not bool((bounds[1:] > bounds[:-1]).all()):
         raise ValueError(
             f"edges must be at least two increasing distances; got shape {tuple(bounds.shape)}."
@@ -73,13 +68,13 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
 def smooth_radial_distribution(
     position: PositionsLike, r: Array, box: Array, *, width: float
 ) -> Tensor:
-    """Compute a differentiable radial distribution function in a periodic box::
+    """Compute a differentiable radial distribution function, ``(*batch, n)``::
 
         g(r) = V / (atoms (atoms - 1) / 2) * sum over i<j of K(r - r_ij) / (4 pi r_ij^2)
 
-    K is a Gaussian of standard deviation ``width``. So g is the true function convolved with K. To
-    leading order the convolution adds ``width^2/2 g''(r)`` to the true function: a tenth of the
-    width of the first peak is a good choice. :func:`radial_distribution` is the exact histogram.
+    K is a Gaussian of standard deviation ``width``. To leading order it adds ``width^2/2 g''(r)``
+    to the true function: a tenth of the width of the first peak is a good choice.
+    :func:`radial_distribution` is the exact histogram. Memory is that of n numbers for each pair.
 
     Args:
         position: ``(*batch, atoms, 3)``.
@@ -88,17 +83,12 @@ def smooth_radial_distribution(
             too low (by 2 width/L at the end of a cube's range).
         box: ``(3,)`` or ``(3, 3)``.
         width: standard deviation of the kernel, length.
-
-    Returns:
-        ``(*batch, n)``, one function for each system. Memory is that of n numbers for each pair.
     """
-    q, width = as_tensor("position", position), as_number("width", width)
+    q, width = as_tensor("position", position), positive("width", width)
     with outside_tracing():
         at = as_tensor("r", r)
     if at.ndim != 1 or len(at) == 0:
         raise ValueError(f"r must be (n,) distances; got shape {tuple(at.shape)}.")
-    if not width > 0:
-        raise ValueError(f"width must be positive; got {width}.")
     _check_fluid("smooth_radial_distribution", q, box)
     with outside_tracing():
         largest = float(at.detach().max())
@@ -121,14 +111,14 @@ def angular_distribution(
     width: float,
     start: float | int | None = None,
 ) -> Tensor:
-    """Compute a differentiable distribution of the angles between bonds of an atom::
+    """Compute a differentiable distribution of angles between bonds, per radian, ``(*batch, n)``::
 
         p(a) = sum over triples of w_ij w_ik K(a - a_jik) / sum over triples of w_ij w_ik
 
     A triple is an atom i and two neighbours j<k, and a_jik is the angle at i. K is a Gaussian of
-    standard deviation ``width``, reflected at 0 and pi. So p integrates to one over 0 to pi. To
-    leading order the kernel adds ``width^2/2 p''(a)`` to the distribution. Directions without
-    order have ``p = sin(a)/2`` in three dimensions and ``1/pi`` in two.
+    standard deviation ``width``, reflected at 0 and pi, so p integrates to one. To leading order it
+    adds ``width^2/2 p''(a)`` to the distribution. Directions without order have ``p = sin(a)/2`` in
+    three dimensions and ``1/pi`` in two.
 
     The weight w(r) of a neighbour is one up to ``start`` and falls to zero at ``cutoff``::
 
@@ -138,23 +128,19 @@ def angular_distribution(
     is lost, so the gradient is wrong. Put ``start`` and ``cutoff`` on both sides of the first
     minimum of g(r), where few neighbours have a weight between zero and one.
 
+    Memory is that of n numbers for each triple: of the triples within the cutoff, but of all
+    ``atoms (atoms - 1) (atoms - 2) / 2`` in a compiled or transformed function.
+
     Args:
         position: ``(*batch, atoms, dim)``, in two dimensions or more.
         angles: ``(n,)``, radians, between 0 and pi.
-        box: the periodic box, if there is one.
-        cutoff: the distance at which the weight of a neighbour is zero, at most half the smallest
-            perpendicular width of the box.
+        box: the periodic box, or None.
+        cutoff: at most half the smallest perpendicular width of the box.
         width: standard deviation of the kernel, radians, at most pi/8.
-        start: the distance at which the weight begins to fall; None: 0.9 ``cutoff``.
-
-    Returns:
-        ``(*batch, n)``, per radian. Memory is that of n numbers for each triple: of the triples
-        within the cutoff, but of all ``atoms (atoms - 1) (atoms - 2) / 2`` in a compiled or
-        transformed function.
+        start: None: 0.9 ``cutoff``.
 
     Raises:
-        ValueError: angles outside 0 to pi, a width or a start out of range, a cutoff above half the
-            width of the box, or a system where no atom has two neighbours.
+        ValueError: an argument out of range, or a system where no atom has two neighbours.
     """
     q, at = as_tensor("position", position), _angles(angles)
     cutoff, width = as_number("cutoff", cutoff), as_number("width", width)
@@ -228,8 +214,7 @@ def _angle(a: Tensor, b: Tensor) -> Tensor:
 def _bonds_at_one_atom(pairs: PairVectors) -> tuple[Tensor, Tensor, Tensor]:
     """List all two pairs that share an atom, and the sign of the product of their directions.
 
-    Vectors point from j to i. The sign is -1 where the shared atom is first in one pair and second
-    in the other.
+    It is -1 where the shared atom is first in one pair and second in the other.
     """
     i, j = pairs.indices()
     count = len(i)
@@ -245,13 +230,10 @@ def _bonds_at_one_atom(pairs: PairVectors) -> tuple[Tensor, Tensor, Tensor]:
     second = first + 1 + np.arange(len(first)) - np.repeat(before, later)
     first, second = order[first], order[second]
     sign = np.where((first < count) == (second < count), 1.0, -1.0)
-    device = pairs.vector.device
+    found = (first % max(1, count), second % max(1, count), sign)
     with outside_tracing():
-        return (
-            torch.from_numpy(first % count if count else first).to(device),
-            torch.from_numpy(second % count if count else second).to(device),
-            torch.from_numpy(sign).to(device),
-        )
+        one, other, signs = (torch.from_numpy(x).to(pairs.vector.device) for x in found)
+    return one, other, signs
 
 
 def _check_fluid(what: str, q: Tensor, box: Array | None) -> None:

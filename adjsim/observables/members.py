@@ -7,20 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_indices, as_tensor
+from adjsim.core.arguments import as_indices, as_number, as_tensor
 from adjsim.core.box import nearest_image
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, Number, PositionsLike
 from adjsim.observables.neighbours import values_unknown
 
 
-def positions(what: str, position: PositionsLike, dim: int | None = None) -> Tensor:
-    """Convert positions, and refuse another shape.
+def positive(name: str, value: float | int) -> float:
+    """Convert a positive number."""
+    number = as_number(name, value)
+    if not number > 0:
+        raise ValueError(f"{name} must be positive; got {number}.")
+    return number
 
-    Raises:
-        ValueError: positions that are not ``(*batch, atoms, dim)``, no atoms, another dimension
-            than ``dim``.
-    """
+
+def positions(what: str, position: PositionsLike, dim: int | None = None) -> Tensor:
+    """Convert positions ``(*batch, atoms, dim)``, and refuse another shape or dimension."""
     q = as_tensor("position", position)
     if q.ndim < 2 or q.shape[-2] == 0 or q.shape[-1] == 0:
         raise ValueError(
@@ -36,7 +39,9 @@ def reference_like(q: Tensor, reference: Array) -> Tensor:
     """Convert a reference structure ``(atoms, dim)``, or one for each system of the batch."""
     with outside_tracing():
         y = as_tensor("reference", reference)
-    if not _fits(y, q):
+    batch = zip(reversed(y.shape[:-2]), reversed(q.shape[:-2]), strict=False)
+    fits = 2 <= y.ndim <= q.ndim and y.shape[-2:] == q.shape[-2:]
+    if not fits or any(a not in (1, b) for a, b in batch):
         raise ValueError(
             f"reference must be {tuple(q.shape[-2:])} or one such for each system of a position "
             f"of shape {tuple(q.shape)}; got shape {tuple(y.shape)}."
@@ -44,19 +49,8 @@ def reference_like(q: Tensor, reference: Array) -> Tensor:
     return y.to(q)
 
 
-def _fits(y: Tensor, q: Tensor) -> bool:
-    if y.ndim < 2 or y.ndim > q.ndim or y.shape[-2:] != q.shape[-2:]:
-        return False
-    batch = q.shape[q.ndim - y.ndim : -2]
-    return all(a in (1, b) for a, b in zip(y.shape[:-2], batch, strict=True))
-
-
 def atom_weights(name: str, value: Number, q: Tensor) -> Tensor:
-    """Convert masses or weights, one number or one for each atom, to ``(atoms, 1)``.
-
-    Raises:
-        ValueError: another shape, a negative or infinite weight, weights that are all zero.
-    """
+    """Convert masses or weights, one number or one for each atom, to ``(atoms, 1)``."""
     with outside_tracing():
         w = as_tensor(name, value)
     atoms = q.shape[-2]
@@ -73,12 +67,7 @@ def atom_weights(name: str, value: Number, q: Tensor) -> Tensor:
 
 
 def members(name: str, index: Any, columns: int, q: Tensor) -> Tensor:
-    """Convert the indices of atoms, ``(n, columns)``; the atoms of a row are different.
-
-    Raises:
-        ValueError: another shape, no rows, an index below zero or not below the number of atoms, a
-            row that names an atom twice.
-    """
+    """Convert the indices of atoms, ``(n, columns)``; the atoms of a row are different."""
     atoms = q.shape[-2]
     with outside_tracing():
         found = as_indices(name, index)
@@ -96,9 +85,9 @@ def members(name: str, index: Any, columns: int, q: Tensor) -> Tensor:
         return found.to(q.device)
 
 
-def check_range(name: str, index: Tensor, atoms: int, lowest: int = 0) -> None:
+def check_range(name: str, index: Tensor, atoms: int) -> None:
     """Refuse indices that are not those of an atom."""
-    outside = (index < lowest) | (index >= atoms)
+    outside = (index < 0) | (index >= atoms)
     if bool(outside.any()):
         raise ValueError(
             f"{name} has the index {int(index[outside][0])}, and the {atoms} atoms are counted "
@@ -127,8 +116,7 @@ def length(d: Tensor) -> Tensor:
 def root(squares: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     """Compute the root of a sum of squares, zero without a gradient where it is ``noise`` at most.
 
-    The root of zero has no derivative. The derivative of the root of rounding errors is a vector of
-    length one in a random direction.
+    The derivative of the root of rounding errors is a vector of length one in a random direction.
     """
     zero = squares <= noise
     return torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())

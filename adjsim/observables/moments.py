@@ -19,11 +19,8 @@ def gyration_tensor(position: PositionsLike, mass: Number = 1.0) -> Tensor:
 
         S = sum_i m_i (q_i - c) (q_i - c)^T / sum_i m_i,  c the centre of mass
 
-    The root of its trace is the radius of gyration.
-
-    Args:
-        position: ``(*batch, atoms, dim)``, not wrapped into a box.
-        mass: one number or ``(atoms,)``; with one number all atoms have the same weight.
+    The root of its trace is the radius of gyration. Positions are not wrapped into a box. The
+    masses are ``(atoms,)``; with one number all atoms have the same weight.
 
     Raises:
         ValueError: a mass of another size, masses that are negative or all zero.
@@ -45,13 +42,7 @@ def principal_moments(position: PositionsLike, mass: Number = 1.0) -> Tensor:
     and its gradient is one of several. The gradient of a symmetric function of the moments, such as
     their sum or the sum of their squares, is right there. Second derivatives are infinite or NaN
     where moments coincide: use :func:`straightness`, or the tensor itself, which are polynomials.
-
-    Args:
-        position: ``(*batch, atoms, 3)``, not wrapped into a box.
-        mass: one number or ``(atoms,)``.
-
-    Raises:
-        ValueError: as :func:`gyration_tensor`, and positions that are not of three dimensions.
+    Arguments, in three dimensions, and errors are those of :func:`gyration_tensor`.
     """
     q = positions("principal_moments", position, dim=3)
     m = atom_weights("mass", mass, q)
@@ -72,17 +63,10 @@ def straightness(position: PositionsLike, mass: Number = 1.0) -> Energies:
 
     S is the :func:`gyration_tensor`. In three dimensions with eigenvalues a, b, c it is
     ``1 - 3 (a b + b c + c a) / (a + b + c)^2`` (Theodorou and Suter, Macromolecules 18, 1206
-    (1985)). It is 1/4 for a planar and symmetric molecule, and 0 for a cube or a sphere. It is a
-    rational function of the tensor, so its derivatives of every order are right where eigenvalues
-    coincide. Where all atoms coincide, up to 16 rounding errors of the positions, it is taken
-    as zero, without a gradient.
-
-    Args:
-        position: ``(*batch, atoms, dim)``, in two dimensions or more, not wrapped into a box.
-        mass: one number or ``(atoms,)``.
-
-    Raises:
-        ValueError: as :func:`gyration_tensor`, and positions of one dimension.
+    (1985)). It is 1/4 for a planar and symmetric molecule, and 0 for a cube or a sphere. Its
+    derivatives of every order are right where eigenvalues coincide. Where all atoms coincide, up to
+    16 rounding errors of the positions, it is taken as zero, without a gradient. Arguments, in two
+    dimensions or more, and errors are those of :func:`gyration_tensor`.
     """
     q = positions("straightness", position)
     dim = q.shape[-1]
@@ -101,12 +85,9 @@ def straightness(position: PositionsLike, mass: Number = 1.0) -> Energies:
 def dipole(position: PositionsLike, charge: Array) -> Tensor:
     """Compute the dipole moment ``sum_i charge_i q_i``, charge x length, ``(*batch, dim)``.
 
-    It depends on the origin unless the charges sum to zero. In a periodic box the positions are
-    those of whole molecules, not wrapped atom by atom.
-
-    Args:
-        position: ``(*batch, atoms, dim)``.
-        charge: ``(atoms,)``. It may carry a gradient.
+    It depends on the origin unless the charges, ``(atoms,)``, sum to zero. They may carry a
+    gradient. In a periodic box the positions are those of whole molecules, not wrapped atom by
+    atom.
 
     Raises:
         ValueError: charges of another size.
@@ -124,15 +105,11 @@ def dipole(position: PositionsLike, charge: Array) -> Tensor:
 def density(mass: Array, box: Array) -> Tensor:
     """Compute the density ``sum_i mass_i / volume`` of a periodic box, a scalar.
 
-    In amu and angstrom, one unit is 1.66053907 g/cm^3.
-
-    Args:
-        mass: ``(atoms,)``, one for each atom. It may carry a gradient.
-        box: ``(dim,)`` lengths or ``(dim, dim)`` rows.
+    In amu and angstrom, one unit is 1.66053907 g/cm^3. The masses, ``(atoms,)``, may carry a
+    gradient.
 
     Raises:
-        ValueError: one number in place of all masses, masses that are negative, a box without a
-            volume.
+        ValueError: one number in place of all masses, negative masses, a box without a volume.
     """
     with outside_tracing():
         m, cell = as_tensor("mass", mass), checked_box(box, None)

@@ -1,9 +1,8 @@
 """Pairs of atoms within a distance, and their vectors.
 
 Small systems take all pairs, in operations that torch can record and transform. Large systems take
-the pairs that a tree finds within the range of the observable. The tree sees positions without a
-graph. The vectors of its pairs are computed from the positions again, so that gradients pass
-through them.
+the pairs that a tree finds within the range of the observable. Gradients pass through the vectors
+of its pairs, which are computed from the positions again.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from adjsim.core.neighbour_list import pairs_within
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Array, PositionsLike
 
-# Atoms from which the tree is used. In a liquid, value and gradient by the tree are faster than by
-# all pairs from 110 atoms (smooth radial distribution), 250 (bond order) and 500 (coordination
-# number, histogram).
+# Atoms from which the tree is used. In a liquid it is faster from 110 atoms (smooth radial
+# distribution), 250 (bond order) and 500 (coordination number, histogram).
 LARGE = 300
 
 
@@ -65,18 +63,16 @@ def neighbour_pairs(
     (:func:`adjsim.pair_distances`) are faster.
 
     Args:
-        position: ``(atoms, dim)``, one system. Atoms may be outside the box.
+        position: ``(atoms, dim)``, one system, finite. Atoms may be outside the box.
         box: ``(dim,)`` lengths or ``(dim, dim)`` rows; None: no periodic box.
         radius: the largest distance, at most half the smallest perpendicular width of the box.
 
     Returns:
         i and j, ``(pairs,)`` int64 with i<j, ordered by i and then by j, and the shift
-        ``(pairs, dim)``, a vector of the lattice, without a graph. dtype and device of the shift
-        are those of the position.
+        ``(pairs, dim)``, a vector of the lattice, without a graph.
 
     Raises:
-        ValueError: a position that is not one system or not finite, a radius that is not positive
-            or above half the smallest perpendicular width of the box.
+        ValueError: a position of another shape, a radius out of range.
     """
     q, reach = as_tensor("position", position).detach(), as_number("radius", radius)
     if q.ndim != 2:
@@ -133,9 +129,9 @@ def sum_over_pairs(
 ) -> Tensor:
     """Evaluate a function of the pairs of each system: ``(*batch, ...)``.
 
-    ``function`` takes pairs ``(*batch, dim, pairs)`` and sums over the last axis. Pairs beyond the
-    radius must not change this sum by more than rounding errors. Systems of ``large`` atoms or more
-    are evaluated one after another, with the pairs within the radius alone.
+    The function sums over the pairs. Those beyond the radius must not change its sum by more than
+    rounding errors. Systems of ``large`` atoms or more are evaluated one after another, with the
+    pairs within the radius alone.
     """
     batch, atoms = q.shape[:-2], q.shape[-2]
     if atoms < large or q.numel() == 0 or values_unknown():
@@ -168,16 +164,13 @@ def all_pairs(q: Tensor, cell: Tensor | None) -> PairVectors:
 def pair_matrix(q: Tensor, cell: Tensor | None) -> Tensor:
     """Compute q_i - q_j of all i and j, to the nearest image, ``(*batch, dim, atoms, atoms)``."""
     d = differences(q)
-    if cell is None:
-        return d
-    (nearest,) = nearest_image([d], cell.to(q))
-    return nearest
+    return d if cell is None else nearest_image([d], cell.to(q))[0]
 
 
 def refuse_no_neighbours(weight: Tensor, what: str, distance: float) -> None:
     """Raise if the weights of the neighbours of a system sum to zero, up to rounding errors.
 
-    Values are not known while torch records or transforms the function. Then the result is NaN.
+    While torch records or transforms the function, values are unknown, and the result is NaN.
     """
     if not values_unknown() and not bool((weight.detach() > 1e-9).all()):
         raise ValueError(

@@ -11,7 +11,6 @@ from torch.autograd import forward_ad
 
 from adjsim.core.arguments import as_flag
 from adjsim.core.typing import Array, Energies, Number, PositionsLike
-from adjsim.observables.kinetics import as_frames
 from adjsim.observables.members import (
     atom_weights,
     length,
@@ -21,12 +20,8 @@ from adjsim.observables.members import (
     root,
     vectors,
 )
-from adjsim.observables.neighbours import (
-    all_pairs,
-    optional_box,
-    refuse_not_finite,
-    values_unknown,
-)
+from adjsim.observables.neighbours import all_pairs, optional_box, refuse_not_finite, values_unknown
+from adjsim.observables.transport import as_frames
 
 # Rounding errors of the positions below which a difference of shapes is zero.
 ROUNDING = 16.0
@@ -35,13 +30,9 @@ ALIGNMENTS = 200
 
 
 def rmsd(
-    position: PositionsLike,
-    reference: Array,
-    *,
-    weights: Number | None = None,
-    align: bool = True,
+    position: PositionsLike, reference: Array, *, weights: Number | None = None, align: bool = True
 ) -> Energies:
-    """Compute the root mean squared deviation from a reference structure::
+    """Compute the root mean squared deviation from a reference structure, ``(*batch,)``::
 
         rmsd^2 = min over R, t of sum_i w_i |R q_i + t - reference_i|^2 / sum_i w_i
 
@@ -52,19 +43,16 @@ def rmsd(
 
     - At zero the rmsd has a kink like that of ``|x|``. Value and gradient are taken as zero there,
       and with alignment up to 16 rounding errors of the positions. A restraint or a minimiser needs
-      :func:`mean_squared_deviation`, the square, which has no kink there.
+      :func:`mean_squared_deviation`, which has no kink there.
     - Where several rotations are equally good, as for a straight chain and a bent reference, the
-      rmsd has a kink too. The gradient is that of a mean of these rotations, so it has no
-      preferred direction around the chain. Second derivatives leave these rotations out.
+      rmsd has a kink too. The gradient is that of a mean of these rotations. Second derivatives
+      leave them out.
 
     Args:
         position: ``(*batch, atoms, dim)``, not wrapped into a box.
         reference: ``(atoms, dim)``, or one for each system. It may carry a gradient.
         weights: ``(atoms,)``, such as the masses, or zero for atoms that are left out; None: equal.
         align: whether to minimise over R and t; if not, R is one and t is zero.
-
-    Returns:
-        ``(*batch,)``, length.
 
     Raises:
         ValueError: a reference or weights of another size, weights that are negative or all zero.
@@ -75,11 +63,7 @@ def rmsd(
 
 
 def mean_squared_deviation(
-    position: PositionsLike,
-    reference: Array,
-    *,
-    weights: Number | None = None,
-    align: bool = True,
+    position: PositionsLike, reference: Array, *, weights: Number | None = None, align: bool = True
 ) -> Energies:
     """Compute the square of :func:`rmsd`, length^2, ``(*batch,)``.
 
@@ -107,18 +91,10 @@ def _deviation(q: Tensor, y: Tensor, w: Tensor, align: bool) -> Tensor:
 def aligned(position: PositionsLike, reference: Array, *, weights: Number | None = None) -> Tensor:
     """Move and turn a structure to the place where it is closest to a reference.
 
-    The rotation and the translation are those of :func:`rmsd`. First and second derivatives are
+    Rotation, translation and arguments are those of :func:`rmsd`. First and second derivatives are
     those of the minimum, higher ones are not. A rotation that is not determined, as that of a
     linear molecule about its axis, is arbitrary, and its derivative is taken as zero. So atoms with
     a weight may not be on a line if others are not.
-
-    Args:
-        position: ``(*batch, atoms, dim)``, not wrapped into a box.
-        reference: ``(atoms, dim)``, or one for each system.
-        weights: ``(atoms,)``, or None for equal ones.
-
-    Returns:
-        ``(*batch, atoms, dim)``.
 
     Raises:
         ValueError: as :func:`rmsd`, or weights of too few atoms for a rotation of the others.
@@ -132,7 +108,7 @@ def aligned(position: PositionsLike, reference: Array, *, weights: Number | None
 def flexibility(
     position: Float[Tensor, "time *batch atoms dim"] | Array, weights: Number | None = None
 ) -> Float[Tensor, "*batch atoms"]:
-    """Compute the root mean squared fluctuation (RMSF) of each atom about its mean position::
+    """Compute the root mean squared fluctuation (RMSF) of each atom, ``(*batch, atoms)``::
 
         rmsf_i = sqrt(mean over time of |x_i - mean of x_i|^2)
 
@@ -141,16 +117,9 @@ def flexibility(
     a folded molecule. Atoms that move much less than the others, given by the weights, make a
     better frame.
 
-    The gradient is that of all repetitions. It is taken as zero for an atom that does not move.
-    Memory of a gradient is that of some ten trajectories for each repetition. Transforms of
-    torch.func cannot see whether the mean is constant, so there all 200 repetitions are made.
-
-    Args:
-        position: ``(time, *batch, atoms, dim)``, not wrapped into a box.
-        weights: ``(atoms,)`` of the alignment, such as the masses; None: equal.
-
-    Returns:
-        ``(*batch, atoms)``, length.
+    The gradient is that of all repetitions, and zero for an atom that does not move. Its memory is
+    that of some ten trajectories for each repetition. Transforms of torch.func cannot see whether
+    the mean is constant, so there all 200 repetitions are made.
 
     Raises:
         ValueError: NaN, fewer than two frames, weights as in :func:`aligned`, or frames that have
@@ -160,12 +129,12 @@ def flexibility(
     if len(q) < 2:
         raise ValueError("flexibility needs at least two frames; position has one.")
     w = _frame(weights, q)
-    x, noise = _centred(q, w), (w * q.detach() ** 2).sum((-1, -2)).mean(0).unsqueeze(-1)
+    x, noise = _centred(q, w), _noise(w, q).mean(0).unsqueeze(-1)
     turned, mean = x, x[0]
     for _ in range(ALIGNMENTS):
         turned, before = _superposed(x, mean, w), mean
         mean = turned.mean(0)
-        if _converged(mean, before):
+        if not values_unknown() and _converged(mean, before):
             break
     else:
         if not values_unknown():
@@ -173,8 +142,7 @@ def flexibility(
                 f"the mean structure still changes after {ALIGNMENTS} alignments: the frames have "
                 "no common shape. Give weights that are zero for the flexible part."
             )
-    rounding = (ROUNDING * torch.finfo(q.dtype).eps) ** 2
-    return root(((turned - mean) ** 2).sum(-1).mean(0), rounding * noise)
+    return root(((turned - mean) ** 2).sum(-1).mean(0), noise)
 
 
 def distance_rmsd(
@@ -184,21 +152,15 @@ def distance_rmsd(
     *,
     box: Array | None = None,
 ) -> Energies:
-    """Compute the root mean squared difference of distances within the molecule::
+    """Compute the root mean squared difference of distances in a molecule, ``(*batch,)``::
 
         drmsd^2 = mean over pairs of (|q_i - q_j| - |reference_i - reference_j|)^2
 
     It needs no alignment, and does not tell a molecule from its mirror image. Its gradient is taken
     as zero where it is zero, and that of a distance of zero likewise.
 
-    Args:
-        position: ``(*batch, atoms, dim)``.
-        reference: ``(atoms, dim)``, or one for each system.
-        pairs: ``(n, 2)`` indices of atoms; None: all pairs.
-        box: the periodic box of both structures, if there is one.
-
-    Returns:
-        ``(*batch,)``, length.
+    The pairs are ``(n, 2)`` indices of atoms, by default all, and the box is that of both
+    structures.
 
     Raises:
         ValueError: a reference of another size, an index out of range, a single atom.
@@ -303,7 +265,5 @@ def _noise(w: Tensor, *structures: Tensor) -> Tensor:
 
 
 def _converged(mean: Tensor, before: Tensor) -> bool:
-    if values_unknown():
-        return False
     size, moved = mean.detach().abs().max(), (mean - before).detach().abs().max()
     return bool(moved <= 10 * ROUNDING * torch.finfo(mean.dtype).eps * size)

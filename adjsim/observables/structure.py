@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_number, as_tensor, as_whole
+from adjsim.core.arguments import as_tensor, as_whole
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, Energies, PositionsLike
-from adjsim.observables.members import root
+from adjsim.observables.members import positive, root
 from adjsim.observables.neighbours import (
     PairVectors,
     all_pairs,
@@ -49,7 +49,13 @@ def nearest_neighbour_distance(position: PositionsLike, box: Array | None = None
     Its gradient is that of the nearest pairs, and has a jump where another atom becomes the
     nearest.
     """
-    return _distance_matrix(position, box, own=math.inf).amin(-1).mean(-1)
+    q = as_tensor("position", position)
+    if q.shape[-2] < 2:
+        raise ValueError("distances need at least two atoms; position has one.")
+    s = (pair_matrix(q, optional_box(box)) ** 2).sum(-3)
+    same = torch.eye(q.shape[-2], dtype=torch.bool, device=q.device)
+    # The root of zero has no derivative, so the diagonal is replaced before it.
+    return torch.where(same, math.inf, torch.where(same, 1.0, s).sqrt()).amin(-1).mean(-1)
 
 
 def coordination_number(
@@ -59,14 +65,11 @@ def coordination_number(
 
         n = 1/atoms sum over i != j of 1 / (1 + exp((r_ij - distance) / width))
 
-    Args:
-        position: ``(*batch, atoms, dim)``.
-        distance: the distance up to which an atom is a neighbour, at most half the smallest
-            perpendicular width of the box.
-        width: how smooth this limit is, length. The gradient is large where width is small.
-        box: the periodic box, if there is one.
+    The distance is at most half the smallest perpendicular width of the box. The gradient is large
+    where the width is small.
     """
-    q, limit, width = as_tensor("position", position), *_limit(distance, width)
+    q, limit = as_tensor("position", position), positive("distance", distance)
+    width = positive("width", width)
     cell = optional_box(box, limit)
 
     def neighbours(pairs: PairVectors) -> Tensor:
@@ -77,15 +80,10 @@ def coordination_number(
 
 
 def structure_factor(position: PositionsLike, wavevectors: Array) -> Tensor:
-    """Compute the structure factor ``S(k) = |sum_j exp(i k q_j)|^2 / atoms``.
+    """Compute the structure factor ``S(k) = |sum_j exp(i k q_j)|^2 / atoms``, ``(*batch, n)``.
 
-    Args:
-        position: ``(*batch, atoms, dim)``.
-        wavevectors: ``(n, dim)``. In a periodic box only vectors of the reciprocal lattice have a
-            meaning: integer combinations of the columns of ``2 pi inv(box)``.
-
-    Returns:
-        ``(*batch, n)``, real and differentiable.
+    In a periodic box only vectors k of the reciprocal lattice have a meaning: integer combinations
+    of the columns of ``2 pi inv(box)``. The wavevectors are ``(n, dim)``.
     """
     q = as_tensor("position", position)
     with outside_tracing():
@@ -115,20 +113,13 @@ def bond_order(
     crystal, 0.511 in bcc (14 neighbours), 0.485 in hcp, and near zero in a liquid, where it falls
     with the number of bonds. Where it is zero it has a kink, and its gradient is given as zero.
 
-    Args:
-        position: ``(*batch, atoms, 3)``.
-        distance: the distance up to which two atoms are bonded, at most half the smallest
-            perpendicular width of the box.
-        width: how smooth this limit is, length.
-        degree: l, even.
-        box: the periodic box, if there is one.
+    The degree is l, even. Distance and width are those of :func:`coordination_number`.
 
     Raises:
-        ValueError: an odd degree, a distance or width that is not positive, a distance beyond half
-            the box, or a system without bonds.
+        ValueError: an odd degree, a distance or width out of range, or a system without bonds.
     """
-    q, limit, width = as_tensor("position", position), *_limit(distance, width)
-    degree = as_whole("degree", degree)
+    q, limit = as_tensor("position", position), positive("distance", distance)
+    width, degree = positive("width", width), as_whole("degree", degree)
     if degree < 0 or degree % 2:
         raise ValueError(f"degree must be even, since a bond has no direction; got {degree}.")
     if q.shape[-1] != 3:
@@ -170,25 +161,3 @@ def _legendre(z: Tensor, degree: int, m: int, diagonal: float) -> Tensor:
     for n in range(m + 1, degree + 1):
         before, now = now, ((2 * n - 1) * z * now - (n + m - 1) * before) / (n - m)
     return now
-
-
-def _limit(distance: float, width: float) -> tuple[float, float]:
-    """Convert and check the distance and width of a logistic weight."""
-    limit, width = as_number("distance", distance), as_number("width", width)
-    if not limit > 0:
-        raise ValueError(f"distance must be positive; got {limit}.")
-    if not width > 0:
-        raise ValueError(f"width must be positive; got {width}.")
-    return limit, width
-
-
-def _distance_matrix(position: PositionsLike, box: Array | None, own: float) -> Tensor:
-    """Compute all distances, ``(*batch, atoms, atoms)``; that of an atom to itself is ``own``."""
-    q = as_tensor("position", position)
-    if q.shape[-2] < 2:
-        raise ValueError("distances need at least two atoms; position has one.")
-    cell = optional_box(box)
-    s = (pair_matrix(q, cell) ** 2).sum(-3)
-    same = torch.eye(q.shape[-2], dtype=torch.bool, device=q.device)
-    # The root of zero has no derivative, so the diagonal is replaced before it.
-    return torch.where(same, own, torch.where(same, 1.0, s).sqrt())

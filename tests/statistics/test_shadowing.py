@@ -13,8 +13,15 @@ import adjsim
 from adjsim import TimeAverage
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.estimators.chaos.shadowing import Shadowing
-from adjsim.estimators.chaos.shadowing_sweep import StepMap, averages, derivative, sweep, trajectory
-from adjsim.estimators.chaos.shadowing_system import Segments, solve_segments
+from adjsim.estimators.chaos.shadowing_sweep import (
+    Segments,
+    StepMap,
+    averages,
+    derivative,
+    solve_segments,
+    sweep,
+    trajectory,
+)
 from tests.problems import parameter
 
 

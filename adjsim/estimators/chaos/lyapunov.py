@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from adjsim.core.arguments import (
     refuse_uncalled,
 )
 from adjsim.core.noise import Noise, as_generator, seed_from
-from adjsim.core.state import AnyState, as_state, stack
+from adjsim.core.state import as_state, stack
 from adjsim.core.trajectory import check_times, step_numbers
 from adjsim.core.typing import Seed, Times
 from adjsim.dynamics.base import Dynamics
@@ -42,14 +43,13 @@ class LyapunovSpectrum:
     """Lyapunov exponents of every system of a batch, and covariant vectors along the run.
 
     Attributes:
-        exponents: ``(*batch, count)``, 1/time, in the order of the tangent vectors: from the
-            largest on, up to their errors.
+        exponents: ``(*batch, count)``, 1/time, from the largest on, up to their errors.
         rates: the mean growth rates in each interval, ``(intervals, *batch, count)``.
         times: the save times from the burn-in on, ``(intervals + 1,)``.
         size: N, the number of numbers in the state of one system.
         vectors: covariant vectors at ``vector_times``, columns of unit length,
-            ``(times, *batch, N, count)``; None if not asked for. The N entries are the fields in
-            the order of ``state._fields``, each flattened.
+            ``(times, *batch, N, count)``, or None. The N entries are the fields in the order of
+            ``state._fields``, each flattened.
         vector_times: the save times at least a burn-in away from both ends; None without vectors.
         states: the states at ``vector_times``, time leading; None without vectors.
     """
@@ -66,9 +66,9 @@ class LyapunovSpectrum:
     def stderr(self) -> Tensor:
         """The standard error of every exponent, ``(*batch, count)``.
 
-        It comes from the intervals, corrected for autocorrelation. It is NaN with fewer than two
-        intervals, and means little below some ten autocorrelation times. The exponent of a
-        direction that neither grows nor shrinks is better than it says.
+        It comes from the intervals, corrected for autocorrelation. It is NaN with fewer than two,
+        and means little below some ten autocorrelation times. The exponent of a direction that
+        neither grows nor shrinks is better than it says.
         """
         lengths = self.times.diff().to(self.rates)
         if len(lengths) < 2:
@@ -84,10 +84,9 @@ class LyapunovSpectrum:
 
         The errors come from the spread of the systems; with one system they are :attr:`stderr`.
         """
-        count = self.exponents.shape[-1]
-        every = self.exponents.reshape(-1, count)
+        every = self.exponents.flatten(0, -2) if self.exponents.ndim > 1 else self.exponents[None]
         if len(every) == 1:
-            return every[0], self.stderr.reshape(count)
+            return every[0], self.stderr.flatten()
         return every.mean(0), every.std(0, correction=1) / len(every) ** 0.5
 
     @property
@@ -96,17 +95,16 @@ class LyapunovSpectrum:
 
             D = j + (lambda_1 + ... + lambda_j) / |lambda_{j+1}|
 
-        j is the largest number of exponents whose sum is not negative. NaN if all of the computed
-        exponents have such a sum, and there are more.
+        j is the largest number of exponents whose sum is not negative. NaN if it needs more
+        exponents.
         """
         return _kaplan_yorke(self.exponents, self.size)
 
     @property
     def entropy(self) -> Tensor:
-        """The sum of the positive exponents, 1/time, ``(*batch,)``.
+        """The sum of the positive exponents, 1/time, ``(*batch,)``. NaN if it needs more of them.
 
         It is the Kolmogorov-Sinai entropy by Pesin's formula, and else an upper bound (Ruelle).
-        NaN if all of the computed exponents are positive, and there are more.
         """
         return _entropy(self.exponents, self.size)
 
@@ -117,20 +115,19 @@ class LyapunovSpectrum:
             f"{count} of {self.size} Lyapunov exponents, t = {self.times[0]:g} to "
             f"{self.times[-1]:g}, {systems} system{'s' * (systems > 1)}"
         ]
-        for i, (value, error) in enumerate(
-            zip(means[:PRINTED].tolist(), errors[:PRINTED].tolist(), strict=True), 1
-        ):
-            lines.append(f"  {i:3d} {value: .6g}" + (f" +- {error:.2g}" if error == error else ""))
+        numbered = enumerate(zip(means.tolist(), errors.tolist(), strict=True), 1)
+        lines += [
+            f"  {i:3d} {value: .6g}" + (f" +- {error:.2g}" if error == error else "")
+            for i, (value, error) in islice(numbered, PRINTED)
+        ]
         if count > PRINTED:
             lines.append(f"  ... {count} {means[-1]: .6g}")
-        for name, found in (
-            ("Kaplan-Yorke dimension", _kaplan_yorke(means, self.size)),
-            ("sum of positive exponents", _entropy(means, self.size)),
+        for name, number in (
+            ("Kaplan-Yorke dimension", float(_kaplan_yorke(means, self.size))),
+            ("sum of positive exponents", float(_entropy(means, self.size))),
         ):
-            number = float(found)
-            lines.append(
-                f"  {name} {number:.6g}" if number == number else f"  {name}: needs more exponents"
-            )
+            text = f" {number:.6g}" if number == number else ": needs more exponents"
+            lines.append(f"  {name}{text}")
         return "\n".join(lines)
 
 
@@ -158,12 +155,11 @@ def lyapunov_spectrum(
     (Benettin et al. 1980). Gradients of a path grow as exp(lambda_1 t). Exponents do not depend on
     the units of the fields; a rate in a finite time does.
 
-    Any dynamics and any solver of explicit steps are taken, among them every splitting with its
-    thermostat. Langevin dynamics has the exponents of its random map. Variables that act on no
-    others, such as the positions of a Nose-Hoover chain, add exponents of zero. Every conserved
-    quantity of a Hamiltonian adds two, which fall as log(T)/T. A step that destroys a direction has
-    an exponent of about log(rounding)/dt, or -inf: :class:`~adjsim.VelocityRescale` destroys that
-    of the kinetic energy, and :class:`~adjsim.ESH` the length of its direction.
+    Langevin dynamics has the exponents of its random map. Variables that act on no others, such as
+    the positions of a Nose-Hoover chain, add exponents of zero. Every conserved quantity of a
+    Hamiltonian adds two, which fall as log(T)/T. A step that destroys a direction has an exponent
+    of about log(rounding)/dt, or -inf: :class:`~adjsim.VelocityRescale` destroys that of the
+    kinetic energy, and :class:`~adjsim.ESH` the length of its direction.
 
     A step costs two to three gradients of a step of ``count`` replicas, and more than ten for pair
     potentials, whose operator in C++ has no second derivative. Vectors take the memory of ``count``
@@ -175,7 +171,7 @@ def lyapunov_spectrum(
         state: the start, from ``dynamics.init``; a batch is as many independent runs.
         ts: save times, as for :func:`adjsim.simulate`. Growth between them is averaged, and their
             spread gives standard errors, so give many, such as ``linspace(0, 200, 401)``.
-        solver: a solver of steps, such as ``RungeKutta("rk4", dt)`` or ``BAOAB(dt)``.
+        solver: a solver of explicit steps, such as ``RungeKutta("rk4", dt)`` or ``BAOAB(dt)``.
         count: number of exponents, from the largest on. None: all.
         burn_in: time at the start that is left out; vectors leave out as much at the end, in which
             the backward recursion forgets its start.
@@ -185,12 +181,10 @@ def lyapunov_spectrum(
         progress: show a progress bar, on a terminal.
 
     Raises:
-        ValueError: a count below 1 or above the numbers in a state, a burn-in that leaves no
-            interval, times off the grid; dynamics that are not for a further batch axis; with
-            vectors, save times so far apart that a vector overflows.
-        TypeError: a solver without fixed steps; exact steps, which have no derivative; implicit
-            steps, which have no second one; steps with a second copy of the state, which have
-            further exponents.
+        ValueError: a count out of range, a burn-in that leaves no interval, times off the grid;
+            dynamics that are not for a further batch axis; with vectors, save times so far apart
+            that a vector overflows.
+        TypeError: a solver without fixed steps, or of exact, implicit or coupled steps.
         FloatingPointError: the run reached NaN or infinity; the message names the step.
 
     Sources: G. Benettin et al., Meccanica 15 (1980) 9; F. Ginelli et al., Phys. Rev. Lett. 99
@@ -204,12 +198,15 @@ def lyapunov_spectrum(
     run, report = assemble(dynamics, start, times, solver, None, noise, progress)
     check_start(run)
     run = run.connected()
-    dynamics = run.dynamics
-    axes = len(dynamics.batch_shape(start))
+    axes = len(run.dynamics.batch_shape(start))
     size = sum(x.shape[axes:].numel() for x in start)
-    number = _check_count(count, size, start)
+    number = size if count is None else as_whole("count", count)
+    if not 1 <= number <= size:
+        raise ValueError(
+            f"count must be from 1 to {size}, the numbers in {', '.join(start._fields)} of one "
+            f"system; got {number}."
+        )
     first, last = _kept(times, as_number("burn_in", burn_in), vectors)
-    steps = step_numbers(times, run.solver.dt)[first:]
     stepper, inputs = prepare(run, report)
     if stepper.plan.copies is not None:
         raise TypeError(
@@ -217,28 +214,20 @@ def lyapunov_spectrum(
             "method; use RungeKutta(method, dt)."
         )
     basis = start_basis(start, axes, number)
-    driver = TangentDriver(stepper, inputs, dynamics.potential, basis)
+    driver = TangentDriver(stepper, inputs, run.dynamics.potential, basis)
     driver.check_copies(start, number)
-    recorder = TangentRecorder(driver, steps, vectors)
+    recorder = TangentRecorder(driver, step_numbers(times, run.solver.dt)[first:], vectors)
     stepper.run(start, inputs, driver, [recorder], run, report)
-    kept = times[first:]
-    growth = torch.stack(recorder.growth)
+    kept, growth = times[first:], torch.stack(recorder.growth)
     lengths = kept.diff().to(growth).reshape(-1, *[1] * (growth.ndim - 1))
-    total = growth.double().sum(0) / float(kept[-1] - kept[0])
-    spectrum = LyapunovSpectrum(total.to(growth), growth / lengths, kept, size)
+    exponents = (growth.double().sum(0) / float(kept[-1] - kept[0])).to(growth)
+    spectrum = LyapunovSpectrum(exponents, growth / lengths, kept, size)
     if not vectors:
         return spectrum
     part = slice(0, last - first + 1)
-    found = covariant_vectors(recorder.bases, recorder.triangles)
-    return LyapunovSpectrum(
-        spectrum.exponents,
-        spectrum.rates,
-        kept,
-        size,
-        torch.stack(found[part]),
-        kept[part],
-        stack(recorder.states[part]),
-    )
+    found = covariant_vectors(recorder.bases, recorder.triangles)[part]
+    states = stack(recorder.states[part])
+    return replace(spectrum, vectors=torch.stack(found), vector_times=kept[part], states=states)
 
 
 def _check_solver(solver: Any) -> None:
@@ -258,16 +247,6 @@ def _check_solver(solver: Any) -> None:
             "lyapunov_spectrum differentiates each step twice, which implicit steps do not allow; "
             f"use a splitting with a smaller dt than that of {solver!r}."
         )
-
-
-def _check_count(count: int | None, size: int, state: AnyState) -> int:
-    number = size if count is None else as_whole("count", count)
-    if not 1 <= number <= size:
-        raise ValueError(
-            f"count must be from 1 to {size}, the numbers in {', '.join(state._fields)} of one "
-            f"system; got {number}."
-        )
-    return number
 
 
 def _kept(times: Tensor, burn_in: float, vectors: bool) -> tuple[int, int]:

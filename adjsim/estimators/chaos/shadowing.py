@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_whole
-from adjsim.core.noise import Noise
 from adjsim.core.state import State, detached
-from adjsim.core.trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
+from adjsim.core.trajectory import TimeAverage
 from adjsim.dynamics.fields.ode import ODE
-from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, Work
+from adjsim.estimators.base import Chunk, ChunkedEstimator, Request
 from adjsim.estimators.chaos.shadowing_steps import last_finite, refuse_rest, refuse_time, step_map
 from adjsim.estimators.chaos.shadowing_sweep import (
     Cotangents,
-    DivergenceError,
     averages,
     derivative,
+    divergence,
     sweep,
     trajectory,
 )
+from adjsim.estimators.replicas import Observable, Replicas, Simulation
 from adjsim.estimators.score_function import common_burn_in
+from adjsim.estimators.sharing import Work
 from adjsim.simulation.start_checks import check_rates
 from adjsim.solvers.run import bound_record
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
@@ -43,30 +43,27 @@ class Shadowing(ChunkedEstimator):
 
     The derivative of one chaotic path grows without bound. A shadowing path of the changed equation
     stays near instead, from another start. The method is adjoint non-intrusive least squares
-    (Ni and Talnikar, J. Comput. Phys. 395, 690 (2019)) on the discrete adjoint of the steps: along
-    one trajectory, M = ``unstable`` basis cotangents W and one particular cotangent v are taken
-    backward together, orthonormalised where a segment ends, and kept orthogonal to the flow's own
-    direction. The combination v + W a that is smallest along the whole trajectory gives the
-    derivatives by all parameters at once::
+    (Ni and Talnikar, J. Comput. Phys. 395, 690 (2019)) on the discrete adjoint of the steps: M =
+    ``unstable`` basis cotangents W and one particular cotangent v are taken backward together,
+    orthonormalised where a segment ends, and kept orthogonal to the flow's own direction. The
+    combination v + W a that is smallest along the whole trajectory gives all derivatives at once::
 
         d<J>/ds = <(v + W a) . d(step)/ds> / dt + <dJ/ds>
 
     **The estimate is not the derivative of the average unless the shadowing path is typical of the
     changed equation.** The error does not fall with the length of the run and is not in the
     standard error. It is 1.4 % for d<z>/drho of Lorenz' equations, -8 % for d<z>/dsigma, and -20 %
-    for d<x>/dF of Lorenz 96. So its label is "shadowing". Compare it with differences of averages
-    at one point before relying on it.
+    for d<x>/dF of Lorenz 96. Compare it with differences of averages before relying on it.
 
-    Standard errors come from independent replicas; their starts should be drawn from the attractor,
-    or ``burn_in`` should bring them there. A replica stores all of its states, and M + 1 cotangents
-    for each segment.
+    Draw the starts from the attractor, or bring them there by ``burn_in``. A replica stores all of
+    its states, and M + 1 cotangents for each segment.
 
     The diagnostics have the ``exponents`` of Lyapunov of the M directions and their standard
     errors, and the ``tail_index`` 2 lambda/D of the exponents next to zero, with D the variance of
     the exponent times the length of the run. Below 2 the size of the cotangents has no finite
-    variance, and longer runs are worse without a ``penalty``. The estimate says so, and also where
+    variance, and longer runs are worse without a ``penalty``. Shadowing does not hold either where
     an exponent is zero within its error: a second neutral direction, such as that of a conserved
-    quantity, for which shadowing does not hold (it shows with a spare cotangent only).
+    quantity, which shows with a spare cotangent only. The estimate says so in both cases.
 
     Args:
         unstable: M, the number of unstable directions and one more, which shows that there are no
@@ -75,19 +72,18 @@ class Shadowing(ChunkedEstimator):
         burn_in: time at the start of a run that is left out. If the ``TimeAverage`` has a burn_in
             too, the two must agree.
         penalty: added to the diagonal of the least-squares system. Where many exponents are near
-            zero, 1e-3 bounds the size of the combination at the price of a bias, and a small tail
-            index is no longer a reason to distrust the estimate.
+            zero, 1e-3 bounds the size of the combination at the price of a bias.
 
     Raises:
         TypeError: dynamics that are not an :class:`~adjsim.ODE`, another solver than
             :class:`~adjsim.RungeKutta`, an observable that is not a ``TimeAverage``.
         ValueError: a field that depends on the time, too many directions, a run that is not a
             multiple of the segment, or one that settles on a fixed point.
-        RuntimeError: the particular cotangent grows along the run, since there are more unstable
-            directions than ``unstable``.
+        RuntimeError: there are more unstable directions than ``unstable``.
     """
 
     estimand: ClassVar[str] = "shadowing"
+    compilable: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -107,9 +103,6 @@ class Shadowing(ChunkedEstimator):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} must not be negative; got {value}.")
 
-    def can_compile(self, simulation: Simulation[State]) -> bool:
-        return False
-
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         if not isinstance(observable, TimeAverage):
             raise TypeError(
@@ -128,81 +121,74 @@ class Shadowing(ChunkedEstimator):
 
     def _count(self, simulation: Simulation[State], observable: TimeAverage) -> _Counts:
         """Count the steps of the burn-in, of a segment and of all segments."""
-        assert isinstance(simulation.solver, RungeKutta)
-        dt = simulation.solver.dt
-        last = step_numbers(check_times(simulation.ts), dt)[-1]
-        skip = first_averaged_step(common_burn_in(self, self.burn_in, observable), dt, last) - 1
+        steps = simulation.steps("Shadowing")
+        dt = steps.dt
+        skip = steps.first_averaged(common_burn_in(self, self.burn_in, observable)) - 1
         length = round(self.segment / dt)
         if length < 1 or abs(length * dt - self.segment) > 1e-3 * dt:
             raise ValueError(
                 f"segment = {self.segment:g} must be a multiple of the step, dt = {dt:g}."
             )
-        if (last - skip) % length or last - skip < 2 * length:
+        if (steps.last - skip) % length or steps.last - skip < 2 * length:
             raise ValueError(
-                f"the run after the burn-in takes {(last - skip) * dt:g}, which must be two or "
-                f"more segments of {self.segment:g}, without a rest."
+                f"the run after the burn-in takes {(steps.last - skip) * dt:g}, which must be two "
+                f"or more segments of {self.segment:g}, without a rest."
             )
-        return _Counts(skip, length, last - skip)
+        return _Counts(skip, length, steps.last - skip)
 
-    def run_chunks(
-        self,
-        simulation: Simulation[State],
-        observable: Observable[State],
-        starts: State,
-        slices: list[slice],
-        seed: int | None,
-        work: Work,
-    ) -> list[Chunk]:
+    def chunks(self, request: Request[State], drawn: Replicas[State], work: Work) -> list[Chunk]:
         """Sweep all replicas at once, and take the derivatives of each chunk.
 
         With several ranks, or a store, each chunk has a sweep of its own, whose last bits can
         differ: a matrix product may be rounded in another way for another number of rows.
         """
         if work.ranks.size > 1 or work.store is not None:
-            return super().run_chunks(simulation, observable, starts, slices, seed, work)
-        found = self._sweep(simulation, observable, starts, slices)
+            return super().chunks(request, drawn, work)
+        found = self._sweep(drawn, request.slices)
         work.unchanged.check()
         return found
 
-    def _sweep(
-        self,
-        simulation: Simulation[State],
-        observable: Observable[State],
-        starts: State,
-        slices: list[slice],
-    ) -> list[Chunk]:
-        assert isinstance(observable, TimeAverage)
-        assert isinstance(simulation.solver, RungeKutta)
-        counts, begin = self._count(simulation, observable), float(simulation.ts[0])
+    def chunk(self, replicas: Replicas[State]) -> Chunk:
+        return self._sweep(replicas, [slice(0, len(replicas.start[0]))])[0]
+
+    def _sweep(self, replicas: Replicas[State], slices: list[slice]) -> list[Chunk]:
+        simulation, starts, average = replicas.simulation, replicas.start, replicas.average
+        solver = simulation.solver
+        assert average is not None
+        assert isinstance(solver, RungeKutta)
+        counts, begin = self._count(simulation, average), float(simulation.ts[0])
         # What is computed is a reading, as in a run.
         with torch.enable_grad():
             reading, leaves, dynamics, _ = check_rates(
-                simulation.dynamics, detached(starts), begin, observable, False
+                simulation.dynamics, detached(starts), begin, average, False
             )
-        record = bound_record(observable, reading, dynamics, leaves)
+        record = bound_record(average, reading, dynamics, leaves)
         assert isinstance(record, TimeAverage)
         y = torch.cat(tuple(x.detach() for x in starts), -1)
-        self._refuse_many(y.shape[-1])
+        n = y.shape[-1]
+        if self.unstable > n - 1:
+            raise ValueError(
+                f"unstable = {self.unstable} is too many for a state of {n} numbers, of whose "
+                f"directions one is that of the flow: at most {n - 1}."
+            )
         refuse_time(dynamics, simulation.ts, starts)
-        steps, shape = step_map(dynamics, simulation.solver, begin, record, starts)
+        steps, shape = step_map(dynamics, solver, begin, record, starts)
         if counts.skip:
             y = last_finite(trajectory(steps, y, counts.skip), 0, steps.h)
         states = trajectory(steps, y, counts.steps)
         last_finite(states, counts.skip, steps.h)
         refuse_rest(steps, states)
+        widths = [x.shape[-1] for x in starts]
         for i in torch.linspace(0, counts.steps, 4, dtype=torch.float64).long().tolist():
-            widths = [x.shape[-1] for x in starts]
             refuse_time(dynamics, simulation.ts, type(starts)._make(states[i].split(widths, -1)))
         mean = averages(steps, states)
-        try:
-            found = sweep(steps, states, mean, counts.length, self.unstable)
-        except DivergenceError:
-            self._refuse_growth(math.inf)
-            raise
-        self._refuse_growth(_growth(found))
+        found = sweep(steps, states, mean, counts.length, self.unstable)
+        growth = _growth(found)
+        if growth > LARGEST_GROWTH:
+            raise divergence(f"by a factor of {growth:.1g}", self.unstable)
         parameters = reading.trainable(leaves)
         passes = counts.skip + 3 * counts.steps + 2 * counts.length * len(slices)
-        evaluations = passes * len(simulation.solver.tableau.b)
+        evaluations = passes * len(solver.tableau.b)
         sizes = found.segments.triangles.diagonal(dim1=-2, dim2=-1).abs()
         parts: list[Chunk] = []
         for part in slices:
@@ -220,79 +206,43 @@ class Shadowing(ChunkedEstimator):
         reading.refuse_written(dynamics, leaves)
         return parts
 
-    def chunk(
-        self,
-        simulation: Simulation[State],
-        observable: Observable[State],
-        start: State,
-        noise: Noise | None,
-    ) -> Chunk:
-        """Run a group of replicas."""
-        whole = slice(0, start[0].shape[0])
-        return self._sweep(simulation, observable, start, [whole])[0]
-
-    def _refuse_many(self, n: int) -> None:
-        """Refuse more directions than a state of n numbers has."""
-        if self.unstable > n - 1:
-            raise ValueError(
-                f"unstable = {self.unstable} is too many for a state of {n} numbers, of whose "
-                f"directions one is that of the flow: at most {n - 1}."
-            )
-
-    def _refuse_growth(self, growth: float) -> None:
-        if growth > LARGEST_GROWTH:
-            size = "without bound" if growth == math.inf else f"by a factor of {growth:.1g}"
-            raise RuntimeError(
-                f"the particular cotangent grew {size} along the run: there are more unstable "
-                f"directions than unstable = {self.unstable}. Use more."
-            )
-
     def combine(
         self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
     ) -> dict[str, Any]:
         # (segments, replicas, M)
         rates = torch.cat([part.extra for part in parts], 1)
         exponents, errors, spread = _exponents(rates, self.segment)
-        tails = {
-            i: 2 * abs(float(exponents[i])) / float(spread[i])
-            for i in _next_to_zero(exponents)
-            if float(spread[i]) > 0
-        }
-        found: dict[str, Any] = {
-            "exponents": exponents,
-            "exponents_stderr": errors,
-            "tail_index": {float(exponents[i]): tail for i, tail in tails.items()},
-            # Correlated samples of the attractor; the spread of the chunks gives the error.
-            "ess": None,
-        }
-        found["reasons"] = self._reasons(exponents, errors, tails, rates)
-        return found
-
-    def _reasons(
-        self, exponents: Tensor, errors: Tensor, tails: dict[int, float], rates: Tensor
-    ) -> list[str]:
-        """List the reasons to distrust the estimate."""
-        reasons = []
-        time = len(rates) * self.segment
-        if len(exponents) and float(exponents.min()) > 0:
+        values, size = exponents.tolist(), exponents.abs()
+        # The smallest positive and the largest negative exponent.
+        sides = [side for side in (exponents > 0, exponents < 0) if (side & size.isfinite()).any()]
+        nearest = [int(torch.where(side, size, math.inf).argmin()) for side in sides]
+        tails = {values[i]: 2 * abs(values[i]) / float(spread[i]) for i in nearest if spread[i] > 0}
+        reasons: list[str] = []
+        if values and float(exponents.min()) > 0:
             reasons.append(
                 f"all {self.unstable} exponents are positive, so there may be more unstable "
                 "directions: use one more"
             )
-        for x, error in zip(exponents.tolist(), errors.tolist(), strict=True):
-            if abs(x) < max(2 * error, 1 / time):
-                reasons.append(
-                    f"an exponent is zero within its error ({x:.2g} +- {error:.1g}): a second "
-                    "neutral direction (is a quantity conserved?), for which shadowing does not "
-                    "hold"
-                )
-        for i, tail in tails.items():
-            if tail < SMALLEST_TAIL and not self.penalty:
-                reasons.append(
-                    f"the tail index of the exponent {float(exponents[i]):.2g} is {tail:.2g}, "
-                    "below 2, so longer runs are worse: give a penalty, such as 1e-3"
-                )
-        return reasons
+        reasons += [
+            f"an exponent is zero within its error ({x:.2g} +- {error:.1g}): a second neutral "
+            "direction (is a quantity conserved?), for which shadowing does not hold"
+            for x, error in zip(values, errors.tolist(), strict=True)
+            if abs(x) < max(2 * error, 1 / (len(rates) * self.segment))
+        ]
+        reasons += [
+            f"the tail index of the exponent {x:.2g} is {tail:.2g}, below 2, so longer runs are "
+            "worse: give a penalty, such as 1e-3"
+            for x, tail in tails.items()
+            if tail < SMALLEST_TAIL and not self.penalty
+        ]
+        return {
+            "exponents": exponents,
+            "exponents_stderr": errors,
+            "tail_index": tails,
+            # Correlated samples of the attractor; the spread of the chunks gives the error.
+            "ess": None,
+            "reasons": reasons,
+        }
 
     def __repr__(self) -> str:
         rest = f", burn_in={self.burn_in:g}" if self.burn_in else ""
@@ -300,8 +250,7 @@ class Shadowing(ChunkedEstimator):
         return f"Shadowing({self.unstable}, {self.segment:g}{rest})"
 
 
-@dataclass(frozen=True)
-class _Counts:
+class _Counts(NamedTuple):
     """Numbers of steps: of the burn-in, of a segment, and of all segments."""
 
     skip: int
@@ -320,8 +269,7 @@ def _growth(found: Cotangents) -> float:
 def _exponents(rates: Tensor, segment: float) -> tuple[Tensor, Tensor, Tensor]:
     """Average rates ``(segments, replicas, M)``: exponents, standard errors, and D.
 
-    D is the variance of an exponent times the time it is averaged over, from blocks of about
-    sqrt(segments) segments, which are long enough to be independent.
+    D comes from blocks of about sqrt(segments) segments, which are long enough to be independent.
     """
     if not rates.shape[-1]:
         empty = rates.new_zeros(0)
@@ -332,13 +280,3 @@ def _exponents(rates: Tensor, segment: float) -> tuple[Tensor, Tensor, Tensor]:
     spread = width * segment * blocks.var(0)
     time = len(rates) * rates.shape[1] * segment
     return rates.mean((0, 1)), (spread / time).sqrt(), spread
-
-
-def _next_to_zero(exponents: Tensor) -> list[int]:
-    """Find the smallest positive and the largest negative exponent."""
-    found = []
-    for sign in (1, -1):
-        sizes = torch.where(sign * exponents > 0, exponents.abs(), math.inf)
-        if len(sizes) and bool(torch.isfinite(sizes).any()):
-            found.append(int(sizes.argmin()))
-    return found

@@ -26,43 +26,30 @@ def step_map(
 ) -> tuple[StepMap, torch.Size]:
     """Write the steps of a dynamics as a map of the fields joined into one tensor.
 
-    Args:
-        dynamics: the dynamics that is computed.
-        solver: makes the steps.
-        t: the time, on which the field does not depend.
-        observable: the average.
-        start: states of all replicas.
-
-    Returns:
-        The map, and the shape of the observable of one system.
-
-    Raises:
-        ValueError: (by the map) an observable without the axis of states.
+    The field does not depend on the time t. ``start`` has states of all replicas. The second result
+    is the shape of the observable of one system.
     """
     kind = type(start)
     widths = [x.shape[-1] for x in start]
 
     def unpack(y: Tensor) -> Any:
-        return kind._make(y.split(widths, -1))
+        # The field gets one batch axis, as the states of the simulation have.
+        return kind._make(y.reshape(-1, y.shape[-1]).split(widths, -1))
 
-    # The field gets one batch axis, as the states of the simulation have.
     def step(y: Tensor) -> Tensor:
-        flat = unpack(y.reshape(-1, y.shape[-1]))
-        added = torch.cat(increment(dynamics, solver.tableau, t, solver.dt, flat), -1)
+        added = torch.cat(increment(dynamics, solver.tableau, t, solver.dt, unpack(y)), -1)
         return y + added.reshape(y.shape)
 
+    @torch.no_grad()
     def rate(y: Tensor) -> Tensor:
-        with torch.no_grad():
-            flat = unpack(y.reshape(-1, y.shape[-1]))
-            return torch.cat(tuple(dynamics.drift(t, flat)), -1).reshape(y.shape)
+        return torch.cat(tuple(dynamics.drift(t, unpack(y))), -1).reshape(y.shape)
 
     def observe(y: Tensor) -> Tensor:
-        flat = y.reshape(-1, y.shape[-1])
-        value = observable.function(unpack(flat))
-        if value.shape[:1] != flat.shape[:1]:
+        value, states = observable.function(unpack(y)), y.shape[:-1].numel()
+        if value.shape[:1] != (states,):
             raise ValueError(
                 f"the observable has shape {tuple(value.shape)}; its leading axis must be the "
-                f"{len(flat)} states."
+                f"{states} states."
             )
         return value.reshape(*y.shape[:-1], -1)
 
@@ -77,14 +64,7 @@ def refuse_rest(steps: StepMap, states: Tensor) -> None:
 
     Shadowing divides by the size of the flow's rate. A run that settles has a rate that falls in
     each quarter of the run, or moves by less than the rounding of its state. A run that comes to
-    an attractor has a rate that falls at first only.
-
-    Args:
-        steps: the steps of a flow.
-        states: the states of the run, ``(steps + 1, R, n)``.
-
-    Raises:
-        ValueError: a replica settles; the message has the rates.
+    an attractor has a rate that falls at first only. ``states`` are ``(steps + 1, R, n)``.
     """
     assert steps.rate is not None
     chosen = torch.linspace(0, len(states) - 1, min(len(states), RATES)).long()
@@ -109,9 +89,6 @@ def refuse_time(dynamics: Dynamics[State], ts: Times, state: State) -> None:
     """Refuse a field that depends on the time at a state.
 
     The times are at random, so that no period is missed.
-
-    Raises:
-        ValueError: the rates at two times differ.
     """
     begin, end = float(ts[0]), float(ts[-1])
     shares = torch.rand(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -126,15 +103,9 @@ def refuse_time(dynamics: Dynamics[State], ts: Times, state: State) -> None:
 
 
 def last_finite(states: Tensor, before: int, dt: float) -> Tensor:
-    """Return the last state, or refuse a run that left the finite numbers.
+    """Return the last state, or refuse a run that left the finite numbers, naming the step.
 
-    Args:
-        states: the states of the run, ``(steps + 1, R, n)``.
-        before: the number of steps before the first state.
-        dt: the size of a step.
-
-    Raises:
-        FloatingPointError: names the first step whose state is not finite.
+    ``before`` is the number of steps before the first of the states.
     """
     finite = torch.isfinite(states).flatten(1).all(1)
     if not bool(finite.all()):

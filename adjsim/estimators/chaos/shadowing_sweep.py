@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from adjsim.estimators.chaos.shadowing_system import Segments, solve_segments
+
+class Segments(NamedTuple):
+    """The sums over K segments of R trajectories, with M basis cotangents and m observables.
+
+    ``metric`` and ``mixed`` are the integrals C_i of ``W^T W`` and d_i of ``W^T v``. ``triangles``
+    are R_i of the orthonormalisation at the start of segment i, and ``removed`` the components b_i
+    taken from v there. C and R are ``(K, R, M, M)``, d and b ``(K, m, R, M)``.
+    """
+
+    metric: Tensor
+    mixed: Tensor
+    triangles: Tensor
+    removed: Tensor
 
 
 @dataclass(frozen=True)
 class StepMap:
     """The steps of a flow or a map on states ``(*batch, n)``, and an observable.
 
-    Attributes:
-        step: maps states to the states one step later.
-        rate: maps states to the right-hand side of the flow, its neutral direction; None for a map,
-            which has none.
-        observe: maps states to the observables, ``(*batch, m)``.
-        h: the time of a step; 1 for a map.
+    ``rate`` is the right-hand side of the flow, its neutral direction, or None for a map, which has
+    none. ``observe`` maps states to ``(*batch, m)``. The time of a step is h, 1 for a map.
     """
 
     step: Callable[[Tensor], Tensor]
@@ -33,10 +42,7 @@ class StepMap:
 class Cotangents(NamedTuple):
     """The cotangents at the ends of K segments, and the sums over the segments.
 
-    Attributes:
-        basis: W at the ends, ``(K, M, R, n)``.
-        particular: v at the ends, ``(K, m, R, n)``.
-        segments: the data of the least-squares problem.
+    The basis W is ``(K, M, R, n)``, and the particular v ``(K, m, R, n)``.
     """
 
     basis: Tensor
@@ -46,18 +52,20 @@ class Cotangents(NamedTuple):
     def of(self, part: slice) -> Cotangents:
         """Return the cotangents of some of the trajectories, contiguous in memory."""
         metric, mixed, triangles, removed = self.segments
-        segments = Segments(
-            metric[:, part].contiguous(),
-            mixed[:, :, part].contiguous(),
-            triangles[:, part].contiguous(),
-            removed[:, :, part].contiguous(),
+        segments = (metric[:, part], mixed[:, :, part], triangles[:, part], removed[:, :, part])
+        return Cotangents(
+            self.basis[:, :, part].contiguous(),
+            self.particular[:, :, part].contiguous(),
+            Segments(*(x.contiguous() for x in segments)),
         )
-        basis, particular = self.basis[:, :, part], self.particular[:, :, part]
-        return Cotangents(basis.contiguous(), particular.contiguous(), segments)
 
 
-class DivergenceError(RuntimeError):
-    """Raised when cotangents grow along the run, since unstable directions were left out."""
+def divergence(grew: str, unstable: int) -> RuntimeError:
+    """Make the error of cotangents that grow along the run."""
+    return RuntimeError(
+        f"the particular cotangent grew {grew} along the run: there are more unstable directions "
+        f"than unstable = {unstable}. Use more."
+    )
 
 
 def trajectory(steps: StepMap, start: Tensor, count: int) -> Tensor:
@@ -72,15 +80,14 @@ def trajectory(steps: StepMap, start: Tensor, count: int) -> Tensor:
 
 def averages(steps: StepMap, states: Tensor) -> Tensor:
     """Average the observables over the ends of the steps, ``(R, m)``."""
-    total: Tensor | None = None
     with torch.no_grad():
-        # A thousand states at a time bound the memory.
-        for part in states[1:].split(1000):
-            # A sum along the last axis has the same bits for any number of replicas.
-            value = steps.observe(part).movedim(0, -1).contiguous().sum(-1)
-            total = value if total is None else total + value
-    assert total is not None
-    return total / (len(states) - 1)
+        # A thousand states at a time bound the memory. A sum along the last axis has the same bits
+        # for any number of replicas.
+        parts = [
+            steps.observe(part).movedim(0, -1).contiguous().sum(-1)
+            for part in states[1:].split(1000)
+        ]
+    return reduce(torch.add, parts) / (len(states) - 1)
 
 
 @torch.no_grad()
@@ -107,9 +114,8 @@ def sweep(
         v = v + f * away / f.square().sum(-1, keepdim=True)
     generator = torch.Generator().manual_seed(seed)
     # One draw for all trajectories, so that none depends on the number of others.
-    shape = (unstable, 1, states.shape[-1])
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(states)
-    drawn = drawn.expand(-1, states.shape[1], -1)
+    drawn = torch.randn(unstable, 1, states.shape[-1], generator=generator, dtype=torch.float64)
+    drawn = drawn.to(states).expand(-1, states.shape[1], -1)
     w = _orthonormal(_without_rate(steps, drawn, states[last]))[0]
     ends: list[tuple[Tensor, ...]] = []
     for first in range(last - length, -1, -length):
@@ -121,7 +127,7 @@ def sweep(
             mixed = mixed + steps.h * torch.einsum("jrn,mrn->mrj", w, v)
             w, v = _back(steps, states[n], w, v)
         if not bool(torch.isfinite(v).all()):
-            raise DivergenceError
+            raise divergence("without bound", unstable)
         w, triangle = _orthonormal(_without_rate(steps, w, states[first]))
         removed = torch.einsum("jrn,mrn->mrj", w, v)
         v = v - torch.einsum("jrn,mrj->mrn", w, removed)
@@ -140,27 +146,20 @@ def derivative(
     """Compute the shadowing derivatives of the averages, averaged over the trajectories.
 
     With the cotangent ``v + W a`` at the end of each segment the segments are independent, so all
-    of them go backward at once, with one cotangent each.
-
-    Returns:
-        ``(m, *parameter)`` for each parameter.
+    of them go backward at once, with one cotangent each. The results are ``(m, *parameter)``.
     """
-    count, outputs = found.particular.shape[:2]
-    replicas, n = states.shape[1:]
+    ends = found.particular
     if found.basis.shape[1]:
         a = solve_segments(found.segments, penalty)
-        ends = found.particular + torch.einsum("kjrn,kmrj->kmrn", found.basis, a)
-    else:
-        ends = found.particular
-    length = (len(states) - 1) // count
-    parts = states[:-1].reshape(count, length, replicas, n)
-    weight = 1 / ((len(states) - 1) * steps.h * replicas)
+        ends = ends + torch.einsum("kjrn,kmrj->kmrn", found.basis, a)
+    parts = states[:-1].unflatten(0, (len(ends), -1))
+    weight = 1 / ((len(states) - 1) * steps.h * states.shape[1])
     wanted, totals = list(parameters.values()), []
-    for m in range(outputs):
-        cotangent, sums = ends[:, m], [torch.zeros_like(x) for x in wanted]
-        for i in range(length - 1, -1, -1):
+    for m, cotangent in enumerate(ends.unbind(1)):
+        sums = [torch.zeros_like(x) for x in wanted]
+        for part in reversed(parts.unbind(1)):
             with torch.enable_grad():
-                y = parts[:, i].detach().requires_grad_()
+                y = part.detach().requires_grad_()
                 whole = (cotangent * steps.step(y)).sum() + steps.h * steps.observe(y)[..., m].sum()
             cotangent, *grads = torch.autograd.grad(
                 whole, [y, *wanted], allow_unused=True, materialize_grads=True
@@ -171,6 +170,46 @@ def derivative(
         name: weight * torch.stack([sums[i] for sums in totals])
         for i, name in enumerate(parameters)
     }
+
+
+def solve_segments(segments: Segments, penalty: float) -> Tensor:
+    """Minimise the size of the combined cotangent along the trajectory.
+
+    ::
+
+        min  sum_i a_i^T C_i a_i / 2 + d_i^T a_i        with  a_{i-1} = R_i a_i + b_i
+
+    With the constraints as E a = b the multipliers solve
+    ``(E C^-1 E^T + penalty I) mu = -b - E C^-1 d``, a block-tridiagonal system with K - 1 blocks of
+    size M, and ``a = -C^-1 (d + E^T mu)``, ``(K, m, R, M)``.
+    """
+    metric, d, r, b = segments
+    count = len(metric)
+    inverse = torch.linalg.inv(metric)
+    # Vectors are columns from here on, with the observables as columns beside each other.
+    d, b = (x.movedim(1, -1) for x in (d, b))
+    unit = torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
+    carried = r @ inverse
+    pivots, sides = list[Tensor](), list[Tensor]()
+    for i in range(1, count):
+        pivot = inverse[i - 1] + carried[i] @ r[i].mT + penalty * unit
+        side = -b[i] - inverse[i - 1] @ d[i - 1] + carried[i] @ d[i]
+        if i > 1:
+            # The block between the rows i - 1 and i is -R_{i-1} C_{i-1}^-1.
+            factor = torch.linalg.solve(pivots[-1], -carried[i - 1]).mT
+            pivot = pivot + factor @ carried[i - 1]
+            side = side - factor @ sides[-1]
+        pivots.append(pivot)
+        sides.append(side)
+    multipliers = [torch.zeros_like(d[0])] * (count + 1)
+    for i in range(count - 1, 0, -1):
+        multipliers[i] = torch.linalg.solve(
+            pivots[i - 1], sides[i - 1] + carried[i] @ multipliers[i + 1]
+        )
+    found = [
+        -inverse[i] @ (d[i] + multipliers[i + 1] - r[i].mT @ multipliers[i]) for i in range(count)
+    ]
+    return torch.stack(found).movedim(-1, 1)
 
 
 def _back(steps: StepMap, state: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """Tangent vectors along a run, and their products with the Jacobians of its steps.
 
-A tangent vector of a state is flattened to N numbers: the fields in the order of
-``state._fields``, each in the order of its memory.
+A tangent vector of a state is flattened to N numbers: the fields in order, each flattened.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ def flatten(fields: Iterable[Tensor], axes: int) -> Tensor:
 
 
 def like_fields(flat: Tensor, state: AnyState, axes: int) -> list[Tensor]:
-    """Split the last axis of N numbers into fields shaped as those of a state.
-
-    ``axes`` is the number of leading axes of the state that belong to its batch.
-    """
+    """Split the last axis of N numbers into fields of a state with so many axes of its batch."""
     parts = flat.split([x.shape[axes:].numel() for x in state], -1)
     return [
         part.reshape(*flat.shape[:-1], *x.shape[axes:])
@@ -37,11 +33,9 @@ def like_fields(flat: Tensor, state: AnyState, axes: int) -> list[Tensor]:
 
 def start_basis(state: AnyState, axes: int, count: int) -> Tensor:
     """Return random orthonormal columns ``(*batch, N, count)``, the same for every system."""
-    first = state[0]
+    first, generator = state[0], torch.Generator().manual_seed(0)
     size = sum(x.shape[axes:].numel() for x in state)
-    drawn = torch.randn(
-        size, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
+    drawn = torch.randn(size, count, generator=generator, dtype=torch.float64)
     return torch.linalg.qr(drawn)[0].to(first).expand(*first.shape[:axes], -1, -1)
 
 
@@ -53,18 +47,8 @@ class TangentDriver:
     The product with the Jacobian DPhi of a step is the derivative of its transposed product
     ``u -> DPhi^T u``, which is linear, with respect to u (double backward). So a step must be
     twice differentiable by autograd. Each vector has a replica of its own: ``count`` copies of the
-    batch step at once.
-
-    Args:
-        stepper: the steps.
-        inputs: the inputs of the run.
-        potential: the potential of the dynamics.
-        basis: orthonormal columns at the start, ``(*batch, N, count)``.
-
-    Attributes:
-        basis: the columns Q at the last step.
-        growth: the logarithms since :meth:`reset`, ``(*batch, count)``.
-        triangle: the product of the R since :meth:`reset`, ``(*batch, count, count)``.
+    batch step at once. The basis Q is ``(*batch, N, count)``. Growth and triangle are those since
+    :meth:`reset`.
     """
 
     def __init__(
@@ -97,8 +81,7 @@ class TangentDriver:
         tangents = like_fields(columns.movedim(-1, 0), state, axes)
         with torch.enable_grad():
             before = self._copies(state, count)
-            for x in before:
-                x.requires_grad_()
+            before = type(state)._make(x.requires_grad_() for x in before)
             after = self._step(number, before, count)
             u = [torch.zeros_like(x, requires_grad=True) for x in after]
             transposed = torch.autograd.grad(
@@ -109,11 +92,7 @@ class TangentDriver:
         return made, flatten(found, axes + 1).movedim(0, -1)
 
     def check_copies(self, state: AnyState, count: int) -> None:
-        """Refuse dynamics whose step is another one with a further batch axis.
-
-        Raises:
-            ValueError: the first step of copies of the state is not the copy of its step.
-        """
+        """Refuse dynamics whose first step of copies of the state is not the copy of its step."""
         plain, copies = self._step(0, state, None), self._step(0, self._copies(state, count), count)
         for name, x, y in zip(state._fields, plain, copies, strict=True):
             small = 1e-4 * float(x.abs().amax())
@@ -142,19 +121,14 @@ class TangentDriver:
 class TangentRecorder:
     """An observer that reads a driver at given steps.
 
-    Attributes:
-        growth: the growth in each interval, ``(*batch, count)``.
-        triangles: the product of the R of each interval, ``(*batch, count, count)``.
-        bases: the columns at each step, ``(*batch, N, count)``.
-        states: the state at each step.
+    ``growth`` and ``triangles`` are those of the driver for each interval. ``bases`` are the
+    columns at each step.
     """
 
     def __init__(self, driver: TangentDriver, steps: Sequence[int], vectors: bool) -> None:
         self.driver, self.vectors = driver, vectors
         self.first, self.steps = steps[0], frozenset(steps)
-        self.growth: list[Tensor] = []
-        self.triangles: list[Tensor] = []
-        self.bases: list[Tensor] = []
+        self.growth, self.triangles, self.bases = list[Tensor](), list[Tensor](), list[Tensor]()
         self.states: list[Any] = []
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
@@ -165,10 +139,10 @@ class TangentRecorder:
             return
         if step > self.first:
             self.growth.append(self.driver.growth)
-            if self.vectors:
+        if self.vectors:
+            if step > self.first:
                 self._refuse_lost(step)
                 self.triangles.append(self.driver.triangle)
-        if self.vectors:
             self.bases.append(self.driver.basis)
             self.states.append(state)
         self.driver.reset()
@@ -193,14 +167,8 @@ def covariant_vectors(bases: Sequence[Tensor], triangles: Sequence[Tensor]) -> l
         C_{k-1} = R_k^-1 C_k |columns to unit length|        V_k = Q_k C_k
 
     The first i columns of Q span the i fastest forward directions. Upper triangular C, iterated
-    backward, turn them to vectors with DPhi V_{k-1} parallel to V_k.
-
-    Args:
-        bases: Q at n + 1 times, each ``(*batch, N, count)``.
-        triangles: R of the n intervals between them, each ``(*batch, count, count)``.
-
-    Returns:
-        V at the n + 1 times, with columns of unit length.
+    backward, turn them to vectors with DPhi V_{k-1} parallel to V_k. ``bases`` are Q at n + 1
+    times, and ``triangles`` the R of the intervals between them.
     """
     mixing = torch.eye(bases[-1].shape[-1]).to(bases[-1]).expand_as(triangles[-1])
     vectors = [bases[-1]]

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_whole
-from adjsim.core.durable.manifest import tensor_fingerprint
+from adjsim.core.durable.manifest import describe_function
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.durable.store import Nested
 from adjsim.core.noise import as_generator, seed_from
@@ -21,17 +21,12 @@ from adjsim.core.parameters import refuse_untrainable
 from adjsim.core.progress import progress_bar
 from adjsim.core.state import State
 from adjsim.core.typing import Array, Seed
-from adjsim.estimators.base import (
-    Estimator,
-    Observable,
-    Simulation,
-    chunk_slices,
-    mean_and_stderr,
-)
+from adjsim.estimators.base import Estimator, chunk_slices, mean_and_stderr
 from adjsim.estimators.compare import short_name
 from adjsim.estimators.estimate import GradientEstimate
-from adjsim.estimators.fit.gauss_newton import Target, chance_of_drift, gauss_newton
-from adjsim.estimators.sharing import describe_estimate, same_generator
+from adjsim.estimators.fit.gauss_newton import Step, Target, chance_of_drift, gauss_newton
+from adjsim.estimators.replicas import Observable, Simulation
+from adjsim.estimators.sharing import describe_computation, same_generator
 
 # The mean square of the difference between the halves of the runs, in units of its variance. It is
 # one at equilibrium, and beyond five once in a few thousand fits of a curve of four independent
@@ -113,14 +108,13 @@ def fit(
         z_c  = M^-1 ((J_c - J)^T W (target - g) - J^T W (g_c - g))
         cov  = sum_c z_c z_c^T / (K (K - 1)) + s^2 M^-1
 
-    This is the method of Gauss and Newton. C removes the bias of products of two averages with the
-    same noise. The first term of the covariance of the fitted numbers has the noise of the averages
-    ``J^+ cov(g) J^+T``, and that of the derivatives. The second term is the error of the target: s
-    is 1 with ``stderr``. Without, s^2 is the mean square of the residual ``target - g``, over the
-    number of points less that of the parameters, less the variance of g. This takes the errors of
-    the points as independent, and those of the model as errors of the target. So look at the
-    residual: where it is not noise, the model does not describe the target, and the numbers have
-    an error that is not shown. Second derivatives of g are left out.
+    C removes the bias of products of two averages with the same noise, and second derivatives of g
+    are left out. The first term of the covariance has the noise of the averages and of the
+    derivatives. The second term is the error of the target: s is 1 with ``stderr``.
+    Without, s^2 is the mean square of the residual ``target - g``, over the number of points less
+    that of the parameters, less the variance of g. This takes the errors of the points as
+    independent, and those of the model as errors of the target. So look at the residual: where it
+    is not noise, the numbers have an error that is not shown.
 
     The fit ends when each step is below a tenth of the error of its parameter, unless the runs had
     not come to equilibrium, or the derivatives are mostly noise. The parameters of the dynamics
@@ -130,26 +124,22 @@ def fit(
         simulation: the simulation; every parameter of its dynamics that requires grad is fitted.
         observable: its mean is ``(n,)``, for example a ``TimeAverage`` of
             :func:`adjsim.smooth_radial_distribution`.
-        target: ``(n,)``, the measured curve.
+        target, stderr: ``(n,)``, the measured curve and its standard errors.
         make: makes an estimator, one for each chunk. Reweighting keeps samples between iterations.
-        replicas: number of independent runs, at least two.
-        chunks: number of groups of replicas.
+        replicas, chunks: numbers of independent runs and of groups of them, at least two.
         iterations: the largest number of evaluations.
         largest_change: the largest relative change of a parameter in one step; longer steps are
             shortened. Far from the data the linear model is wrong, and a run may not survive the
             parameters that it proposes. Infinity: no limit, for parameters that may be zero.
-        stderr: ``(n,)``, standard errors of the target.
         generator: seeds starts and noise. All iterations have the same.
         progress: show a progress bar, on a terminal.
         store: a folder that keeps the chunks of each iteration. Called again with the same
             arguments, the fit reads these, and goes on with the same bits.
-        group: the process group whose ranks share the chunks, of which each has an estimator of its
-            own. Every rank fits the same parameters.
+        group: the process group whose ranks share the chunks. Every rank fits the same parameters.
 
     Raises:
-        ValueError: shapes that do not agree, numbers that are not finite, fewer than two replicas,
-            more parameters than numbers in the target, a target that does not determine the
-            parameters.
+        ValueError: shapes that do not agree, numbers that are not finite or out of range, a target
+            that does not determine the parameters.
     """
     data = Target.of(target, stderr)
     refuse_untrainable(simulation.dynamics)
@@ -170,28 +160,24 @@ def fit(
         raise ValueError(f"chunks must be at least 2, for an error; got {chunks}.")
     ranks = Ranks.of(group)
     source = same_generator(ranks, as_generator(generator))
-    runs = [_Runs(make(), size, seed_from(source)) for size in sizes]
-    runs[0].estimator.check(simulation, observable)
+    estimators, seeds = [make() for _ in sizes], [seed_from(source) for _ in sizes]
+    runs = _Runs(simulation, observable, estimators, sizes, seeds)
+    estimators[0].check(simulation, observable)
     if ranks.size > 1:
-        settings = {"iterations": iterations, "largest_change": largest_change}
-        ranks.agree(_describe(simulation, observable, runs, data, settings))
+        settings = {"iterations": f"{iterations}", "largest_change": f"{largest_change}"}
+        ranks.agree({**runs.describe(), **data.describe(), **settings})
     history, begun = list[Iteration](), time.perf_counter()
     with progress_bar(progress and ranks.first) as bar:
-        task = bar.add_task("fitting", total=iterations * len(runs), doing="")
+        task = bar.add_task("fitting", total=iterations * len(sizes), doing="")
         while True:
             now = {name: p.detach().clone() for name, p in parameters.items()}
             bar.update(task, doing=_described(now))
             folder = None if store is None else Path(store) / f"{len(history):03}"
-            found = _evaluate(
-                simulation,
-                observable,
-                runs,
-                data,
-                _Sharing(ranks, folder, lambda: bar.advance(task)),
-            )
-            step = _unpack(found.step, now)
+            found = _evaluate(runs, data, ranks, folder, lambda: bar.advance(task))
+            step = _unpack(found.step.change, now)
             history.append(Iteration(now, found.value, found.loss, step))
-            small = bool((found.step.abs() <= SMALL_STEP * found.errors).all())
+            change, errors = found.step.change.abs(), found.step.errors
+            small = bool((change <= SMALL_STEP * errors).all())
             converged = small and not found.doubts
             if converged or len(history) == iterations:
                 break
@@ -201,15 +187,14 @@ def fit(
                     p += scale * step[name].to(p)
     warnings = found.warnings + found.doubts
     if not small:
-        worst = float((found.step.abs() / found.errors).max())
         warnings.append(
-            f"the last step is {worst:.2g} standard errors, so the fit has not converged; give "
-            "more iterations"
+            f"the last step is {float((change / errors).max()):.2g} standard errors, so the fit "
+            "has not converged; give more iterations"
         )
     return Fit(
         now,
-        _unpack(found.errors, now),
-        found.covariance,
+        _unpack(errors, now),
+        found.step.covariance,
         found.value,
         found.stderr,
         data.values,
@@ -221,77 +206,51 @@ def fit(
     )
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """A chunk of the replicas, with an estimator that may keep its samples."""
+class _Runs(NamedTuple):
+    """The chunks of the replicas, each with an estimator that may keep its samples."""
 
-    estimator: Estimator
-    replicas: int
-    seed: int
+    simulation: Simulation[Any]
+    observable: Observable[Any]
+    estimators: list[Estimator]
+    sizes: list[int]
+    seeds: list[int]
+
+    def describe(self) -> dict[str, str]:
+        """Describe the runs by everything that their numbers depend on."""
+        return {
+            **describe_computation(self.estimators[0], self.simulation, self.observable),
+            "the starts": describe_function(self.simulation.initial, "the starts"),
+            "the chunks": f"{self.sizes}",
+            "the seeds": f"{self.seeds}",
+        }
 
 
-@dataclass(frozen=True)
-class _Sharing:
-    """The ranks that share the runs, the folder that keeps an iteration, and the progress."""
+class _Evaluation(NamedTuple):
+    """The curve at the present parameters, the step that it proposes, and the estimator's warnings.
 
-    ranks: Ranks
-    folder: Path | None
-    advance: Callable[[], None]
-
-
-@dataclass(frozen=True)
-class _Evaluation:
-    """The curve at the present parameters, and the step that it proposes.
-
-    ``warnings`` are those of the estimator, and ``doubts`` are reasons why the step may be wrong.
+    ``doubts`` are reasons why the step may be wrong.
     """
 
     value: Tensor
     stderr: Tensor
     loss: float
-    step: Tensor
-    covariance: Tensor
+    step: Step
     warnings: list[str]
     doubts: list[str]
 
-    @property
-    def errors(self) -> Tensor:
-        return self.covariance.diagonal().sqrt()
-
-
-def _describe(
-    simulation: Simulation[State],
-    observable: Observable[State],
-    runs: list[_Runs],
-    data: Target,
-    settings: dict[str, Any],
-) -> dict[str, str]:
-    """Describe a fit by everything that its numbers depend on."""
-    return {
-        **describe_estimate(runs[0].estimator, simulation, observable, None, [], None),
-        "the target": tensor_fingerprint(data.values),
-        "the weight of the target": tensor_fingerprint(data.weight),
-        "the chunks": f"{[run.replicas for run in runs]}",
-        "the seeds": f"{[run.seed for run in runs]}",
-        **{name: f"{x}" for name, x in settings.items()},
-    }
-
 
 def _evaluate(
-    simulation: Simulation[State],
-    observable: Observable[State],
-    runs: list[_Runs],
-    data: Target,
-    sharing: _Sharing,
+    runs: _Runs, data: Target, ranks: Ranks, folder: Path | None, advance: Callable[[], None]
 ) -> _Evaluation:
+    """Estimate the curve and its derivatives, keep the chunks in a folder, and find the step."""
+
     def estimated(i: int) -> Nested:
-        run, folder = runs[i], sharing.folder
-        made = run.estimator(
-            simulation,
-            observable,
-            replicas=run.replicas,
+        made = runs.estimators[i](
+            runs.simulation,
+            runs.observable,
+            replicas=runs.sizes[i],
             chunks=1,
-            generator=run.seed,
+            generator=runs.seeds[i],
             store=None if folder is None else folder / f"{i:05}",
             group=Ranks(None),
         )
@@ -300,31 +259,20 @@ def _evaluate(
                 f"the mean of the observable has shape {tuple(made.value.shape)} and the target "
                 f"{tuple(data.values.shape)}; they must agree."
             )
-        sharing.advance()
-        return [made.value, made.value_stderr, made.grad, made.grad_stderr, made.diagnostics]
+        advance()
+        return list(vars(made).values())
 
-    estimand = runs[0].estimator.estimand
-    found = [
-        GradientEstimate(value, value_stderr, grad, grad_stderr, estimand, diagnostics)
-        for value, value_stderr, grad, grad_stderr, diagnostics in sharing.ranks.share(
-            len(runs), estimated
-        )
-    ]
-    sizes = [run.replicas for run in runs]
+    sizes = runs.sizes
+    found = [GradientEstimate(*parts) for parts in ranks.share(len(sizes), estimated)]
     share = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
     g = torch.stack([made.value.double().cpu() for made in found])
-    J = torch.stack(
-        [
-            torch.cat(
-                [grad.double().cpu().reshape(len(g[0]), -1) for grad in made.grad.values()], 1
-            )
-            for made in found
-        ]
-    )
+    slopes = [
+        [grad.double().cpu().reshape(len(g[0]), -1) for grad in made.grad.values()]
+        for made in found
+    ]
+    J = torch.stack([torch.cat(columns, 1) for columns in slopes])
     value, stderr = mean_and_stderr(list(g), sizes)
-    residual = data.values - value
     step = gauss_newton(g, J, share, data)
-    doubts = list(step.doubts)
     # One warning for all chunks: those of a single chunk are about its few samples.
     info = found[0].diagnostics | {
         "ess": sum(made.diagnostics["ess"] for made in found),
@@ -332,11 +280,12 @@ def _evaluate(
         "equilibration": None,
     }
     warnings = replace(found[0], diagnostics=info).warnings
-    drifts = [x for made in found if (x := made.diagnostics.get("drift")) is not None]
-    if len(drifts) == len(found):
+    doubts: list[str] = list(step.doubts)
+    drifts: list[Any] = [made.diagnostics.get("drift") for made in found]
+    if all(x is not None for x in drifts):
         doubts += _drifting(torch.stack(drifts).double().cpu(), data.weight, step.response)
-    loss = float((data.weight * residual**2).sum())
-    return _Evaluation(value, stderr, loss, step.change, step.covariance, warnings, doubts)
+    loss = float((data.weight * (data.values - value) ** 2).sum())
+    return _Evaluation(value, stderr, loss, step, warnings, doubts)
 
 
 def _drifting(drift: Tensor, weight: Tensor, response: Tensor) -> list[str]:

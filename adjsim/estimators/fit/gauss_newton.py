@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_tensor
+from adjsim.core.durable.manifest import tensor_fingerprint
 from adjsim.core.typing import Array
 
 # With a smaller eigenvalue of the scaled M, changes of the parameters cancel in the curve.
 DEGENERATE = 1e-6
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """The target, its weights, and whether the weights are those of its errors."""
 
     values: Tensor
@@ -39,9 +39,14 @@ class Target:
             )
         return cls(y, 1 / error**2, True)
 
+    def describe(self) -> dict[str, str]:
+        return {
+            "the target": tensor_fingerprint(self.values),
+            "the weight of the target": tensor_fingerprint(self.weight),
+        }
 
-@dataclass(frozen=True)
-class Step:
+
+class Step(NamedTuple):
     """The step of the parameters, ``(p,)``, and their covariance.
 
     ``response`` is the change of the parameters with the target, ``(p, n)``, and ``doubts`` are
@@ -53,16 +58,21 @@ class Step:
     response: Tensor
     doubts: list[str]
 
+    @property
+    def errors(self) -> Tensor:
+        return self.covariance.diagonal().sqrt()
+
 
 def gauss_newton(g: Tensor, J: Tensor, share: Tensor, target: Target) -> Step:
     """Compute the step and the covariance of the parameters from the chunks."""
     mean, slope = torch.einsum("k,kn->n", share, g), torch.einsum("k,knp->np", share, J)
-    residual, count = target.values - mean, len(share)
+    residual, count, weight = target.values - mean, len(share), target.weight
     # Deviations of the chunks, scaled so that sums of their products are covariances of the means.
     scale = (count / (count - 1)) ** 0.5 * share
     dg, dJ = scale[:, None] * (g - mean), scale[:, None, None] * (J - slope)
-    biased = slope.T @ (target.weight[:, None] * slope)
-    M = biased - torch.einsum("knp,n,knq->pq", dJ, target.weight, dJ)
+    weighted = weight[:, None] * slope
+    biased = slope.T @ weighted
+    M = biased - torch.einsum("knp,n,knq->pq", dJ, weight, dJ)
     inverse, warnings = _inverse(M), list[str]()
     if inverse is None:
         inverse = _inverse(biased)
@@ -74,18 +84,14 @@ def gauss_newton(g: Tensor, J: Tensor, share: Tensor, target: Target) -> Step:
             "the target does not determine the parameters: some change of them leaves the curve "
             "as it is. Fit fewer parameters, or give more target."
         )
-    gradient = slope.T @ (target.weight * residual)
-    step = inverse @ (gradient + torch.einsum("knp,n,kn->p", dJ, target.weight, dg))
-    noise = torch.einsum("knp,n->kp", dJ, target.weight * residual) - dg @ (
-        target.weight[:, None] * slope
-    )
-    z = noise @ inverse
+    gradient = slope.T @ (weight * residual)
+    step = inverse @ (gradient + torch.einsum("knp,n,kn->p", dJ, weight, dg))
+    z = (torch.einsum("knp,n->kp", dJ, weight * residual) - dg @ weighted) @ inverse
     scatter = 1.0
     if not target.known:
         excess = float((residual**2).sum() - (dg**2).sum())
         scatter = max(0.0, excess) / max(1, len(residual) - len(step))
-    response = inverse @ (slope.T * target.weight)
-    return Step(step, z.T @ z + scatter * inverse, response, warnings)
+    return Step(step, z.T @ z + scatter * inverse, inverse @ (slope.T * weight), warnings)
 
 
 def chance_of_drift(drift: Tensor, response: Tensor) -> float:
