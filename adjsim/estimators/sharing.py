@@ -34,7 +34,8 @@ from adjsim.core.trajectory import Final, TimeAverage
 from adjsim.estimators.replicas import Observable, Replicas, Simulation
 from adjsim.simulation.simulate import rates_at_start
 
-P, T = TypeVar("P"), TypeVar("T")
+P = TypeVar("P")
+T = TypeVar("T")
 
 
 @dataclass

@@ -240,6 +240,8 @@ class _StateChecks:
         except ValueError as reason:
             raise ValueError(f"{reason} This was found after step {step} (t = {t:g}).") from reason
 
+    @torch.no_grad()
+    def _refusal(self, state: AnyState, step: int) -> ValueError | None:
         surface = self.dynamics.limiting_surface
         assert surface is not None
         position = position_of(self.stepper.from_lattice(state)).detach()

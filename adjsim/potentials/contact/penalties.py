@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ HALVINGS = 53
 
 
 # The rule of a number, or one for each vertex.
-VERTICES = {
+VERTICES: dict[str, Any] = {
     "positive": True,
     "finite": True,
     "shapes": ((), ("atoms",)),

@@ -40,8 +40,12 @@ from adjsim.core.typing import Number
 from adjsim.potentials.evaluated import DeclaredModule
 
 # The rules of a vector with an entry for each dimension, and of a length.
-POINT = {"finite": True, "shapes": (("dim",),), "each": "one number for each dimension"}
-LENGTH = {"positive": True, "finite": True, "single": True}
+POINT: dict[str, Any] = {
+    "finite": True,
+    "shapes": (("dim",),),
+    "each": "one number for each dimension",
+}
+LENGTH: dict[str, Any] = {"positive": True, "finite": True, "single": True}
 
 
 class Surface(DeclaredModule):
