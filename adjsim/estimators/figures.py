@@ -15,9 +15,8 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from adjsim.estimators import GradientEstimate
 from adjsim.estimators.compare import NOTHING_TO_PLOT, Comparison, norm_of, short_name
 from adjsim.estimators.fit.fit import Fit
-from adjsim.io.animation import animate
 
-__all__ = ["animate", "plot_fit", "plot_sweep"]
+__all__ = ["plot_fit", "plot_sweep"]
 
 MARKERS = "osD^v<>P"
 EXACT_STYLES: dict[str, dict[str, Any]] = {

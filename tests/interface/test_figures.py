@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 import adjsim
-from adjsim.estimators.figures import animate
 from adjsim.io import animation as _animation
+from adjsim.io.animation import animate
 
 TILTED = [[4.0, 0.0, 0.0], [1.0, 4.0, 0.0], [0.0, 0.5, 4.0]]
 
