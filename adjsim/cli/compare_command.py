@@ -25,7 +25,14 @@ from adjsim.cli.options import (
 )
 from adjsim.cli.parameters import command_of
 from adjsim.cli.quantities import QUANTITIES
-from adjsim.cli.questions import ESTIMATORS, HARMONIC, HARMONIC_DT, Question, harmonic_well
+from adjsim.cli.questions import (
+    ESTIMATORS,
+    HARMONIC,
+    HARMONIC_DT,
+    HARMONIC_TITLE,
+    Question,
+    harmonic_well,
+)
 from adjsim.cli.report import Comparing, report_comparison, settings_of
 from adjsim.cli.sweep import Sweep, run_sweep
 from adjsim.core.durable.files import check_writable
@@ -104,14 +111,13 @@ def _of_atoms(context: typer.Context, given: CompareParameters, names: list[str]
         job.freeze_bath()
         horizon = "400" if given.from_file else "0.4" if brief else "10"
         sweep = _sweep(given, dt, horizon, 64)
-        return _of_estimators(given, names, partial(job.question, name), dt, sweep, job.title, job)
+        return _of_estimators(given, names, partial(job.question, name), dt, sweep, job)
     horizons = "5,10,20,40" if given.exact else "0.1,0.2,0.4,0.8" if brief else "1,2,4"
-    question = job.final(name)
     adjoints = adjoints_of(given.adjoint, model, given.exact)
     return Comparing(
         job.title,
         given.seed,
-        question,
+        job.final(name),
         job.adjoints(adjoints, name, given.compile_runs),
         _sweep(given, dt, "200,400,800" if given.from_file else horizons, 1),
         {**settings_of(job), "observable": name},
@@ -148,8 +154,7 @@ def _of_harmonic(context: typer.Context, given: CompareParameters, names: list[s
         raise ValueError(f"--{option} is for the preset lj13, not for {given.preset}.")
     ask = partial(harmonic_well, observable_named(HARMONIC, given.preset, given.observable))
     sweep = _sweep(given, HARMONIC_DT, "10", 4096)
-    title = "harmonic well, k = kT = friction = 1"
-    return _of_estimators(given, names or list(ESTIMATORS), ask, HARMONIC_DT, sweep, title)
+    return _of_estimators(given, names or list(ESTIMATORS), ask, HARMONIC_DT, sweep, None)
 
 
 def _of_estimators(
@@ -158,10 +163,10 @@ def _of_estimators(
     ask: Callable[[], Question],
     dt: float,
     sweep: Sweep,
-    title: str,
-    job: Job | None = None,
+    job: Job | None,
 ) -> Comparing:
     question = ask()
+    title = HARMONIC_TITLE if job is None else job.title
     record: dict[str, Any] = {
         "preset": given.preset,
         "title": title,

@@ -36,8 +36,9 @@ ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "reweighting": Reweighting,
 }
 
-# The titles of the observables of the harmonic well, the default first, and the step there.
+# The titles of the observables of the harmonic well, the default first; its own, and its step.
 HARMONIC = {"square": "<x^2>", "energy": "<U>"}
+HARMONIC_TITLE = "harmonic well, k = kT = friction = 1"
 HARMONIC_DT = 0.01
 
 # A mean, and its derivatives by parameter name.

@@ -34,7 +34,6 @@ from adjsim.estimators.unchanged import Unchanged
 from adjsim.simulation.simulate import rates_at_start
 
 P = TypeVar("P")
-T = TypeVar("T")
 
 
 @dataclass
@@ -87,8 +86,8 @@ class Work:
             self.store.write(name, self._checked(compute, i))
         return self.store.read(name)
 
-    def _checked(self, compute: Callable[[P], T], part: P) -> T:
-        found = compute(part)
+    def _checked(self, compute: Callable[[int], Nested], i: int) -> Nested:
+        found = compute(i)
         self.unchanged.check()
         return found
 
