@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import typer
 
 from adjsim.cli.compare_parameters import CompareParameters
-from adjsim.cli.job import Job, adjoints_of, job_of
+from adjsim.cli.job import Job, adjoints_of, estimators_of, job_of
 from adjsim.cli.models import SCHEMES, BathSettings
 from adjsim.cli.options import (
     check_numbers,
@@ -16,24 +18,29 @@ from adjsim.cli.options import (
     is_given,
     memory_kernel,
     observable_named,
-    preset_of,
     refuse,
     refuse_misplaced,
     resumable,
     sweep_of,
 )
 from adjsim.cli.parameters import command_of
-from adjsim.cli.presets import ESTIMATORS, Preset
 from adjsim.cli.quantities import QUANTITIES
-from adjsim.cli.report import Comparing, report_comparison
+from adjsim.cli.questions import (
+    ESTIMATORS,
+    HARMONIC,
+    HARMONIC_DT,
+    HARMONIC_TITLE,
+    Question,
+    harmonic_well,
+)
+from adjsim.cli.report import Comparing, report_comparison, settings_of
 from adjsim.cli.sweep import Sweep, run_sweep
 from adjsim.core.durable.files import check_writable
 from adjsim.core.durable.ranks import RankError, Ranks
 from adjsim.core.durable.store import StoreError
 from adjsim.io.systems import Cutoff, System, cluster, structure
-from adjsim.solvers.base import SteppingSolver
 
-# Options that every preset takes; the others define the system of lj13.
+# Options that both presets take; the others define the system of lj13.
 COMMON = (
     "preset", "estimators", "observable", "horizon", "replicas", "seed", "output", "store",
     "compile_runs",
@@ -47,26 +54,30 @@ def compare_command(context: typer.Context, given: CompareParameters) -> None:
     respect to epsilon and sigma (and kT, tau, friction, rates and strengths of a thermostat), from
     the same starts and the same noise.
 
-    Estimators (--estimators, or a preset other than lj13): gradients of means, with error bars. The
-    mean along a path and the mean at equilibrium are two questions, and the table shows their
-    answers apart.
+    Estimators (--estimators, or the preset harmonic): gradients of means, with error bars. The mean
+    along a path and the mean at equilibrium are two questions, and the table shows their answers
+    apart.
 
     Writes compare.png and compare.json into the output folder.
     """
     try:
         check_numbers(context)
-        make = _of_atoms if given.preset == "lj13" else _of_preset
+        make = _of_atoms if given.preset == "lj13" else _of_harmonic
         found = make(context, given, estimator_names(given.estimators))
         ranks = Ranks.of()
         if ranks.first:
             check_writable(given.output)
-        methods = found.methods(given.compile_runs)
+        if given.compile_runs and not any(method.compiles for method in found.methods):
+            raise ValueError(
+                "--compile: none of these methods can be compiled. The adjoints direct, checkpoint "
+                "and reversible can, and so can the estimators pathwise, finite-difference, "
+                "score-function and reweighting."
+            )
     except (ValueError, TypeError) as error:
         refuse(error)
     with resumable(given.store):
         try:
-            reference = None if found.names else next(iter(found.adjoints))
-            results = run_sweep(methods, found.sweep, reference, given.store)
+            results = run_sweep(found.methods, found.sweep, found.reference, given.store)
         except (StoreError, RankError) as error:
             refuse(error)
     if ranks.first and not report_comparison(found, results, given.output):
@@ -87,28 +98,32 @@ def _of_atoms(context: typer.Context, given: CompareParameters, names: list[str]
         raise ValueError(f"unknown dynamics '{model}'; choose one of {', '.join(SCHEMES)}.")
     refuse_misplaced(context, model)
     job, dt = _job_of(given, system, model)
-    quantity = observable_named(QUANTITIES, given.preset, given.observable)
+    name = observable_named(QUANTITIES, given.preset, given.observable)
     brief = model == "overdamped"
-    if not names:
-        horizons = "5,10,20,40" if given.exact else "0.1,0.2,0.4,0.8" if brief else "1,2,4"
-        problem = Preset(job.title, 0.0, 1, {quantity: job.final(quantity)})
-        adjoints = adjoints_of(given.adjoint, model, given.exact)
-        sweep = _sweep(given, dt, "200,400,800" if given.from_file else horizons, problem)
-        return Comparing(
-            given.preset, problem, quantity, names, dt, given.seed, sweep, job, adjoints
-        )
-    if given.adjoint:
-        raise ValueError(
-            "--adjoint compares adjoints, and --estimators compares estimators; give one of the "
-            "two."
-        )
-    # Most estimators have no gradient with respect to the thermostat's parameters, and one table
-    # shows one set of parameters.
-    job.freeze_bath()
-    horizon = 400.0 if given.from_file else 0.4 if brief else 10.0
-    problem = Preset(job.title, horizon, 64, {quantity: job.question(quantity)})
-    sweep = _sweep(given, dt, f"{horizon:g}", problem)
-    return Comparing(given.preset, problem, quantity, names, dt, given.seed, sweep, job)
+    if names:
+        if given.adjoint:
+            raise ValueError(
+                "--adjoint compares adjoints, and --estimators compares estimators; give one of "
+                "the two."
+            )
+        # Most estimators have no gradient with respect to the thermostat's parameters, and one
+        # table shows one set of parameters.
+        job.freeze_bath()
+        horizon = "400" if given.from_file else "0.4" if brief else "10"
+        sweep = _sweep(given, dt, horizon, 64)
+        return _of_estimators(given, names, partial(job.question, name), dt, sweep, job)
+    horizons = "5,10,20,40" if given.exact else "0.1,0.2,0.4,0.8" if brief else "1,2,4"
+    adjoints = adjoints_of(given.adjoint, model, given.exact)
+    return Comparing(
+        job.title,
+        given.seed,
+        job.final(name),
+        job.adjoints(adjoints, name, given.compile_runs),
+        _sweep(given, dt, "200,400,800" if given.from_file else horizons, 1),
+        {**settings_of(job), "observable": name},
+        job,
+        next(iter(adjoints)),
+    )
 
 
 def _job_of(given: CompareParameters, system: System, model: str) -> tuple[Job, float]:
@@ -129,24 +144,43 @@ def _first(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _of_preset(context: typer.Context, given: CompareParameters, names: list[str]) -> Comparing:
-    """Return a comparison of estimators on a test problem."""
-    problem = preset_of(given.preset)
+def _of_harmonic(context: typer.Context, given: CompareParameters, names: list[str]) -> Comparing:
+    """Return a comparison of estimators on the test problem."""
+    if given.preset != "harmonic":
+        raise ValueError(f"unknown preset '{given.preset}'; choose one of lj13, harmonic.")
     misplaced = [name for name in context.params if name not in COMMON and is_given(context, name)]
     if misplaced:
         option = misplaced[0].removesuffix("_file").replace("_", "-")
         raise ValueError(f"--{option} is for the preset lj13, not for {given.preset}.")
-    quantity = observable_named(problem.questions, given.preset, given.observable)
-    solver = problem.questions[quantity].simulation(problem.horizon).solver
-    assert isinstance(solver, SteppingSolver)
-    sweep = _sweep(given, solver.dt, f"{problem.horizon:g}", problem)
-    names = names or list(ESTIMATORS)
-    return Comparing(given.preset, problem, quantity, names, solver.dt, given.seed, sweep)
+    ask = partial(harmonic_well, observable_named(HARMONIC, given.preset, given.observable))
+    sweep = _sweep(given, HARMONIC_DT, "10", 4096)
+    return _of_estimators(given, names or list(ESTIMATORS), ask, HARMONIC_DT, sweep, None)
 
 
-def _sweep(given: CompareParameters, dt: float, horizons: str, problem: Preset) -> Sweep:
+def _of_estimators(
+    given: CompareParameters,
+    names: list[str],
+    ask: Callable[[], Question],
+    dt: float,
+    sweep: Sweep,
+    job: Job | None,
+) -> Comparing:
+    question = ask()
+    title = HARMONIC_TITLE if job is None else job.title
+    record: dict[str, Any] = {
+        "preset": given.preset,
+        "title": title,
+        "seed": given.seed,
+        "observable": question.title,
+        **(settings_of(job) if job else {}),
+    }
+    methods = estimators_of(names, ask, dt, given.seed, given.compile_runs)
+    return Comparing(title, given.seed, question, methods, sweep, record, job)
+
+
+def _sweep(given: CompareParameters, dt: float, horizons: str, replicas: int) -> Sweep:
     # An error bar needs two replicas.
-    counts, least = given.replicas or [str(problem.replicas)], min(problem.replicas, 2)
+    counts, least = given.replicas or [str(replicas)], min(replicas, 2)
     return sweep_of(given.horizon or [horizons], dt, counts, least)
 
 

@@ -9,7 +9,7 @@ from adjsim.cli.job import ADJOINTS
 from adjsim.cli.models import SCHEMES
 from adjsim.cli.options import SEED, STORE, SWITCH_START, TAU, TRUNCATION, observable_names, output
 from adjsim.cli.parameters import argument, option
-from adjsim.cli.presets import ESTIMATORS, presets
+from adjsim.cli.questions import ESTIMATORS
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class CompareParameters:
 
     preset: str = argument(
         "lj13",
-        "lj13 (a Lennard-Jones cluster, or the system of --structure), or a test problem "
-        f"with an exact answer, on which estimators are compared: {', '.join(presets())}.",
+        "lj13 (a Lennard-Jones cluster, or the system of --structure), or harmonic, a test problem "
+        "with an exact answer, on which estimators are compared.",
         metavar="[PRESET]",
     )
     estimators: list[str] | None = option(
@@ -88,7 +88,7 @@ class CompareParameters:
         "Length of the run, a time that is a multiple of dt. Several horizons (repeat the option, "
         "or separate them by commas) are the x-axis of the figure.",
         show_default="1,2,4 (overdamped 0.1,0.2,0.4,0.8; exact 5,10,20,40), or 200,400,800 fs "
-        "for a structure; with --estimators 10 (overdamped 0.4), or 400 fs; or the preset's",
+        "for a structure; with --estimators 10 (overdamped 0.4), or 400 fs; for harmonic 10",
     )
     temperature: float | None = option(
         None,
@@ -124,7 +124,7 @@ class CompareParameters:
         "Number of replicas to average over, each with its own momenta and noise. Several numbers "
         "(repeat the option, or separate them by commas) are the x-axis of the figure instead of "
         "the horizon.",
-        show_default="1; with --estimators 64; for a preset 4096",
+        show_default="1; with --estimators 64; for harmonic 4096",
     )
     compile_runs: bool = option(
         False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,11 @@ from adjsim.cli.options import (
     resumable,
 )
 from adjsim.cli.parameters import command_of, option
-from adjsim.cli.radial_fit import BURN_IN, radial_problem
+from adjsim.cli.radial_fit import radial_problem
 from adjsim.core.box import perpendicular_widths, volume
 from adjsim.core.durable.files import check_writable
 from adjsim.core.durable.ranks import RankError, Ranks
 from adjsim.estimators.fit.fit import fit
-from adjsim.estimators.replicas import Initial
 from adjsim.io.systems import Cutoff, System, structure
 
 BATHS = [name for name in SCHEMES if name != "hamiltonian"]
@@ -126,7 +126,7 @@ class FitParameters:
         "Steps of each run, with those of the burn-in.",
         show_default="2500; for pathwise 250 more than the burn-in",
     )
-    burn_in: int | None = option(None, "Steps at the start that are left out.", show_default="500")
+    burn_in: int = option(500, "Steps at the start that are left out.")
     replicas: int = option(8, "Number of runs, each with its own momenta and noise.")
     iterations: int = option(10, "The largest number of steps of the fit, each with its runs.")
     compile_runs: bool = option(
@@ -138,11 +138,6 @@ class FitParameters:
     seed: int = SEED
     output: Path = output("adjsim-fit")
 
-    @property
-    def skipped(self) -> int:
-        """The steps at the start of a run that are left out."""
-        return BURN_IN if self.burn_in is None else self.burn_in
-
 
 @dataclass(frozen=True)
 class Fitting:
@@ -151,22 +146,18 @@ class Fitting:
     Attributes:
         job: the runs of the liquid.
         curve, width: the part of the measured g(r), and the width of the kernel of the simulated.
-        density, order: those of the structure.
+        box, density, order: those of the structure.
         doubts: reasons to doubt the result.
     """
 
     job: Job
     curve: Curve
     width: float
+    box: Tensor
     density: float
     target_density: float | None
     order: Order
     doubts: list[str]
-
-    def problem(self, given: FitParameters, initial: Initial[Any]) -> Any:
-        """Return the estimators, the observable and the simulation of starts."""
-        runs = (given.estimator, given.steps, given.burn_in, given.compile_runs)
-        return radial_problem(self.job, self.curve.r, self.width, *runs, initial)
 
 
 def fit_command(context: typer.Context, given: FitParameters) -> None:
@@ -180,7 +171,10 @@ def fit_command(context: typer.Context, given: FitParameters) -> None:
     try:
         check_numbers(context)
         fitting = _fitting(context, given)
-        make, observable, simulation = fitting.problem(given, fitting.job.initial)
+        job = fitting.job
+        runs = (given.estimator, given.steps, given.burn_in, given.compile_runs)
+        problem = partial(radial_problem, job, fitting.curve.r, fitting.width, *runs)
+        make, observable, simulation = problem(job.initial)
         if given.replicas < 2:
             raise ValueError(f"--replicas must be at least 2, for an error; got {given.replicas}.")
         if given.iterations < 1:
@@ -191,12 +185,12 @@ def fit_command(context: typer.Context, given: FitParameters) -> None:
             check_writable(given.output)
     except (ValueError, TypeError) as error:
         refuse(error)
-    job, prepared = fitting.job, Preparation(fitting.order)
+    prepared = Preparation(fitting.order)
     with resumable(given.store):
         try:
             if given.melt or (given.melt is None and fitting.order.found):
                 prepared, starts = _melted(context, given, fitting, ranks)
-                make, observable, simulation = fitting.problem(given, job.among(starts))
+                make, observable, simulation = problem(partial(job.drawn, starts))
             found = fit(
                 simulation,
                 observable,
@@ -228,16 +222,21 @@ def _fitting(context: typer.Context, given: FitParameters) -> Fitting:
     system = structure(given.structure_file, given.epsilon, given.sigma, ending)
     diameter = float(system.potential.sigma.detach().mean())
     measured = read_curve(given.target).in_angstrom(given.target_unit, diameter)
-    curve = _within(system, given, measured)
-    job = _job(context, given, system, given.temperature)
     box = system.potential.box
-    assert box is not None
+    if box is None:
+        raise ValueError(
+            f"'{given.structure_file}' has no periodic cell, and g(r) needs a density; give a file "
+            "with a cell."
+        )
+    curve = _within(box, given, measured)
+    job = _job(context, given, system, given.temperature)
     density = len(system.position) / float(volume(box))
     aimed = curve.density if given.target_density is None else given.target_density
     return Fitting(
         job,
         curve,
         WIDTH * diameter if given.width is None else given.width,
+        box,
         density,
         aimed,
         order_of(system.position, box),
@@ -249,12 +248,10 @@ def _melted(
     context: typer.Context, given: FitParameters, fitting: Fitting, ranks: Ranks
 ) -> tuple[Preparation, Tensor]:
     """Melt the structure, once for each replica."""
-    job, box = fitting.job, fitting.job.system.potential.box
-    assert box is not None
-    heat = melting_temperature(job)
-    hot = _job(context, given, job.system, heat)
-    starts = melted(hot, job, given.replicas, given.compile_runs, ranks)
-    ordered = sum(order_of(start, box).found for start in starts)
+    heat = melting_temperature(fitting.job)
+    hot = _job(context, given, fitting.job.system, heat)
+    starts = melted(hot, fitting.job, given.replicas, given.compile_runs, ranks)
+    ordered = sum(order_of(start, fitting.box).found for start in starts)
     return Preparation(fitting.order, heat, ordered, given.replicas), starts
 
 
@@ -267,8 +264,8 @@ def _about(
         "estimator": given.estimator,
         "width": fitting.width,
         "replicas": given.replicas,
-        "burn_in_steps": given.skipped,
-        "gradient_steps": steps - (given.skipped if given.estimator == "reweighting" else 0),
+        "burn_in_steps": given.burn_in,
+        "gradient_steps": steps - (given.burn_in if given.estimator == "reweighting" else 0),
         "compiled": given.compile_runs,
         "density": fitting.density,
         "target_density": fitting.target_density,
@@ -279,14 +276,10 @@ def _about(
     }
 
 
-def _within(system: System, given: FitParameters, curve: Curve) -> Curve:
+def _within(box: Tensor, given: FitParameters, curve: Curve) -> Curve:
     """Return the part of the target that is fitted, or raise if the box is too small for it."""
-    box, file, target = system.potential.box, given.structure_file, given.target
+    target = given.target
     r_min, r_max = given.r_min, float("inf") if given.r_max is None else given.r_max
-    if box is None:
-        raise ValueError(
-            f"'{file}' has no periodic cell, and g(r) needs a density; give a file with a cell."
-        )
     half = 0.5 * float(perpendicular_widths(box).min())
     part = curve.between(r_min, r_max)
     if len(part.r) == 0:
@@ -299,7 +292,8 @@ def _within(system: System, given: FitParameters, curve: Curve) -> Curve:
         limit = int(half * 100) / 100
         raise ValueError(
             f"target '{target}' has distances up to {float(part.r[-1]):g} angstrom, beyond half "
-            f"the box of '{file}', {half:.4g}: give --r-max {limit:g}, or a larger box."
+            f"the box of '{given.structure_file}', {half:.4g}: give --r-max {limit:g}, or a larger "
+            "box."
         )
     return part
 

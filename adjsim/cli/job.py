@@ -20,15 +20,15 @@ from adjsim.adjoints import (
 )
 from adjsim.cli.models import NO_EQUATION, NO_INVERSE, BathSettings, model_of, solver_of
 from adjsim.cli.options import listed
-from adjsim.cli.presets import ESTIMATORS, Question, presets
 from adjsim.cli.quantities import Quantity, quantity_of
+from adjsim.cli.questions import ESTIMATORS, Question
 from adjsim.cli.sweep import Method
 from adjsim.core.state import AnyState, position_of
 from adjsim.core.trajectory import Final, TimeAverage
 from adjsim.dynamics import Dynamics, MassiveDynamics, OverdampedLangevin
 from adjsim.dynamics.starts import check_potential
 from adjsim.estimators import Pathwise, Simulation
-from adjsim.estimators.replicas import Initial
+from adjsim.estimators.replicas import Observable
 from adjsim.io.systems import System
 from adjsim.simulation.simulate import simulate
 from adjsim.solvers import ODESolver, SDESolver, Splitting
@@ -85,13 +85,10 @@ class Job:
         """Make starts at the system's positions, with thermal momenta of zero total."""
         return self.start(self.system.position.expand(replicas, -1, -1), generator)
 
-    def among(self, positions: Tensor) -> Initial[Any]:
-        """Return a function of starts drawn from positions, ``(count, atoms, dim)``."""
-        return partial(self._drawn, positions)
-
-    def _drawn(
+    def drawn(
         self, positions: Tensor, replicas: int, generator: torch.Generator | None
     ) -> AnyState:
+        """Make starts at places drawn from positions, ``(count, atoms, dim)``."""
         index = torch.randint(len(positions), (replicas,), generator=generator)
         return self.start(positions[index], generator)
 
@@ -136,26 +133,22 @@ class Job:
         self.solver.plan(self.model, state, 0.0)
 
     @property
-    def exact(self) -> bool:
-        return self.solver.exact
-
-    @property
     def title(self) -> str:
-        scheme = f"{self.scheme} exact" if self.exact else self.scheme
+        potential = self.system.potential
+        ending = ""
+        if potential.cutoff is not None:
+            ending = f" within {potential.cutoff:g} ({potential.truncation!r})"
+        scheme = f"{self.scheme} exact" if self.solver.exact else self.scheme
         return (
             f"{self.system.name}, {type(self.model).__name__}, {scheme} at dt = "
             f"{self.solver.dt / self.system.time:g}, "
-            f"{self.temperature:g} {self.system.temperature_name}, {self.pairs}"
+            f"{self.temperature:g} {self.system.temperature_name}, {self.pairs}{ending}"
         )
 
     @property
     def pairs(self) -> str:
-        """How pairs are evaluated, and how they end at the cutoff."""
-        potential = self.system.potential
-        path = potential.path(self.system.position)
-        if potential.cutoff is None:
-            return path
-        return f"{path} within {potential.cutoff:g} ({potential.truncation!r})"
+        """How pairs are evaluated."""
+        return self.system.potential.path(self.system.position)
 
     def steps(self, horizon: float) -> int:
         return round(horizon * self.system.time / self.solver.dt)
@@ -170,13 +163,6 @@ class Job:
         # cutoff makes forces jump: dopri8 takes twenty times as many evaluations there.
         return ODESolver("dopri5", rtol=1e-6, atol=1e-8)
 
-    def simulation(
-        self, horizon: float, solver: SteppingSolver | ODESolver | SDESolver
-    ) -> Simulation[Any]:
-        return Simulation(
-            self.model, self.initial, [0.0, horizon * self.system.time], solver=solver
-        )
-
     def adjoints(self, adjoints: dict[str, Adjoint], quantity: str, compile: bool) -> list[Method]:
         """Make the methods that compute adjoint gradients of the observable at the horizon."""
         settings = (self.solver.dt / self.system.time, self.seed, compile)
@@ -185,38 +171,39 @@ class Job:
             for name, adjoint in adjoints.items()
         ]
 
-    def final(self, quantity: str, name: str = "direct") -> Question:
-        """Return the observable at the horizon as a question, with the adjoint's own solver."""
-        solver = self.continuous if name == "backsolve" else self.solver
-        if name == PLAIN:
+    def final(self, name: str, adjoint: str = "direct") -> Question:
+        """Ask for an observable at the horizon, with the solver of an adjoint."""
+        solver = self.continuous if adjoint == "backsolve" else self.solver
+        if adjoint == PLAIN:
             solver = Splitting(self.scheme, self.solver.dt)
-        return self._at_horizon(self.quantity(quantity), solver)
+        quantity = self.quantity(name)
+        observable = Final(quantity.value)
+        return self._asked(" at the horizon", quantity, solver, lambda horizon: observable)
 
     def question(self, name: str) -> Question:
-        """Return the mean over the second half of the run, or what has no mean at the horizon."""
+        """Ask for the mean over the second half of the run, or for what has none at the horizon."""
         quantity = self.quantity(name)
         if quantity.from_start:
-            return self._at_horizon(quantity, self.solver)
-        return Question(
-            f"{quantity.title}, mean over the second half of the run",
-            lambda horizon: self.simulation(horizon, self.solver),
+            return self.final(name)
+        return self._asked(
+            ", mean over the second half of the run",
+            quantity,
+            self.solver,
             lambda horizon: TimeAverage(quantity.value, burn_in=horizon * self.system.time / 2),
         )
 
-    def _at_horizon(
-        self, quantity: Quantity, solver: SteppingSolver | ODESolver | SDESolver
+    def _asked(
+        self,
+        which: str,
+        quantity: Quantity,
+        solver: SteppingSolver | ODESolver | SDESolver,
+        observable: Callable[[float], Observable[Any]],
     ) -> Question:
-        observable = Final(quantity.value)
-        return Question(
-            f"{quantity.title} at the horizon",
-            lambda horizon: self.simulation(horizon, solver),
-            lambda horizon: observable,
-        )
+        def simulation(horizon: float) -> Simulation[Any]:
+            times = [0.0, horizon * self.system.time]
+            return Simulation(self.model, self.initial, times, solver=solver)
 
-
-def question_of(preset: str, quantity: str, job: Job | None) -> Question:
-    """Return an estimator's question by name, from the job or, without one, from the preset."""
-    return presets()[preset].questions[quantity] if job is None else job.question(quantity)
+        return Question(f"{quantity.title}{which}", simulation, observable, quantity.unit)
 
 
 def adjoints_of(requested: list[str] | None, dynamics: str, exact: bool) -> dict[str, Adjoint]:

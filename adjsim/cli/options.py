@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import typer
 
 from adjsim.cli.parameters import option
-from adjsim.cli.presets import ESTIMATORS, Preset, presets
 from adjsim.cli.quantities import QUANTITIES
+from adjsim.cli.questions import ESTIMATORS, HARMONIC
 from adjsim.cli.sweep import Sweep
 from adjsim.core.durable.interruption import ending_at_once
 from adjsim.core.trajectory import check_times, step_numbers
@@ -82,20 +82,12 @@ def check_numbers(context: typer.Context) -> None:
 
 
 def observable_names() -> str:
-    known = {"lj13": QUANTITIES} | {name: preset.questions for name, preset in presets().items()}
-    return "; ".join(f"{', '.join(quantities)} for {name}" for name, quantities in known.items())
+    return f"{', '.join(QUANTITIES)} for lj13; {', '.join(HARMONIC)} for harmonic"
 
 
 def listed(entries: Iterable[str]) -> list[str]:
     """Return the values of a repeated option, of which each may be several between commas."""
     return [part.strip() for entry in entries for part in entry.split(",")]
-
-
-def preset_of(name: str) -> Preset:
-    known = presets()
-    if name not in known:
-        raise ValueError(f"unknown preset '{name}'; choose one of lj13, {', '.join(known)}.")
-    return known[name]
 
 
 def observable_named(known: Iterable[str], preset: str, observable: str | None) -> str:
@@ -129,9 +121,15 @@ def sweep_of(horizons: list[str], dt: float, replicas: list[str], least: int) ->
             raise ValueError(f"replicas must be at most {LARGEST_COUNT}; got {text}.")
         counts.add(int(text))
     times = {_horizon(text, dt) for text in listed(horizons)}
-    sweep = Sweep(sorted(times), sorted(counts))
-    sweep.check(least)
-    return sweep
+    if min(counts) < least:
+        why = " for an error bar" if least > 1 else ""
+        raise ValueError(f"replicas must be at least {least}{why}; got {min(counts)}.")
+    if len(times) > 1 and len(counts) > 1:
+        raise ValueError(
+            "give several horizons or several numbers of replicas, not both: the figure has one "
+            "axis."
+        )
+    return Sweep(sorted(times), sorted(counts))
 
 
 def _horizon(text: str, dt: float) -> float:

@@ -23,12 +23,7 @@ def argument(default: Any, help: str, **settings: Any) -> Any:
 
 
 def command_of(kind: type[P], run: Callable[[typer.Context, P], None]) -> Callable[..., None]:
-    """Make a command of a function of the context and of its parameters.
-
-    Args:
-        kind: a data class whose fields are options and arguments.
-        run: the function, whose docstring is the help of the command.
-    """
+    """Make a command of a data class of options and a function, whose docstring is the help."""
     hints = get_type_hints(kind)
     parts = [Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     for part in fields(kind):  # pyright: ignore[reportArgumentType]

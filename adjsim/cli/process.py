@@ -98,12 +98,12 @@ def _exit_with_caller() -> None:
 
 def _pickled_error(error: Exception) -> bytes:
     """Pickle an error with its traceback as a note, or its text if pickling fails."""
-    error.add_note("".join(traceback.format_exception(error)).rstrip())
+    text = "".join(traceback.format_exception(error)).rstrip()
+    error.add_note(text)
     try:
         data = pickle.dumps((None, error))
         pickle.loads(data)
     except Exception:
-        text = "".join(traceback.format_exception(error)).rstrip()
         data = pickle.dumps((None, RuntimeError(text)))
     return data
 

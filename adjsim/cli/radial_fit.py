@@ -18,9 +18,9 @@ from adjsim.estimators.replicas import Initial, Observable
 from adjsim.observables import smooth_radial_distribution
 
 ESTIMATORS = ("reweighting", "pathwise")
-# Steps between frames, of the burn-in, and of the run along which a pathwise gradient is taken,
-# which grows exponentially with its length.
-EVERY, BURN_IN, PATH = 50, 500, 250
+# Steps between frames, and of the run along which a pathwise gradient is taken, which grows
+# exponentially with its length.
+EVERY, PATH = 50, 250
 
 
 class _Radial:
@@ -49,7 +49,7 @@ def radial_problem(
     width: float,
     estimator: str,
     steps: int | None,
-    burn_in: int | None,
+    skip: int,
     compile_runs: bool,
     initial: Initial[Any],
 ) -> tuple[Callable[[], Estimator], Observable[Any], Simulation[Any]]:
@@ -63,7 +63,6 @@ def radial_problem(
         raise ValueError(f"unknown estimator '{estimator}'; choose one of {', '.join(ESTIMATORS)}.")
     box, dt = job.system.potential.box, job.solver.dt
     assert box is not None
-    skip = BURN_IN if burn_in is None else burn_in
     if skip < 0:
         raise ValueError(f"--burn-in must not be negative; got {skip}.")
     if steps is None:

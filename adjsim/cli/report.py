@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from adjsim.adjoints import Adjoint
-from adjsim.cli.job import PLAIN, Job, estimators_of, question_of
-from adjsim.cli.presets import Answer, Preset, Question
+from adjsim.cli.job import PLAIN, Job
+from adjsim.cli.questions import Question
 from adjsim.cli.sweep import Method, Sweep
 from adjsim.core.durable.files import replacing
 from adjsim.estimators.compare import Comparison
@@ -27,118 +25,71 @@ class Comparing:
     """What is compared.
 
     Attributes:
-        preset, problem: the name of the problem, and its questions.
-        quantity: the name of the question.
-        names: the estimators; empty: adjoints are compared.
-        dt: the step, in the units of the command line.
+        title: of the system.
+        question: what all methods answer.
         sweep: the horizons and numbers of replicas.
-        job: the runs of a system of atoms; None for a test problem.
-        adjoints: the adjoints by their names.
+        record: the settings, for the JSON file.
+        job: the runs of a system of atoms; None for the test problem.
+        reference: the adjoint with which the others are compared; None: estimators are compared.
     """
 
-    preset: str
-    problem: Preset
-    quantity: str
-    names: list[str]
-    dt: float
+    title: str
     seed: int
+    question: Question
+    methods: list[Method]
     sweep: Sweep
+    record: dict[str, Any]
     job: Job | None = None
-    adjoints: dict[str, Adjoint] = field(default_factory=dict[str, Adjoint])
-
-    @property
-    def question(self) -> Question:
-        return self.problem.questions[self.quantity]
-
-    def methods(self, compile_runs: bool) -> list[Method]:
-        if self.names:
-            question = partial(question_of, self.preset, self.quantity, self.job)
-            found = estimators_of(self.names, question, self.dt, self.seed, compile_runs)
-        else:
-            assert self.job is not None
-            found = self.job.adjoints(self.adjoints, self.quantity, compile_runs)
-        if compile_runs and not any(method.compiles(self.dt) for method in found):
-            raise ValueError(
-                "--compile: none of these methods can be compiled. The adjoints direct, checkpoint "
-                "and reversible can, and so can the estimators pathwise, finite-difference, "
-                "score-function and reweighting."
-            )
-        return found
+    reference: str | None = None
 
 
 def report_comparison(found: Comparing, results: dict[float, Comparison], output: Path) -> bool:
     """Print the tables, and write compare.png and compare.json; False: there are no numbers."""
-    points, exact = found.sweep.points(), found.question.exact
-    answers = dict[float, Answer]()
-    show(f"{found.problem.title}, seed {found.seed}. Value: {found.question.title}.")
-    for x, (horizon, _) in points.items():
-        heading = _heading(found, x)
+    question, sweep = found.question, found.sweep
+    exact = None if question.exact is None else question.exact()
+    runs, slopes = list[dict[str, Any]](), dict[float, dict[str, float]]()
+    show(f"{found.title}, seed {found.seed}. Value: {question.title}.")
+    for x, (horizon, replicas) in sweep.points().items():
+        heading, run = _heading(found.job, horizon, replicas), dict[str, Any]()
         if exact is not None:
-            value, grads = answers[x] = exact.answer(horizon)
-            slopes = ", ".join(f"d/d {name} {slope:.6g}" for name, slope in grads.items())
-            heading += f"\n{exact.how}: {value:.6g}, {slopes}"
+            value, slopes[x] = exact
+            known = ", ".join(f"d/d {name} {slope:.6g}" for name, slope in slopes[x].items())
+            heading += f"\nequilibrium, by quadrature: {value:.6g}, {known}"
+            run = {"answer": {"value": value, "grad": slopes[x]}}
         _table(heading, results[x], found.job)
+        runs.append({"horizon": horizon, "replicas": replicas, **run, "methods": results[x].rows()})
     for remark in _remarks(found):
         show(remark)
     if not any(comparison.estimates for comparison in results.values()):
         return False
-    runs = []
-    for x, (horizon, replicas) in points.items():
-        run: dict[str, Any] = {"horizon": horizon, "replicas": replicas}
-        if x in answers:
-            run["answer"] = dict(zip(("value", "grad"), answers[x], strict=True))
-        runs.append(run | {"methods": results[x].rows()})
-    label = axis = found.sweep.axis
-    if axis == "horizon":
-        unit = found.job.system.time_name if found.job else ""
-        label = f"{axis} / {unit or 'reduced units'}"
-    slopes_of = {x: grads for x, (_, grads) in answers.items()}
-    lines = {exact.estimand if exact else "stationary": slopes_of}
-    figure = plot_sweep(results, label, lines, _units(found))
-    write_files(output / "compare", figure, {**_about(found), "runs": runs})
+    label, fs = sweep.axis, found.job is not None and found.job.system.time_name == "fs"
+    if label == "horizon":
+        label += f" / {found.job.system.time_name if found.job else 'reduced units'}"
+    base = "eV, angstrom, amu" if fs else "reduced units"
+    units = f"{question.unit}, {base}" if question.unit else base
+    figure = plot_sweep(results, label, {"stationary": slopes}, units)
+    write_files(output / "compare", figure, {**found.record, "runs": runs})
     return True
-
-
-def _about(found: Comparing) -> dict[str, Any]:
-    settings: dict[str, Any] = settings_of(found.job) if found.job else {}
-    if not found.names:
-        return {**settings, "observable": found.quantity}
-    return {
-        "preset": found.preset,
-        "title": found.problem.title,
-        "seed": found.seed,
-        "observable": found.question.title,
-        **settings,
-    }
 
 
 def _remarks(found: Comparing) -> Iterator[str]:
     """Explain adjoints that differ from the others."""
-    if "backsolve" in found.adjoints:
-        assert found.job is not None
-        solver, other = repr(found.job.continuous), "the exact flow"
-        if found.job.model.stochastic:
+    names, job = [method.name for method in found.methods], found.job
+    if job is not None and "backsolve" in names:
+        solver, other = repr(job.continuous), "the exact flow"
+        if job.model.stochastic:
             solver = "the midpoint rule of SDESolver at this dt"
             other = "other steps on the same noise"
         yield (
             f"backsolve is the continuous adjoint on {solver}: it differentiates {other}, so its "
             "difference from the others is the discretisation error of dt, not of the adjoint."
         )
-    if PLAIN in found.adjoints:
+    if PLAIN in names:
         yield (
             f"{PLAIN} runs and reverses the same steps in floating point. In chaos its path soon "
             "differs from the exact path, and so does its gradient. Where its reconstruction error "
             "is not small, its gradient is wrong: it belongs to no path."
         )
-
-
-def _units(found: Comparing) -> str:
-    """List the units of a gradient."""
-    if found.job is None:
-        return "reduced units"
-    base = "eV, angstrom, amu" if found.job.system.time_name == "fs" else "reduced units"
-    unit = found.job.quantity(found.quantity).unit
-    return f"{unit}, {base}" if unit else base
 
 
 def settings_of(job: Job) -> dict[str, Any]:
@@ -147,12 +98,12 @@ def settings_of(job: Job) -> dict[str, Any]:
         "system": job.system.name,
         "dynamics": type(job.model).__name__,
         "scheme": job.scheme,
-        "exact": job.exact,
+        "exact": job.solver.exact,
         "dt": job.solver.dt / job.system.time,
         "temperature": job.temperature,
         "units": {"time": job.system.time_name, "temperature": job.system.temperature_name},
         "seed": job.seed,
-        "pairs": potential.path(job.system.position),
+        "pairs": job.pairs,
         "cutoff": potential.cutoff,
         "truncation": None if potential.cutoff is None else repr(potential.truncation),
         "skin": potential.skin,
@@ -176,9 +127,7 @@ def show(what: Any) -> None:
     Console(width=width, highlight=False).print(what, soft_wrap=isinstance(what, str))
 
 
-def _heading(found: Comparing, x: float) -> str:
-    horizon, replicas = found.sweep.points()[x]
-    job = found.job
+def _heading(job: Job | None, horizon: float, replicas: int) -> str:
     unit = "" if job is None else f" {job.system.time_name} ({job.steps(horizon)} steps)"
     count = f", {replicas} replicas" if replicas > 1 else ""
     return f"\nhorizon {horizon:g}{unit}{count}"
@@ -193,5 +142,5 @@ def _table(heading: str, comparison: Comparison, job: Job | None) -> None:
     # The title has the path of most methods. A transform or another dtype takes another path.
     for name, estimate in comparison.estimates.items():
         for path in (estimate.diagnostics.get("pairs") or {}).values():
-            if job is not None and path != job.system.potential.path(job.system.position):
+            if job is not None and path != job.pairs:
                 show(f"{name}: pairs by another path: {path}.")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from adjsim.cli.presets import Question
 from adjsim.cli.process import ProcessDied, run_in_process
+from adjsim.cli.questions import Question
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.progress import progress_bar
 from adjsim.estimators import Estimator
@@ -23,16 +23,6 @@ class Sweep:
 
     horizons: list[float]
     replicas: list[int]
-
-    def check(self, least: int) -> None:
-        if min(self.replicas) < least:
-            why = " for an error bar" if least > 1 else ""
-            raise ValueError(f"replicas must be at least {least}{why}; got {min(self.replicas)}.")
-        if len(self.horizons) > 1 and len(self.replicas) > 1:
-            raise ValueError(
-                "give several horizons or several numbers of replicas, not both: the figure has "
-                "one axis."
-            )
 
     @property
     def axis(self) -> str:
@@ -61,9 +51,10 @@ class Method:
     seed: int
     compile: bool
 
-    def compiles(self, horizon: float) -> bool:
-        """Return whether the runs are compiled."""
-        return self.compile and self.make().can_compile(self.question().simulation(horizon))
+    @property
+    def compiles(self) -> bool:
+        """Whether the runs are compiled."""
+        return self.compile and self.make().can_compile(self.question().simulation(self.step))
 
     def __call__(
         self, horizon: float, replicas: int, store: Path | None = None, ranks: Ranks | None = None
@@ -89,7 +80,7 @@ class Method:
 
         # The warm-up is one step of two replicas. A compiled method warms up with the whole run, so
         # the memory that its compiled loops keep does not count as growth.
-        estimate(*((horizon, replicas) if self.compiles(horizon) else (self.step, 2)), None)
+        estimate(*((horizon, replicas) if self.compiles else (self.step, 2)), None)
         return estimate(horizon, replicas, store)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.core.arguments import as_number
 from adjsim.core.state import State
 from adjsim.estimators.base import Chunk, ChunkedEstimator, joined_stats, stacked
@@ -42,15 +41,8 @@ class FiniteDifference(ChunkedEstimator):
 
     @torch.no_grad()
     def chunk(self, replicas: Replicas[State]) -> Chunk:
-        runs: list[dict[str, object]] = []
-
-        def mean(numbers: dict[str, Tensor]) -> Tensor:
-            values, trajectory = replicas.at(numbers).observe(DirectAdjoint())
-            runs.append(trajectory.stats)
-            return values.mean(0)
-
-        value = mean({})
-        grads: dict[str, Tensor] = {}
+        runs, grads = list[dict[str, Any]](), dict[str, Tensor]()
+        value = replicas.mean_at({}, runs)
         for name, parameter in replicas.simulation.dynamics.trainable().items():
             entries, columns = parameter.detach().reshape(-1), []
             for i, entry in enumerate(entries.tolist()):
@@ -58,7 +50,7 @@ class FiniteDifference(ChunkedEstimator):
                 for sign in (1, -1):
                     shifted = entries.clone()
                     shifted[i] += sign * step
-                    ends.append(mean({name: shifted.reshape(parameter.shape)}))
+                    ends.append(replicas.mean_at({name: shifted.reshape(parameter.shape)}, runs))
                 columns.append((ends[0] - ends[1]) / (2 * step))
             grads[name] = stacked(columns, value, parameter)
         return Chunk(value, grads, joined_stats(runs))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.core.state import State
 from adjsim.estimators.base import Chunk, ChunkedEstimator, joined_stats, stacked
 from adjsim.estimators.replicas import Observable, Replicas, Simulation
@@ -39,16 +39,10 @@ class ForwardSensitivity(ChunkedEstimator):
 
     def chunk(self, replicas: Replicas[State]) -> Chunk:
         plain = replace(replicas, simulation=replace(replicas.simulation, compile=False))
-        runs: list[dict[str, object]] = []
-
-        def mean(numbers: dict[str, Tensor]) -> Tensor:
-            values, trajectory = plain.at(numbers).observe(DirectAdjoint())
-            runs.append(trajectory.stats)
-            return values.mean(0)
-
+        runs: list[dict[str, Any]] = []
         trainable = replicas.simulation.dynamics.trainable()
         parameters = {name: p.detach() for name, p in trainable.items()}
-        value: Tensor | None = None
+        mean, value = partial(plain.mean_at, costs=runs), None
         columns: dict[str, list[Tensor]] = {name: [] for name in parameters}
         for name, p in parameters.items():
             for i in range(p.numel()):
@@ -56,6 +50,6 @@ class ForwardSensitivity(ChunkedEstimator):
                 along[name].reshape(-1)[i] = 1.0
                 value, column = torch.func.jvp(mean, (parameters,), (along,))[:2]
                 columns[name].append(column.detach())
-        value = (mean({}) if value is None else value).detach()
+        value = (plain.mean_at({}, runs) if value is None else value).detach()
         grads = {name: stacked(columns[name], value, p) for name, p in parameters.items()}
         return Chunk(value, grads, joined_stats(runs))

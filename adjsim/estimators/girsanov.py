@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -117,10 +117,9 @@ class Girsanov(ChunkedEstimator):
         kind = path_score_of(dynamics, solver)
         assert kind is not None
         score = kind(dynamics, stepper, inputs)
-        explicit = _ExplicitDerivative(replicas)
         # The observable may depend on momenta at the visited states only.
         momentum_check = _MomentumCheck.of(simulation, replicas.observable)
-        path = _PathObserver(stepper, recorder, score, explicit, momentum_check)
+        path = _PathObserver(stepper, recorder, score, replicas, momentum_check)
         driver = EagerDriver(stepper, inputs, stepper.plan.forces(copy.potential, report=report))
         last = stepper.run(
             stepper.to_lattice(inputs.state), inputs, driver, [recording, path], run, report
@@ -135,7 +134,7 @@ class Girsanov(ChunkedEstimator):
             seen = replicas.evaluate(trajectory)
             mean = seen.mean(0)
         values = seen.detach()
-        own = explicit.mean() if average is not None else jacobian(mean, dynamics.trainable())
+        own = jacobian(mean, dynamics.trainable()) if average is None else path.explicit()
         # <O S> and S are kept apart, since the control variate comes from the other chunks.
         OS = {name: outer_mean(values, scores) for name, scores in score.total.items()}
         extra = {"O": values, "OS": OS, "S": score.total, "explicit": own}
@@ -205,19 +204,24 @@ def _refuse_trained_diffusion(sde: SDE, simulation: Simulation[Any]) -> None:
 
 
 class _PathObserver:
-    """An observer that feeds the score with steps, and two tests of the observable with states."""
+    """An observer that feeds the score with steps, and tests a time average at some of its states.
+
+    It also averages the explicit derivative of the averaged function over these states.
+    """
 
     def __init__(
         self,
         stepper: Stepper,
         recorder: Recorder,
         score: PathScore,
-        explicit: _ExplicitDerivative,
+        replicas: Replicas[Any],
         momentum_check: _MomentumCheck | None,
     ) -> None:
-        self.stepper, self.score, self.explicit = stepper, score, explicit
-        self.average, self.first = recorder.average is not None, recorder.first
-        self.momentum_check = momentum_check if self.average else None
+        self.stepper, self.score, self.first = stepper, score, recorder.first
+        self.averaged = replicas.average and replicas.average.function
+        self.momentum_check = None if self.averaged is None else momentum_check
+        self.parameters, self.count = replicas.simulation.dynamics.trainable(), 0
+        self.total: dict[str, Tensor] = {}
         self.before: AnyState | None = None
         self.probed = evenly_spaced(recorder.first, stepper.clock.last, PROBED_STEPS)
 
@@ -229,32 +233,22 @@ class _PathObserver:
         if step > 0:
             assert self.before is not None
             self.score(step - 1, self.before, after)
-            if self.average and step >= self.first:
-                self.explicit(after)
+            if self.averaged is not None and step >= self.first:
+                self._differentiate(self.averaged, after)
             if self.momentum_check is not None and step in self.probed:
                 self.momentum_check.refuse(after, None)
         self.before = after
 
-
-class _ExplicitDerivative:
-    """The explicit derivative of the observable, averaged over the steps of a time average."""
-
-    def __init__(self, replicas: Replicas[Any]) -> None:
-        self.parameters, self.function = replicas.simulation.dynamics.trainable(), replicas.function
-        self.total: dict[str, Tensor] = {}
-        self.count = 0
-
-    def __call__(self, state: AnyState) -> None:
-        assert self.function is not None
+    def _differentiate(self, function: Callable[[Any], Tensor], state: AnyState) -> None:
         self.count += 1
         with torch.enable_grad():
-            mean = self.function(state).mean(0)
+            mean = function(state).mean(0)
         if self.count > 1 and not mean.requires_grad:
             return
         for name, grad in jacobian(mean, self.parameters).items():
             self.total[name] = self.total[name] + grad if name in self.total else grad
 
-    def mean(self) -> dict[str, Tensor]:
+    def explicit(self) -> dict[str, Tensor]:
         return {name: grad / self.count for name, grad in self.total.items()}
 
 

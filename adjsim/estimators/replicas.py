@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.adjoints.base import Adjoint
+from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.core.noise import Noise, as_generator
 from adjsim.core.reading import Reading
 from adjsim.core.state import AnyState, State, as_state, select
@@ -202,6 +203,12 @@ class Replicas(Generic[State]):
         """Run, and return the observable ``(replicas, ...)`` and the trajectory."""
         trajectory = self.run(adjoint, self.average)
         return self.evaluate(trajectory), trajectory
+
+    def mean_at(self, values: Mapping[str, Tensor], costs: list[dict[str, Any]]) -> Tensor:
+        """Compute the mean at other values of parameters, and append the cost of its runs."""
+        seen, trajectory = self.at(values).observe(DirectAdjoint())
+        costs.append(trajectory.stats)
+        return seen.mean(0)
 
     def evaluate(self, trajectory: Trajectory[State]) -> Tensor:
         """Evaluate the observable, or return the time average that the run recorded."""

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from adjsim.core.cache_key import CacheKey, cache_key
 from adjsim.core.durable.interruption import ending_at_once
 from adjsim.core.durable.manifest import (
     check_numbers,
@@ -28,14 +27,13 @@ from adjsim.core.durable.manifest import (
 )
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.durable.store import Nested, Store, moved
-from adjsim.core.reading import Reading
 from adjsim.core.state import select
 from adjsim.core.trajectory import Final, TimeAverage
 from adjsim.estimators.replicas import Observable, Replicas, Simulation
+from adjsim.estimators.unchanged import Unchanged
 from adjsim.simulation.simulate import rates_at_start
 
 P = TypeVar("P")
-T = TypeVar("T")
 
 
 @dataclass
@@ -46,53 +44,6 @@ class Chunk:
     grad: dict[str, Tensor]
     stats: dict[str, Any]
     extra: Any = None
-
-
-class Unchanged:
-    """Refuses a module that another thread, or the observable, changes during an estimate.
-
-    Tensors are compared by their versions and contents, and other values by the key of compiled
-    loops, from the end of the first run on, since the first evaluation of a module may make tensors
-    and numbers.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, reading = module, Reading(module)
-        self.known = None if reading.lazy else _values(reading)
-        self.key: CacheKey | None = None
-
-    def check(self) -> None:
-        """Refuse a module that is not what it was, by the name of the tensor that has changed."""
-        reading, key = Reading(self.module), cache_key(self.module)
-        if self.known is None:
-            self.known = _values(reading)
-        now = dict(zip(reading.names, reading.tensors, strict=True))
-        for name, tensor, version, value in self.known:
-            same = now.get(name) is tensor and _version(tensor) == version
-            if not same or not torch.equal(tensor.detach().nan_to_num(), value.nan_to_num()):
-                self._refuse(repr(name))
-        if self.key is not None and key != self.key:
-            self._refuse("an attribute, or a value that it reads,")
-        self.key = key
-
-    def _refuse(self, what: str) -> None:
-        raise RuntimeError(
-            f"{what} of {type(self.module).__name__} has changed while an estimate was computed, "
-            "in another thread or by the observable, so its runs are of different dynamics. "
-            "Change it before or after the estimate, or give each thread a copy "
-            "(copy.deepcopy)."
-        )
-
-
-def _values(reading: Reading[Any]) -> list[tuple[str, Tensor, int, Tensor]]:
-    return [
-        (name, x, _version(x), x.detach().clone())
-        for name, x in zip(reading.names, reading.tensors, strict=True)
-    ]
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 @dataclass(frozen=True)
@@ -111,8 +62,6 @@ class Work:
     ) -> list[Chunk]:
         """Compute the chunk of each part, on one rank unless it is stored, and return all."""
         store, count = self.store, len(parts)
-        if self.ranks.size == 1 and store is None:
-            return [self._checked(compute, part) for part in parts]
 
         def tree(i: int) -> Nested:
             return list(vars(compute(parts[i])).values())
@@ -137,8 +86,8 @@ class Work:
             self.store.write(name, self._checked(compute, i))
         return self.store.read(name)
 
-    def _checked(self, compute: Callable[[P], T], part: P) -> T:
-        found = compute(part)
+    def _checked(self, compute: Callable[[int], Nested], i: int) -> Nested:
+        found = compute(i)
         self.unchanged.check()
         return found
 
@@ -165,10 +114,7 @@ def shared(
     """
     simulation = replicas.simulation
     work = Work(ranks, Unchanged(simulation.dynamics))
-    if ranks.size == 1 and store is None:
-        yield work
-        return
-    about = describe()
+    about = {} if ranks.size == 1 and store is None else describe()
     ranks.agree(about)
     if store is None:
         yield work

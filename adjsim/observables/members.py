@@ -66,6 +66,17 @@ def atom_weights(name: str, value: Number, q: Tensor) -> Tensor:
     return (w.reshape(-1, 1) if w.ndim else w.expand(atoms, 1)).to(q)
 
 
+def shares(name: str, value: Number | None, q: Tensor) -> Tensor:
+    """Convert masses or weights, or None for equal ones, to ``(atoms, 1)`` with a sum of one."""
+    w = atom_weights(name, 1.0 if value is None else value, q)
+    return w / w.sum()
+
+
+def centred(x: Tensor, share: Tensor) -> Tensor:
+    """Subtract the centre of positions with these shares."""
+    return x - (share * x).sum(-2, keepdim=True)
+
+
 def members(name: str, index: Any, columns: int, q: Tensor) -> Tensor:
     """Convert the indices of atoms, ``(n, columns)``; the atoms of a row are different."""
     atoms = q.shape[-2]

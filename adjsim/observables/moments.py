@@ -11,7 +11,7 @@ from adjsim.core.arguments import as_tensor
 from adjsim.core.box import checked_box, volume
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, Energies, Number, PositionsLike
-from adjsim.observables.members import atom_weights, positions
+from adjsim.observables.members import atom_weights, centred, positions, shares
 
 
 def gyration_tensor(position: PositionsLike, mass: Number = 1.0) -> Tensor:
@@ -26,8 +26,7 @@ def gyration_tensor(position: PositionsLike, mass: Number = 1.0) -> Tensor:
         ValueError: a mass of another size, masses that are negative or all zero.
     """
     q = positions("gyration_tensor", position)
-    w = atom_weights("mass", mass, q)
-    return _gyration(q, w / w.sum())
+    return _gyration(q, shares("mass", mass, q))
 
 
 def principal_moments(position: PositionsLike, mass: Number = 1.0) -> Tensor:
@@ -72,11 +71,11 @@ def straightness(position: PositionsLike, mass: Number = 1.0) -> Energies:
     dim = q.shape[-1]
     if dim < 2:
         raise ValueError("straightness is for two dimensions or more; position has one.")
-    w = atom_weights("mass", mass, q)
-    s = _gyration(q, w / w.sum())
+    share = shares("mass", mass, q)
+    s = _gyration(q, share)
     trace = s.diagonal(dim1=-2, dim2=-1).sum(-1)
     rounding = 16 * torch.finfo(q.dtype).eps
-    point = trace <= rounding**2 * (w / w.sum() * q.detach() ** 2).sum((-1, -2))
+    point = trace <= rounding**2 * (share * q.detach() ** 2).sum((-1, -2))
     shape = s / torch.where(point, 1.0, trace)[..., None, None]
     kappa = (dim * (shape * shape).sum((-1, -2)) - 1) / (dim - 1)
     return torch.where(point, 0.0, kappa)
@@ -122,5 +121,5 @@ def density(mass: Array, box: Array) -> Tensor:
 
 
 def _gyration(q: Tensor, share: Tensor) -> Tensor:
-    x = q - (share * q).sum(-2, keepdim=True)
+    x = centred(q, share)
     return (share * x).transpose(-1, -2) @ x

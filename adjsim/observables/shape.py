@@ -12,12 +12,13 @@ from torch.autograd import forward_ad
 from adjsim.core.arguments import as_flag
 from adjsim.core.typing import Array, Energies, Number, PositionsLike
 from adjsim.observables.members import (
-    atom_weights,
+    centred,
     length,
     members,
     positions,
     reference_like,
     root,
+    shares,
     vectors,
 )
 from adjsim.observables.neighbours import all_pairs, optional_box, refuse_not_finite, values_unknown
@@ -58,7 +59,7 @@ def rmsd(
         ValueError: a reference or weights of another size, weights that are negative or all zero.
     """
     q = positions("rmsd", position)
-    y, w = reference_like(q, reference), _shares(weights, q)
+    y, w = reference_like(q, reference), shares("weights", weights, q)
     return root(_deviation(q, y, w, align), _noise(w, q, y) if align else 0.0)
 
 
@@ -71,13 +72,13 @@ def mean_squared_deviation(
     and the treatment of several equally good rotations are those of :func:`rmsd`.
     """
     q = positions("mean_squared_deviation", position)
-    return _deviation(q, reference_like(q, reference), _shares(weights, q), align)
+    return _deviation(q, reference_like(q, reference), shares("weights", weights, q), align)
 
 
 def _deviation(q: Tensor, y: Tensor, w: Tensor, align: bool) -> Tensor:
     if not as_flag("align", align):
         return (w * (q - y) ** 2).sum((-1, -2))
-    x, y = _centred(q, w), _centred(y, w)
+    x, y = centred(q, w), centred(y, w)
     fit = _fit(x, y, w)
     turned = x @ fit.rotation
     # The minimum to second order in the change of the products, which is zero in value.
@@ -102,7 +103,7 @@ def aligned(position: PositionsLike, reference: Array, *, weights: Number | None
     q = positions("aligned", position)
     y, w = reference_like(q, reference), _frame(weights, q)
     centre = (w * y).sum(-2, keepdim=True)
-    return _superposed(_centred(q, w), y - centre, w) + centre
+    return _superposed(centred(q, w), y - centre, w) + centre
 
 
 def flexibility(
@@ -129,7 +130,7 @@ def flexibility(
     if len(q) < 2:
         raise ValueError("flexibility needs at least two frames; position has one.")
     w = _frame(weights, q)
-    x, noise = _centred(q, w), _noise(w, q).mean(0).unsqueeze(-1)
+    x, noise = centred(q, w), _noise(w, q).mean(0).unsqueeze(-1)
     turned, mean = x, x[0]
     for _ in range(ALIGNMENTS):
         turned, before = _superposed(x, mean, w), mean
@@ -236,14 +237,9 @@ def _change(x: Tensor) -> Tensor:
     return x - constant
 
 
-def _shares(weights: Number | None, q: Tensor) -> Tensor:
-    w = atom_weights("weights", 1.0 if weights is None else weights, q)
-    return w / w.sum()
-
-
 def _frame(weights: Number | None, q: Tensor) -> Tensor:
     """Convert the weights of an alignment, which must determine where the other atoms are."""
-    w = _shares(weights, q)
+    w = shares("weights", weights, q)
     atoms, dim = q.shape[-2:]
     count = atoms if values_unknown() else int((w > 0).sum())
     if count < min(dim, atoms):
@@ -252,10 +248,6 @@ def _frame(weights: Number | None, q: Tensor) -> Tensor:
             f"determine the rotation; got {count}."
         )
     return w
-
-
-def _centred(x: Tensor, w: Tensor) -> Tensor:
-    return x - (w * x).sum(-2, keepdim=True)
 
 
 def _noise(w: Tensor, *structures: Tensor) -> Tensor:

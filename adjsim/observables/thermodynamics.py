@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -101,8 +100,17 @@ def _masses(mass: Tensor, p: Tensor) -> Tensor:
 
 
 def _volume(potential: nn.Module) -> Tensor:
-    """Return the volume of the box of a potential, or of the parts of a sum."""
-    boxes = list(_boxes(potential))
+    """Return the volume of the box of a potential, which terms within molecules need not have."""
+    boxes: list[Tensor] = []
+    for part in terms_of(potential):
+        box: Tensor | None = getattr(part, "box", None)
+        if box is not None:
+            boxes.append(box)
+        elif not (isinstance(part, Potential) and part.within_molecules):
+            raise ValueError(
+                "pressure and stress need a potential with a periodic box, and "
+                f"{type(part).__name__} has none: make it with box=."
+            )
     if not boxes:
         raise ValueError(
             "pressure and stress need a potential with a periodic box, and no part of "
@@ -111,19 +119,6 @@ def _volume(potential: nn.Module) -> Tensor:
     if not all(torch.equal(box, boxes[0]) for box in boxes):
         raise ValueError("the parts of the potential have different boxes.")
     return volume(boxes[0])
-
-
-def _boxes(potential: nn.Module) -> Iterator[Tensor]:
-    """List the boxes of the parts of a potential; terms within molecules need none."""
-    for part in terms_of(potential):
-        box: Tensor | None = getattr(part, "box", None)
-        if box is not None:
-            yield box
-        elif not (isinstance(part, Potential) and part.within_molecules):
-            raise ValueError(
-                "pressure and stress need a potential with a periodic box, and "
-                f"{type(part).__name__} has none: make it with box=."
-            )
 
 
 def heat_capacity(
@@ -173,7 +168,9 @@ def compressibility(
 
     S(0) is the intercept of the least-squares line of S against k^2, in float64. Long density waves
     are fluctuations of the number of particles in a part of the box, so this works at constant
-    volume (Hansen and McDonald, Theory of Simple Liquids, section 4.1).
+    volume (Hansen and McDonald, Theory of Simple Liquids, section 4.1). Fluctuations of the
+    pressure are not offered: they need the hypervirial, which is infinite where the force of a
+    truncated potential jumps at the cutoff.
 
     - Give the mean of :func:`adjsim.structure_factor` over the run, at wavevectors well below the
       first peak of S. The k^4 term of S is a bias: compare two ranges of k.

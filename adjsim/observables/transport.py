@@ -14,6 +14,9 @@ from adjsim.observables.averages import lagged_products
 from adjsim.observables.members import positive
 from adjsim.observables.thermodynamics import checked_temperature
 
+# The rounding error of a lag that is a number of frames, in frames.
+ROUNDING = 1e-6
+
 Frames = Float[Tensor, "time *batch atoms dim"]
 
 
@@ -134,7 +137,7 @@ def diffusion_coefficient(
             f"start and stop must be lags with 0 <= start < stop <= {length:g}, the length of the "
             f"run; got {start:g} and {stop:g}."
         )
-    first, last = _frames(start, spacing, up=True), _frames(stop, spacing, up=False)
+    first, last = math.ceil(start / spacing - ROUNDING), math.floor(stop / spacing + ROUNDING)
     if last <= first:
         raise ValueError(
             f"the window from {start:g} to {stop:g} needs at least two lags, and the frames are "
@@ -201,7 +204,7 @@ def viscosity(
     dim = p.shape[-1]
     trace = p.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     shear = (p + p.transpose(-1, -2)) / 2 - trace * torch.eye(dim, dtype=p.dtype).to(p) / dim
-    products = lagged_products(shear, _frames(stop, spacing, up=False) + 1).sum((-1, -2))
+    products = lagged_products(shear, math.floor(stop / spacing + ROUNDING) + 1).sum((-1, -2))
     steps = torch.cumulative_trapezoid(products, dx=spacing, dim=0)
     integral = torch.cat([torch.zeros_like(products[:1]), steps])
     return size / ((dim - 1) * (dim + 2) * temperature) * integral
@@ -223,8 +226,3 @@ def _even_times(times: Array, frames: int) -> tuple[Tensor, float]:
             f"{float(t.diff().min()):g} to {float(t.diff().max()):g}. Save at evenly spaced times."
         )
     return t, spacing
-
-
-def _frames(lag: float, spacing: float, up: bool) -> int:
-    """Convert a lag to a number of frames, rounded up or down, but for rounding errors."""
-    return math.ceil(lag / spacing - 1e-6) if up else math.floor(lag / spacing + 1e-6)

@@ -103,7 +103,7 @@ def test_a_crystal_is_melted(tmp_path, monkeypatch):
         assert float((liquid - start).square().sum(-1).mean().sqrt()) > spacing
     assert float((liquids[0] - liquids[1]).abs().max()) > spacing
     # Starts are drawn from both.
-    drawn = cold.among(liquids)(16, torch.Generator().manual_seed(0)).position
+    drawn = cold.drawn(liquids, 16, torch.Generator().manual_seed(0)).position
     assert {int((liquids - q).abs().amax((1, 2)).argmin()) for q in drawn} == {0, 1}
 
 

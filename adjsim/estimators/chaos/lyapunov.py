@@ -98,7 +98,13 @@ class LyapunovSpectrum:
         j is the largest number of exponents whose sum is not negative. NaN if it needs more
         exponents.
         """
-        return _kaplan_yorke(self.exponents, self.size)
+        count, falling = self.exponents.shape[-1], self.exponents.sort(-1, descending=True).values
+        sums = falling.cumsum(-1)
+        j = (sums >= 0).sum(-1, keepdim=True)
+        below = falling.gather(-1, j.clamp(max=count - 1)).abs()
+        sum_j = torch.where(j > 0, sums.gather(-1, (j - 1).clamp(min=0)), 0.0)
+        all_of_them = float(self.size) if count == self.size else float("nan")
+        return torch.where(j < count, j + sum_j / below, all_of_them).squeeze(-1)
 
     @property
     def entropy(self) -> Tensor:
@@ -106,7 +112,9 @@ class LyapunovSpectrum:
 
         It is the Kolmogorov-Sinai entropy by Pesin's formula, and else an upper bound (Ruelle).
         """
-        return _entropy(self.exponents, self.size)
+        positive = self.exponents > 0
+        unknown = positive.all(-1) & (self.exponents.shape[-1] < self.size)
+        return torch.where(unknown, float("nan"), (self.exponents * positive).sum(-1))
 
     def __str__(self) -> str:
         means, errors = self.mean
@@ -122,9 +130,10 @@ class LyapunovSpectrum:
         ]
         if count > PRINTED:
             lines.append(f"  ... {count} {means[-1]: .6g}")
+        whole = replace(self, exponents=means)
         for name, number in (
-            ("Kaplan-Yorke dimension", float(_kaplan_yorke(means, self.size))),
-            ("sum of positive exponents", float(_entropy(means, self.size))),
+            ("Kaplan-Yorke dimension", float(whole.dimension)),
+            ("sum of positive exponents", float(whole.entropy)),
         ):
             text = f" {number:.6g}" if number == number else ": needs more exponents"
             lines.append(f"  {name}{text}")
@@ -264,20 +273,3 @@ def _kept(times: Tensor, burn_in: float, vectors: bool) -> tuple[int, int]:
             f"take it below {duration / ends:g}, or more save times."
         )
     return first, last
-
-
-def _kaplan_yorke(exponents: Tensor, size: int) -> Tensor:
-    falling = exponents.sort(-1, descending=True).values
-    sums = falling.cumsum(-1)
-    j = (sums >= 0).sum(-1, keepdim=True)
-    count = exponents.shape[-1]
-    below = falling.gather(-1, j.clamp(max=count - 1)).abs()
-    sum_j = torch.where(j > 0, sums.gather(-1, (j - 1).clamp(min=0)), 0.0)
-    all_of_them = float(size) if count == size else float("nan")
-    return torch.where(j < count, j + sum_j / below, all_of_them).squeeze(-1)
-
-
-def _entropy(exponents: Tensor, size: int) -> Tensor:
-    positive = exponents > 0
-    unknown = positive.all(-1) & (exponents.shape[-1] < size)
-    return torch.where(unknown, float("nan"), (exponents * positive).sum(-1))
