@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from itertools import groupby
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
 
 from adjsim.adjoints import ReconstructionError
@@ -32,12 +33,16 @@ from adjsim.estimators.sharing import same_generator
 from adjsim.solvers.continuous.sde import InstabilityError
 from adjsim.solvers.implicit.newton import UnsolvedStepError
 
+NOTHING_TO_PLOT = (
+    "a figure needs an estimate, and no method gave an estimate: the reasons are in the failures "
+    "of the comparison."
+)
 FAILURES = (ReconstructionError, InstabilityError, UnsolvedStepError, FloatingPointError)
 
 
 @dataclass
 class Comparison:
-    """Estimates of one gradient by several methods, which ``plot_sweep`` draws.
+    """Estimates of one gradient by several methods.
 
     Attributes:
         estimates: by method name. Path and stationary estimates answer different questions and are
@@ -154,6 +159,32 @@ class Comparison:
         warnings = [f"{name}: not to be trusted, {why}." for name, why in found]
         return warnings + [f"{name}: {reason}" for name, reason in self.failures.items()]
 
+    def plot(self) -> Figure:
+        """Plot gradient (with two standard errors), time and memory of each method as bars.
+
+        Raises:
+            ValueError: no method gave an estimate.
+        """
+        from matplotlib.figure import Figure
+
+        if not self.estimates:
+            raise ValueError(NOTHING_TO_PLOT)
+        names, found = self.parameters, self.estimates
+        costs = {"seconds": ("seconds", 1), "peak memory / MB": ("peak_memory", 1e6)}
+        figure = Figure(figsize=(3.2 * (len(names) + 2), 3.2), layout="constrained")
+        panels = figure.subplots(1, len(names) + 2, squeeze=False)[0]
+        for axis, key in zip(panels, names, strict=False):
+            heights = list(map(norm_of(key), found.values()))
+            errors = [2 * float(e.grad_stderr[key].norm()) for e in found.values()]
+            axis.bar(list(found), heights, yerr=errors, capsize=3, color="C0")
+            axis.set_title(f"gradient d/d {short_name(key, names)}")
+        for axis, (title, (key, unit)) in zip(panels[len(names) :], costs.items(), strict=True):
+            axis.bar(list(found), [e.diagnostics[key] / unit for e in found.values()], color="C0")
+            axis.set_title(title)
+        for axis in panels:
+            axis.tick_params(axis="x", rotation=45)
+        return figure
+
 
 @outside_inference_mode()
 def compare(
@@ -219,6 +250,14 @@ def compare(
         except (*FAILURES, OverflowError) as error:
             result.failures[name] = str(error)
     return result
+
+
+def norm_of(key: str) -> Callable[[GradientEstimate], float]:
+    def norm(estimate: GradientEstimate) -> float:
+        grad = estimate.grad[key]
+        return float(grad) if grad.numel() == 1 else float(grad.norm())
+
+    return norm
 
 
 def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:

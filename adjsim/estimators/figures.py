@@ -13,7 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from adjsim.estimators import GradientEstimate
-from adjsim.estimators.compare import Comparison, short_name
+from adjsim.estimators.compare import NOTHING_TO_PLOT, Comparison, norm_of, short_name
 from adjsim.estimators.fit.fit import Fit
 
 __all__ = ["plot_fit", "plot_sweep"]
@@ -80,10 +80,7 @@ def plot_sweep(
     """
     estimates = [e for comparison in comparisons.values() for e in comparison.estimates.values()]
     if not estimates:
-        raise ValueError(
-            "a figure needs an estimate, and no method gave an estimate: the reasons are in the "
-            "failures of the comparison."
-        )
+        raise ValueError(NOTHING_TO_PLOT)
     parameters = list(estimates[0].grad)
     panels = [_gradient(key, parameters, estimates, exact or {}, units) for key in parameters]
     for key in parameters:
@@ -237,7 +234,7 @@ def _gradient(
     exact: Mapping[str, Mapping[float, Mapping[str, float]]],
     units: str,
 ) -> Panel:
-    slope, number, error = f"d/d {short_name(key, parameters)}", _norm_of(key), _error_of(key)
+    slope, number, error = f"d/d {short_name(key, parameters)}", norm_of(key), _error_of(key)
     title = f"gradient {slope}"
     sizes = [abs(number(e)) for e in estimates if number(e) != 0]
     noisy = any(error(e) > 0 for e in estimates)
@@ -287,14 +284,6 @@ def _draw(axes: Axes, panel: Panel, comparisons: Mapping[float, Comparison]) -> 
         axes.set_ylim(bottom=-1e-17)
     elif panel.scale == "from zero":
         axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
-
-
-def _norm_of(key: str) -> Callable[[GradientEstimate], float]:
-    def norm(estimate: GradientEstimate) -> float:
-        grad = estimate.grad[key]
-        return float(grad) if grad.numel() == 1 else float(grad.norm())
-
-    return norm
 
 
 def _error_of(key: str) -> Callable[[GradientEstimate], float]:

@@ -184,7 +184,7 @@ def test_comparison_table_and_json(tmp_path):
     assert rows == json.loads((tmp_path / "a.json").read_text())
     assert [row["method"] for row in rows] == list(methods)
     assert rows[0]["value"] == pytest.approx(float(result.estimates["direct"].value))
-    assert len(plot_sweep({0.2: result}).axes) == 5
+    assert len(result.plot().axes) == 5
 
 
 def test_a_lost_method_is_listed_with_its_reason():
@@ -206,9 +206,9 @@ def test_figures_of_failures_alone_are_refused():
         simulation(), Final(energy), {"score": adjsim.ScoreFunction()}, replicas=2, generator=1
     )
     assert list(result.failures) == ["score"]
-    for results in ({0.2: result}, {}):
+    for plot in (result.plot, lambda: plot_sweep({0.2: result}), lambda: plot_sweep({})):
         with pytest.raises(ValueError, match="no method gave an estimate"):
-            plot_sweep(results)
+            plot()
 
 
 def test_the_picture_of_one_comparison_has_rows_and_the_answer_at_its_estimand():
