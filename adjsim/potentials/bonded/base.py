@@ -74,7 +74,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
         box: Array | None = None,
         **named: Number,
     ) -> None:
-        numbers = self.given(values, named)
+        given = self.given(values, named)
         super().__init__()
         with outside_inference_mode():
             found = _checked_index(index, self.members)
@@ -90,8 +90,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
             # The middle atom of an angle has no part in a spring between the ends.
             self.used = sorted({p for step in self.steps for p in step if p >= 0})
             self.atoms = Selection(found[:, self.used].T.flatten(), self._most + 1)
-        for name, value in numbers.items():
-            self.register_term_parameter(name, value, **self.__declared__[name].rule)
+        self.store(given, self.register_term_parameter)
 
     def forward(self, position: Positions) -> Energies:
         return self.element(self.geometry(position).value).sum((-1, -2))
@@ -214,6 +213,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
     def validate(self) -> None:
         """Refuse atoms, types or numbers of terms other than those that the tables are made for."""
         super().validate()
+        self.check_settings()
         name, types, index = type(self).__name__, self.types, self.index
         index = index if len(self.used) == self.members else index[:, self.used]
         if not torch.equal(self.atoms.index.reshape(len(self.used), -1).T, index):

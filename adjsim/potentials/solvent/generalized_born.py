@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_flag
-from adjsim.core.declared import (
-    FINITE,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Declaring,
-    Limits,
-    declared,
-    setting,
-)
-from adjsim.core.parameters import describe, register
+from adjsim.core.declared import FINITE, NOT_NEGATIVE, POSITIVE, Limits, declared, setting
+from adjsim.core.parameters import describe
 from adjsim.core.rounding import UNROUNDED, Rounding
-from adjsim.core.typing import Energies, Number, Positions
+from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
+from adjsim.potentials.evaluated import DeclaredModule
 from adjsim.potentials.pairs.dense import distinct
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback
 from adjsim.potentials.solvent.pairs import NUMBERS, BornPairs, BornTangent
@@ -31,7 +23,7 @@ from adjsim.potentials.solvent.pairs import NUMBERS, BornPairs, BornTangent
 ONE: dict[str, Any] = {"keyword": True, "shapes": ((),)}
 
 
-class GeneralizedBorn(Declaring, Potential):
+class GeneralizedBorn(DeclaredModule, Potential):
     """Generalised Born solvent, model II of Onufriev, Bashford and Case (OBC2), with surface area.
 
     ::
@@ -117,15 +109,9 @@ class GeneralizedBorn(Declaring, Potential):
         keyword=True,
     )
 
-    def __init__(self, *values: Number, **named: Any) -> None:
-        given = self.given(values, named)
-        super().__init__()
-        self.store(given, partial(register, self))
-        self.validate()
-
     def validate(self) -> None:
         """Refuse numbers that the constructor would refuse."""
-        self.check_settings()
+        super().validate()
         for name in ("solute", "solvent"):
             value: Tensor = getattr(self, name)
             if float(value.detach()) < 1:
