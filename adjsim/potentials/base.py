@@ -18,6 +18,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from adjsim.core.arguments import refuse_uncalled
 from adjsim.core.box import as_box, refuse_other_boxes, share_box
 from adjsim.core.layout import materialise
 from adjsim.core.module_cache import refuse_written, version_of
@@ -284,6 +285,16 @@ class SumForce(_Sum, ForceField):
         self, t: Any, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         return _sum_vjp([force_vjp(part, position, parameters, t, rounding) for part in self.parts])
+
+
+def with_energy(potential: Any) -> nn.Module:
+    """Return a module with an energy; refuse anything else."""
+    refuse_uncalled("potential", potential)
+    if not isinstance(potential, nn.Module) or isinstance(potential, ForceField):
+        raise TypeError(
+            f"potential must be a module with an energy; got {type(potential).__name__}."
+        )
+    return potential
 
 
 def _flat(parts: Sequence[nn.Module]) -> list[nn.Module]:

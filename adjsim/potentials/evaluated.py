@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from adjsim.core.arguments import describe_type, refuse_uncalled_class
 from adjsim.core.declared import Declaring
 from adjsim.core.parameters import register
 from adjsim.core.reading import read
@@ -52,6 +53,17 @@ class Evaluated(nn.Module):
 def terms_of(potential: nn.Module) -> list[nn.Module]:
     """Return the parts of a sum, or the potential itself."""
     return potential.terms() if isinstance(potential, Evaluated) else [potential]
+
+
+def as_module(name: str, value: Any) -> nn.Module:
+    """Return a module; refuse anything else."""
+    refuse_uncalled_class(name, value)
+    if not isinstance(value, nn.Module):
+        raise TypeError(
+            f"{name} must be an nn.Module; got {describe_type(value)}. Write a function as the "
+            "forward method of a module."
+        )
+    return value
 
 
 class DeclaredModule(Declaring, nn.Module):

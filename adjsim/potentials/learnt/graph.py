@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_indices, outside_inference_mode, refuse_uncalled
+from adjsim.core.arguments import as_indices, outside_inference_mode
 from adjsim.core.box import Periodic
 from adjsim.core.declared import NOT_NEGATIVE, POSITIVE
 from adjsim.core.layout import is_tracing
@@ -21,6 +21,7 @@ from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential
+from adjsim.potentials.evaluated import as_module
 from adjsim.potentials.products import Pullback, derivative, energy_vjp
 
 ADVICE = (
@@ -87,8 +88,7 @@ class _GraphModel(Periodic):
         skin: float | None = None,
     ) -> None:
         super().__init__()
-        refuse_other_models(model)
-        self.model, self.cutoff = model, POSITIVE("cutoff", cutoff)
+        self.model, self.cutoff = as_module("model", model), POSITIVE("cutoff", cutoff)
         self.skin = None if skin is None else NOT_NEGATIVE("skin", skin)
         with outside_inference_mode():
             self.register_box(box)
@@ -270,15 +270,6 @@ class GraphForce(_GraphModel, ForceField):
                 f"the atoms are {(math.prod(position.shape[:-1]), position.shape[-1])}."
             )
         return _marked(value.reshape(position.shape), edges.finite)
-
-
-def refuse_other_models(model: Any) -> None:
-    """Refuse what is no module."""
-    refuse_uncalled("model", model)
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be an nn.Module; got {type(model).__name__}. Wrap a function in a module."
-        )
 
 
 def _marked(value: Tensor, finite: Tensor) -> Tensor:

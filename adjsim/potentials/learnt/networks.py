@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_number, as_whole
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
-from adjsim.potentials.base import ForceField, Potential
-from adjsim.potentials.learnt.graph import refuse_other_models
+from adjsim.potentials.base import ForceField, Potential, with_energy
+from adjsim.potentials.evaluated import as_module
 from adjsim.potentials.pairs.base import PairPotential
 from adjsim.potentials.products import Pullback, energy_vjp
 
@@ -192,7 +192,7 @@ class ForceModel(ForceField):
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        refuse_other_models(model)
+        model = as_module("model", model)
         found = inspect.signature(model.forward).parameters.values()
         positional = [x for x in found if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
         required = sum(x.default is x.empty for x in positional)
@@ -225,13 +225,9 @@ class InPrecision(Potential):
 
     def __init__(self, potential: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        if not isinstance(potential, nn.Module) or isinstance(potential, ForceField):
-            raise TypeError(
-                f"potential must be a module with an energy; got {type(potential).__name__}."
-            )
         if not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating-point type; got {dtype}.")
-        self.potential, self.dtype = potential, dtype
+        self.potential, self.dtype = with_energy(potential), dtype
 
     def forward(self, position: Positions) -> Energies:
         return self.potential(position.to(self.dtype)).to(position.dtype)

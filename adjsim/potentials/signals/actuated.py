@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import describe_type, refuse_uncalled, refuse_uncalled_class
+from adjsim.core.arguments import describe_type, refuse_uncalled_class
 from adjsim.core.derived import has_values, replaced
 from adjsim.core.layout import is_tracing, materialise_contiguous
 from adjsim.core.parameters import check_numbers, refuse_unknown
 from adjsim.core.reading import read
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Positions
-from adjsim.potentials.base import ForceField, force, force_vjp
+from adjsim.potentials.base import ForceField, force, force_vjp, with_energy
 from adjsim.potentials.products import ParameterVJP, Pullback, Tensors, VJPSum
 
 
@@ -50,16 +50,11 @@ class Actuated(ForceField):
 
     def __init__(self, potential: nn.Module, **signals: nn.Module) -> None:
         super().__init__()
-        refuse_uncalled("potential", potential)
-        if not isinstance(potential, nn.Module) or isinstance(potential, ForceField):
-            raise TypeError(
-                f"potential must be a module with an energy; got {type(potential).__name__}."
-            )
+        self.potential = with_energy(potential)
         if not signals:
             raise ValueError(
                 "Actuated needs a signal for at least one parameter, such as length=signal."
             )
-        self.potential = potential
         for name, signal in signals.items():
             refuse_uncalled_class(name, signal)
             if not isinstance(signal, nn.Module):

@@ -8,17 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import (
-    as_indices,
-    describe_type,
-    outside_inference_mode,
-    refuse_uncalled_class,
-)
+from adjsim.core.arguments import as_indices, outside_inference_mode
 from adjsim.core.parameters import register
 from adjsim.core.reading import read
 from adjsim.core.typing import Array, Number, Positions
 from adjsim.potentials.base import ForceField
 from adjsim.potentials.bonded.selection import Selection
+from adjsim.potentials.evaluated import as_module
 
 
 class _Placed(nn.Module):
@@ -81,7 +77,7 @@ class OpenLoop(ForceField):
 
     def __init__(self, signal: nn.Module, index: Array | None = None) -> None:
         super().__init__()
-        self.signal = _checked_module("signal", signal)
+        self.signal = as_module("signal", signal)
         self.placed = _Placed(index)
 
     def forward(self, t: Any, position: Positions) -> Positions:
@@ -136,7 +132,7 @@ class NeuralController(Controller):
         self, network: nn.Module, *, index: Array | None = None, scale: Number = 1.0
     ) -> None:
         super().__init__()
-        self.network = _checked_module("network", network)
+        self.network = as_module("network", network)
         self.placed = _Placed(index)
         register(self, "scale", scale)
 
@@ -153,13 +149,3 @@ class NeuralController(Controller):
                 f"{vertices} vertices in {dim} dimensions."
             )
         return self.placed(self.scale.to(found) * found.unflatten(-1, (vertices, dim)), position)
-
-
-def _checked_module(name: str, value: Any) -> nn.Module:
-    refuse_uncalled_class(name, value)
-    if not isinstance(value, nn.Module):
-        raise TypeError(
-            f"{name} must be an nn.Module; got {describe_type(value)}. Write a function as the "
-            "forward method of a module."
-        )
-    return value
