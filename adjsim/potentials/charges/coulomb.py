@@ -67,8 +67,8 @@ class ReactionField(Coulomb, inherits_forces=True):
         {parameters}
         cutoff: the radius of the sphere.
         box, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`. An excluded pair has
-            none of the three terms, as in OpenMM's ``NonbondedForce``. In a medium its two charges
-            would still act on each other through the medium; that part is left out.
+            none of the three terms, as in OpenMM's ``NonbondedForce``, nor a part through the
+            medium.
     """
 
     permittivity: float = setting(

@@ -47,11 +47,9 @@ class Edges(NamedTuple):
 def find_edges(
     position: Tensor, cutoff: float, box: Tensor | None = None, skin: float | None = None
 ) -> Edges:
-    """Find the edges of positions ``(*batch, atoms, dim)``, shorter than the cutoff.
+    """Find the edges of positions ``(*batch, atoms, dim)``, whatever the skin.
 
-    The box is one of :func:`~adjsim.core.box.checked_box`, and atoms may be outside of it. Two
-    atoms have an edge for each image within the cutoff, and an atom has edges with its own images.
-    Edges do not depend on the skin.
+    The box is one of :func:`~adjsim.core.box.checked_box`, and atoms may be outside of it.
     """
     if is_tracing() or in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         raise ValueError(
@@ -173,35 +171,30 @@ class GraphPotential(_GraphModel, Potential):
                    vector = position[receiver] - position[sender] + shifts
         species    (N,) int64, or None
 
-    MACE, NequIP and SchNet take edges in this form, under names of their own. The edges are exactly
-    the pairs closer than the cutoff, in a box with every image, so that two atoms may have several
-    edges, and an atom edges with its own images. The model must make its messages vanish smoothly
-    at the cutoff, with their first two derivatives; otherwise the force or its derivative jumps as
-    a pair crosses the cutoff, and energy drifts.
+    MACE, NequIP and SchNet take edges in this form. The edges are the pairs closer than the cutoff,
+    in a box with every image: two atoms may have several edges, and an atom edges with its own
+    images. The messages of the model must vanish smoothly at the cutoff, with their first two
+    derivatives; otherwise the force or its derivative jumps there, and energy drifts.
 
-    Edges are a function of the position to the last bit, so exact runs are retraced if the model
-    itself is reproducible: on a GPU sums by atomic operations are not, see
-    ``torch.use_deterministic_algorithms``. Positions should be near the box in float32, where
-    differences of large coordinates are rounded.
+    Edges are a function of the position to the last bit, so exact runs are retraced if the model is
+    reproducible: on a GPU sums by atomic operations are not, see
+    ``torch.use_deterministic_algorithms``. In float32 keep positions near the box.
 
-    Forces and products come from automatic differentiation. An evaluation of the force costs one
-    pass forward and one back; the product of an adjoint costs two to three times as much. Compiled
-    loops cannot hold a neighbour list that torch operations use: leave ``compile=True`` out.
+    Forces and products come from automatic differentiation. A force costs one pass forward and one
+    back, and the product of an adjoint two to three times as much. Compiled loops cannot hold a
+    neighbour list that torch operations use: leave ``compile=True`` out.
 
     Args:
-        model: the model. It returns ``(N,)`` or ``(N, 1)`` energies of atoms. For one system it may
-            also return the energy of the system, ``()`` or ``(1,)``.
+        model: returns ``(N,)`` or ``(N, 1)`` energies of atoms, or for one system its energy, ``()``
+            or ``(1,)``.
         cutoff: edges are shorter than this distance, which may be larger than half the box.
         species: ``(atoms,)`` integers, such as types or atomic numbers; passed on.
-        box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell.
-        skin: how far beyond the cutoff the list reaches. None: chosen by the library. Results do
-            not depend on it, to the last bit.
+        box, skin: see :class:`PairPotential`.
 
     Raises:
         TypeError: a model that is not an ``nn.Module``, or does not return a tensor.
         ValueError: a cutoff that is not positive, species for another number of atoms or that the
-            model does not know, a model that returns another shape, or another dtype than that of
-            the position.
+            model does not know, a result of another shape or dtype.
     """
 
     def forward(self, position: Positions) -> Energies:
@@ -252,9 +245,9 @@ class GraphForce(_GraphModel, ForceField):
     dim)``. Such a force is in general not conservative, so there is no invariant.
 
     Args:
-        model: the model. Forces must not be derivatives that it takes itself: under
-            ``torch.no_grad``, in which forward runs are made, it could not. Such a model has an
-            energy; give that to :class:`GraphPotential`.
+        model: its forces must not be derivatives that it takes itself, which it could not under
+            ``torch.no_grad``, in which forward runs are made. Give the energy of such a model to
+            :class:`GraphPotential`.
         cutoff, species, box, skin: as for :class:`GraphPotential`.
 
     Raises:

@@ -180,11 +180,9 @@ class ForceModel(ForceField):
     Args:
         model: maps position ``(*batch, atoms, dim)`` to a force of the same shape, as
             ``model(position)``, or ``model(t, position)`` if its ``forward`` has two required
-            arguments. Forces must not be derivatives that it takes itself: under
-            ``torch.no_grad``, in which forward runs are made, it could not. Such a model has an
-            energy; give that to the dynamics.
-        dtype: the precision of the model, to which positions are rounded; see
-            :class:`InPrecision`. None: that of the run.
+            arguments. Give the energy of a model whose forces are derivatives to the dynamics, see
+            :class:`GraphForce`.
+        dtype: the precision of the model, as for :class:`InPrecision`. None: that of the run.
 
     Raises:
         TypeError: not a module, or a ``forward`` of other arguments.
@@ -213,10 +211,9 @@ class InPrecision(Potential):
     """An energy that is evaluated in another precision than that of the run.
 
     Positions are rounded to ``dtype``, and energies and forces are converted back, as for a float32
-    network in float64 dynamics. The state and exact reversal stay in the precision of the run, and
-    gradients of the weights in that of the weights. Forces have errors of ``dtype``, so energy is
-    conserved to these only. Gradients of many steps are sums in float32; compare with
-    ``potential.double()`` once.
+    network in float64 dynamics. The state and exact reversal stay in the precision of the run.
+    Energy is conserved to the errors of ``dtype``, and gradients of weights are summed in that of
+    the weights; compare with ``potential.double()`` once.
 
     Args:
         potential: maps position to energy, and has parameters of ``dtype``.

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from adjsim.compiler.values import TYPES
-from adjsim.core.derived import MADE, Made
+from adjsim.core.derived import MADE, Made, own_tensors
 from adjsim.core.layout import is_tracing
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import in_transform
@@ -37,12 +37,7 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
         return Refusal("forward-mode differentiation is active")
     if pair.box is not None and pair.box.requires_grad:
         return Refusal("the box requires grad")
-    inner = (part for part in pair.modules() if part is not pair)
-    if any(
-        x is not None
-        for part in inner
-        for x in (*part._parameters.values(), *part._buffers.values())
-    ):
+    if any(own_tensors(part) for part in pair.modules() if part is not pair):
         return Refusal("it has modules with tensors")
     if position.shape[-1] > 3:
         return Refusal("positions have more than three dimensions")

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_indices, outside_inference_mode
+from adjsim.core.arguments import outside_inference_mode
 from adjsim.core.parameters import register
 from adjsim.core.reading import read
 from adjsim.core.typing import Array, Number, Positions
 from adjsim.potentials.base import ForceField
-from adjsim.potentials.bonded.selection import Selection
+from adjsim.potentials.bonded.selection import Selection, as_vertices
 from adjsim.potentials.evaluated import as_module
 
 
@@ -30,12 +30,7 @@ class _Placed(nn.Module):
         if index is None:
             return
         with outside_inference_mode():
-            found = as_indices("index", index)
-            if found.ndim != 1 or len(found) == 0 or int(found.min()) < 0:
-                raise ValueError(
-                    "index must be (vertices,) integers from 0, at least one; got "
-                    f"{found.tolist()}."
-                )
+            found = as_vertices(index)
             if len(found.unique()) != len(found):
                 raise ValueError(f"index must not repeat a vertex; got {found.tolist()}.")
             self.count, self.reach = len(found), int(found.max()) + 1

@@ -75,8 +75,7 @@ class PiecewiseLinear(_Nodes):
     derivatives, with respect to t and to the times, are those of the interval that begins there.
 
     Args:
-        times: ``(n,)``, increasing, at least two.
-        values: ``(n, *shape)``.
+        {parameters}
 
     Raises:
         ValueError: times that do not increase, or values of another length.
@@ -105,8 +104,7 @@ class CubicSpline(_Nodes):
     last value; it has a kink there unless the slope is zero.
 
     Args:
-        times: ``(n,)``, increasing, at least two.
-        values: ``(n, *shape)``.
+        {parameters}
         slopes: dx/dt at the first and the last time, ``(2, *shape)`` or one number for both ends (a
             clamped spline). None: the second derivatives are zero there (a natural spline).
 

@@ -48,24 +48,17 @@ class GeneralizedBorn(DeclaredModule, Potential):
     of an atom from its Born radius, as the ACE model does (Schaefer, Bartels and Karplus, J. Mol.
     Biol. 284, 835 (1998)) with the sixth power that Tinker and OpenMM use.
 
-    Force and product are closed forms (see pairs.py). In exact runs the contributions of pairs are
-    rounded before they are added, so that sums do not depend on their order.
-
-    Keep radii, scales and permittivities in range while they are trained; others are refused when
-    they are read. Two atoms at one position give NaN. The force is continuous where spheres begin
+    Force and product are closed forms. In exact runs the contributions of pairs are rounded before
+    they are added. Two atoms at one position give NaN. The force is continuous where spheres begin
     to touch; its derivative is not. With a cutoff the force jumps at it: use one only to reproduce
-    such a run.
-
-    See Onufriev, Bashford and Case, Proteins 55, 383 (2004).
+    such a run. See Onufriev, Bashford and Case, Proteins 55, 383 (2004).
 
     Args:
         {parameters}
 
     Raises:
-        ValueError: arrays that are not one number for each atom, a radius that is not above the
-            offset, a negative scale, a permittivity below 1, a negative kappa, probe or offset, a
-            cutoff that is not positive, a cutoff together with kappa, positions of another number
-            of atoms.
+        ValueError: arrays that are not one number for each atom, numbers out of range, a cutoff
+            together with kappa, positions of another number of atoms.
     """
 
     charge: Tensor = declared("``(atoms,)``")

@@ -150,8 +150,7 @@ class PseudoInverse(ABC):
         if not residual <= max(RESIDUAL, rounding) * size + rounding * float(np.linalg.norm(b)):
             raise RuntimeError(
                 f"the linear system of the minimum was not solved: {residual / size:.1e} of its "
-                "right-hand side is left as residual. The minimum is ill-conditioned; hold the "
-                "soft coordinate, or measure it in units in which it is stiffer."
+                f"right-hand side is left as residual. The minimum is ill-conditioned. {HOLD}"
             )
         return x
 

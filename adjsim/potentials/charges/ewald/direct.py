@@ -43,10 +43,9 @@ class Ewald(EwaldSum):
         box: ``(3,)`` lengths or ``(3, 3)`` rows.
         cutoff: of the sum in real space, at most half the smallest perpendicular width of the box.
         alpha: 1/length. None: ``sqrt(-log(2 tolerance)) / cutoff``, as OpenMM chooses it.
-        kmax: the largest wave number, or one for each row of the box. None: from the tolerance, as
-            OpenMM chooses it.
-        exclusions: ``(pairs, 2)`` atoms that do not interact. Their nearest images are excluded.
-        skin: see :class:`~adjsim.potentials.PairPotential`.
+        kmax: the largest wave number, or one for each row of the box. None: likewise by OpenMM's
+            formula.
+        exclusions, skin: see :class:`~adjsim.potentials.PairPotential`. Nearest images are excluded.
 
     Raises:
         ValueError: charges that are not one number for each atom, no box, a box that is not

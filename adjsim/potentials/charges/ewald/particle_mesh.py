@@ -7,9 +7,8 @@ discrete Fourier transform::
     G(m) = constant / (pi V) exp(-pi^2 m^2 / alpha^2) / m^2 / (moduli of the splines)
 
 phi = inverse transform of G F is the potential on the mesh. The force is the derivative of this
-energy, ``F_i = -q_i sum over g of phi(g) dW/dr``, so it conserves energy. Momentum is conserved
-to the accuracy of the interpolation only. Its derivative along a vector v is again such a sum, with
-the potential of the dipoles q v.
+energy, ``F_i = -q_i sum over g of phi(g) dW/dr``. Its derivative along a vector v is again such a
+sum, with the potential of the dipoles q v.
 """
 
 from __future__ import annotations
@@ -40,14 +39,11 @@ class ParticleMeshEwald(EwaldSum):
 
     The energy is that of :class:`Ewald`. Its reciprocal part is computed on a mesh, to which
     cardinal B-splines spread the charges, by fast Fourier transforms. The force is the derivative
-    of the interpolated energy. See Essmann et al., J. Chem. Phys. 103, 8577 (1995).
+    of the interpolated energy. See Essmann et al., J. Chem. Phys. 103, 8577 (1995). The force on
+    all atoms together is zero only to the accuracy of the mesh, so the centre of mass may drift.
 
-    The force on all atoms together is zero only to the accuracy of the mesh, so the centre of mass
-    may drift.
-
-    In an exact run the reciprocal force of an atom is rounded as one contribution. It is a function
-    of the position alone, since one code path computes it forward and backward, with sums of fixed
-    order. That holds on the CPU; on a GPU atoms are added to the mesh in any order.
+    In an exact run the reciprocal force of an atom is rounded as one contribution, a function of
+    the position alone on the CPU; on a GPU atoms are added to the mesh in any order.
 
     ``compile=True`` compiles the rest of the step by torch's Inductor, which calls the mesh
     part as it is: a C++ loop has no Fourier transform. Compilation may take minutes.
@@ -60,8 +56,7 @@ class ParticleMeshEwald(EwaldSum):
         order: of the splines, from 4 to 10.
 
     Raises:
-        ValueError: as :class:`Ewald`; an order outside this range, a mesh with fewer points than
-            the order.
+        ValueError: as :class:`Ewald`; another order, a mesh with fewer points than the order.
     """
 
     def __init__(

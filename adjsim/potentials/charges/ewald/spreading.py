@@ -13,8 +13,7 @@ integers, with p - 2 continuous derivatives::
     M_p(x) = (x M_{p-1}(x) + (p - x) M_{p-1}(x - 1)) / (p - 1)
     dM_p/dx = M_{p-1}(x) - M_{p-1}(x - 1)
 
-An atom at u, in units of the spacing of the mesh, has the weight M_p(u - g) at the point g. See
-Essmann et al., J. Chem. Phys. 103, 8577 (1995).
+See Essmann et al., J. Chem. Phys. 103, 8577 (1995).
 
 On the CPU an operator in C++ does both, and torch operations where a derivative is recorded. Sums
 have a fixed order, whatever the number of threads.

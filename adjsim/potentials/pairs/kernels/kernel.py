@@ -98,9 +98,12 @@ class KernelSpec:
 
     def source(self, functions: str) -> str:
         """Write the C++ source of the kernel around its formulas."""
-        wrapped = re.findall(r"math::(\w+)|\b(absolute)\(", functions)
-        names = sorted({a or b for a, b in wrapped})
+        names = sorted({a or b for a, b in re.findall(r"math::(\w+)|\b(absolute)\(", functions)})
         functions = functions.replace("math::", "lanes::").replace("absolute(", "lanes::absolute(")
+        numbers = (
+            f"splat(c.operands[{k}][0])" if kind == NUMBER else "V{}"
+            for k, kind in enumerate(self.kinds)
+        )
         defined = {
             **{mode: number for number, mode in enumerate(OUTPUTS)},
             "MODE": self.mode,
@@ -117,7 +120,7 @@ class KernelSpec:
             "GRADIENTS": len(self.gradients),
             "SQUARED_DISTANCE": " + ".join(f"d[{a}] * d[{a}]" for a in range(self.dim)),
             "LOAD_OPERANDS": self._loads(),
-            "NUMBERS": f"{{{', '.join(self._numbers())}}}",
+            "NUMBERS": f"{{{', '.join(numbers)}}}",
             **({"EXCLUDED": ""} if self.excluded else {}),
         }
         return "\n".join(
@@ -159,13 +162,6 @@ class KernelSpec:
                     for i, side in enumerate(("mine", "other"))
                 ]
         return " ".join(statements)
-
-    def _numbers(self) -> list[str]:
-        """Write the numbers among the operands as vectors."""
-        return [
-            f"splat(c.operands[{k}][0])" if kind == NUMBER else "V{}"
-            for k, kind in enumerate(self.kinds)
-        ]
 
 
 def _array(name: str, kinds: Sequence[str]) -> str:
@@ -247,7 +243,7 @@ class Kernel:
 
     def shares_force(self, other: Kernel) -> bool:
         """Return whether it computes the same force, to the last bit, as another kernel."""
-        first, second = (replace(kernel.spec, mode=FORCE, gradients=()) for kernel in (self, other))
+        first, second = (replace(x.spec, mode=FORCE, gradients=()) for x in (self, other))
         modes = {self.spec.mode, other.spec.mode}
         return modes <= {FORCE, PRODUCT} and first == second and self._slope == other._slope
 
@@ -260,21 +256,16 @@ class Kernel:
             return None if x is None else x.detach().resolve_neg().to(dtype).contiguous()
 
         # The call holds addresses, so these names keep the tensors.
-        vector, (box, spacing, weight) = (
-            inputs.vector,
-            map(dense, (inputs.box, inputs.spacing, inputs.weight)),
-        )
+        vector = inputs.vector
+        box, spacing, weight = map(dense, (inputs.box, inputs.spacing, inputs.weight))
         if vector is not None:
             vector = vector.detach().resolve_neg().to(spec.dtype).reshape(flat.shape)
         species, exclusions = (dense(x, torch.int64) for x in (inputs.species, inputs.exclusions))
         operands = [x.detach().resolve_neg().to(spec.dtype).contiguous() for x in inputs.operands]
         gradients = [torch.empty_like(operands[k]) for k in spec.gradients]
+        shapes = {"energy": position.shape[:-2]}
         results = {
-            name: torch.empty(
-                position.shape[:-2] if name == "energy" else position.shape,
-                dtype=spec.dtype,
-                device="cpu",
-            )
+            name: torch.empty(shapes.get(name, position.shape), dtype=spec.dtype, device="cpu")
             for name in OUTPUTS[spec.mode]
         }
         tables = [(ctypes.c_void_p * (len(x) + 1))(*map(_data, x)) for x in (operands, gradients)]
