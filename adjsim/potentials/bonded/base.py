@@ -29,8 +29,8 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
 
     Subclasses name the coordinate, and write ``element``; ``slope`` (du/dx) and ``curvature``
     (d2u/dx2) follow from it, or are written too. They are elementwise in x, whose last axis is that
-    of terms, and read a parameter by ``self.term_parameter(name, x)``. Each atom sums the forces of
-    its terms in a fixed order; in exact runs they are rounded to the lattice before.
+    of terms, and read a parameter by ``self.term_parameter(name, x)``. Sums over the terms of an
+    atom have a fixed order; in exact runs forces are rounded to the lattice before.
 
     A parameter is a number, one for each term, or one for each type if ``types`` says the type of
     each term. The gradient with respect to the parameter of a type is then one number.
@@ -122,8 +122,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum of F_k b_k`` over terms and displacements, ``(*batch, dim, dim)``.
 
-        F_k is minus the derivative of the energy with respect to the displacement b_k. This is
-        minus the derivative of the energy with respect to strain, with a box and without one.
+        F_k is minus the derivative of the energy with respect to the displacement b_k.
         """
         b = self.displacements(position)
         x = self.coordinate(*b)
@@ -234,9 +233,8 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
         value: Tensor = getattr(self, name)
         columns, types = self._columns[name], self.types
         lead = value.ndim - len(columns)
-        fits, count = lead in (0, 1) and value.shape[lead:] == columns, 1
-        if lead == 1:
-            count = len(value)
+        fits = lead in (0, 1) and value.shape[lead:] == columns
+        count = len(value) if lead == 1 else 1
         if fits and (count == 1 or str(count) in self.by_type._modules):
             return count
         wanted = len(self.index) if types is None else int(types.max()) + 1

@@ -24,8 +24,7 @@ class ScaledPairs(BondedPotential):
 
     u is that of the given potential, whose parameters are shared: the gradient with respect to an
     epsilon has the contributions of both. The listed pairs should be among the exclusions of the
-    potential itself, which are ignored here. Pairs with numbers of their own are
-    :class:`ExplicitPairs`.
+    potential, which are ignored here. For numbers of their own see :class:`ExplicitPairs`.
 
     Args:
         potential: a :class:`~adjsim.potentials.PairPotential`. Its species must not change later.

@@ -89,11 +89,10 @@ class Quadratic(_Sinking):
     Value and slope are continuous, and the curvature jumps from 0 to k at the surface. A load F
     sinks in by F/k.
 
-    Gradients are exact for the steps taken, but the result of a bounce converges with the second
-    order of dt, and its derivatives with the first. For the bounce of a ball with frequency w in
-    contact, ``w dt = 0.1`` leaves derivatives without a correct digit, and ``w dt = 0.001`` errors
-    of 0.5 to 10 %. :class:`Softplus` with a width of one step at the speed of impact, ``width = v
-    dt``, leaves 0.1 % at ``w dt = 0.1``.
+    Gradients are exact for the steps taken, but derivatives of a bounce converge with the first
+    order of dt. With the frequency w in contact, ``w dt = 0.1`` leaves none of their digits
+    correct, and ``w dt = 0.001`` errors of 0.5 to 10 %. :class:`Softplus` with a width of one step
+    at the speed of impact, ``width = v dt``, leaves 0.1 % at ``w dt = 0.1``.
 
     Args:
         {parameters}
@@ -157,10 +156,10 @@ class Softplus(_Sinking):
 class Barrier(Penalty):
     """The logarithmic barrier, ``u(g) = -kappa (g - d)^2 ln(g/d)``.
 
-    See Li et al., ACM Trans. Graph. 39, 49 (2020). It is exactly zero from the distance d on, with
-    two continuous derivatives there, and infinite at contact. Below the floor f it continues as the
-    quadratic function with the same value, slope and curvature as at f, so that an explicit step
-    that jumps over the surface comes back. With x = g/d::
+    See Li et al., ACM Trans. Graph. 39, 49 (2020). It is zero from the distance d on, with two
+    continuous derivatives, and infinite at contact. Below the floor f it is the quadratic function
+    with the same value, slope and curvature as at f, so that an explicit step that jumps over the
+    surface comes back. With x = g/d::
 
         u'(g) = kappa d (1 - x) (2 ln(x) + 1 - 1/x)     (negative below d)
         u''(g) = kappa (-2 ln(x) - 3 + 2/x + 1/x^2)     (decreases with g)

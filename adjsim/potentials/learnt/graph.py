@@ -185,8 +185,8 @@ class GraphPotential(_GraphModel, Potential):
     neighbour list that torch operations use: leave ``compile=True`` out.
 
     Args:
-        model: returns ``(N,)`` or ``(N, 1)`` energies of atoms, or for one system its energy, ``()``
-            or ``(1,)``.
+        model: returns ``(N,)`` or ``(N, 1)`` energies of atoms. For one system it may return the
+            energy of the system, ``()`` or ``(1,)``.
         cutoff: edges are shorter than this distance, which may be larger than half the box.
         species: ``(atoms,)`` integers, such as types or atomic numbers; passed on.
         box, skin: see :class:`PairPotential`.

@@ -10,9 +10,8 @@ q, w_ij = v_i - v_j::
 
 so that no automatic differentiation passes through the geometry. Excluded pairs (an atom with
 itself, pairs beyond the cutoff, exclusions) get a safe distance before any division, so that values
-and gradients stay finite. Their contribution is zero: the difference of an atom with itself is
-zero, and the others are masked. Internally coordinates come first, ``(dim, atoms, atoms)``, so that
-the last axis is long and vectorises.
+and gradients stay finite, and contribute nothing: the difference of an atom with itself is zero,
+and the others are masked. Coordinates come first, so that the last axis is long and vectorises.
 """
 
 from __future__ import annotations

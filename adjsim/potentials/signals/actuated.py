@@ -28,8 +28,7 @@ class Actuated(ForceField):
         Actuated(HarmonicBond(index, 10.0, length=1.0), length=signal)
 
     Gradients reach the numbers of the signals and the other parameters of the potential, in closed
-    form where the potential has one: with x a leaf, its cotangent is that of a parameter, and the
-    chain rule takes it to the signal. The energy is not conserved, since actuators do work.
+    form where the potential has one. The energy is not conserved, since actuators do work.
 
     A value outside of the range of its parameter stops a run at the step where it is reached. A
     condition between several numbers, such as a radius within the reach of a list of neighbours, is
@@ -39,8 +38,7 @@ class Actuated(ForceField):
         potential: an energy module. The parameters that signals replace are numbers without a
             gradient; their values are not read.
         signals: for each parameter, by its name in the potential, a module that maps a time to a
-            value, of the shape of the parameter or one that broadcasts to it; see
-            :mod:`adjsim.potentials.signals.signals`.
+            value, such as a :class:`Signal`, of a shape that broadcasts to that of the parameter.
 
     Raises:
         TypeError: a potential without an energy, a signal that is not a module.

@@ -82,9 +82,8 @@ class OpenLoop(ForceField):
 class Controller(nn.Module, ABC):
     """A feedback force, ``u(t, q, v)``. Subclasses write ``forward(t, position, velocity)``.
 
-    The dynamics gives it the velocity: ``Mechanics(potential, mass, control=controller)``. It is no
-    part of a sum of forces, which do not see velocities. Fixed and prescribed vertices have no
-    velocity there.
+    The dynamics gives it the velocity, zero for fixed and prescribed vertices:
+    ``Mechanics(potential, mass, control=controller)``. A sum of forces does not see velocities.
     """
 
     def __call__(self, *arguments: Any, **named: Any) -> Positions:
@@ -104,11 +103,9 @@ class NeuralController(Controller):
     """Feedback by a network, ``u = scale * network([t, q, v])``.
 
     The network sees one row of ``1 + 2 atoms dim`` numbers for each system: the time, the positions
-    and the velocities, each from the first vertex to the last one. It returns ``vertices dim``
-    numbers, the forces on the vertices that the index names.
-
-    The network is not bounded, unless it ends with a bounded function such as ``nn.Tanh``; then
-    the scale is the largest force.
+    and the velocities, each from the first vertex to the last one. It returns the forces on the
+    vertices that the index names. If it ends with a bounded function such as ``nn.Tanh``, the scale
+    is the largest force.
 
     Args:
         network: maps ``(*batch, 1 + 2 atoms dim)`` to ``(*batch, vertices dim)``, in the dtype of

@@ -1,8 +1,8 @@
 """Functions of time, whose numbers are parameters: schedules of actuators, paths and controls.
 
-A signal x maps a time to a tensor, ``signal(t)``, and ``signal.rate(t)`` is dx/dt. It is
-differentiable in all of its numbers. The time is a number, or a tensor with one in compiled loops.
-So the value is a sum over nodes with weights that depend on the time, without a branch.
+A signal x maps a time to a tensor, ``signal(t)``, and ``signal.rate(t)`` is dx/dt. The time is a
+number, or in compiled loops a tensor. So the value is a sum over nodes with weights that depend on
+the time, without a branch.
 """
 
 from __future__ import annotations
@@ -98,10 +98,9 @@ class CubicSpline(_Nodes):
 
         x(t) = b x_k + a x_(k+1) + h^2/6 ((b^3 - b) M_k + (a^3 - a) M_(k+1))
 
-    M solves a tridiagonal system, by parallel cyclic reduction: its rows are added to each other at
-    distances 1, 2, 4, ..., for all rows together. See de Boor, A Practical Guide to Splines
-    (Springer 1978), chapter 4. Before the first time and after the last one, x is the first and the
-    last value; it has a kink there unless the slope is zero.
+    M solves a tridiagonal system. See de Boor, A Practical Guide to Splines (Springer 1978),
+    chapter 4. Before the first time and after the last one, x is the first and the last value; it
+    has a kink there unless the slope is zero.
 
     Args:
         {parameters}
@@ -228,7 +227,10 @@ def _pairs(before: Tensor, behind: Tensor) -> Tensor:
 
 
 def _solve(diagonal: Tensor, beside: Tensor, right: Tensor) -> Tensor:
-    """Solve a symmetric tridiagonal system of dominant diagonal by parallel cyclic reduction."""
+    """Solve a symmetric tridiagonal system of dominant diagonal by parallel cyclic reduction.
+
+    All rows together are added to those at the distances 1, 2, 4, ...
+    """
     none, distance = torch.zeros_like(diagonal[:1]), 1
     lower, upper = torch.cat([none, beside]), torch.cat([beside, none])
     while distance < len(diagonal):

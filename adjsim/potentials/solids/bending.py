@@ -23,9 +23,9 @@ class HingeBending(DihedralTerm):
 
     Bending alone lets triangles stretch; add springs, ``HarmonicBond(mesh.edges(), k, lengths)``. A
     regular grid of rectangles that is bent along an axis has the flexural rigidity 6 k. In other
-    directions and on other meshes the rigidity differs, and refining the mesh does not remove the
-    difference: fit k to a measured deflection. theta jumps from pi to -pi where triangles pass
-    through each other; the force is finite there, and zero for a triangle without area.
+    directions and on other meshes, also fine ones, it differs: fit k to a measured deflection.
+    theta jumps from pi to -pi where triangles pass through each other; the force is finite there,
+    and zero for a triangle without area.
 
     Args:
         mesh: the rest shape, a mesh with triangles. Positions are ``(*batch, vertices, 3)``.

@@ -6,10 +6,6 @@ linear system is solved in the stiff directions alone. A soft direction would co
 than half of its digits, so it is an error. Flat directions, such as the translations of a free
 cluster, are found first and projected out: MINRES applied to a right-hand side with a component
 along one diverges.
-
-The Hessian of few coordinates is diagonalised. A larger one is factorised if atoms interact with
-near atoms alone (:mod:`adjsim.potentials.statics.local_hessian`), and otherwise used by its
-products.
 """
 
 from __future__ import annotations

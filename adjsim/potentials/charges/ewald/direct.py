@@ -45,7 +45,7 @@ class Ewald(EwaldSum):
         alpha: 1/length. None: ``sqrt(-log(2 tolerance)) / cutoff``, as OpenMM chooses it.
         kmax: the largest wave number, or one for each row of the box. None: likewise by OpenMM's
             formula.
-        exclusions, skin: see :class:`~adjsim.potentials.PairPotential`. Nearest images are excluded.
+        exclusions, skin: see :class:`~adjsim.potentials.PairPotential`; for nearest images.
 
     Raises:
         ValueError: charges that are not one number for each atom, no box, a box that is not
