@@ -353,11 +353,7 @@ def force_vjp(
 
 
 class Forces:
-    """The force of a module and its product, by one interface ``(t, position)``.
-
-    The module is a :class:`Potential`, a :class:`ForceField` or another energy. It is read and
-    adapted to the interface once. A rounding is that of :meth:`Potential.force`.
-    """
+    """The force of a module and its product by one interface ``(t, position)``, adapted once."""
 
     def __init__(self, potential: nn.Module, rounding: Rounding = UNROUNDED) -> None:
         self.potential = module = read(potential)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -79,7 +79,7 @@ class DeclaredModule(Declaring, nn.Module):
         if value is None and self.__declared__[name].default is None:
             self.register_buffer(name, None)
         else:
-            register(self, name, value, **rule)
+            register(self, name, cast(Any, value), **rule)
 
     def validate(self) -> None:
         """Refuse settings that are out of range, and numbers that do not go together."""

@@ -18,10 +18,7 @@ from adjsim.potentials.products import DeferredVJP
 
 
 class Restraint(BondedPotential):
-    """A sum over restrained atoms of ``element(r)``, with r the distance of an atom from its point.
-
-    A number is one for all, or one for each restrained atom or for each type.
-    """
+    """A sum over restrained atoms of ``element(r)``, with r their distances from their points."""
 
     members = 1
     steps = ((-1, 0),)

@@ -19,12 +19,7 @@ WIDTH = 32
 
 
 class Selection(nn.Module):
-    """The linear map x -> x[index] along the last axis, and its transpose.
-
-    Args:
-        index: ``(entries,)`` int64, from 0 to count - 1.
-        count: length of the axis.
-    """
+    """The linear map x -> x[index] along the last axis, of length ``count``, and its transpose."""
 
     index: Tensor
 

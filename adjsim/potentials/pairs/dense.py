@@ -79,10 +79,7 @@ def virial(pair: PairFormula, position: Positions) -> Tensor:
 
 
 def geometry(pair: PairFormula, position: Positions) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Compute differences by coordinate, squared distances, and the mask of included pairs.
-
-    Squared distances and mask are ``(*batch, atoms, atoms)``.
-    """
+    """Compute differences by coordinate, squared distances, and the mask of included pairs."""
     parts = split_coordinates(differences(position))
     if pair.image_box is not None:
         parts = nearest_image(parts, pair.image_box.to(position), exact=pair.cutoff is None)
@@ -97,10 +94,7 @@ def geometry(pair: PairFormula, position: Positions) -> tuple[list[Tensor], Tens
 
 
 def distinct(position: Tensor) -> Tensor:
-    """Return which pairs are of two different atoms, ``(atoms, atoms)``.
-
-    Atoms are compared by index, since two atoms may be at one position.
-    """
+    """Return which pairs ``(atoms, atoms)`` are of two atoms, which may be at one position."""
     # Indices are compared in the dtype of positions and read from memory, so that a compiled loop
     # over pairs does not convert them.
     index = torch.arange(position.shape[-2], dtype=position.dtype, device=position.device)
@@ -122,10 +116,7 @@ def sum_coordinates(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _masked(pair: PairFormula, x: Tensor, included: Tensor) -> Tensor:
-    """Set excluded pairs and pairs beyond the cutoff to zero.
-
-    The pair of an atom with itself needs no mask, since its difference is zero.
-    """
+    """Set excluded pairs to zero; that of an atom with itself needs no mask."""
     everything = pair.cutoff is None and pair.exclusions is None
     return x if everything else torch.where(included, x, 0.0)
 

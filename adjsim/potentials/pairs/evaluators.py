@@ -53,9 +53,6 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
 class PairEvaluator:
     """How a potential is evaluated, for positions of one shape and type.
 
-    Kernels evaluate the pairs where there are any. Otherwise torch operations do, over a neighbour
-    list if the formulas can use one, or over all pairs.
-
     The potential keeps its evaluators, and is an argument of their methods, since a reference to it
     would be a cycle.
     """

@@ -138,14 +138,8 @@ class DispersionCorrection(Potential):
     :func:`~adjsim.potentials.tail_corrections` leaves out. The energy gives no force, but a virial
     and a gradient with respect to epsilon and sigma.
 
-    Args:
-        lennard_jones: the potential, with a box in three dimensions and a cutoff; it shares its
-            parameters.
-        start: where the switch of :class:`~adjsim.potentials.pairs.truncation.SwitchedDistance`
-            begins, at most the cutoff; None: no switch.
-
-    Raises:
-        ValueError: no box or no cutoff.
+    ``start`` is that of a :class:`~adjsim.potentials.pairs.truncation.SwitchedDistance`; None: no
+    switch.
     """
 
     def __init__(self, lennard_jones: LennardJonesMixture, start: float | None = None) -> None:

@@ -18,11 +18,7 @@ from adjsim.potentials.evaluated import as_module
 
 
 class _Placed(nn.Module):
-    """Place rows of forces at chosen vertices, with zero at all others.
-
-    Args:
-        index: ``(vertices,)`` integers without repetition; None for all vertices.
-    """
+    """Place rows of forces at chosen vertices, None for all, with zero at all others."""
 
     def __init__(self, index: Array | None) -> None:
         super().__init__()

@@ -134,11 +134,8 @@ class CubicSpline(_Nodes):
         return straight + self._bent(weight, width)
 
     def _bent(self, weight: Tensor, width: Tensor) -> Tensor:
-        """Compute the sum of weight_k M_k.
-
-        The matrix of the system is symmetric, so the system is solved for the weights, which are
-        fewer than the values.
-        """
+        """Compute the sum of weight_k M_k."""
+        # The matrix is symmetric, so the system is solved for the weights, of which there are few.
         values, h = self.values, width.to(self.values)
         slope = (values[1:] - values[:-1]) / _columns(h, values)
         none = torch.zeros_like(width[:1])

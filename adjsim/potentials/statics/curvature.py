@@ -272,10 +272,7 @@ class IterativeInverse(PseudoInverse):
         return extreme(shifted, "LA", 0.1 * math.sqrt(self.epsilon))[1]
 
     def _deflated(self, sign: float = 1.0, shift: float = 0.0) -> LinearOperator:
-        """Return ``sign (H + largest P) + shift``, which is not singular.
-
-        P is the projector on flat directions.
-        """
+        """Return ``sign (H + largest P) + shift``, with P the projector on flat directions."""
         flat, largest = self.flat, self.largest_curvature
 
         def product(x: np.ndarray) -> np.ndarray:

@@ -57,10 +57,7 @@ class ScreenedCoulomb(DampedCoulomb):
 
 
 class EwaldSum(Declaring, Periodic, Potential):
-    """Base class of Ewald sums: the energy of periodic point charges, in real and reciprocal space.
-
-    Subclasses write ``reciprocal(position)``, which returns the reciprocal part.
-    """
+    """Base class of Ewald sums: the energy of periodic charges, in real and reciprocal space."""
 
     charge: Tensor = declared("``(atoms,)``", **ATOMS)
     tolerance: float = setting(
