@@ -24,8 +24,8 @@ CONSTANT = (
 class Coulomb(RadialPotential):
     """Coulomb's law, ``U = sum over i<j of constant q_i q_j / r``.
 
-    A cutoff of this potential is a poor approximation, since the sphere within the cutoff of an
-    atom has a net charge. Use :class:`ReactionField` or :class:`Wolf` in a periodic box.
+    A cutoff is a poor approximation, since the sphere within it has a net charge. Use
+    :class:`ReactionField` or :class:`Wolf` in a periodic box.
 
     Args:
         {parameters}

@@ -175,8 +175,7 @@ class Contact(SurfaceContact, ClosedForm, inherits_forces=True):
         index: the vertices that feel the surface, such as those of a mesh's surface. None: all.
 
     Raises:
-        TypeError: a surface that moves, for which there is :class:`MovingContact`, or no surface;
-            no penalty.
+        TypeError: no surface or a :class:`Moving` one, no penalty.
         ValueError: an index that is empty, negative or not integers; at evaluation, positions of
             another dimension than the surface, or without a vertex of the index.
     """
@@ -210,8 +209,8 @@ class MovingContact(SurfaceContact, ForceField):
         penalty, index: as for :class:`Contact`.
 
     Raises:
-        TypeError: a surface at rest, for which there is :class:`Contact`; no penalty.
-        ValueError: as for :class:`Contact`; at evaluation, a path whose value is not ``(dim,)``.
+        TypeError, ValueError: as for :class:`Contact`; a surface at rest, a path whose value is not
+            ``(dim,)``.
     """
 
     surface: Moving

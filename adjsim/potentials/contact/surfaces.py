@@ -98,9 +98,7 @@ class Centred(Surface):
 
 
 class Sphere(Centred):
-    """A solid ball, with matter outside of it.
-
-    The gap is ``abs(x - center) - radius``. In two dimensions it is a disc.
+    """A solid ball, in two dimensions a disc, with the gap ``abs(x - center) - radius``.
 
     Args:
         center: ``(dim,)``.
@@ -117,7 +115,7 @@ class Sphere(Centred):
 
 
 class Cylinder(Centred):
-    """A solid cylinder without ends, with matter outside of it.
+    """A solid cylinder without ends.
 
     The gap is ``abs(w) - radius`` with the part w of ``x - center`` that is orthogonal to the axis.
 
@@ -150,11 +148,11 @@ class Cylinder(Centred):
 
 
 class Box(Centred):
-    """A solid box along the axes, with matter outside of it.
+    """A solid box along the axes.
 
-    The gap is the distance from the box, and inside minus the distance from the nearest face. Edges
-    and corners are round seen from outside. Inside, the force turns abruptly where another face
-    becomes the nearest one, so keep penetrations small beside the half lengths.
+    The gap is the distance from the box, and inside minus the distance from the nearest face.
+    Inside, the force turns abruptly where another face becomes the nearest one, so keep
+    penetrations small beside the half lengths.
 
     Args:
         center: ``(dim,)``.
@@ -183,10 +181,9 @@ class Box(Centred):
 class Inside(Surface):
     """The same surface with matter inside: a ball becomes a bowl, a box a container.
 
-    The gap is that of the surface with the other sign. A container made of a box has creases
-    inside, where two walls are equally near. The force of a penalty that reaches there turns
-    abruptly. :class:`Quadratic` acts behind the walls alone, and has no creases; for other
-    penalties add a contact with a plane for each wall.
+    The gap is that of the surface with the other sign. Where two walls of a container are equally
+    near, the force of a penalty that reaches there turns abruptly. :class:`Quadratic` acts behind
+    the walls alone; for other penalties add a contact with a plane for each wall.
 
     Args:
         surface: :class:`Sphere`, :class:`Box`, :class:`Cylinder` or another surface.

@@ -59,9 +59,8 @@ class RadialBasis(nn.Module):
 class PairNetwork(PairPotential):
     """A learnt pair energy, ``u(s) = w^T tanh(B b(s))``, with b the radial basis.
 
-    There are no biases, so the energy vanishes at the cutoff, with its first two derivatives. All
-    atoms are alike; for species, or for energies that are no sums over pairs, use
-    :class:`MessagePassing`.
+    The energy vanishes at the cutoff, with its first two derivatives. All atoms are alike; for
+    species, or for energies that are no sums over pairs, use :class:`MessagePassing`.
 
     Args:
         hidden: width of the hidden layer.
@@ -113,8 +112,7 @@ class MessagePassing(nn.Module):
 
     This is SchNet's continuous-filter convolution (Schuett et al., J. Chem. Phys. 148, 241722
     (2018)) with a linear filter. Energies are invariant, and smooth at the cutoff; from two layers
-    on they depend on angles. It is an example, and a model for tests: for accuracy use an
-    equivariant one, such as MACE.
+    on they depend on angles. For accuracy use an equivariant model, such as MACE.
 
     Args:
         cutoff: the distance at which messages vanish: that of the graph.

@@ -1,9 +1,7 @@
 """Pair potentials, written as a function of the squared distance.
 
-On the CPU kernels evaluate them (:mod:`adjsim.potentials.pairs.operator`). Where there are none,
-torch operations do, over the pairs of a neighbour list (:mod:`adjsim.potentials.pairs.listed`) or
-over all pairs (:mod:`adjsim.potentials.pairs.dense`).
-:mod:`adjsim.potentials.pairs.evaluators` chooses among the three.
+:mod:`adjsim.potentials.pairs.evaluators` chooses how they are summed: by kernels on the CPU
+(``operator.py``), or by torch over a neighbour list (``listed.py``) or all pairs (``dense.py``).
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ def force_vjp(
     """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta), for any parameters."""
     with torch.no_grad():
         d, s, included = geometry(pair, position)
-        slope = _masked(pair, pair.truncated_slope(s), included)
-        weight = -2 * slope
+        weight = -2 * _masked(pair, pair.truncated_slope(s), included)
         value = _sum_pairs(weight, d, rounding)
         weight = weight.unsqueeze(-3)
 
@@ -122,9 +121,7 @@ def _masked(pair: PairFormula, x: Tensor, included: Tensor) -> Tensor:
 
 
 def _sum_pairs(weight: Tensor, d: Sequence[Tensor], rounding: Rounding = UNROUNDED) -> Tensor:
-    parts = [weight.unsqueeze(-3) * x for x in d]
-    parts = [rounding.round(part) for part in parts]
-    return join_coordinates([part.sum(-1) for part in parts])
+    return join_coordinates([rounding.round(weight.unsqueeze(-3) * x).sum(-1) for x in d])
 
 
 def join_coordinates(rows: Sequence[Tensor]) -> Tensor:

@@ -71,8 +71,8 @@ class _Nodes(Signal):
 class PiecewiseLinear(_Nodes):
     """Straight lines between nodes, ``x(t_k) = values_k``.
 
-    Before the first time and after the last one, x is the first and the last value. At a node the
-    derivatives, with respect to t and to the times, are those of the interval that begins there.
+    Before the first time and after the last one, x is the first and the last value. At a node
+    derivatives are those of the interval that begins there.
 
     Args:
         {parameters}

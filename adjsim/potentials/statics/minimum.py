@@ -32,8 +32,8 @@ from adjsim.potentials.statics.local_hessian import (
 
 NEWTON_STEPS = 20
 # Free coordinates above which factors of a sparse Hessian are tried first. Against diagonalisation,
-# beams of 2 x 2 cells with 216 to 378 free coordinates take 0.09 to 0.18 of the time (0.4 s and
-# 2.2 s at 270), those with 135 to 189 as long, and beams of 3 x 2 cells with 252 and 288 as long.
+# beams with 216 to 378 free coordinates take 0.09 to 0.18 of the time, and those with 135 to 189 as
+# long; thicker beams with 252 and 288 as long.
 LOCAL = 200
 # Multiple of the unit matrix that is added to every Hessian, as a share of its norm, so that
 # rounding does not drive a free body along flat directions; and the smallest one that is added to a

@@ -28,7 +28,7 @@ NO_BOX, ORTHOGONAL, TILTED = 0, 1, 2
 # What a kernel returns for a species without a row in tables, as a printed loop does, and for an
 # exclusion of an atom that there is not.
 OUT_OF_RANGE, NO_SUCH_ATOM = 3, 4
-# What each mode computes, before the derivatives with respect to operands.
+# What each mode computes before derivatives by operands, which for SLOPES are those of the energy.
 OUTPUTS = {FORCE: ("force",), PRODUCT: ("force", "product"), ENERGY: ("energy",), SLOPES: ()}
 
 
@@ -54,12 +54,11 @@ class KernelSpec:
     """The parts of a kernel other than its formulas.
 
     Attributes:
-        mode: what it computes: the force, the force and its product with a vector, the energy, or
-            the derivatives of the energy with respect to operands.
+        mode: what it computes, see :data:`OUTPUTS`.
         dtype: the type of all numbers.
         dim: the number of dimensions, up to three.
         image: the kind of box.
-        cutoff: the cutoff; None: all pairs.
+        cutoff: None: all pairs.
         skin: how far beyond the cutoff a neighbour list reaches; None: all pairs are evaluated.
         rounds: whether contributions to the force are rounded to a grid.
         kinds: for each operand, a number, a table by species or a number for each atom.
