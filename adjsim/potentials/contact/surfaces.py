@@ -98,7 +98,7 @@ class Centred(Surface):
 
 
 class Sphere(Centred):
-    """A solid ball, in two dimensions a disc, with the gap ``abs(x - center) - radius``.
+    """A solid ball (a disc), with matter outside and the gap ``abs(x - center) - radius``.
 
     Args:
         center: ``(dim,)``.
@@ -115,7 +115,7 @@ class Sphere(Centred):
 
 
 class Cylinder(Centred):
-    """A solid cylinder without ends.
+    """A solid cylinder without ends, with matter outside of it.
 
     The gap is ``abs(w) - radius`` with the part w of ``x - center`` that is orthogonal to the axis.
 
@@ -148,7 +148,7 @@ class Cylinder(Centred):
 
 
 class Box(Centred):
-    """A solid box along the axes.
+    """A solid box along the axes, with matter outside of it.
 
     The gap is the distance from the box, and inside minus the distance from the nearest face.
     Inside, the force turns abruptly where another face becomes the nearest one, so keep
