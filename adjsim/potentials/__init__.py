@@ -54,7 +54,7 @@ from adjsim.potentials.learnt.networks import (
 )
 from adjsim.potentials.pairs.base import PairPotential as PairPotential
 from adjsim.potentials.pairs.lennard_jones import WCA, LennardJones
-from adjsim.potentials.pairs.mie import GaussianCore, Mie, SoftSphere
+from adjsim.potentials.pairs.mie import Mie, SoftSphere
 from adjsim.potentials.pairs.noble import (
     NOBLE_GASES as NOBLE_GASES,
     LennardJonesMixture,
@@ -64,6 +64,7 @@ from adjsim.potentials.pairs.noble import (
 )
 from adjsim.potentials.pairs.radial import (
     Buckingham,
+    GaussianCore,
     Morse,
     RadialPotential as RadialPotential,
     Yukawa,

@@ -105,8 +105,7 @@ class MullerBrown(Potential):
 
     See Muller and Brown, Theor. Chim. Acta 53, 75 (1979). It has three minima joined by a curved
     valley, and is the standard test of barrier crossing. Energies run from -147 to far above 100,
-    so temperatures of 10 to 20 are usual. Its constants are part of its definition and are not
-    trained.
+    so temperatures of 10 to 20 are usual. Its constants are not trained.
     """
 
     amplitude: Tensor

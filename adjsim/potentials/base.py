@@ -1,11 +1,9 @@
 """Forces from energies, and their vector-Jacobian products.
 
 A potential is any ``nn.Module`` that maps position ``(*batch, atoms, dim)`` to energy
-``(*batch,)``. Its force is ``-dU/dq``, by automatic differentiation or in closed form. A module
-that derives from :class:`ForceField` is a force that need not come from an energy, and may depend
-on time. The adjoint also needs the vector-Jacobian product of a force F(q; theta):
-:func:`force_vjp` returns the force and a function from v to (v^T dF/dq, v^T dF/dtheta), which share
-intermediate results.
+``(*batch,)``. Its force is ``-dU/dq``, by automatic differentiation or in closed form. A
+:class:`ForceField` is a force that need not come from an energy, and may depend on time. The
+adjoint also needs the vector-Jacobian product of a force, see :func:`force_vjp`.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from adjsim.core.arguments import refuse_uncalled
 from adjsim.core.box import as_box, refuse_other_boxes, share_box
 from adjsim.core.layout import materialise
 from adjsim.core.module_cache import refuse_written, version_of
@@ -43,14 +42,13 @@ class Potential(Evaluated):
     takes the place of that of the constructor, in every part of a sum.
 
     A subclass that writes an energy, and not the closed forms of its derivatives, does not inherit
-    those of another energy: it gets the derivatives of the base class, by automatic
-    differentiation. ``class Moved(Coulomb, inherits_forces=True)`` keeps the closed forms, of an
-    energy that differs by a constant.
+    those of another energy: it is differentiated automatically.
+    ``class Moved(Coulomb, inherits_forces=True)`` keeps the closed forms, of an energy that differs
+    by a constant.
 
     Attributes:
-        within_molecules: whether the energy is a sum over terms of atoms of one molecule. Without a
-            box such terms read the positions of a whole molecule as they are, in a periodic system
-            too.
+        within_molecules: whether the energy is a sum over terms of atoms of one molecule, which
+            without a box are read as they are, in a periodic system too.
         energy_unit: the unit of the energy, with positions in angstrom; None: any consistent units.
     """
 
@@ -139,9 +137,8 @@ class ForceField(Evaluated):
     """A force without an energy, ``F(t, q)``. Subclasses write ``forward(t, position)``.
 
     ``force_field(t, position)`` evaluates a reading of the field, made at the call. Examples are a
-    control and a non-conservative drive. It has no invariant. Its products are taken
-    by automatic differentiation; a subclass may write ``force_vjp`` in closed form. A sum with
-    energies or other force fields, ``a + b``, is a :class:`SumForce`.
+    control and a non-conservative drive. It has no invariant. Its products are differentiated
+    automatically, unless a subclass writes ``force_vjp``. A sum ``a + b`` is a :class:`SumForce`.
     """
 
     def __call__(self, *arguments: Any) -> Positions:
@@ -286,6 +283,16 @@ class SumForce(_Sum, ForceField):
         return _sum_vjp([force_vjp(part, position, parameters, t, rounding) for part in self.parts])
 
 
+def with_energy(potential: Any) -> nn.Module:
+    """Return a module with an energy; refuse anything else."""
+    refuse_uncalled("potential", potential)
+    if not isinstance(potential, nn.Module) or isinstance(potential, ForceField):
+        raise TypeError(
+            f"potential must be a module with an energy; got {type(potential).__name__}."
+        )
+    return potential
+
+
 def _flat(parts: Sequence[nn.Module]) -> list[nn.Module]:
     """Replace sums among parts by the parts of these sums."""
     flat: list[nn.Module] = []
@@ -338,7 +345,7 @@ def force_vjp(
     t: Any = 0.0,
     rounding: Rounding = UNROUNDED,
 ) -> tuple[Tensor, Pullback]:
-    """Compute the force, detached, and its product with respect to the position and ``parameters``.
+    """Compute the force, detached, and a function v -> (v^T dF/dq, v^T dF/dtheta).
 
     The position must not require grad; the product may be taken once.
     """
@@ -346,11 +353,7 @@ def force_vjp(
 
 
 class Forces:
-    """The force of a module and its product, by one interface ``(t, position)``.
-
-    The module is a :class:`Potential`, a :class:`ForceField` or another energy. It is read and
-    adapted to the interface once. A rounding is that of :meth:`Potential.force`.
-    """
+    """The force of a module and its product by one interface ``(t, position)``, adapted once."""
 
     def __init__(self, potential: nn.Module, rounding: Rounding = UNROUNDED) -> None:
         self.potential = module = read(potential)

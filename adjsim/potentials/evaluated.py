@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from torch import nn
 
+from adjsim.core.arguments import describe_type, refuse_uncalled_class
 from adjsim.core.declared import Declaring
 from adjsim.core.parameters import register
 from adjsim.core.reading import read
-from adjsim.core.typing import Number
 
 
 def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,19 +55,32 @@ def terms_of(potential: nn.Module) -> list[nn.Module]:
     return potential.terms() if isinstance(potential, Evaluated) else [potential]
 
 
-class DeclaredModule(Declaring, nn.Module):
-    """A module with declared numbers. One whose default is None may be left out."""
+def as_module(name: str, value: Any) -> nn.Module:
+    """Return a module; refuse anything else."""
+    refuse_uncalled_class(name, value)
+    if not isinstance(value, nn.Module):
+        raise TypeError(
+            f"{name} must be an nn.Module; got {describe_type(value)}. Write a function as the "
+            "forward method of a module."
+        )
+    return value
 
-    def __init__(self, *values: Number | None, **named: Number | None) -> None:
-        numbers = self.given(values, named)
+
+class DeclaredModule(Declaring, nn.Module):
+    """A module of declared numbers and settings. A number whose default is None may be left out."""
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        given = self.given(values, named)
         super().__init__()
-        for name, value in numbers.items():
-            declaration = self.__declared__[name]
-            if value is None and declaration.default is None:
-                self.register_buffer(name, None)
-            else:
-                register(self, name, cast(Number, value), **declaration.rule)
+        self.store(given, self._register)
         self.validate()
 
+    def _register(self, name: str, value: Any, **rule: Any) -> None:
+        if value is None and self.__declared__[name].default is None:
+            self.register_buffer(name, None)
+        else:
+            register(self, name, cast(Any, value), **rule)
+
     def validate(self) -> None:
-        """Refuse numbers that do not go together."""
+        """Refuse settings that are out of range, and numbers that do not go together."""
+        self.check_settings()

@@ -103,10 +103,7 @@ def _is_one(x: Any, y: Any) -> bool:
 
 
 def refuse_high_energy(potential: Potential, position: Tensor, energy: Tensor) -> None:
-    """Refuse an energy in eV that tells of wrong units or of overlapping atoms.
-
-    The error names the two atoms on which the forces are largest.
-    """
+    """Refuse an energy in eV that tells of wrong units or of overlapping atoms."""
     largest = min(LARGEST_ENERGY, LARGEST_ENERGY_PER_ATOM * position.shape[-2])
     bad = ~(energy.detach() < largest)
     if not bool(bad.any()):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from adjsim.core.declared import declared
 from adjsim.core.rounding import Rounding
-from adjsim.core.typing import Energies, Number, Positions
+from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import ClosedForm
 from adjsim.potentials.evaluated import DeclaredModule
 from adjsim.potentials.products import DeferredVJP, Pullback
@@ -33,10 +33,9 @@ class Gravity(DeclaredModule, ClosedForm, inherits_forces=True):
 
     mass: Tensor = declared("m", positive=True, shapes=((), ("atoms",), ("atoms", 1)))
     g: Tensor = declared("acceleration", finite=True, single=True)
-    direction: Tensor | None = declared("upward", None, finite=True, shapes=(("dim",),))
-
-    def __init__(self, mass: Number, g: Number, *, direction: Number | None = None) -> None:
-        super().__init__(mass, g, direction)
+    direction: Tensor | None = declared(
+        "upward", None, keyword=True, finite=True, shapes=(("dim",),)
+    )
 
     def validate(self) -> None:
         """Refuse a direction of length zero."""

@@ -134,10 +134,7 @@ def with_fewer_axes(rounding: Rounding, count: int) -> Rounding:
     """Return a rounding of contributions with so many axes fewer than those of pairs."""
     if not rounding.rounds or not rounding.spacing.ndim:
         return rounding
-    spacing = rounding.spacing
-    for _ in range(count):
-        spacing = spacing.squeeze(-1)
-    return Rounding(spacing)
+    return Rounding(rounding.spacing.squeeze(tuple(range(-count, 0))))
 
 
 def derived_force(potential: nn.Module, position: Tensor, rounding: Rounding = UNROUNDED) -> Tensor:

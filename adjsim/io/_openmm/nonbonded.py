@@ -24,7 +24,8 @@ from adjsim.potentials.base import Potential
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.charges.coulomb import Coulomb, ReactionField
 from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
-from adjsim.potentials.charges.ewald.splitting import mesh_size, splitting
+from adjsim.potentials.charges.ewald.base import splitting
+from adjsim.potentials.charges.ewald.particle_mesh import mesh_size
 from adjsim.potentials.pairs.base import PairPotential
 from adjsim.potentials.pairs.noble import LennardJonesMixture
 from adjsim.potentials.pairs.tail import DispersionCorrection
@@ -193,7 +194,7 @@ def _coulomb(force: Any, particles: Particles, options: dict[str, Any]) -> Poten
     if alpha > 0:
         return ParticleMeshEwald(charge, alpha=alpha / LENGTH, grid=mesh, **common)
     # OpenMM counts the points along the axes, not along the rows of a tilted box.
-    alpha, sides = splitting(None, cutoff, tolerance), np.diag(box) if box.ndim == 2 else box
+    alpha, sides = splitting(cutoff, tolerance), np.diag(box) if box.ndim == 2 else box
     mesh = mesh_size(alpha, sides.tolist(), tolerance, ORDER)
     return ParticleMeshEwald(charge, alpha=alpha, grid=mesh, order=ORDER, **common)
 

@@ -29,8 +29,8 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
 
     Subclasses name the coordinate, and write ``element``; ``slope`` (du/dx) and ``curvature``
     (d2u/dx2) follow from it, or are written too. They are elementwise in x, whose last axis is that
-    of terms, and read a parameter by ``self.term_parameter(name, x)``. Each atom sums the forces of
-    its terms in a fixed order; in exact runs they are rounded to the lattice before.
+    of terms, and read a parameter by ``self.term_parameter(name, x)``. Sums over the terms of an
+    atom have a fixed order; in exact runs forces are rounded to the lattice before.
 
     A parameter is a number, one for each term, or one for each type if ``types`` says the type of
     each term. The gradient with respect to the parameter of a type is then one number.
@@ -74,7 +74,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
         box: Array | None = None,
         **named: Number,
     ) -> None:
-        numbers = self.given(values, named)
+        given = self.given(values, named)
         super().__init__()
         with outside_inference_mode():
             found = _checked_index(index, self.members)
@@ -90,8 +90,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
             # The middle atom of an angle has no part in a spring between the ends.
             self.used = sorted({p for step in self.steps for p in step if p >= 0})
             self.atoms = Selection(found[:, self.used].T.flatten(), self._most + 1)
-        for name, value in numbers.items():
-            self.register_term_parameter(name, value, **self.__declared__[name].rule)
+        self.store(given, self.register_term_parameter)
 
     def forward(self, position: Positions) -> Energies:
         return self.element(self.geometry(position).value).sum((-1, -2))
@@ -123,8 +122,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum of F_k b_k`` over terms and displacements, ``(*batch, dim, dim)``.
 
-        F_k is minus the derivative of the energy with respect to the displacement b_k. This is
-        minus the derivative of the energy with respect to strain, with a box and without one.
+        F_k is minus the derivative of the energy with respect to the displacement b_k.
         """
         b = self.displacements(position)
         x = self.coordinate(*b)
@@ -214,6 +212,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
     def validate(self) -> None:
         """Refuse atoms, types or numbers of terms other than those that the tables are made for."""
         super().validate()
+        self.check_settings()
         name, types, index = type(self).__name__, self.types, self.index
         index = index if len(self.used) == self.members else index[:, self.used]
         if not torch.equal(self.atoms.index.reshape(len(self.used), -1).T, index):
@@ -234,9 +233,8 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
         value: Tensor = getattr(self, name)
         columns, types = self._columns[name], self.types
         lead = value.ndim - len(columns)
-        fits, count = lead in (0, 1) and value.shape[lead:] == columns, 1
-        if lead == 1:
-            count = len(value)
+        fits = lead in (0, 1) and value.shape[lead:] == columns
+        count = len(value) if lead == 1 else 1
         if fits and (count == 1 or str(count) in self.by_type._modules):
             return count
         wanted = len(self.index) if types is None else int(types.max()) + 1

@@ -11,26 +11,25 @@ from adjsim.potentials.bonded.base import BondedPotential
 
 
 class HarmonicTerm(BondedPotential):
-    """The base class of harmonic terms, ``k/2 d^2``, with d a stretch, a bend or a twist.
-
-    Subclasses declare ``k``, and write ``change``.
-    """
-
-    k: Tensor
+    """The base class of harmonic terms, ``k/2 d^2``, with d a stretch, a bend or a twist."""
 
     def change(self, x: Tensor) -> Tensor:
         """Compute d, the difference of the coordinate from its value at rest, of slope 1 or 0."""
         raise TypeError(f"{type(self).__name__} has no change(x).")
 
+    def factor(self, x: Tensor) -> Tensor:
+        """Return k of each term."""
+        return self.term_parameter("k", x)
+
     def element(self, x: Tensor) -> Tensor:
         d = self.change(x)
-        return 0.5 * self.term_parameter("k", x) * d * d
+        return 0.5 * self.factor(x) * d * d
 
     def slope(self, x: Tensor) -> Tensor:
-        return self.term_parameter("k", x) * self.change(x)
+        return self.factor(x) * self.change(x)
 
     def curvature(self, x: Tensor) -> Tensor:
-        return self.term_parameter("k", x).expand_as(x)
+        return self.factor(x).expand_as(x)
 
 
 class HarmonicBond(HarmonicTerm):

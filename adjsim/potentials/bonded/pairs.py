@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_flag, as_number, describe_type, outside_inference_mode
+from adjsim.core.arguments import as_flag, describe_type, outside_inference_mode
 from adjsim.core.box import refuse_other_boxes
 from adjsim.core.coordinates import Distance, SquaredDistance
-from adjsim.core.declared import declared
+from adjsim.core.declared import FINITE, declared, setting
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.selection import Selection
@@ -24,8 +24,7 @@ class ScaledPairs(BondedPotential):
 
     u is that of the given potential, whose parameters are shared: the gradient with respect to an
     epsilon has the contributions of both. The listed pairs should be among the exclusions of the
-    potential itself, which are ignored here. Pairs with numbers of their own are
-    :class:`ExplicitPairs`.
+    potential, which are ignored here. For numbers of their own see :class:`ExplicitPairs`.
 
     Args:
         potential: a :class:`~adjsim.potentials.PairPotential`. Its species must not change later.
@@ -167,7 +166,6 @@ class ExplicitPairs(BondedPotential):
     Args:
         index: ``(pairs, 2)``, the atoms of each pair.
         {parameters}
-        constant: 1/(4 pi epsilon_0), see :class:`~adjsim.Coulomb`.
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
 
@@ -177,23 +175,8 @@ class ExplicitPairs(BondedPotential):
 
     epsilon: Tensor = declared("depth of the well, energy", depth=True)
     sigma: Tensor = declared("distance where the Lennard-Jones energy is zero")
-    product: Tensor = declared("product of the two charges, with the scale of the pair")
-
-    def __init__(
-        self,
-        index: Array,
-        epsilon: Number,
-        sigma: Number,
-        product: Number = 0.0,
-        constant: float = 1.0,
-        *,
-        types: Array | None = None,
-        box: Array | None = None,
-    ) -> None:
-        super().__init__(index, epsilon, sigma, product, types=types, box=box)
-        self.constant = as_number("constant", constant)
-        if not math.isfinite(self.constant):
-            raise ValueError(f"constant must be finite; got {constant}.")
+    product: Tensor = declared("product of the two charges, with the scale of the pair", 0.0)
+    constant: float = setting("1/(4 pi epsilon_0), see :class:`~adjsim.Coulomb`", FINITE, 1.0)
 
     def element(self, x: Tensor) -> Tensor:
         epsilon, sixth, charge, inverse = self._powers(x)

@@ -18,23 +18,26 @@ from adjsim.potentials.products import DeferredVJP
 
 
 class Restraint(BondedPotential):
-    """A sum over restrained atoms of ``element(r)``, with r the distance of an atom from its point.
-
-    Subclasses declare ``position``, the points ``(atoms, dim)``.
-    """
+    """A sum over restrained atoms of ``element(r)``, with r their distances from their points."""
 
     members = 1
     steps = ((-1, 0),)
     coordinate = Distance
 
-    position: Tensor
+    shapes_of_declared = "a number, one for each restrained atom or one for each type"
+
+    k: Tensor = declared("stiffness, energy / length^2")
+    position: Tensor = declared(
+        "``(atoms, dim)``, the point of each restrained atom, or the middle of its ball",
+        shapes=(("atoms", "dim"),),
+        each="a point for each restrained atom",
+    )
 
     def register_term_parameter(self, name: str, value: Number, **rule: Any) -> None:
-        if name != "position":
+        if name == "position":
+            register(self, name, value, **rule | {"shapes": [(len(self.index), "dim")]})
+        else:
             super().register_term_parameter(name, value, **rule)
-            return
-        each = "a point for each restrained atom"
-        register(self, name, value, shapes=[(len(self.index), "dim")], each=each)
 
     def displacements(self, position: Positions) -> list[Vector]:
         self._check_position(position)
@@ -76,14 +79,9 @@ class PositionRestraint(Restraint, HarmonicTerm):
 
     Args:
         index: ``(atoms,)``, the restrained atoms.
-        k: stiffness, energy / length^2; a number, one for each restrained atom or one for each
-            type.
-        position: ``(atoms, dim)``, the point of each restrained atom.
+        {parameters}
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
-
-    k: Tensor = declared("stiffness")
-    position: Tensor = declared("points")
 
     def change(self, x: Tensor) -> Tensor:
         return x
@@ -94,16 +92,11 @@ class FlatBottomRestraint(Restraint, HarmonicTerm):
 
     Args:
         index: ``(atoms,)``, the restrained atoms.
-        k: stiffness, energy / length^2; a number, one for each restrained atom or one for each
-            type.
-        position: ``(atoms, dim)``, the middle of the ball of each restrained atom.
-        radius: of the ball, length; as k.
+        {parameters}
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
 
-    k: Tensor = declared("stiffness")
-    position: Tensor = declared("points")
-    radius: Tensor = declared("radius")
+    radius: Tensor = declared("of the ball, length")
 
     def change(self, x: Tensor) -> Tensor:
         return (x - self.term_parameter("radius", x)).clamp(min=0)

@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adjsim.core.arguments import as_indices
+from adjsim.core.typing import Array
+
 # Entries of a row of a table. The sum of more entries is a sum of sums.
 WIDTH = 32
 
 
 class Selection(nn.Module):
-    """The linear map x -> x[index] along the last axis, and its transpose.
-
-    Args:
-        index: ``(entries,)`` int64, from 0 to count - 1.
-        count: length of the axis.
-    """
+    """The linear map x -> x[index] along the last axis, of length ``count``, and its transpose."""
 
     index: Tensor
 
@@ -49,6 +47,17 @@ class Selection(nn.Module):
         # The index and the tables are all buffers of the module.
         tensors = [x for x in self._buffers.values() if x is not None]
         return (_Linear.apply if torch.is_grad_enabled() else _map)(x, sums, *tensors)
+
+
+def as_vertices(index: Array) -> Tensor:
+    """Convert the numbers of vertices that a force acts on."""
+    found = as_indices("index", index)
+    if found.ndim != 1 or len(found) == 0 or int(found.min()) < 0:
+        raise ValueError(
+            "index must be (vertices,) integers from 0, at least one; got shape "
+            f"{tuple(found.shape)}{f' with {int(found.min())}' if found.numel() else ''}."
+        )
+    return found
 
 
 def _map(x: Tensor, sums: bool, index: Tensor, *tables: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,17 +45,9 @@ class PeriodicTorsion(DihedralTerm):
     phase: Tensor = declared("radians", angle=True)
 
     def __init__(
-        self,
-        index: Array,
-        k: Number,
-        periodicity: int | Array,
-        phase: Number,
-        *,
-        types: Array | None = None,
-        box: Array | None = None,
+        self, index: Array, k: Number, periodicity: int | Array, phase: Number, **options: Any
     ) -> None:
-        times = as_indices("periodicity", periodicity)
-        super().__init__(index, k, times, phase, types=types, box=box)
+        super().__init__(index, k, as_indices("periodicity", periodicity), phase, **options)
         self.validate()
 
     def validate(self) -> None:

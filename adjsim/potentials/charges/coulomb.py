@@ -24,8 +24,8 @@ CONSTANT = (
 class Coulomb(RadialPotential):
     """Coulomb's law, ``U = sum over i<j of constant q_i q_j / r``.
 
-    A cutoff of this potential is a poor approximation, since the sphere within the cutoff of an
-    atom has a net charge. Use :class:`ReactionField` or :class:`Wolf` in a periodic box.
+    A cutoff is a poor approximation, since the sphere within it has a net charge. Use
+    :class:`ReactionField` or :class:`Wolf` in a periodic box.
 
     Args:
         {parameters}
@@ -67,8 +67,8 @@ class ReactionField(Coulomb, inherits_forces=True):
         {parameters}
         cutoff: the radius of the sphere.
         box, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`. An excluded pair has
-            none of the three terms, as in OpenMM's ``NonbondedForce``. In a medium its two charges
-            would still act on each other through the medium; that part is left out.
+            none of the three terms, as in OpenMM's ``NonbondedForce``, nor a part through the
+            medium.
     """
 
     permittivity: float = setting(

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_indices, describe_type, outside_inference_mode
+from adjsim.core.arguments import describe_type, outside_inference_mode
 from adjsim.core.coordinates import Coordinate, Vector, combined, scaled
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import ClosedForm, ForceField
+from adjsim.potentials.bonded.selection import as_vertices
 from adjsim.potentials.contact.penalties import Penalty, Softplus
 from adjsim.potentials.contact.surfaces import Moving, Plane, Surface
 from adjsim.potentials.products import DeferredVJP, Pullback, Tensors, VJPSum
@@ -174,8 +175,7 @@ class Contact(SurfaceContact, ClosedForm, inherits_forces=True):
         index: the vertices that feel the surface, such as those of a mesh's surface. None: all.
 
     Raises:
-        TypeError: a surface that moves, for which there is :class:`MovingContact`, or no surface;
-            no penalty.
+        TypeError: no surface or a :class:`Moving` one, no penalty.
         ValueError: an index that is empty, negative or not integers; at evaluation, positions of
             another dimension than the surface, or without a vertex of the index.
     """
@@ -209,8 +209,8 @@ class MovingContact(SurfaceContact, ForceField):
         penalty, index: as for :class:`Contact`.
 
     Raises:
-        TypeError: a surface at rest, for which there is :class:`Contact`; no penalty.
-        ValueError: as for :class:`Contact`; at evaluation, a path whose value is not ``(dim,)``.
+        TypeError, ValueError: as for :class:`Contact`; a surface at rest, a path whose value is not
+            ``(dim,)``.
     """
 
     surface: Moving
@@ -299,12 +299,7 @@ def _joined(x: Vector, like: Tensor) -> Tensor:
 
 def _mask(index: Array) -> Tensor:
     """Return which vertices, up to the last one of the index, are in it."""
-    found = as_indices("index", index)
-    if found.ndim != 1 or len(found) == 0 or int(found.min()) < 0:
-        raise ValueError(
-            "index must be (vertices,), integers from 0, at least one; got shape "
-            f"{tuple(found.shape)}{f' with {int(found.min())}' if found.numel() else ''}."
-        )
+    found = as_vertices(index)
     chosen = torch.zeros(int(found.max()) + 1, dtype=torch.bool)
     chosen[found] = True
     return chosen

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_tensor
-from adjsim.core.parameters import register
-from adjsim.core.typing import Array, Number
+from adjsim.core.declared import declared
+from adjsim.core.typing import Number
 from adjsim.potentials.pairs.base import PairPotential
 
 
@@ -21,8 +23,7 @@ class ParticleContact(PairPotential):
     force on each other.
 
     Args:
-        radius: R, length; a number or ``(atoms,)``.
-        stiffness: k, energy / length^2; a number or ``(atoms, atoms)``, symmetric.
+        {parameters}
         cutoff: reach of the neighbour list, at least the largest d, also after an optimiser has
             changed the radii. None: the largest d, or no neighbour list if the radius requires
             grad, so that it may grow.
@@ -33,35 +34,27 @@ class ParticleContact(PairPotential):
             :class:`~adjsim.potentials.PairPotential`.
     """
 
-    radius: Tensor
-    stiffness: Tensor
+    radius: Tensor = declared(
+        "R, length; a number or ``(atoms,)``", positive=True, shapes=((), ("atoms",))
+    )
+    stiffness: Tensor = declared("k, energy / length^2")
+    omitted_arguments = ("truncation",)
 
     def __init__(
-        self,
-        radius: Number,
-        stiffness: Number,
-        *,
-        cutoff: float | None = None,
-        box: Array | None = None,
-        skin: float | None = None,
-        exclusions: Array | None = None,
+        self, radius: Number, *values: Number, cutoff: float | None = None, **options: Any
     ) -> None:
         found = as_tensor("radius", radius)
-        if found.numel() == 0 or found.ndim > 1 or not bool((found.detach() > 0).all()):
-            raise ValueError(
-                f"radius must be positive, a number or (atoms,); got {found.tolist()}."
-            )
         largest = _largest_reach(found)
-        if cutoff is None and not found.requires_grad:
+        # A radius that is not positive is refused by its own rule.
+        if cutoff is None and not found.requires_grad and largest > 0:
             cutoff = largest
         if cutoff is not None and as_number("cutoff", cutoff) < largest * (1 - 1e-12):
             raise ValueError(
                 f"cutoff must be at least the largest sum of two radii, {largest:g}; got "
                 f"{cutoff:g}."
             )
-        super().__init__(cutoff=cutoff, box=box, skin=skin, exclusions=exclusions)
-        register(self, "radius", found, positive=True)
-        self.register_pair_parameter("stiffness", stiffness)
+        super().__init__(found, *values, cutoff=cutoff, **options)
+        self.validate()
 
     def validate(self) -> None:
         """Refuse radii beyond the reach of the neighbour list."""
@@ -101,4 +94,6 @@ class ParticleContact(PairPotential):
 
 def _largest_reach(radius: Tensor) -> float:
     """Return the largest sum of the radii of two different particles."""
-    return float(radius.detach().flatten().expand(max(2, radius.numel())).topk(2).values.sum())
+    radii = radius.detach().flatten()
+    both = radii.expand(2) if len(radii) == 1 else radii.topk(min(2, len(radii))).values
+    return float(both.sum())

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_number
-from adjsim.core.declared import declared
-from adjsim.core.typing import Number
+from adjsim.core.declared import POSITIVE, declared, setting
 from adjsim.potentials.evaluated import DeclaredModule
 from adjsim.potentials.products import Elementwise
 
@@ -34,14 +31,16 @@ class Penalty(Elementwise, DeclaredModule):
     ``largest_curvature``. A parameter is a number, or ``(atoms,)``, one for each vertex.
 
     Attributes:
-        lowest: the gap below which a run stops with an error; None: any gap is allowed.
         reach: the argument that allows vertices to come closer, for error messages.
     """
 
-    lowest: float | None = None
     reach: ClassVar[str] = "depth"
-
     shapes_of_declared = "a number or ``(atoms,)``"
+
+    @property
+    def lowest(self) -> float | None:
+        """The gap below which a run stops with an error; None: any gap is allowed."""
+        return None
 
     def largest_curvature(self, energy: float | None = None) -> Tensor:
         """Compute the largest u'' where u is at most ``energy``; None: at any gap.
@@ -68,15 +67,17 @@ class _Sinking(Penalty):
     #: The largest curvature, in units of the stiffness.
     STIFFEST: ClassVar[float] = 1.0
 
-    stiffness: Tensor = declared("k, energy / length^2", **VERTICES)
+    stiffness: Tensor = declared("k, energy / length^2; a number or ``(atoms,)``", **VERTICES)
+    depth: float | None = setting(
+        "penetration beyond which a run stops with an error, length; None: no limit",
+        POSITIVE,
+        None,
+        keyword=True,
+    )
 
-    def __init__(self, *values: Number, depth: float | None = None, **named: Number) -> None:
-        super().__init__(*values, **named)
-        if depth is None:
-            return
-        self.lowest = -as_number("depth", depth)
-        if not 0 < -self.lowest < math.inf:
-            raise ValueError(f"depth must be positive and finite; got {depth}.")
+    @property
+    def lowest(self) -> float | None:
+        return None if self.depth is None else -self.depth
 
     def largest_curvature(self, energy: float | None = None) -> Tensor:
         return self.STIFFEST * self._value("stiffness", self.stiffness).detach()
@@ -88,15 +89,13 @@ class Quadratic(_Sinking):
     Value and slope are continuous, and the curvature jumps from 0 to k at the surface. A load F
     sinks in by F/k.
 
-    Gradients are exact for the steps taken, but the result of a bounce converges with the second
-    order of dt, and its derivatives with the first. For the bounce of a ball with frequency w in
-    contact, ``w dt = 0.1`` leaves derivatives without a correct digit, and ``w dt = 0.001`` errors
-    of 0.5 to 10 %. :class:`Softplus` with a width of one step at the speed of impact, ``width = v
-    dt``, leaves 0.1 % at ``w dt = 0.1``.
+    Gradients are exact for the steps taken, but derivatives of a bounce converge with the first
+    order of dt. With the frequency w in contact, ``w dt = 0.1`` leaves none of their digits
+    correct, and ``w dt = 0.001`` errors of 0.5 to 10 %. :class:`Softplus` with a width of one step
+    at the speed of impact, ``width = v dt``, leaves 0.1 % at ``w dt = 0.1``.
 
     Args:
-        stiffness: k, energy / length^2; a number or ``(atoms,)``.
-        depth: penetration beyond which a run stops with an error, length; None: no limit.
+        {parameters}
 
     Raises:
         ValueError: numbers that are not positive and finite.
@@ -121,9 +120,7 @@ class Softplus(_Sinking):
     ``g = 10 w``. The curvature is at most 1.0454 k, at ``g = -3.1 w``.
 
     Args:
-        stiffness: k, energy / length^2; a number or ``(atoms,)``.
         {parameters}
-        depth: penetration beyond which a run stops with an error, length; None: no limit.
 
     Raises:
         ValueError: numbers that are not positive and finite.
@@ -132,7 +129,7 @@ class Softplus(_Sinking):
     #: The maximum over x of a^2 + ln(1 + exp(x)) a (1 - a), with a = 1 / (1 + exp(-x)).
     STIFFEST: ClassVar[float] = 1.0454
 
-    width: Tensor = declared("w, length", **VERTICES)
+    width: Tensor = declared("w, length; a number or ``(atoms,)``", **VERTICES)
 
     def _parts(self, gap: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         width = self._value("width", gap)
@@ -159,10 +156,10 @@ class Softplus(_Sinking):
 class Barrier(Penalty):
     """The logarithmic barrier, ``u(g) = -kappa (g - d)^2 ln(g/d)``.
 
-    See Li et al., ACM Trans. Graph. 39, 49 (2020). It is exactly zero from the distance d on, with
-    two continuous derivatives there, and infinite at contact. Below the floor f it continues as the
-    quadratic function with the same value, slope and curvature as at f, so that an explicit step
-    that jumps over the surface comes back. With x = g/d::
+    See Li et al., ACM Trans. Graph. 39, 49 (2020). It is zero from the distance d on, with two
+    continuous derivatives, and infinite at contact. Below the floor f it is the quadratic function
+    with the same value, slope and curvature as at f, so that an explicit step that jumps over the
+    surface comes back. With x = g/d::
 
         u'(g) = kappa d (1 - x) (2 ln(x) + 1 - 1/x)     (negative below d)
         u''(g) = kappa (-2 ln(x) - 3 + 2/x + 1/x^2)     (decreases with g)
@@ -176,12 +173,15 @@ class Barrier(Penalty):
         ValueError: numbers that are not positive and finite, a floor at or above the distance.
     """
 
-    lowest = 0.0
     reach = "distance"
 
     stiffness: Tensor = declared("kappa, energy / length^2", **VERTICES)
     distance: Tensor = declared("d, length", **VERTICES)
     floor: Tensor | None = declared("f, length, below d, and d/20 if None", None, **VERTICES)
+
+    @property
+    def lowest(self) -> float:
+        return 0.0
 
     def validate(self) -> None:
         """Refuse a floor at or above the distance."""

@@ -2,23 +2,13 @@
 
 The gap g is the distance of a point from the surface, negative behind it. It is a
 :class:`~adjsim.core.coordinates.Coordinate` with value g, gradient n, the unit normal, and the
-derivative of n along a displacement v, which is H v with the curvature H of the surface:
+derivative of n along a displacement v, which is H v with the curvature H of the surface. With w the
+vector from the centre of a sphere, from the axis of a cylinder, or from a box to a point outside::
 
-=====================  =====================  ==============================  =====================
-surface                g                      n                               H
-=====================  =====================  ==============================  =====================
-:class:`Plane`         n . x - offset         n                               0
-:class:`Sphere`        abs(w) - radius        w / abs(w)                      (1 - n n^T) / abs(w)
-:class:`Cylinder`      abs(w) - radius        w / abs(w)                      (1 - a a^T - n n^T) /
-                                                                              abs(w)
-:class:`Box`, outside  abs(w)                 w / abs(w)                      (P - n n^T) / abs(w)
-:class:`Box`, inside   max of d               sign of x - center along the    0
-                                              axis of the maximum
-=====================  =====================  ==============================  =====================
+    n = w / abs(w)        H = (P - n n^T) / abs(w)
 
-For the sphere ``w = x - center``. For the cylinder w is the part of ``x - center`` that is
-orthogonal to the axis a. For the box ``d = abs(x - center) - half_lengths``, w has the entries
-``max(0, d)`` with the signs of ``x - center``, and P selects the axes with d > 0.
+P is the unit matrix for a sphere, the projector orthogonal to the axis for a cylinder, and selects
+the axes along which the point is beyond the box. Elsewhere, at a plane and inside a box, H is zero.
 
 A gap is not differentiable at the centre of a sphere, on the axis of a cylinder, and inside a box
 where two faces are equally near. Normal and curvature are finite there: zero at the centre and on
@@ -108,9 +98,7 @@ class Centred(Surface):
 
 
 class Sphere(Centred):
-    """A solid ball, with matter outside of it.
-
-    The gap is ``abs(x - center) - radius``. In two dimensions it is a disc.
+    """A solid ball (a disc), with matter outside and the gap ``abs(x - center) - radius``.
 
     Args:
         center: ``(dim,)``.
@@ -162,9 +150,9 @@ class Cylinder(Centred):
 class Box(Centred):
     """A solid box along the axes, with matter outside of it.
 
-    The gap is the distance from the box, and inside minus the distance from the nearest face. Edges
-    and corners are round seen from outside. Inside, the force turns abruptly where another face
-    becomes the nearest one, so keep penetrations small beside the half lengths.
+    The gap is the distance from the box, and inside minus the distance from the nearest face.
+    Inside, the force turns abruptly where another face becomes the nearest one, so keep
+    penetrations small beside the half lengths.
 
     Args:
         center: ``(dim,)``.
@@ -193,10 +181,9 @@ class Box(Centred):
 class Inside(Surface):
     """The same surface with matter inside: a ball becomes a bowl, a box a container.
 
-    The gap is that of the surface with the other sign. A container made of a box has creases
-    inside, where two walls are equally near. The force of a penalty that reaches there turns
-    abruptly. :class:`Quadratic` acts behind the walls alone, and has no creases; for other
-    penalties add a contact with a plane for each wall.
+    The gap is that of the surface with the other sign. Where two walls of a container are equally
+    near, the force of a penalty that reaches there turns abruptly. :class:`Quadratic` acts behind
+    the walls alone; for other penalties add a contact with a plane for each wall.
 
     Args:
         surface: :class:`Sphere`, :class:`Box`, :class:`Cylinder` or another surface.

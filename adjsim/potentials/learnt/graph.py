@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_indices, outside_inference_mode, refuse_uncalled
+from adjsim.core.arguments import as_indices, outside_inference_mode
 from adjsim.core.box import Periodic
 from adjsim.core.declared import NOT_NEGATIVE, POSITIVE
 from adjsim.core.layout import is_tracing
@@ -21,6 +21,7 @@ from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential
+from adjsim.potentials.evaluated import as_module
 from adjsim.potentials.products import Pullback, derivative, energy_vjp
 
 ADVICE = (
@@ -46,11 +47,9 @@ class Edges(NamedTuple):
 def find_edges(
     position: Tensor, cutoff: float, box: Tensor | None = None, skin: float | None = None
 ) -> Edges:
-    """Find the edges of positions ``(*batch, atoms, dim)``, shorter than the cutoff.
+    """Find the edges of positions ``(*batch, atoms, dim)``, whatever the skin.
 
-    The box is one of :func:`~adjsim.core.box.checked_box`, and atoms may be outside of it. Two
-    atoms have an edge for each image within the cutoff, and an atom has edges with its own images.
-    Edges do not depend on the skin.
+    The box is one of :func:`~adjsim.core.box.checked_box`, and atoms may be outside of it.
     """
     if is_tracing() or in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         raise ValueError(
@@ -87,8 +86,7 @@ class _GraphModel(Periodic):
         skin: float | None = None,
     ) -> None:
         super().__init__()
-        refuse_other_models(model)
-        self.model, self.cutoff = model, POSITIVE("cutoff", cutoff)
+        self.model, self.cutoff = as_module("model", model), POSITIVE("cutoff", cutoff)
         self.skin = None if skin is None else NOT_NEGATIVE("skin", skin)
         with outside_inference_mode():
             self.register_box(box)
@@ -173,35 +171,30 @@ class GraphPotential(_GraphModel, Potential):
                    vector = position[receiver] - position[sender] + shifts
         species    (N,) int64, or None
 
-    MACE, NequIP and SchNet take edges in this form, under names of their own. The edges are exactly
-    the pairs closer than the cutoff, in a box with every image, so that two atoms may have several
-    edges, and an atom edges with its own images. The model must make its messages vanish smoothly
-    at the cutoff, with their first two derivatives; otherwise the force or its derivative jumps as
-    a pair crosses the cutoff, and energy drifts.
+    MACE, NequIP and SchNet take edges in this form. The edges are the pairs closer than the cutoff,
+    in a box with every image: two atoms may have several edges, and an atom edges with its own
+    images. The messages of the model must vanish smoothly at the cutoff, with their first two
+    derivatives; otherwise the force or its derivative jumps there, and energy drifts.
 
-    Edges are a function of the position to the last bit, so exact runs are retraced if the model
-    itself is reproducible: on a GPU sums by atomic operations are not, see
-    ``torch.use_deterministic_algorithms``. Positions should be near the box in float32, where
-    differences of large coordinates are rounded.
+    Edges are a function of the position to the last bit, so exact runs are retraced if the model is
+    reproducible: on a GPU sums by atomic operations are not, see
+    ``torch.use_deterministic_algorithms``. In float32 keep positions near the box.
 
-    Forces and products come from automatic differentiation. An evaluation of the force costs one
-    pass forward and one back; the product of an adjoint costs two to three times as much. Compiled
-    loops cannot hold a neighbour list that torch operations use: leave ``compile=True`` out.
+    Forces and products come from automatic differentiation. A force costs one pass forward and one
+    back, and the product of an adjoint two to three times as much. Compiled loops cannot hold a
+    neighbour list that torch operations use: leave ``compile=True`` out.
 
     Args:
-        model: the model. It returns ``(N,)`` or ``(N, 1)`` energies of atoms. For one system it may
-            also return the energy of the system, ``()`` or ``(1,)``.
+        model: returns ``(N,)`` or ``(N, 1)`` energies of atoms. For one system it may return the
+            energy of the system, ``()`` or ``(1,)``.
         cutoff: edges are shorter than this distance, which may be larger than half the box.
         species: ``(atoms,)`` integers, such as types or atomic numbers; passed on.
-        box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell.
-        skin: how far beyond the cutoff the list reaches. None: chosen by the library. Results do
-            not depend on it, to the last bit.
+        box, skin: see :class:`PairPotential`.
 
     Raises:
         TypeError: a model that is not an ``nn.Module``, or does not return a tensor.
         ValueError: a cutoff that is not positive, species for another number of atoms or that the
-            model does not know, a model that returns another shape, or another dtype than that of
-            the position.
+            model does not know, a result of another shape or dtype.
     """
 
     def forward(self, position: Positions) -> Energies:
@@ -252,9 +245,9 @@ class GraphForce(_GraphModel, ForceField):
     dim)``. Such a force is in general not conservative, so there is no invariant.
 
     Args:
-        model: the model. Forces must not be derivatives that it takes itself: under
-            ``torch.no_grad``, in which forward runs are made, it could not. Such a model has an
-            energy; give that to :class:`GraphPotential`.
+        model: its forces must not be derivatives that it takes itself, which it could not under
+            ``torch.no_grad``, in which forward runs are made. Give the energy of such a model to
+            :class:`GraphPotential`.
         cutoff, species, box, skin: as for :class:`GraphPotential`.
 
     Raises:
@@ -270,15 +263,6 @@ class GraphForce(_GraphModel, ForceField):
                 f"the atoms are {(math.prod(position.shape[:-1]), position.shape[-1])}."
             )
         return _marked(value.reshape(position.shape), edges.finite)
-
-
-def refuse_other_models(model: Any) -> None:
-    """Refuse what is no module."""
-    refuse_uncalled("model", model)
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be an nn.Module; got {type(model).__name__}. Wrap a function in a module."
-        )
 
 
 def _marked(value: Tensor, finite: Tensor) -> Tensor:

@@ -21,16 +21,14 @@ class MACEPotential(GraphPotential):
     """A MACE model (``mace-torch``): its energy in eV for positions in angstrom.
 
     The model is one of ``mace.modules``, such as ``MACE`` or ``ScaleShiftMACE``, or one loaded by
-    ``torch.load``; an ASE calculator has it as ``calculator.models[0]``. Energies and forces equal
-    those of that calculator. All weights that require grad are trainable; call
-    ``model.requires_grad_(False)`` to freeze a model. Pretrained models are float32: convert them
-    with ``model.double()``, or wrap the potential in :class:`InPrecision`.
-
-    Put the model into eval mode. Models that need charges, spins, fields or several heads at once
-    are not taken.
+    ``torch.load``; an ASE calculator has it as ``calculator.models[0]``, with equal energies and
+    forces. Put it into eval mode, and call ``model.requires_grad_(False)`` to freeze its weights.
+    Pretrained models are float32: convert them with ``model.double()``, or wrap the potential in
+    :class:`InPrecision`. Models that need charges, spins, fields or several heads at once are not
+    taken.
 
     Args:
-        model: the model. Its cutoff, ``model.r_max``, is that of the graph.
+        model: its cutoff, ``model.r_max``, is that of the graph.
         numbers: ``(atoms,)`` atomic numbers.
         box: as for :class:`GraphPotential`, periodic in all directions.
         head: index of the head whose energy is used, in a model with several.

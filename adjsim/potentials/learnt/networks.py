@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_number, as_whole
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
-from adjsim.potentials.base import ForceField, Potential
-from adjsim.potentials.learnt.graph import refuse_other_models
+from adjsim.potentials.base import ForceField, Potential, with_energy
+from adjsim.potentials.evaluated import as_module
 from adjsim.potentials.pairs.base import PairPotential
 from adjsim.potentials.products import Pullback, energy_vjp
 
@@ -59,9 +59,8 @@ class RadialBasis(nn.Module):
 class PairNetwork(PairPotential):
     """A learnt pair energy, ``u(s) = w^T tanh(B b(s))``, with b the radial basis.
 
-    There are no biases, so the energy vanishes at the cutoff, with its first two derivatives. All
-    atoms are alike; for species, or for energies that are no sums over pairs, use
-    :class:`MessagePassing`.
+    The energy vanishes at the cutoff, with its first two derivatives. All atoms are alike; for
+    species, or for energies that are no sums over pairs, use :class:`MessagePassing`.
 
     Args:
         hidden: width of the hidden layer.
@@ -113,8 +112,7 @@ class MessagePassing(nn.Module):
 
     This is SchNet's continuous-filter convolution (Schuett et al., J. Chem. Phys. 148, 241722
     (2018)) with a linear filter. Energies are invariant, and smooth at the cutoff; from two layers
-    on they depend on angles. It is an example, and a model for tests: for accuracy use an
-    equivariant one, such as MACE.
+    on they depend on angles. For accuracy use an equivariant model, such as MACE.
 
     Args:
         cutoff: the distance at which messages vanish: that of the graph.
@@ -180,11 +178,9 @@ class ForceModel(ForceField):
     Args:
         model: maps position ``(*batch, atoms, dim)`` to a force of the same shape, as
             ``model(position)``, or ``model(t, position)`` if its ``forward`` has two required
-            arguments. Forces must not be derivatives that it takes itself: under
-            ``torch.no_grad``, in which forward runs are made, it could not. Such a model has an
-            energy; give that to the dynamics.
-        dtype: the precision of the model, to which positions are rounded; see
-            :class:`InPrecision`. None: that of the run.
+            arguments. Give the energy of a model whose forces are derivatives to the dynamics, see
+            :class:`GraphForce`.
+        dtype: the precision of the model, as for :class:`InPrecision`. None: that of the run.
 
     Raises:
         TypeError: not a module, or a ``forward`` of other arguments.
@@ -192,7 +188,7 @@ class ForceModel(ForceField):
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        refuse_other_models(model)
+        model = as_module("model", model)
         found = inspect.signature(model.forward).parameters.values()
         positional = [x for x in found if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
         required = sum(x.default is x.empty for x in positional)
@@ -213,10 +209,9 @@ class InPrecision(Potential):
     """An energy that is evaluated in another precision than that of the run.
 
     Positions are rounded to ``dtype``, and energies and forces are converted back, as for a float32
-    network in float64 dynamics. The state and exact reversal stay in the precision of the run, and
-    gradients of the weights in that of the weights. Forces have errors of ``dtype``, so energy is
-    conserved to these only. Gradients of many steps are sums in float32; compare with
-    ``potential.double()`` once.
+    network in float64 dynamics. The state and exact reversal stay in the precision of the run.
+    Energy is conserved to the errors of ``dtype``, and gradients of weights are summed in that of
+    the weights; compare with ``potential.double()`` once.
 
     Args:
         potential: maps position to energy, and has parameters of ``dtype``.
@@ -225,13 +220,9 @@ class InPrecision(Potential):
 
     def __init__(self, potential: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        if not isinstance(potential, nn.Module) or isinstance(potential, ForceField):
-            raise TypeError(
-                f"potential must be a module with an energy; got {type(potential).__name__}."
-            )
         if not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating-point type; got {dtype}.")
-        self.potential, self.dtype = potential, dtype
+        self.potential, self.dtype = with_energy(potential), dtype
 
     def forward(self, position: Positions) -> Energies:
         return self.potential(position.to(self.dtype)).to(position.dtype)

@@ -1,9 +1,7 @@
 """Pair potentials, written as a function of the squared distance.
 
-On the CPU kernels evaluate them (:mod:`adjsim.potentials.pairs.operator`). Where there are none,
-torch operations do, over the pairs of a neighbour list (:mod:`adjsim.potentials.pairs.listed`) or
-over all pairs (:mod:`adjsim.potentials.pairs.dense`).
-:mod:`adjsim.potentials.pairs.evaluators` chooses among the three.
+:mod:`adjsim.potentials.pairs.evaluators` chooses how they are summed: by kernels on the CPU
+(``operator.py``), or by torch over a neighbour list (``listed.py``) or all pairs (``dense.py``).
 """
 
 from __future__ import annotations
@@ -43,16 +41,14 @@ class PairPotential(PairFormula, Potential):
             often as they come: in a molecule, often the atoms one to three bonds apart. They
             are stored with i < j, sorted, each once. None: all pairs interact. An excluded pair
             has no energy at any image, nor any term that a truncation adds to it. The energy of a
-            charge in its own field (:class:`~adjsim.ReactionField`,
-            :class:`~adjsim.Wolf`) and
+            charge in its own field (:class:`~adjsim.ReactionField`, :class:`~adjsim.Wolf`) and
             :func:`~adjsim.potentials.tail_corrections` do not depend on exclusions.
 
     Raises:
-        ValueError: a cutoff above half the smallest perpendicular width of the box. The
-            width is taken after tilted rows are replaced, which makes it as large as
-            possible. Up to half this width no atom interacts with two images of another.
-            Exclusions that are not integers from 0, not pairs, or of an atom with itself, and,
-            when evaluated, of atoms that position does not have.
+        ValueError: a cutoff above half the smallest perpendicular width of the box (of its least
+            skewed rows), beyond which an atom would interact with two images of another;
+            exclusions that are not pairs of different integers from 0; at evaluation, of atoms
+            that position does not have.
     """
 
     def forward(self, position: Positions) -> Energies:

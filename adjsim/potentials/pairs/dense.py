@@ -10,9 +10,8 @@ q, w_ij = v_i - v_j::
 
 so that no automatic differentiation passes through the geometry. Excluded pairs (an atom with
 itself, pairs beyond the cutoff, exclusions) get a safe distance before any division, so that values
-and gradients stay finite. Their contribution is zero: the difference of an atom with itself is
-zero, and the others are masked. Internally coordinates come first, ``(dim, atoms, atoms)``, so that
-the last axis is long and vectorises.
+and gradients stay finite, and contribute nothing: the difference of an atom with itself is zero,
+and the others are masked. Coordinates come first, so that the last axis is long and vectorises.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def force_vjp(
     """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta), for any parameters."""
     with torch.no_grad():
         d, s, included = geometry(pair, position)
-        slope = _masked(pair, pair.truncated_slope(s), included)
-        weight = -2 * slope
+        weight = -2 * _masked(pair, pair.truncated_slope(s), included)
         value = _sum_pairs(weight, d, rounding)
         weight = weight.unsqueeze(-3)
 
@@ -80,10 +78,7 @@ def virial(pair: PairFormula, position: Positions) -> Tensor:
 
 
 def geometry(pair: PairFormula, position: Positions) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Compute differences by coordinate, squared distances, and the mask of included pairs.
-
-    Squared distances and mask are ``(*batch, atoms, atoms)``.
-    """
+    """Compute differences by coordinate, squared distances, and the mask of included pairs."""
     parts = split_coordinates(differences(position))
     if pair.image_box is not None:
         parts = nearest_image(parts, pair.image_box.to(position), exact=pair.cutoff is None)
@@ -98,10 +93,7 @@ def geometry(pair: PairFormula, position: Positions) -> tuple[list[Tensor], Tens
 
 
 def distinct(position: Tensor) -> Tensor:
-    """Return which pairs are of two different atoms, ``(atoms, atoms)``.
-
-    Atoms are compared by index, since two atoms may be at one position.
-    """
+    """Return which pairs ``(atoms, atoms)`` are of two atoms, which may be at one position."""
     # Indices are compared in the dtype of positions and read from memory, so that a compiled loop
     # over pairs does not convert them.
     index = torch.arange(position.shape[-2], dtype=position.dtype, device=position.device)
@@ -123,18 +115,13 @@ def sum_coordinates(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _masked(pair: PairFormula, x: Tensor, included: Tensor) -> Tensor:
-    """Set excluded pairs and pairs beyond the cutoff to zero.
-
-    The pair of an atom with itself needs no mask, since its difference is zero.
-    """
+    """Set excluded pairs to zero; that of an atom with itself needs no mask."""
     everything = pair.cutoff is None and pair.exclusions is None
     return x if everything else torch.where(included, x, 0.0)
 
 
 def _sum_pairs(weight: Tensor, d: Sequence[Tensor], rounding: Rounding = UNROUNDED) -> Tensor:
-    parts = [weight.unsqueeze(-3) * x for x in d]
-    parts = [rounding.round(part) for part in parts]
-    return join_coordinates([part.sum(-1) for part in parts])
+    return join_coordinates([rounding.round(weight.unsqueeze(-3) * x).sum(-1) for x in d])
 
 
 def join_coordinates(rows: Sequence[Tensor]) -> Tensor:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from adjsim.compiler.values import TYPES
-from adjsim.core.derived import MADE, Made
+from adjsim.core.derived import MADE, Made, own_tensors
 from adjsim.core.layout import is_tracing
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import in_transform
@@ -25,41 +26,33 @@ from adjsim.potentials.pairs.operator import PairForm, PairOperator, form_of
 
 def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
     """Return why a potential has no operator for positions of this shape and type."""
-    if position.device.type != "cpu":
-        return Refusal(f"positions are on {position.device.type}")
-    if position.dtype not in TYPES or not position.dtype.is_floating_point:
-        return Refusal(f"positions are {position.dtype}")
     if in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return Refusal("a transform of torch.func, torch.compile or torch.jit.trace is active")
-    if position.numel() == 0:
-        return Refusal("there are no atoms")
-    if forward_ad._current_level >= 0:
-        return Refusal("forward-mode differentiation is active")
-    if pair.box is not None and pair.box.requires_grad:
-        return Refusal("the box requires grad")
-    inner = (part for part in pair.modules() if part is not pair)
-    if any(
-        x is not None
-        for part in inner
-        for x in (*part._parameters.values(), *part._buffers.values())
-    ):
-        return Refusal("it has modules with tensors")
-    if position.shape[-1] > 3:
-        return Refusal("positions have more than three dimensions")
-    if type(position) not in (Tensor, torch.nn.Parameter) and not is_tracing():
-        return Refusal(f"positions are {type(position).__name__}")
-    if pair.box is not None and len(pair.box) != position.shape[-1]:
-        return Refusal("box and position have different dimensions")
-    if pair.box is not None and pair.box.ndim == 2 and pair.cutoff is None:
-        return Refusal("a tilted box without a cutoff needs a search for the nearest image")
-    return None
+    box, dtype, kind = pair.box, position.dtype, type(position)
+    reasons = {
+        f"positions are on {position.device.type}": position.device.type != "cpu",
+        f"positions are {dtype}": dtype not in TYPES or not dtype.is_floating_point,
+        "there are no atoms": position.numel() == 0,
+        "forward-mode differentiation is active": forward_ad._current_level >= 0,
+        "the box requires grad": box is not None and box.requires_grad,
+        "it has modules with tensors": any(
+            own_tensors(part) for part in pair.modules() if part is not pair
+        ),
+        "positions have more than three dimensions": position.shape[-1] > 3,
+        f"positions are {kind.__name__}": kind not in (Tensor, Parameter) and not is_tracing(),
+        "box and position have different dimensions": (
+            box is not None and len(box) != position.shape[-1]
+        ),
+        "a tilted box without a cutoff needs a search for the nearest image": (
+            box is not None and box.ndim == 2 and pair.cutoff is None
+        ),
+    }
+    reason = next((words for words, holds in reasons.items() if holds), None)
+    return None if reason is None else Refusal(reason)
 
 
 class PairEvaluator:
     """How a potential is evaluated, for positions of one shape and type.
-
-    Kernels evaluate the pairs where there are any. Otherwise torch operations do, over a neighbour
-    list if the formulas can use one, or over all pairs.
 
     The potential keeps its evaluators, and is an argument of their methods, since a reference to it
     would be a cycle.

@@ -120,10 +120,7 @@ def _propagate(
 
 
 class PairForce(torch.autograd.Function):
-    """The force, whose derivative is the product of the operator.
-
-    A derivative that is to be differentiated itself is computed by torch operations.
-    """
+    """The force, whose derivative is the product of the operator."""
 
     @staticmethod
     def forward(

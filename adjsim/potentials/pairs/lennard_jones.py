@@ -65,7 +65,6 @@ class WCA(LennardJones):
 
     See J. Chem. Phys. 54, 5237 (1971). Energy and force are continuous, and the derivative of the
     force has a jump at 2^(1/6) sigma. The energy ends there by itself, so no cutoff is needed.
-    A cutoff that is given has to be at least 2^(1/6) sigma.
 
     Args:
         {parameters}

@@ -21,14 +21,13 @@ from torch.autograd import forward_ad
 from adjsim.core.box import nearest_image
 from adjsim.core.layout import is_tracing
 from adjsim.core.neighbour_list import NearestImages
-from adjsim.core.parameters import refuse_unknown
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs.formula import Operand, PairFormula, kind_of, misshapen, skin_of
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import ATOM, TABLE
-from adjsim.potentials.products import Pullback
+from adjsim.potentials.products import DeferredVJP, Pullback
 
 # The squared distances on which a formula is checked, in units of the squared cutoff, and those on
 # which it is evaluated again: in another order, and without the smallest and the largest.
@@ -87,19 +86,16 @@ def force_vjp(
         weight = -2 * near.pair.truncated_slope(near.s)
         value = near.force(weight, rounding)
 
+    def slope(s: Tensor) -> Tensor:
+        return _with_operands(pair, near.i, near.j, position.shape[-2]).truncated_slope(s)
+
     def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         with torch.no_grad():
             w = near.differences(v)
             dw = (near.d * w).sum(0)
             curvature = -4 * near.pair.truncated_curvature(near.s) * dw
             along = near.checked(near.sum_rows(curvature * near.d + weight * w))
-        with torch.enable_grad():
-            slope = _with_operands(pair, near.i, near.j, position.shape[-2]).truncated_slope(near.s)
-            total = (-dw * slope).sum()
-        refuse_unknown(total, pair, parameters, f"the force of {type(pair).__name__}")
-        if not parameters or not total.requires_grad:
-            return along, [None] * len(parameters)
-        grads = torch.autograd.grad(total, parameters, allow_unused=True)
+        grads = DeferredVJP(pair, slope, -dw, near.s).gradient(parameters)
         lost = not bool(near.finite.all())
         return along, [g * torch.nan if lost and g is not None else g for g in grads]
 

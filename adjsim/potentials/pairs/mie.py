@@ -1,8 +1,7 @@
-"""The Mie potential, the soft sphere and the Gaussian core."""
+"""Pair potentials of powers of the distance: the soft sphere and the Mie potential."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from adjsim.core.declared import POSITIVE, declared, setting
@@ -84,32 +83,3 @@ class Mie(SoftSphere):
         difference = repulsion * self._power(s, n) - attraction * self._power(s, m)
         factor = n / (n - m) * (n / m) ** (m / (n - m))
         return factor * self.pair_parameter("epsilon", s) * difference
-
-
-class GaussianCore(PairPotential):
-    """The Gaussian core model, ``U = sum over i<j of epsilon exp(-r^2/sigma^2)``.
-
-    See Stillinger, J. Chem. Phys. 65, 3968 (1976). Atoms can pass through each other, as the
-    centres of polymer coils do.
-
-    Args:
-        {parameters}
-        cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
-    """
-
-    epsilon: Tensor = declared("energy of a pair at zero distance", 1.0)
-    sigma: Tensor = declared("range, length", 1.0, positive=True)
-
-    def pair_energy(self, s: Tensor) -> Tensor:
-        return self.pair_parameter("epsilon", s) * torch.exp(s * self._rate(s))
-
-    def pair_slope(self, s: Tensor) -> Tensor:
-        return self._rate(s) * self.pair_energy(s)
-
-    def pair_curvature(self, s: Tensor) -> Tensor:
-        rate = self._rate(s)
-        return rate * rate * self.pair_energy(s)
-
-    def _rate(self, s: Tensor) -> Tensor:
-        sigma = self.pair_parameter("sigma", s)
-        return -1 / (sigma * sigma)

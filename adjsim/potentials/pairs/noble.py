@@ -45,8 +45,8 @@ def lorentz_berthelot(
     """Mix by ``epsilon = sqrt(epsilon_i epsilon_j)`` and ``sigma = (sigma_i + sigma_j) / 2``.
 
     The rules overestimate the depth of the well between atoms of different sizes. The derivative
-    of the root is infinite at epsilon zero, as of hydrogen in many force fields. The gradient with
-    respect to such an epsilon is given as zero, so training leaves it at zero.
+    of the root is infinite at epsilon zero, as of hydrogen in many force fields, and is given as
+    zero, so training leaves such an epsilon at zero.
     """
     return _root(epsilon_i) * _root(epsilon_j), sigma_i / 2 + sigma_j / 2
 

@@ -115,10 +115,7 @@ def _formula_key(pair: PairFormula) -> Any:
 
 @dataclass(frozen=True)
 class PairOperator:
-    """The operator of a potential for positions of one shape and type.
-
-    Gradients are taken to the values of its operands.
-    """
+    """The operator of a potential for positions of one shape, with gradients to its operands."""
 
     pair: PairFormula
     operands: tuple[Tensor, ...]
@@ -131,10 +128,8 @@ class PairOperator:
 
     @property
     def printed(self) -> bool:
-        """Whether all pairs are evaluated by loops of a compiled step, which are faster.
-
-        The loops cannot sum gradients of a table over the pairs of two species.
-        """
+        """Whether all pairs are evaluated by loops of a compiled step, which are faster."""
+        # The loops cannot sum gradients of a table over the pairs of two species.
         return self.form.spec.skin is None and is_tracing() and TABLE not in self.form.spec.kinds
 
     @property

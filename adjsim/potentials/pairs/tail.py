@@ -27,11 +27,10 @@ def tail_corrections(potential: Potential, atoms: int, volume: float) -> tuple[T
         energy   =  N^2/(2 V)   integral from a to infinity of 4 pi r^2 (u - v) dr
         pressure = -N^2/(6 V^2) integral from a to infinity of 4 pi r^3 d(u - v)/dr dr
 
-    Here u is the energy of a pair without the cutoff, and v the energy with the cutoff, zero beyond
-    it. The length a is the cutoff, or the start of :class:`~adjsim.potentials.Switched`. The terms
-    by which a shifted or force-shifted energy differs from u inside the cutoff are not restored.
-    The density of pairs is that of a uniform fluid, so do not use the corrections in a slab, a
-    droplet or a crystal, nor with a start inside the first shell of neighbours.
+    Here u is the energy of a pair without the cutoff, and v the energy with it, zero beyond it. The
+    length a is the cutoff, or the start of :class:`~adjsim.potentials.Switched`. Shifts inside the
+    cutoff are not restored. Do not use the corrections in a slab, a droplet or a crystal, whose
+    density is not uniform, nor with a start inside the first shell of neighbours.
 
     Args:
         potential: a pair potential with a cutoff, or a sum of such potentials.
@@ -135,19 +134,12 @@ class DispersionCorrection(Potential):
         I_n = integral from 0 to infinity of (1 - S(r)) r^(2 - n) dr
 
     S is the share of the energy that the cutoff leaves: 1 within it, 0 beyond it, and a switch in
-    between. The mean is over all pairs of atoms, an atom paired with itself included, so for few
-    atoms it differs from :func:`~adjsim.potentials.tail_corrections`, which leaves these out. The
-    energy does not depend on positions: it gives no force, but a virial and a gradient with respect
-    to epsilon and sigma. Do not use it in a slab, a droplet or a crystal.
+    between. The mean is over all pairs of atoms, an atom paired with itself included, which
+    :func:`~adjsim.potentials.tail_corrections` leaves out. The energy gives no force, but a virial
+    and a gradient with respect to epsilon and sigma.
 
-    Args:
-        lennard_jones: the potential, with a box in three dimensions and a cutoff; it shares its
-            parameters.
-        start: where the switch of :class:`~adjsim.potentials.pairs.truncation.SwitchedDistance`
-            begins, at most the cutoff; None: no switch.
-
-    Raises:
-        ValueError: no box or no cutoff.
+    ``start`` is that of a :class:`~adjsim.potentials.pairs.truncation.SwitchedDistance`; None: no
+    switch.
     """
 
     def __init__(self, lennard_jones: LennardJonesMixture, start: float | None = None) -> None:

@@ -63,10 +63,9 @@ def _at_cutoff(pair: Untruncated, s: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shifted(Truncation):
-    """The energy is shifted to zero at the cutoff: ``v(s) = u(s) - u(c)``.
+    """The energy is shifted to zero at the cutoff r_c: ``v = u(r) - u(r_c)``.
 
-    Here s is the squared distance and c the squared cutoff. The force has a jump at the cutoff, so
-    the energy of a run at constant energy drifts.
+    The force has a jump at the cutoff, so the energy of a run at constant energy drifts.
     """
 
     def energy(self, pair: Untruncated, s: Tensor) -> Tensor:
@@ -83,9 +82,8 @@ class Shifted(Truncation):
 class Unshifted(Shifted):
     """The energy ends at the cutoff as it is: ``v(s) = u(s)``.
 
-    Energy and force have a jump at the cutoff. The forces are those of :class:`Shifted`, whose
-    energy has no jump, so use this one only to meet the energies of a program that cuts off so, as
-    OpenMM does without a switch.
+    Energy and force have a jump at the cutoff. Use it only to meet the energies of a program that
+    cuts off so, as OpenMM does without a switch; the forces are those of :class:`Shifted`.
     """
 
     def energy(self, pair: Untruncated, s: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import describe_type, refuse_uncalled, refuse_uncalled_class
+from adjsim.core.arguments import describe_type, refuse_uncalled_class
 from adjsim.core.derived import has_values, replaced
 from adjsim.core.layout import is_tracing, materialise_contiguous
 from adjsim.core.parameters import check_numbers, refuse_unknown
 from adjsim.core.reading import read
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Positions
-from adjsim.potentials.base import ForceField, force, force_vjp
+from adjsim.potentials.base import ForceField, force, force_vjp, with_energy
 from adjsim.potentials.products import ParameterVJP, Pullback, Tensors, VJPSum
 
 
@@ -28,8 +28,7 @@ class Actuated(ForceField):
         Actuated(HarmonicBond(index, 10.0, length=1.0), length=signal)
 
     Gradients reach the numbers of the signals and the other parameters of the potential, in closed
-    form where the potential has one: with x a leaf, its cotangent is that of a parameter, and the
-    chain rule takes it to the signal. The energy is not conserved, since actuators do work.
+    form where the potential has one. The energy is not conserved, since actuators do work.
 
     A value outside of the range of its parameter stops a run at the step where it is reached. A
     condition between several numbers, such as a radius within the reach of a list of neighbours, is
@@ -39,8 +38,7 @@ class Actuated(ForceField):
         potential: an energy module. The parameters that signals replace are numbers without a
             gradient; their values are not read.
         signals: for each parameter, by its name in the potential, a module that maps a time to a
-            value, of the shape of the parameter or one that broadcasts to it; see
-            :mod:`adjsim.potentials.signals.signals`.
+            value, such as a :class:`Signal`, of a shape that broadcasts to that of the parameter.
 
     Raises:
         TypeError: a potential without an energy, a signal that is not a module.
@@ -50,16 +48,11 @@ class Actuated(ForceField):
 
     def __init__(self, potential: nn.Module, **signals: nn.Module) -> None:
         super().__init__()
-        refuse_uncalled("potential", potential)
-        if not isinstance(potential, nn.Module) or isinstance(potential, ForceField):
-            raise TypeError(
-                f"potential must be a module with an energy; got {type(potential).__name__}."
-            )
+        self.potential = with_energy(potential)
         if not signals:
             raise ValueError(
                 "Actuated needs a signal for at least one parameter, such as length=signal."
             )
-        self.potential = potential
         for name, signal in signals.items():
             refuse_uncalled_class(name, signal)
             if not isinstance(signal, nn.Module):

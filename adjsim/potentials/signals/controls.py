@@ -8,25 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import (
-    as_indices,
-    describe_type,
-    outside_inference_mode,
-    refuse_uncalled_class,
-)
+from adjsim.core.arguments import outside_inference_mode
 from adjsim.core.parameters import register
 from adjsim.core.reading import read
 from adjsim.core.typing import Array, Number, Positions
 from adjsim.potentials.base import ForceField
-from adjsim.potentials.bonded.selection import Selection
+from adjsim.potentials.bonded.selection import Selection, as_vertices
+from adjsim.potentials.evaluated import as_module
 
 
 class _Placed(nn.Module):
-    """Place rows of forces at chosen vertices, with zero at all others.
-
-    Args:
-        index: ``(vertices,)`` integers without repetition; None for all vertices.
-    """
+    """Place rows of forces at chosen vertices, None for all, with zero at all others."""
 
     def __init__(self, index: Array | None) -> None:
         super().__init__()
@@ -34,12 +26,7 @@ class _Placed(nn.Module):
         if index is None:
             return
         with outside_inference_mode():
-            found = as_indices("index", index)
-            if found.ndim != 1 or len(found) == 0 or int(found.min()) < 0:
-                raise ValueError(
-                    "index must be (vertices,) integers from 0, at least one; got "
-                    f"{found.tolist()}."
-                )
+            found = as_vertices(index)
             if len(found.unique()) != len(found):
                 raise ValueError(f"index must not repeat a vertex; got {found.tolist()}.")
             self.count, self.reach = len(found), int(found.max()) + 1
@@ -81,7 +68,7 @@ class OpenLoop(ForceField):
 
     def __init__(self, signal: nn.Module, index: Array | None = None) -> None:
         super().__init__()
-        self.signal = _checked_module("signal", signal)
+        self.signal = as_module("signal", signal)
         self.placed = _Placed(index)
 
     def forward(self, t: Any, position: Positions) -> Positions:
@@ -91,9 +78,8 @@ class OpenLoop(ForceField):
 class Controller(nn.Module, ABC):
     """A feedback force, ``u(t, q, v)``. Subclasses write ``forward(t, position, velocity)``.
 
-    The dynamics gives it the velocity: ``Mechanics(potential, mass, control=controller)``. It is no
-    part of a sum of forces, which do not see velocities. Fixed and prescribed vertices have no
-    velocity there.
+    The dynamics gives it the velocity, zero for fixed and prescribed vertices:
+    ``Mechanics(potential, mass, control=controller)``. A sum of forces does not see velocities.
     """
 
     def __call__(self, *arguments: Any, **named: Any) -> Positions:
@@ -113,11 +99,9 @@ class NeuralController(Controller):
     """Feedback by a network, ``u = scale * network([t, q, v])``.
 
     The network sees one row of ``1 + 2 atoms dim`` numbers for each system: the time, the positions
-    and the velocities, each from the first vertex to the last one. It returns ``vertices dim``
-    numbers, the forces on the vertices that the index names.
-
-    The network is not bounded, unless it ends with a bounded function such as ``nn.Tanh``; then
-    the scale is the largest force.
+    and the velocities, each from the first vertex to the last one. It returns the forces on the
+    vertices that the index names. If it ends with a bounded function such as ``nn.Tanh``, the scale
+    is the largest force.
 
     Args:
         network: maps ``(*batch, 1 + 2 atoms dim)`` to ``(*batch, vertices dim)``, in the dtype of
@@ -136,7 +120,7 @@ class NeuralController(Controller):
         self, network: nn.Module, *, index: Array | None = None, scale: Number = 1.0
     ) -> None:
         super().__init__()
-        self.network = _checked_module("network", network)
+        self.network = as_module("network", network)
         self.placed = _Placed(index)
         register(self, "scale", scale)
 
@@ -153,13 +137,3 @@ class NeuralController(Controller):
                 f"{vertices} vertices in {dim} dimensions."
             )
         return self.placed(self.scale.to(found) * found.unflatten(-1, (vertices, dim)), position)
-
-
-def _checked_module(name: str, value: Any) -> nn.Module:
-    refuse_uncalled_class(name, value)
-    if not isinstance(value, nn.Module):
-        raise TypeError(
-            f"{name} must be an nn.Module; got {describe_type(value)}. Write a function as the "
-            "forward method of a module."
-        )
-    return value

@@ -1,8 +1,8 @@
 """Functions of time, whose numbers are parameters: schedules of actuators, paths and controls.
 
-A signal x maps a time to a tensor, ``signal(t)``, and ``signal.rate(t)`` is dx/dt. It is
-differentiable in all of its numbers. The time is a number, or a tensor with one in compiled loops.
-So the value is a sum over nodes with weights that depend on the time, without a branch.
+A signal x maps a time to a tensor, ``signal(t)``, and ``signal.rate(t)`` is dx/dt. The time is a
+number, or in compiled loops a tensor. So the value is a sum over nodes with weights that depend on
+the time, without a branch.
 """
 
 from __future__ import annotations
@@ -71,12 +71,11 @@ class _Nodes(Signal):
 class PiecewiseLinear(_Nodes):
     """Straight lines between nodes, ``x(t_k) = values_k``.
 
-    Before the first time and after the last one, x is the first and the last value. At a node the
-    derivatives, with respect to t and to the times, are those of the interval that begins there.
+    Before the first time and after the last one, x is the first and the last value. At a node
+    derivatives are those of the interval that begins there.
 
     Args:
-        times: ``(n,)``, increasing, at least two.
-        values: ``(n, *shape)``.
+        {parameters}
 
     Raises:
         ValueError: times that do not increase, or values of another length.
@@ -99,14 +98,12 @@ class CubicSpline(_Nodes):
 
         x(t) = b x_k + a x_(k+1) + h^2/6 ((b^3 - b) M_k + (a^3 - a) M_(k+1))
 
-    M solves a tridiagonal system, by parallel cyclic reduction: its rows are added to each other at
-    distances 1, 2, 4, ..., for all rows together. See de Boor, A Practical Guide to Splines
-    (Springer 1978), chapter 4. Before the first time and after the last one, x is the first and the
-    last value; it has a kink there unless the slope is zero.
+    M solves a tridiagonal system. See de Boor, A Practical Guide to Splines (Springer 1978),
+    chapter 4. Before the first time and after the last one, x is the first and the last value; it
+    has a kink there unless the slope is zero.
 
     Args:
-        times: ``(n,)``, increasing, at least two.
-        values: ``(n, *shape)``.
+        {parameters}
         slopes: dx/dt at the first and the last time, ``(2, *shape)`` or one number for both ends (a
             clamped spline). None: the second derivatives are zero there (a natural spline).
 
@@ -137,11 +134,8 @@ class CubicSpline(_Nodes):
         return straight + self._bent(weight, width)
 
     def _bent(self, weight: Tensor, width: Tensor) -> Tensor:
-        """Compute the sum of weight_k M_k.
-
-        The matrix of the system is symmetric, so the system is solved for the weights, which are
-        fewer than the values.
-        """
+        """Compute the sum of weight_k M_k."""
+        # The matrix is symmetric, so the system is solved for the weights, of which there are few.
         values, h = self.values, width.to(self.values)
         slope = (values[1:] - values[:-1]) / _columns(h, values)
         none = torch.zeros_like(width[:1])
@@ -230,7 +224,10 @@ def _pairs(before: Tensor, behind: Tensor) -> Tensor:
 
 
 def _solve(diagonal: Tensor, beside: Tensor, right: Tensor) -> Tensor:
-    """Solve a symmetric tridiagonal system of dominant diagonal by parallel cyclic reduction."""
+    """Solve a symmetric tridiagonal system of dominant diagonal by parallel cyclic reduction.
+
+    All rows together are added to those at the distances 1, 2, 4, ...
+    """
     none, distance = torch.zeros_like(diagonal[:1]), 1
     lower, upper = torch.cat([none, beside]), torch.cat([beside, none])
     while distance < len(diagonal):

@@ -73,8 +73,8 @@ class ElasticPotential(ClosedForm, inherits_forces=True):
         mu = E / (2 (1 + nu))        lambda = E nu / ((1 + nu) (1 - 2 nu))
 
     Tetrahedra are solids; triangles in the plane are solids in plane strain of thickness one.
-    Subclasses name a :class:`Material`. Each vertex sums the forces of its elements in a fixed
-    order; in exact runs they are rounded to the lattice before.
+    Subclasses name a :class:`Material`. Sums over the elements of a vertex have a fixed order; in
+    exact runs forces are rounded to the lattice before.
 
     Args:
         mesh: the rest shape. Positions are ``(*batch, vertices, dim)``.

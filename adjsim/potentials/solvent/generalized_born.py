@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_flag
-from adjsim.core.declared import (
-    FINITE,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Declaring,
-    Limits,
-    declared,
-    setting,
-)
-from adjsim.core.parameters import describe, register
+from adjsim.core.declared import FINITE, NOT_NEGATIVE, POSITIVE, Limits, declared, setting
+from adjsim.core.parameters import describe
 from adjsim.core.rounding import UNROUNDED, Rounding
-from adjsim.core.typing import Energies, Number, Positions
+from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
+from adjsim.potentials.evaluated import DeclaredModule
 from adjsim.potentials.pairs.dense import distinct
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback
 from adjsim.potentials.solvent.pairs import NUMBERS, BornPairs, BornTangent
@@ -31,7 +23,7 @@ from adjsim.potentials.solvent.pairs import NUMBERS, BornPairs, BornTangent
 ONE: dict[str, Any] = {"keyword": True, "shapes": ((),)}
 
 
-class GeneralizedBorn(Declaring, Potential):
+class GeneralizedBorn(DeclaredModule, Potential):
     """Generalised Born solvent, model II of Onufriev, Bashford and Case (OBC2), with surface area.
 
     ::
@@ -56,24 +48,17 @@ class GeneralizedBorn(Declaring, Potential):
     of an atom from its Born radius, as the ACE model does (Schaefer, Bartels and Karplus, J. Mol.
     Biol. 284, 835 (1998)) with the sixth power that Tinker and OpenMM use.
 
-    Force and product are closed forms (see pairs.py). In exact runs the contributions of pairs are
-    rounded before they are added, so that sums do not depend on their order.
-
-    Keep radii, scales and permittivities in range while they are trained; others are refused when
-    they are read. Two atoms at one position give NaN. The force is continuous where spheres begin
+    Force and product are closed forms. In exact runs the contributions of pairs are rounded before
+    they are added. Two atoms at one position give NaN. The force is continuous where spheres begin
     to touch; its derivative is not. With a cutoff the force jumps at it: use one only to reproduce
-    such a run.
-
-    See Onufriev, Bashford and Case, Proteins 55, 383 (2004).
+    such a run. See Onufriev, Bashford and Case, Proteins 55, 383 (2004).
 
     Args:
         {parameters}
 
     Raises:
-        ValueError: arrays that are not one number for each atom, a radius that is not above the
-            offset, a negative scale, a permittivity below 1, a negative kappa, probe or offset, a
-            cutoff that is not positive, a cutoff together with kappa, positions of another number
-            of atoms.
+        ValueError: arrays that are not one number for each atom, numbers out of range, a cutoff
+            together with kappa, positions of another number of atoms.
     """
 
     charge: Tensor = declared("``(atoms,)``")
@@ -117,15 +102,9 @@ class GeneralizedBorn(Declaring, Potential):
         keyword=True,
     )
 
-    def __init__(self, *values: Number, **named: Any) -> None:
-        given = self.given(values, named)
-        super().__init__()
-        self.store(given, partial(register, self))
-        self.validate()
-
     def validate(self) -> None:
         """Refuse numbers that the constructor would refuse."""
-        self.check_settings()
+        super().validate()
         for name in ("solute", "solvent"):
             value: Tensor = getattr(self, name)
             if float(value.detach()) < 1:

@@ -49,10 +49,7 @@ SPACING = 2.0**-46
 
 
 class BornPairs:
-    """What energy and force of one position have in common, for a GeneralizedBorn.
-
-    Contributions to the force are rounded before they are summed.
-    """
+    """What energy and force of one position have in common, for a GeneralizedBorn."""
 
     def __init__(self, numbers: Any, position: Tensor, rounding: Rounding = UNROUNDED) -> None:
         atoms = len(numbers.charge)

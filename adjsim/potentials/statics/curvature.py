@@ -6,10 +6,6 @@ linear system is solved in the stiff directions alone. A soft direction would co
 than half of its digits, so it is an error. Flat directions, such as the translations of a free
 cluster, are found first and projected out: MINRES applied to a right-hand side with a component
 along one diverges.
-
-The Hessian of few coordinates is diagonalised. A larger one is factorised if atoms interact with
-near atoms alone (:mod:`adjsim.potentials.statics.local_hessian`), and otherwise used by its
-products.
 """
 
 from __future__ import annotations
@@ -150,8 +146,7 @@ class PseudoInverse(ABC):
         if not residual <= max(RESIDUAL, rounding) * size + rounding * float(np.linalg.norm(b)):
             raise RuntimeError(
                 f"the linear system of the minimum was not solved: {residual / size:.1e} of its "
-                "right-hand side is left as residual. The minimum is ill-conditioned; hold the "
-                "soft coordinate, or measure it in units in which it is stiffer."
+                f"right-hand side is left as residual. The minimum is ill-conditioned. {HOLD}"
             )
         return x
 
@@ -277,10 +272,7 @@ class IterativeInverse(PseudoInverse):
         return extreme(shifted, "LA", 0.1 * math.sqrt(self.epsilon))[1]
 
     def _deflated(self, sign: float = 1.0, shift: float = 0.0) -> LinearOperator:
-        """Return ``sign (H + largest P) + shift``, which is not singular.
-
-        P is the projector on flat directions.
-        """
+        """Return ``sign (H + largest P) + shift``, with P the projector on flat directions."""
         flat, largest = self.flat, self.largest_curvature
 
         def product(x: np.ndarray) -> np.ndarray:

@@ -32,8 +32,8 @@ from adjsim.potentials.statics.local_hessian import (
 
 NEWTON_STEPS = 20
 # Free coordinates above which factors of a sparse Hessian are tried first. Against diagonalisation,
-# beams of 2 x 2 cells with 216 to 378 free coordinates take 0.09 to 0.18 of the time (0.4 s and
-# 2.2 s at 270), those with 135 to 189 as long, and beams of 3 x 2 cells with 252 and 288 as long.
+# beams with 216 to 378 free coordinates take 0.09 to 0.18 of the time, and those with 135 to 189 as
+# long; thicker beams with 252 and 288 as long.
 LOCAL = 200
 # Multiple of the unit matrix that is added to every Hessian, as a share of its norm, so that
 # rounding does not drive a free body along flat directions; and the smallest one that is added to a
@@ -65,17 +65,16 @@ def minimize(
     backward pass solves one linear system with H_ff for each system of a batch, and its gradient
     has no graph.
 
-    The Hessian of up to 200 free coordinates is diagonalised. A larger one is factorised if each
-    atom interacts with near atoms alone, as in an elastic body or a network of springs. Otherwise
-    one of up to 600 coordinates is diagonalised too, and for a larger one the linear systems are
-    solved by products with the Hessian (MINRES). Where factors are known, the minimiser follows
-    Newton steps (Levenberg-Marquardt); elsewhere it is L-BFGS, with Newton steps at its end.
+    A Hessian of more than 200 free coordinates is factorised if each atom interacts with near atoms
+    alone, as in an elastic body or a network of springs. Others are diagonalised, up to 600
+    coordinates, or used by their products (MINRES). With factors the minimiser follows Newton steps
+    (Levenberg-Marquardt); elsewhere it is L-BFGS, with Newton steps at its end.
 
-    ``H^+`` is the pseudo-inverse. The minima of a free cluster form a family, and the theorem gives
-    ``dq* = H^+ dF/dtheta dtheta + n`` with any n along the flat directions. The least-norm solution
-    has n = 0. It is the derivative of a minimiser that follows forces, which neither translates nor
-    rotates the cluster. If a parameter pushes along a flat direction (``dF/dtheta`` has a component
-    there), there is no minimum at another value of the parameter, which is an error.
+    ``H^+`` is the pseudo-inverse. The minima of a free cluster form a family, so the theorem leaves
+    the part of dq* along flat directions open. The least-norm solution has none. It is the
+    derivative of a minimiser that follows forces, which neither translates nor rotates the cluster.
+    If a parameter pushes along a flat direction (``dF/dtheta`` has a component there), there is no
+    minimum at another value of the parameter, which is an error.
 
     Do not use it for a mean at a temperature (see ScoreFunction), or where the minimum changes its
     basin with the parameter: the derivative is that of one basin.
@@ -98,9 +97,9 @@ def minimize(
         ValueError: a fixed atom that does not exist, or no free atom.
         RuntimeError: the minimiser did not converge; it converged to a saddle (a direction has
             negative curvature); the minimum is ill-conditioned (a nonzero curvature, as a share of
-            the largest, is below the square root of machine epsilon, 1.5e-8 in float64), so that
-            fewer than half of the derivative's digits are left; a parameter or a fixed atom pushes
-            along a flat direction; a load moves all atoms together, and nothing holds them.
+            the largest, is below the square root of machine epsilon, which leaves fewer than half
+            of the derivative's digits); a parameter or a fixed atom pushes along a flat direction;
+            a load moves all atoms together, and nothing holds them.
     """
     if isinstance(potential, ForceField):
         raise TypeError(

@@ -1,7 +1,4 @@
-"""Sums in closed form as functions of autograd.
-
-Autograd then keeps the positions and charges of a sum, and none of its intermediate results.
-"""
+"""Sums in closed form as functions of autograd, which keeps no intermediate results of them."""
 
 from __future__ import annotations
 

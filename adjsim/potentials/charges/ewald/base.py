@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_number, outside_inference_mode
+from adjsim.core.arguments import as_number, as_whole, outside_inference_mode
 from adjsim.core.box import Periodic, refuse_trained_box, volume
 from adjsim.core.declared import (
     FINITE,
@@ -31,7 +31,6 @@ from adjsim.potentials.base import Potential
 from adjsim.potentials.charges.coulomb import DampedCoulomb
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, force_of
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, partners_of
-from adjsim.potentials.charges.ewald.splitting import splitting
 from adjsim.potentials.pairs.formula import ATOMS, SHIFTED
 from adjsim.potentials.products import ParameterVJP, Pullback, VJPSum
 
@@ -58,10 +57,7 @@ class ScreenedCoulomb(DampedCoulomb):
 
 
 class EwaldSum(Declaring, Periodic, Potential):
-    """Base class of Ewald sums: the energy of periodic point charges, in real and reciprocal space.
-
-    Subclasses write ``reciprocal(position)``, which returns the reciprocal part.
-    """
+    """Base class of Ewald sums: the energy of periodic charges, in real and reciprocal space."""
 
     charge: Tensor = declared("``(atoms,)``", **ATOMS)
     tolerance: float = setting(
@@ -114,7 +110,9 @@ class EwaldSum(Declaring, Periodic, Potential):
     def alpha(self) -> float:
         """The inverse width of the Gaussians; unless it is given, it follows from the cutoff."""
         assert self.cutoff is not None
-        return splitting(self._alpha, self.cutoff, self.tolerance)
+        if self._alpha is None:
+            return splitting(self.cutoff, self.tolerance)
+        return POSITIVE("alpha", self._alpha)
 
     @alpha.setter
     def alpha(self, value: float | None) -> None:
@@ -254,6 +252,20 @@ class EwaldSum(Declaring, Periodic, Potential):
         """Compute the energy of the background that makes the box neutral."""
         factor = self.constant * math.pi / (2 * self.volume.to(charge) * self.alpha**2)
         return -factor * charge.sum().square()
+
+
+def splitting(cutoff: float, tolerance: float) -> float:
+    """Compute the inverse width of the Gaussians from a tolerance, as OpenMM chooses it."""
+    return math.sqrt(-math.log(2 * tolerance)) / cutoff
+
+
+def three_numbers(name: str, value: int | Sequence[int], least: int) -> tuple[int, ...]:
+    """Convert a count, or one for each row of the cell, to three ints."""
+    given = list(value) if isinstance(value, Sequence) else [value] * 3
+    counts = tuple(as_whole(name, x) for x in given)
+    if len(counts) != 3 or min(counts) < least:
+        raise ValueError(f"{name} must be an integer, or three, of at least {least}; got {value}.")
+    return counts
 
 
 def _rounded(force: Tensor, rounding: Rounding) -> Tensor:

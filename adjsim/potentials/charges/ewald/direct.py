@@ -15,8 +15,10 @@ from adjsim.core.box import volume
 from adjsim.core.derived import derived
 from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum
-from adjsim.potentials.charges.ewald.base import EwaldSum
-from adjsim.potentials.charges.ewald.splitting import three_numbers, wave_numbers
+from adjsim.potentials.charges.ewald.base import EwaldSum, three_numbers
+
+# OpenMM searches the number of waves from here, upwards or downwards.
+FIRST_GUESS = 10
 
 
 class Ewald(EwaldSum):
@@ -41,10 +43,9 @@ class Ewald(EwaldSum):
         box: ``(3,)`` lengths or ``(3, 3)`` rows.
         cutoff: of the sum in real space, at most half the smallest perpendicular width of the box.
         alpha: 1/length. None: ``sqrt(-log(2 tolerance)) / cutoff``, as OpenMM chooses it.
-        kmax: the largest wave number, or one for each row of the box. None: from the tolerance, as
-            OpenMM chooses it.
-        exclusions: ``(pairs, 2)`` atoms that do not interact. Their nearest images are excluded.
-        skin: see :class:`~adjsim.potentials.PairPotential`.
+        kmax: the largest wave number, or one for each row of the box. None: likewise by OpenMM's
+            formula.
+        exclusions, skin: see :class:`~adjsim.potentials.PairPotential`; for nearest images.
 
     Raises:
         ValueError: charges that are not one number for each atom, no box, a box that is not
@@ -68,7 +69,7 @@ class Ewald(EwaldSum):
         """The largest wave number along each row of the box."""
         if self.given_kmax is not None:
             return self.given_kmax
-        return wave_numbers(self.alpha, self.lengths(), self.tolerance)
+        return tuple(wave_number(self.alpha * d, self.tolerance) for d in self.lengths())
 
     @derived("cell", "kmax")
     def vectors(self) -> Tensor:
@@ -87,6 +88,28 @@ class Ewald(EwaldSum):
 
     def reciprocal(self, position: Tensor) -> Waves:
         return Waves(self.vectors.to(position), self.weight.to(position), self.alpha)
+
+
+def wave_number(width: float, tolerance: float) -> int:
+    """Choose the largest wave number along a row of the cell, by the formula of OpenMM's guide.
+
+    The ``width`` is alpha times the length of the row. n is the smallest number whose error
+    ``0.05 sqrt(width) n exp(-(pi n / width)^2)`` is within the tolerance. The largest wave number
+    is n if n is even, and else n - 1: OpenMM counts waves from zero, an odd number of them.
+    """
+
+    def within(n: int) -> bool:
+        error = 0.05 * math.sqrt(width) * n * math.exp(-((math.pi * n / width) ** 2))
+        return error <= tolerance
+
+    n = FIRST_GUESS
+    if within(n):
+        while n > 1 and within(n - 1):
+            n -= 1
+    else:
+        while not within(n):
+            n += 1
+    return n - n % 2
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ discrete Fourier transform::
     G(m) = constant / (pi V) exp(-pi^2 m^2 / alpha^2) / m^2 / (moduli of the splines)
 
 phi = inverse transform of G F is the potential on the mesh. The force is the derivative of this
-energy, ``F_i = -q_i sum over g of phi(g) dW/dr``, so it conserves energy. Momentum is conserved
-to the accuracy of the interpolation only. Its derivative along a vector v is again such a sum, with
-the potential of the dipoles q v.
+energy, ``F_i = -q_i sum over g of phi(g) dW/dr``. Its derivative along a vector v is again such a
+sum, with the potential of the dipoles q v.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ from adjsim.core.derived import derived
 from adjsim.core.layout import is_tracing
 from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum
-from adjsim.potentials.charges.ewald.base import EwaldSum
+from adjsim.potentials.charges.ewald.base import EwaldSum, three_numbers
 from adjsim.potentials.charges.ewald.direct import wave_virial
-from adjsim.potentials.charges.ewald.splitting import mesh_size, three_numbers
 from adjsim.potentials.charges.ewald.spreading import gather, moduli, spread
 
-SMALLEST_ORDER, LARGEST_ORDER = 4, 10
+SMALLEST_ORDER, LARGEST_ORDER, SMALLEST_MESH = 4, 10, 6
 
 
 class ParticleMeshEwald(EwaldSum):
@@ -41,14 +39,11 @@ class ParticleMeshEwald(EwaldSum):
 
     The energy is that of :class:`Ewald`. Its reciprocal part is computed on a mesh, to which
     cardinal B-splines spread the charges, by fast Fourier transforms. The force is the derivative
-    of the interpolated energy. See Essmann et al., J. Chem. Phys. 103, 8577 (1995).
+    of the interpolated energy. See Essmann et al., J. Chem. Phys. 103, 8577 (1995). The force on
+    all atoms together is zero only to the accuracy of the mesh, so the centre of mass may drift.
 
-    The force on all atoms together is zero only to the accuracy of the mesh, so the centre of mass
-    may drift.
-
-    In an exact run the reciprocal force of an atom is rounded as one contribution. It is a function
-    of the position alone, since one code path computes it forward and backward, with sums of fixed
-    order. That holds on the CPU; on a GPU atoms are added to the mesh in any order.
+    In an exact run the reciprocal force of an atom is rounded as one contribution, a function of
+    the position alone on the CPU; on a GPU atoms are added to the mesh in any order.
 
     ``compile=True`` compiles the rest of the step by torch's Inductor, which calls the mesh
     part as it is: a C++ loop has no Fourier transform. Compilation may take minutes.
@@ -61,8 +56,7 @@ class ParticleMeshEwald(EwaldSum):
         order: of the splines, from 4 to 10.
 
     Raises:
-        ValueError: as :class:`Ewald`; an order outside this range, a mesh with fewer points than
-            the order.
+        ValueError: as :class:`Ewald`; another order, a mesh with fewer points than the order.
     """
 
     def __init__(
@@ -99,8 +93,11 @@ class ParticleMeshEwald(EwaldSum):
     @derived("cell", "grid", "alpha", "order", "constant")
     def influence(self) -> Tensor:
         """The influence function, of the waves that a real transform has."""
-        full = full_influence(self.cell, self.grid, self.alpha, self.order, self.constant)
-        return real_influence(full)
+        # A real potential has the mean of G at m and -m. These differ in a tilted cell, for a wave
+        # of half the number of points along an axis.
+        full = self._full_influence(self._waves())
+        opposite = full.flip((0, 1, 2)).roll((1, 1, 1), (0, 1, 2))
+        return (0.5 * (full + opposite))[..., : full.shape[-1] // 2 + 1]
 
     @derived("cell", "grid")
     def to_mesh(self) -> Tensor:
@@ -109,11 +106,31 @@ class ParticleMeshEwald(EwaldSum):
         return torch.linalg.inv(self.cell) * points
 
     def reciprocal(self, position: Tensor) -> Mesh:
-        def strain(square: Tensor) -> Tensor:
-            return mesh_virial(square, self.cell, self.alpha, self.order, self.constant)
-
         influence, to_mesh = self.influence.to(position), self.to_mesh.to(position)
-        return Mesh(influence, to_mesh, self.grid, self.order, strain)
+        return Mesh(influence, to_mesh, self.grid, self.order, self._virial_of_mesh)
+
+    def _waves(self) -> Tensor:
+        """Compute the reciprocal vectors of the mesh, ``(*grid, 3)``."""
+        like: dict[str, Any] = {"dtype": torch.float64, "device": self.cell.device}
+        numbers = [torch.fft.fftfreq(n, 1 / n, **like) for n in self.grid]
+        integers = torch.stack(torch.meshgrid(*numbers, indexing="ij"), -1)
+        return 2 * math.pi * integers @ torch.linalg.inv(self.cell).T
+
+    def _full_influence(self, waves: Tensor) -> Tensor:
+        """Compute G of every wave of the mesh."""
+        square = waves.square().sum(-1)
+        x, y, z = (moduli(self.order, n) for n in self.grid)
+        product = (x[:, None, None] * y[:, None] * z).to(square.device)
+        safe = torch.where(square > 0, square, 1.0)
+        factor = 4 * math.pi * self.constant / volume(self.cell)
+        found = factor * torch.exp(-square / (4 * self.alpha**2)) / safe
+        return torch.where(square > 0, found / product, 0.0)
+
+    def _virial_of_mesh(self, square: Tensor) -> Tensor:
+        """Compute the virial of the waves from ``|F|^2``."""
+        waves = self._waves()
+        energies = 0.5 * self._full_influence(waves).to(square) * square
+        return wave_virial(energies.flatten(-3), waves.to(square).reshape(-1, 3), self.alpha)
 
 
 @dataclass(frozen=True)
@@ -206,41 +223,17 @@ def _times(x: Tensor, matrix: Tensor) -> Tensor:
 _SYMMETRIC = [[0, 1, 2], [1, 3, 4], [2, 4, 5]]
 
 
-def mesh_waves(cell: Tensor, shape: Sequence[int]) -> Tensor:
-    """Compute the reciprocal vectors of the mesh, ``(*shape, 3)``."""
-    numbers = [torch.fft.fftfreq(n, 1 / n, dtype=torch.float64, device=cell.device) for n in shape]
-    integers = torch.stack(torch.meshgrid(*numbers, indexing="ij"), -1)
-    return 2 * math.pi * integers @ torch.linalg.inv(cell).T
+def mesh_size(
+    alpha: float, lengths: Sequence[float], tolerance: float, order: int
+) -> tuple[int, ...]:
+    """Choose the number of mesh points along each row of the cell, as OpenMM does.
 
-
-def full_influence(
-    cell: Tensor, shape: Sequence[int], alpha: float, order: int, constant: float
-) -> Tensor:
-    """Compute G of every wave of the mesh."""
-    square = mesh_waves(cell, shape).square().sum(-1)
-    x, y, z = (moduli(order, n) for n in shape)
-    product = (x[:, None, None] * y[:, None] * z).to(cell.device)
-    safe = torch.where(square > 0, square, 1.0)
-    found = 4 * math.pi * constant / volume(cell) * torch.exp(-square / (4 * alpha**2)) / safe
-    return torch.where(square > 0, found / product, 0.0)
-
-
-def real_influence(full: Tensor) -> Tensor:
-    """Keep the waves of a real transform, each with the mean of G at m and -m.
-
-    These differ in a tilted cell, for a wave of half the number of points along an axis. A real
-    potential has their mean.
+    It is ``2 alpha d / (3 tolerance^(1/5))``, rounded up, with d the length of the row. There are
+    at least six points, and as many as the order.
     """
-    opposite = full.flip((0, 1, 2)).roll((1, 1, 1), (0, 1, 2))
-    return (0.5 * (full + opposite))[..., : full.shape[-1] // 2 + 1]
-
-
-def mesh_virial(square: Tensor, cell: Tensor, alpha: float, order: int, constant: float) -> Tensor:
-    """Compute the virial of waves on a mesh, from ``|F|^2``."""
-    shape = square.shape[-3:]
-    energies = 0.5 * full_influence(cell, shape, alpha, order, constant).to(square) * square
-    vectors = mesh_waves(cell, shape).to(square).reshape(-1, 3)
-    return wave_virial(energies.flatten(-3), vectors, alpha)
+    least = max(SMALLEST_MESH, order)
+    factor = 2 * alpha / (3 * tolerance**0.2)
+    return tuple(max(math.ceil(factor * length), least) for length in lengths)
 
 
 # A traced step contains these operators. Torch's compilers call them, and compile none of the

@@ -13,8 +13,7 @@ integers, with p - 2 continuous derivatives::
     M_p(x) = (x M_{p-1}(x) + (p - x) M_{p-1}(x - 1)) / (p - 1)
     dM_p/dx = M_{p-1}(x) - M_{p-1}(x - 1)
 
-An atom at u, in units of the spacing of the mesh, has the weight M_p(u - g) at the point g. See
-Essmann et al., J. Chem. Phys. 103, 8577 (1995).
+See Essmann et al., J. Chem. Phys. 103, 8577 (1995).
 
 On the CPU an operator in C++ does both, and torch operations where a derivative is recorded. Sums
 have a fixed order, whatever the number of threads.
@@ -108,10 +107,7 @@ def spread(u: Tensor, coefficients: Tensor, shape: Sequence[int], order: int) ->
 
 
 def gather(u: Tensor, mesh: Tensor, degree: int, order: int) -> Tensor:
-    """Gather a mesh and its derivatives up to a degree of at most 2.
-
-    The result is ``(systems, atoms, columns)``, with the columns of :data:`ORDERS`.
-    """
+    """Gather a mesh and its derivatives up to a degree of 2, by columns of :data:`ORDERS`."""
     operator = operator_of(order, u, mesh)
     if operator is not None:
         return operator.gather(u, mesh, COLUMNS[degree])
@@ -182,11 +178,7 @@ def _operator(order: int, dtype: torch.dtype) -> MeshOperator | None:
 
 
 def operator_of(order: int, *tensors: Tensor) -> MeshOperator | None:
-    """Return the operator for these tensors; None: torch operations are needed.
-
-    They are where a derivative is to be recorded or a transform is active, on a GPU, and without a
-    compiler.
-    """
+    """Return the operator for these tensors; None: torch operations are needed."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return None
     if in_transform() or is_tracing() or torch.compiler.is_compiling():

@@ -12,10 +12,7 @@ from adjsim.core.typing import Array
 
 
 def checked_exclusions(value: Array) -> Tensor | None:
-    """Convert a list of excluded pairs to ``(n, 2)`` int64: i < j, sorted, each once.
-
-    An empty list is None.
-    """
+    """Convert excluded pairs to ``(n, 2)`` int64: i < j, sorted, each once; None without any."""
     given = as_tensor("exclusions", value).detach()
     if given.numel() == 0:
         return None

@@ -28,7 +28,7 @@ NO_BOX, ORTHOGONAL, TILTED = 0, 1, 2
 # What a kernel returns for a species without a row in tables, as a printed loop does, and for an
 # exclusion of an atom that there is not.
 OUT_OF_RANGE, NO_SUCH_ATOM = 3, 4
-# What each mode computes, before the derivatives with respect to operands.
+# What each mode computes before derivatives by operands, which for SLOPES are those of the energy.
 OUTPUTS = {FORCE: ("force",), PRODUCT: ("force", "product"), ENERGY: ("energy",), SLOPES: ()}
 
 
@@ -54,12 +54,11 @@ class KernelSpec:
     """The parts of a kernel other than its formulas.
 
     Attributes:
-        mode: what it computes: the force, the force and its product with a vector, the energy, or
-            the derivatives of the energy with respect to operands.
+        mode: what it computes, see :data:`OUTPUTS`.
         dtype: the type of all numbers.
         dim: the number of dimensions, up to three.
         image: the kind of box.
-        cutoff: the cutoff; None: all pairs.
+        cutoff: None: all pairs.
         skin: how far beyond the cutoff a neighbour list reaches; None: all pairs are evaluated.
         rounds: whether contributions to the force are rounded to a grid.
         kinds: for each operand, a number, a table by species or a number for each atom.
@@ -98,9 +97,12 @@ class KernelSpec:
 
     def source(self, functions: str) -> str:
         """Write the C++ source of the kernel around its formulas."""
-        wrapped = re.findall(r"math::(\w+)|\b(absolute)\(", functions)
-        names = sorted({a or b for a, b in wrapped})
+        names = sorted({a or b for a, b in re.findall(r"math::(\w+)|\b(absolute)\(", functions)})
         functions = functions.replace("math::", "lanes::").replace("absolute(", "lanes::absolute(")
+        numbers = (
+            f"splat(c.operands[{k}][0])" if kind == NUMBER else "V{}"
+            for k, kind in enumerate(self.kinds)
+        )
         defined = {
             **{mode: number for number, mode in enumerate(OUTPUTS)},
             "MODE": self.mode,
@@ -117,7 +119,7 @@ class KernelSpec:
             "GRADIENTS": len(self.gradients),
             "SQUARED_DISTANCE": " + ".join(f"d[{a}] * d[{a}]" for a in range(self.dim)),
             "LOAD_OPERANDS": self._loads(),
-            "NUMBERS": f"{{{', '.join(self._numbers())}}}",
+            "NUMBERS": f"{{{', '.join(numbers)}}}",
             **({"EXCLUDED": ""} if self.excluded else {}),
         }
         return "\n".join(
@@ -159,13 +161,6 @@ class KernelSpec:
                     for i, side in enumerate(("mine", "other"))
                 ]
         return " ".join(statements)
-
-    def _numbers(self) -> list[str]:
-        """Write the numbers among the operands as vectors."""
-        return [
-            f"splat(c.operands[{k}][0])" if kind == NUMBER else "V{}"
-            for k, kind in enumerate(self.kinds)
-        ]
 
 
 def _array(name: str, kinds: Sequence[str]) -> str:
@@ -247,7 +242,7 @@ class Kernel:
 
     def shares_force(self, other: Kernel) -> bool:
         """Return whether it computes the same force, to the last bit, as another kernel."""
-        first, second = (replace(kernel.spec, mode=FORCE, gradients=()) for kernel in (self, other))
+        first, second = (replace(x.spec, mode=FORCE, gradients=()) for x in (self, other))
         modes = {self.spec.mode, other.spec.mode}
         return modes <= {FORCE, PRODUCT} and first == second and self._slope == other._slope
 
@@ -260,21 +255,16 @@ class Kernel:
             return None if x is None else x.detach().resolve_neg().to(dtype).contiguous()
 
         # The call holds addresses, so these names keep the tensors.
-        vector, (box, spacing, weight) = (
-            inputs.vector,
-            map(dense, (inputs.box, inputs.spacing, inputs.weight)),
-        )
+        vector = inputs.vector
+        box, spacing, weight = map(dense, (inputs.box, inputs.spacing, inputs.weight))
         if vector is not None:
             vector = vector.detach().resolve_neg().to(spec.dtype).reshape(flat.shape)
         species, exclusions = (dense(x, torch.int64) for x in (inputs.species, inputs.exclusions))
         operands = [x.detach().resolve_neg().to(spec.dtype).contiguous() for x in inputs.operands]
         gradients = [torch.empty_like(operands[k]) for k in spec.gradients]
+        shapes = {"energy": position.shape[:-2]}
         results = {
-            name: torch.empty(
-                position.shape[:-2] if name == "energy" else position.shape,
-                dtype=spec.dtype,
-                device="cpu",
-            )
+            name: torch.empty(shapes.get(name, position.shape), dtype=spec.dtype, device="cpu")
             for name in OUTPUTS[spec.mode]
         }
         tables = [(ctypes.c_void_p * (len(x) + 1))(*map(_data, x)) for x in (operands, gradients)]
