@@ -11,8 +11,8 @@ from torch import Tensor
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.loops.forward import ForwardLoops
 from adjsim.adjoints.loops.runner import LoopRunner
-from adjsim.adjoints.sweep.backward import run_swept
 from adjsim.adjoints.sweep.history import History, Rewind, StateRows, SweepStart, rounding_tolerance
+from adjsim.adjoints.sweep.passes import run_swept
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.arguments import as_whole
 from adjsim.core.run_report import RunReport

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from adjsim.adjoints.base import Adjoint, Result
 from adjsim.adjoints.loops.runner import LoopRunner
-from adjsim.adjoints.sweep.backward import run_swept
-from adjsim.adjoints.sweep.forward import run_forward
 from adjsim.adjoints.sweep.history import History, Rewind, StateRows, SweepStart
+from adjsim.adjoints.sweep.passes import run_forward, run_swept
 from adjsim.adjoints.sweep.stepper import Stepper, prepare
 from adjsim.core.durable.stateful import Entries
 from adjsim.core.run_report import RunReport

@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -24,6 +24,8 @@ from adjsim.solvers.run import Run
 
 # Seconds of compiled steps between two looks at the clock and at signals.
 PAUSE = 0.25
+# The name of the forward pass in a store.
+FORWARD = "forward"
 
 
 class AttributeState(Stateful):
@@ -37,15 +39,6 @@ class AttributeState(Stateful):
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name in self.saved_attributes:
             setattr(self, name, state[name])
-
-
-class Resumable(Stateful, Protocol):
-    """A driver that can go on in the middle of a run."""
-
-    @property
-    def divisible(self) -> bool:
-        """Whether it may stop anywhere without a change of what is stored."""
-        ...
 
 
 class Saves:
@@ -107,15 +100,12 @@ class Saves:
                 "energy_evaluations": self.report.energy_evaluations,
             }
             self._states.save(about)
-            self._finish(self.where.format(step))
-
-    def _finish(self, where: str) -> None:
-        self._written = time.monotonic()
-        if self.interruption.requested:
-            folder = self.saving.store.folder
-            self.interruption.end(
-                f"interrupted {where}. Run it again with store='{folder}' to go on."
-            )
+            self._written = time.monotonic()
+            if self.interruption.requested:
+                self.interruption.end(
+                    f"interrupted {self.where.format(step)}. Run it again with "
+                    f"store='{self.saving.store.folder}' to go on."
+                )
 
     def next_stop(self, step: int, stop: int) -> int:
         """Return the step up to which the driver may advance before the next look at the clock."""
@@ -129,44 +119,33 @@ class Saves:
 
 
 @contextmanager
-def forward_saves(
+def held_saves(
     run: Run[State],
     report: RunReport,
-    last: int,
-    observers: Mapping[str, Stateful],
-    driver: Resumable,
-) -> Generator[Saves | None, None, None]:
-    """Hold the store of a run of ``last`` steps while it runs forward; None without a store."""
-    saving = run.saving
-    if saving is None:
-        yield None
-        return
-    with saving.store.held(saving.manifest), Interruption() as interruption:
-        check_numbers(saving.store, saving.measure)
-        objects, where = {**observers, "driver": driver}, f"after step {{}} of {last}"
-        given = (objects, report, last, where, driver.divisible)
-        yield Saves(saving, interruption, "forward", *given)
-
-
-@contextmanager
-def backward_saves(
-    run: Run[State],
-    report: RunReport,
+    name: str,
     objects: Mapping[str, Stateful],
-    cotangents: Sequence[Tensor | None],
+    end: int,
+    where: str,
+    divisible: bool = False,
 ) -> Generator[Saves | None, None, None]:
-    """Hold the store of a run during a sweep; None without a store.
+    """Hold the store of a run during a pass, with the arguments of :class:`Saves`.
 
-    A sweep is found by its incoming cotangents, so that two losses of one run do not mix.
+    None without a store.
     """
     saving = run.saving
     if saving is None:
         yield None
         return
+    with saving.store.held(saving.manifest), Interruption() as interruption:
+        if name == FORWARD:
+            check_numbers(saving.store, saving.measure)
+        yield Saves(saving, interruption, name, objects, report, end, where, divisible)
+
+
+def name_of_sweep(cotangents: Sequence[Tensor | None]) -> str:
+    """Name a sweep by its incoming cotangents, so that two losses of one run do not mix."""
     digest = hashlib.blake2b(digest_size=8)
     for x in cotangents:
         content = b"none" if x is None else x.detach().cpu().contiguous().numpy().tobytes()
         digest.update(hashlib.blake2b(content, digest_size=16).digest())
-    name, where = f"backward-{digest.hexdigest()}", "on the way back, before step {}"
-    with saving.store.held(saving.manifest), Interruption() as interruption:
-        yield Saves(saving, interruption, name, objects, report, 0, where)
+    return f"backward-{digest.hexdigest()}"

@@ -79,11 +79,9 @@ class LoopKind:
         differentiates: whether autograd runs in it, so that parameters and coefficients are leaves.
         backward: whether it is a loop of the backward pass.
         uncompiled: specifies the same steps without compilation; None: ``specify``.
-        iterations: returns the number of iterations, from the final carry; None: one for each step.
     """
 
     specify: Specify
     differentiates: bool = False
     backward: bool = False
     uncompiled: Specify | None = None
-    iterations: Callable[[Any], int] | None = None

@@ -175,7 +175,8 @@ class LoopRunner:
         self._check_retraced(loop)
         carry, rows = loop.function(constants, carry)
         loop.seconds += time.perf_counter() - began
-        iterations = count if kind.iterations is None else kind.iterations(carry)
+        # An iteration is a step, unless the carry counts iterations.
+        iterations = int(getattr(carry, "iterations", count))
         self.report.energy_evaluations += (
             loop.fixed_evaluations + iterations * loop.evaluations_per_step
         )

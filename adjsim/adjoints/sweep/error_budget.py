@@ -38,7 +38,7 @@ class ErrorBudget(AttributeState):
         self, dynamics: Dynamics[Any], clock: Clock, constant: float, allowed: float
     ) -> None:
         self.dynamics, self.clock, self.constant, self.allowed = dynamics, clock, constant, allowed
-        # The sum since the last stored state, and the last step in it.
+        # The sum since the last stored state, None at one, and the last step in it.
         self.since: Tensor | None = None
         self.step = 0
         # The growth that is expected until the driver stops next.
@@ -74,10 +74,6 @@ class ErrorBudget(AttributeState):
     def largest(self, varying: Tensor, steps: int) -> float:
         """Return the growth of steps at the vertex where it is largest."""
         return float(varying.max()) + steps * self.constant
-
-    def restart(self) -> None:
-        """Begin again at a stored state."""
-        self.since = None
 
 
 def growth_in_step(dynamics: Dynamics[Any], dt: float, t: Any, state: AnyState) -> Tensor:
