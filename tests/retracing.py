@@ -39,9 +39,8 @@ def forth_and_back(
     before, driver = stepper.to_lattice(start), EagerDriver(stepper, inputs, forces)
     after = stepper.run(before, inputs, driver, [history], run, report)
     nothing = {name: torch.zeros_like(x) for name, x in start._asdict().items()}
-    unread = RecordSweep(
-        Recorder(None, stepper.clock), [None] * len(start), None, 0.0, CotangentGrowth({})
-    )
+    recorder, received = Recorder(None, stepper.clock), [None] * len(start)
+    unread = RecordSweep(recorder, received, Cotangents(nothing), forces, CotangentGrowth({}))
     rewind = history.rewind(SweepStart(inputs, forces, None, start))
-    found = driver.sweep(Cotangents(nothing), unread, rewind, False)
+    found = driver.sweep(unread, rewind, False)
     return before, after, found

@@ -164,14 +164,16 @@ class _SweptRun:
         saved = RecordSweep(
             Recorder(run.bound_record, stepper.clock),
             cotangents[: -self.width],
+            sums,
+            forces,
+            growth,
             None if run.record is None else outputs[0],
             rewind.tolerance,
-            growth,
         )
         driver = (
             EagerDriver(stepper, inputs, forces)
             if self.runner is None
-            else BackwardLoops(self.runner, forces)
+            else BackwardLoops(self.runner)
         )
         objects = {"cotangents": sums, "record": saved, "rewind": rewind, "growth": growth}
         name = "" if run.saving is None else name_of_sweep(cotangents)
@@ -180,9 +182,8 @@ class _SweptRun:
             restored_autocast(self.autocast),
             held_saves(run, self.report, name, objects, 0, where) as saves,
         ):
-            driver.sweep(sums, saved, rewind, run.progress, saves)
-            start = stepper.from_lattice(stepper.to_lattice(inputs.state))
-            saved.accumulate(0, start, sums, forces)
+            driver.sweep(saved, rewind, run.progress, saves)
+            saved.accumulate(0, stepper.from_lattice(stepper.to_lattice(inputs.state)))
             saved.finish()
             sums.complete()
         run.refuse_written()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -127,35 +128,31 @@ class Recording(AttributeState):
         return None, next(stacks)
 
 
+@dataclass(eq=False)
 class RecordSweep(AttributeState):
     """The contributions of the saved frames or record to one backward sweep.
 
     The sweep evaluates a recorded function again and compares the values with the saved values,
     since a function that is random, or that has changed since the run, has no gradient.
 
-    Args:
-        recorder: the recorder of the run.
-        cotangents: the cotangents of the saved fields, or of the record.
+    Attributes:
+        received: the cotangents of the saved fields, or of the record.
+        sums, forces, growth: receive the contributions, evaluate forces, and receive their sizes.
         record: the saved record, if the run has one.
         tolerance: allowed relative difference between the values and the saved values.
-        growth: receives the sizes of the contributions.
+        total: the sum of a time average so far; ``summed`` is the last state in it.
     """
 
     saved_attributes = ("total",)
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        cotangents: Sequence[Tensor | None],
-        record: Tensor | None,
-        tolerance: float,
-        growth: CotangentGrowth,
-    ) -> None:
-        self.recorder, self.cotangents, self.record = recorder, cotangents, record
-        self.tolerance, self.growth = tolerance, growth
-        self.total: Tensor | None = None
-        # The last state in the sum of a time average.
-        self.summed: AnyState | None = None
+    recorder: Recorder
+    received: Sequence[Tensor | None]
+    sums: Cotangents
+    forces: ForceEvaluator
+    growth: CotangentGrowth
+    record: Tensor | None = None
+    tolerance: float = 0.0
+    total: Tensor | None = None
+    summed: AnyState | None = None
 
     def begin(self, final: State, saves: Saves | None, stepper: Stepper) -> tuple[State, int]:
         """Return the state and the step from which a sweep goes on."""
@@ -171,12 +168,10 @@ class RecordSweep(AttributeState):
 
         For steps of varying size it is that of a weight of one.
         """
-        cotangent = self.cotangents[0] if self.recorder.average is not None else None
+        cotangent = self.received[0] if self.recorder.average is not None else None
         return None if cotangent is None else cotangent * self.recorder.weight
 
-    def accumulate(
-        self, step: int, state: AnyState, cotangents: Cotangents, forces: ForceEvaluator
-    ) -> None:
+    def accumulate(self, step: int, state: AnyState) -> None:
         """Add the cotangents of the data saved after ``step`` steps."""
         recorder, frame = self.recorder, self.recorder.frames.get(step)
         if recorder.average is not None:
@@ -184,28 +179,25 @@ class RecordSweep(AttributeState):
             if step >= recorder.first and cotangent is not None:
                 if recorder.weights is not None:
                     cotangent = cotangent * float(recorder.weights[step])
-                value = self.add_function(state, cotangent, cotangents, forces)
-                value = recorder.summand(value, step)
+                value = recorder.summand(self.add_function(state, cotangent), step)
                 self.total = value if self.total is None else self.total + value
                 self.summed = state
         elif frame is not None and recorder.function is None:
-            for name, cotangent in zip(state._fields, self.cotangents, strict=True):
+            for name, cotangent in zip(state._fields, self.received, strict=True):
                 if cotangent is not None:
-                    cotangents.add(name, cotangent[frame])
+                    self.sums.add(name, cotangent[frame])
                     self.growth.inject(name, cotangent[frame].norm())
-        elif frame is not None and self.cotangents[0] is not None:
-            value = self.add_function(state, self.cotangents[0][frame], cotangents, forces)
+        elif frame is not None and self.received[0] is not None:
+            value = self.add_function(state, self.received[0][frame])
             assert self.record is not None
             self._compare(value, self.record[frame], f"the record after step {step}", state)
 
-    def add_function(
-        self, state: AnyState, cotangent: Tensor, cotangents: Cotangents, forces: ForceEvaluator
-    ) -> Tensor:
+    def add_function(self, state: AnyState, cotangent: Tensor) -> Tensor:
         """Add a cotangent's product with the function's derivative; return the value."""
         leaves, value = self.recorder.value_at_leaves(state)
         if value.requires_grad:
-            forces.refuse_unknown(value, list(leaves), "the record")
-            added = cotangents.add_function(value, leaves, cotangent.to(value))
+            self.forces.refuse_unknown(value, list(leaves), "the record")
+            added = self.sums.add_function(value, leaves, cotangent.to(value))
             for name, product in added.items():
                 self.growth.inject(name, product.norm())
         return value.detach()
