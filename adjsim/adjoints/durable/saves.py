@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -41,36 +42,32 @@ class AttributeState(Stateful):
             setattr(self, name, state[name])
 
 
+@dataclass(eq=False)
 class Saves:
     """The saves of one pass over the steps of a run, forward or backward.
 
-    Args:
-        saving: where and how often.
+    Attributes:
         interruption: signals that end the run.
         name: the name of the pass in the store.
         objects: what is saved besides the state of the steps and their evaluations.
-        report: the report of the run.
         end: the step with which the pass ends.
         where: describes a step, for the line that ends an interrupted run.
         divisible: whether steps may be divided in any way.
     """
 
-    def __init__(
-        self,
-        saving: Saving,
-        interruption: Interruption,
-        name: str,
-        objects: Mapping[str, Stateful],
-        report: RunReport,
-        end: int,
-        where: str,
-        divisible: bool = False,
-    ) -> None:
-        self.saving, self.interruption, self.report = saving, interruption, report
-        self.end, self.where, self.divisible = end, where, divisible
-        self._states = SavedStates(saving.store, name, objects)
+    saving: Saving
+    interruption: Interruption
+    report: RunReport
+    name: str
+    objects: Mapping[str, Stateful]
+    end: int
+    where: str
+    divisible: bool = False
+
+    def __post_init__(self) -> None:
+        self._states = SavedStates(self.saving.store, self.name, self.objects)
         self._written = time.monotonic()
-        self._pace, self._advanced = 1, (end, 0.0)
+        self._pace, self._advanced = 1, (self.end, 0.0)
 
     def begin(self, state: State, step: int) -> tuple[State, int, int]:
         """Return the state, the step and the spilled bits of the last save.
@@ -120,18 +117,9 @@ class Saves:
 
 @contextmanager
 def held_saves(
-    run: Run[State],
-    report: RunReport,
-    name: str,
-    objects: Mapping[str, Stateful],
-    end: int,
-    where: str,
-    divisible: bool = False,
+    run: Run[State], report: RunReport, name: str, *settings: Any
 ) -> Generator[Saves | None, None, None]:
-    """Hold the store of a run during a pass, with the arguments of :class:`Saves`.
-
-    None without a store.
-    """
+    """Hold the store of a run during a pass; None without one. :class:`Saves` has the settings."""
     saving = run.saving
     if saving is None:
         yield None
@@ -139,7 +127,7 @@ def held_saves(
     with saving.store.held(saving.manifest), Interruption() as interruption:
         if name == FORWARD:
             check_numbers(saving.store, saving.measure)
-        yield Saves(saving, interruption, name, objects, report, end, where, divisible)
+        yield Saves(saving, interruption, report, name, *settings)
 
 
 def name_of_sweep(cotangents: Sequence[Tensor | None]) -> str:

@@ -139,20 +139,16 @@ class ForwardLoops:
             total, state, rows = run_iterated(runner, total, state, start, count, stores)
             return ForwardCarry(total, (), (), (), runner.pack_state(state)), rows
         force = () if self.force is None else (runner.pack(self.force),)
-        growth, margin = self._beginning(state, start)
+        t, growth = runner.clock.time(start), tuple[Tensor, ...]()
+        with torch.no_grad():
+            least = _margin(runner, t, state)
+            if self.error_budget is not None:
+                like = growth_in_step(runner.dynamics, runner.clock.dt, t, state)
+                growth = (torch.zeros_like(clone(like)),)
+        margin = () if least is None else (torch.full_like(clone(least), torch.inf),)
         carry = ForwardCarry(total, force, growth, margin, runner.pack_state(state))
         kind = (SAVING if runner.saves_tensors else STORING) if stores else FORWARD
         return runner.run_loop(kind, start, count, carry)
-
-    @torch.no_grad()
-    def _beginning(self, state: AnyState, start: int) -> tuple[tuple[Tensor, ...], ...]:
-        """Return the growth of errors and the margin before the first step, where they are used."""
-        runner, t = self.runner, self.runner.clock.time(start)
-        growth, margin = (), _margin(runner, t, state)
-        if self.error_budget is not None:
-            like = growth_in_step(runner.dynamics, runner.clock.dt, t, state)
-            growth = (torch.zeros_like(clone(like)),)
-        return growth, () if margin is None else (torch.full_like(clone(margin), torch.inf),)
 
     def _total(self, recording: Recording, state: AnyState) -> Tensor:
         """Return the sum of the time average so far."""
