@@ -23,9 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from adjsim.compiler.calls import CALLS, Call, Called
-from adjsim.compiler.indexing import SPLITS, Checked, gathered, indexed, reshaped, scattered, split
-from adjsim.compiler.operations import LOGICAL, literal
-from adjsim.compiler.pointwise import pointwise
+from adjsim.compiler.operations import LOGICAL, literal, pointwise
 from adjsim.compiler.products import FEW, MatrixProduct, sum_of_products
 from adjsim.compiler.values import (
     CHEAP,
@@ -44,7 +42,18 @@ from adjsim.compiler.values import (
     make_buffer,
     row_major,
 )
-from adjsim.compiler.views import VIEWS, expanded, unsqueezed
+from adjsim.compiler.views import (
+    SPLITS,
+    VIEWS,
+    Checked,
+    expanded,
+    gathered,
+    indexed,
+    reshaped,
+    scattered,
+    split,
+    unsqueezed,
+)
 
 # Keyword arguments that are handled, or that do not affect values on the CPU.
 KNOWN = {

@@ -17,13 +17,13 @@ from torch.fx import GraphModule
 
 from adjsim.compiler.function import FunctionPrinter
 from adjsim.compiler.graph import Lowering
-from adjsim.compiler.indexing import Checked
 from adjsim.compiler.invariants import LoopInvariant
 from adjsim.compiler.library import compiled
 from adjsim.compiler.mathematics import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim.compiler.nests import Task
 from adjsim.compiler.rows import RowMemory, declaration, store_in, stored_examples
 from adjsim.compiler.values import TYPES, Body, Buffer, UnprintableError, make_buffer, row_major
+from adjsim.compiler.views import Checked
 
 # A compiled loop of constants and carry, which returns the final carry and the rows.
 Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
