@@ -210,7 +210,6 @@ def gathered(
             checked.append(Checked(constant, least, length))
             places.append(_reading(number, checked[-1].buffer))
             continue
-
         expression = partial(_in_range, least=least, length=length, refused="refused")
         places.append(replace(dense_copy(number, number.strides), expression=expression))
         # Rows of indices are not padded, since the padding would be read as indices.

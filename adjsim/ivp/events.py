@@ -48,16 +48,11 @@ MOST_ITERATIONS = 3_000
 
 
 class Root(NamedTuple):
-    """The time and the state at which a function is zero, and the length of the step there."""
+    """The time and the state at which a function is zero, and :func:`time_unit` there."""
 
     t: float
     y: Array
-    step: float
-
-    @property
-    def unit(self) -> float:
-        """The unit of time in estimates of rounding."""
-        return time_unit(self.step)
+    unit: float
 
 
 def find_root(
@@ -80,7 +75,7 @@ def find_root(
         t = float(found)
         wanted = max(FINE * abs(t - begin), float(np.spacing(max(abs(t), abs(begin)))))
         if accuracy <= wanted:
-            return Root(t, path(t), abs(end - begin))
+            return Root(t, path(t), time_unit(end - begin))
         accuracy = wanted
 
 
