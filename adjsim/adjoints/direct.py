@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from adjsim.adjoints.base import Adjoint, Result
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.history import History, Rewind, StateRows, SweepStart
@@ -77,15 +75,4 @@ class AllStates(History):
         self.rows.update({first: tuple(rows) for first, *rows in state["rows"]})
 
     def rewind(self, given: SweepStart) -> Rewind:
-        return StoredRewind(self.rows, self.checkpoints[self.stepper.clock.last])
-
-
-class StoredRewind(Rewind):
-    """Earlier states, as they were stored."""
-
-    def __init__(self, rows: StateRows, final: AnyState) -> None:
-        super().__init__(final)
-        self.rows = rows
-
-    def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
-        return self.rows[first]
+        return Rewind(self.checkpoints[self.stepper.clock.last], self.rows)

@@ -14,9 +14,8 @@ from adjsim.adjoints.loops.compilation import LoopSpec, clone
 from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import SavedTensors
-from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.history import Rewind
-from adjsim.adjoints.sweep.recorder import RecordSweep
+from adjsim.adjoints.sweep.recorder import CotangentGrowth, RecordSweep
 from adjsim.core.progress import with_progress
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState

@@ -32,10 +32,9 @@ from adjsim.adjoints.durable.saves import FORWARD, held_saves, name_of_sweep
 from adjsim.adjoints.loops.backward import BackwardLoops
 from adjsim.adjoints.loops.forward import ForwardLoops
 from adjsim.adjoints.loops.runner import LoopRunner
-from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.eager import EagerDriver
 from adjsim.adjoints.sweep.history import History, SweepStart
-from adjsim.adjoints.sweep.recorder import Recorder, Recording, RecordSweep
+from adjsim.adjoints.sweep.recorder import CotangentGrowth, Recorder, Recording, RecordSweep
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, prepare
 from adjsim.core.autocast import autocast_state, restored_autocast
 from adjsim.core.box import refuse_trained_box
