@@ -19,9 +19,9 @@ from torch import nn
 import adjsim
 from adjsim.adjoints import Adjoint, ReversibleAdjoint
 from adjsim.adjoints.base import Result
-from adjsim.adjoints.sweep.backward import run_swept
 from adjsim.adjoints.sweep.exact_inversion import ExactInversion, Fingerprints
 from adjsim.adjoints.sweep.history import Rewind, SweepStart
+from adjsim.adjoints.sweep.passes import run_swept
 from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState

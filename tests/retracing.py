@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.eager import EagerDriver
 from adjsim.adjoints.sweep.exact_inversion import Fingerprints
 from adjsim.adjoints.sweep.history import SweepStart
-from adjsim.adjoints.sweep.recorder import Recorder, RecordSweep
+from adjsim.adjoints.sweep.recorder import CotangentGrowth, Recorder, RecordSweep
 from adjsim.adjoints.sweep.stepper import prepare
 from adjsim.core.noise import Noise
 from adjsim.core.reading import Reading
@@ -39,9 +38,8 @@ def forth_and_back(
     before, driver = stepper.to_lattice(start), EagerDriver(stepper, inputs, forces)
     after = stepper.run(before, inputs, driver, [history], run, report)
     nothing = {name: torch.zeros_like(x) for name, x in start._asdict().items()}
-    unread = RecordSweep(
-        Recorder(None, stepper.clock), [None] * len(start), None, 0.0, CotangentGrowth({})
-    )
+    recorder, received = Recorder(None, stepper.clock), [None] * len(start)
+    unread = RecordSweep(recorder, received, Cotangents(nothing), forces, CotangentGrowth({}))
     rewind = history.rewind(SweepStart(inputs, forces, None, start))
-    found = driver.sweep(Cotangents(nothing), unread, rewind, False)
+    found = driver.sweep(unread, rewind, False)
     return before, after, found

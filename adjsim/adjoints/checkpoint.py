@@ -11,8 +11,8 @@ from torch import Tensor
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.loops.forward import ForwardLoops
 from adjsim.adjoints.loops.runner import LoopRunner
-from adjsim.adjoints.sweep.backward import run_swept
-from adjsim.adjoints.sweep.history import History, Rewind, StateRows, SweepStart, rounding_tolerance
+from adjsim.adjoints.sweep.history import History, Rewind, SweepStart, rounding_tolerance
+from adjsim.adjoints.sweep.passes import run_swept
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.arguments import as_whole
 from adjsim.core.run_report import RunReport
@@ -90,8 +90,6 @@ class Recompute(Rewind):
         self.inputs, self.forces = inputs, forces
         # For the current segment: the states before each move of each of its steps.
         self.segment: list[Sequence[AnyState]] = []
-        # The same of compiled loops.
-        self.states: StateRows = {}
 
     def before(self, step: int) -> Sequence[AnyState]:
         if not self.segment:
@@ -102,14 +100,14 @@ class Recompute(Rewind):
         return self.segment.pop()
 
     def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
-        if first not in self.states:
-            self.states.clear()
+        if first not in self.rows:
+            self.rows.clear()
             self._run_loops_again(*self.history.segment_of(first), runner)
-        return self.states[first]
+        return self.rows[first]
 
     @torch.no_grad()
     def _run_loops_again(self, start: int, end: int, runner: LoopRunner) -> None:
-        loops = ForwardLoops(runner, None, state_rows=self.states)
+        loops = ForwardLoops(runner, None, state_rows=self.rows)
         state, k = self.history.checkpoints[start], start
         for stop in (step for step in runner.stops if start < step <= end):
             state, k = loops.advance(state, k, stop)

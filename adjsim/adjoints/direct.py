@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from adjsim.adjoints.base import Adjoint, Result
 from adjsim.adjoints.loops.runner import LoopRunner
-from adjsim.adjoints.sweep.backward import run_swept
-from adjsim.adjoints.sweep.forward import run_forward
 from adjsim.adjoints.sweep.history import History, Rewind, StateRows, SweepStart
+from adjsim.adjoints.sweep.passes import run_forward, run_swept
 from adjsim.adjoints.sweep.stepper import Stepper, prepare
 from adjsim.core.durable.stateful import Entries
 from adjsim.core.run_report import RunReport
@@ -78,15 +75,4 @@ class AllStates(History):
         self.rows.update({first: tuple(rows) for first, *rows in state["rows"]})
 
     def rewind(self, given: SweepStart) -> Rewind:
-        return StoredRewind(self.rows, self.checkpoints[self.stepper.clock.last])
-
-
-class StoredRewind(Rewind):
-    """Earlier states, as they were stored."""
-
-    def __init__(self, rows: StateRows, final: AnyState) -> None:
-        super().__init__(final)
-        self.rows = rows
-
-    def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
-        return self.rows[first]
+        return Rewind(self.checkpoints[self.stepper.clock.last], self.rows)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
-from adjsim.adjoints.sweep.backward import run_swept
 from adjsim.adjoints.sweep.error_budget import ErrorBudget
 from adjsim.adjoints.sweep.exact_inversion import Fingerprints
 from adjsim.adjoints.sweep.history import History, Rewind, SweepStart
+from adjsim.adjoints.sweep.passes import run_swept
 from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.arguments import as_number, as_whole
 from adjsim.core.run_report import RunReport
@@ -146,7 +146,7 @@ class Resets(History):
             return self.is_regular(step)
         if not self.error_budget.due:
             return False
-        self.error_budget.restart()
+        self.error_budget.since = None
         known, apart = self.report.checkpoint_every, step - max(self.checkpoints)
         self.report.checkpoint_every = apart if known is None else min(known, apart)
         return True

@@ -37,8 +37,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.mean.default: _mean,
         aten.mean.dim: _mean,
         aten.amax.default: _amax,
-        aten.any.default: _any,
-        aten.all.default: _all,
+        aten.any.default: lambda x: (x != 0).sum() > 0,
+        aten.all.default: lambda x: (x == 0).sum() == 0,
     }
 
 
@@ -79,11 +79,3 @@ def _amax(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
         return NotImplemented
     found = reduce(torch.maximum, x.unbind(dim[0]))
     return found.unsqueeze(dim[0]) if keepdim else found
-
-
-def _any(x: Tensor) -> Tensor:
-    return (x != 0).sum() > 0
-
-
-def _all(x: Tensor) -> Tensor:
-    return (x == 0).sum() == 0

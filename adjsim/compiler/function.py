@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import count
 
 from adjsim.compiler.calls import Call, Called
 from adjsim.compiler.graph import Lowering
@@ -30,16 +31,12 @@ _NAME = re.compile(r"\b[br]\d+\b")
 
 
 class FunctionPrinter:
-    """The C++ statements of a lowered graph.
-
-    Args:
-        lowering: the graph, whose first output the function returns.
-        outputs: fill the buffers of its other outputs.
-        threads: the number of threads that share large loops.
-        first_function: the number of the first function that is called.
-        rows: the buffers of stored values that the caller reads.
+    """The C++ statements of a lowered graph, whose first output the function returns.
 
     Attributes:
+        outputs: fill the buffers of its other outputs.
+        first_function: the number of the first function that is called.
+        rows: the buffers of stored values that the caller reads.
         scratch: the buffers that stored values share, which the caller allocates.
     """
 
@@ -52,11 +49,10 @@ class FunctionPrinter:
         rows: Sequence[Buffer],
     ) -> None:
         self.large, self.threads, self.rows = lowering.large, threads, rows
-        self.functions: dict[Call, list[str]] = {}
-        for call in lowering.calls:
-            last = first_function + len(call.addresses)
-            self.functions[call] = [f"functions[{i}]" for i in range(first_function, last)]
-            first_function = last
+        numbers = count(first_function)
+        self.functions: dict[Call, list[str]] = {
+            call: [f"functions[{next(numbers)}]" for _ in call.addresses] for call in lowering.calls
+        }
         tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
         groups = self._order(tasks, outputs, lowering.outputs[0])
         buffers = [value.buffer for value in tasks]

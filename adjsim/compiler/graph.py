@@ -23,9 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from adjsim.compiler.calls import CALLS, Call, Called
-from adjsim.compiler.indexing import SPLITS, Checked, gathered, indexed, reshaped, scattered, split
-from adjsim.compiler.operations import LOGICAL, literal
-from adjsim.compiler.pointwise import pointwise
+from adjsim.compiler.operations import LOGICAL, literal, pointwise
 from adjsim.compiler.products import FEW, MatrixProduct, sum_of_products
 from adjsim.compiler.values import (
     CHEAP,
@@ -44,7 +42,18 @@ from adjsim.compiler.values import (
     make_buffer,
     row_major,
 )
-from adjsim.compiler.views import VIEWS, expanded, unsqueezed
+from adjsim.compiler.views import (
+    SPLITS,
+    VIEWS,
+    Checked,
+    expanded,
+    gathered,
+    indexed,
+    reshaped,
+    scattered,
+    split,
+    unsqueezed,
+)
 
 # Keyword arguments that are handled, or that do not affect values on the CPU.
 KNOWN = {
@@ -69,13 +78,11 @@ FILLED_WITH = {"scalar_tensor": 0, "full": 1, "full_like": 1, "fill": 1, "new_fu
 class Lowering:
     """The values of a graph of tensors of known shapes on the CPU, without dead code.
 
-    Args:
-        graph: the graph.
-        inputs: the buffers of its placeholders.
-        large: values with more elements are not stored merely for being read more than once.
-        exact: whether sums must have the same bits in every program.
+    ``inputs`` are the buffers of its placeholders.
 
     Attributes:
+        large: values with more elements are not stored merely for being read more than once.
+        exact: whether sums must have the same bits in every program.
         stored: the stored values, in the order of the graph.
         checked: the constants that are indices.
     """
@@ -122,17 +129,20 @@ class Lowering:
     def _lower(self, node: Any) -> Any:
         if node.target.__class__.__name__ == "builtin_function_or_method":
             return self.values[node.args[0]][node.args[1]]
+        args: list[Any] = list(map_arg(node.args, lambda x: self.values[x]))
+        meta = node.meta.get("val")
         if node.target in CALLS:
-            return self._called(node)
+            single = isinstance(meta, Tensor)
+            call = CALLS[node.target](args, [meta] if single else meta, self.store)
+            outputs = self._add_call(call)
+            return outputs[0] if single else outputs
         name = str(node.target).removeprefix("aten.")
         base = name.split(".")[0]
         if _overwrites_its_own(node):
             base = base.removesuffix("_")
-        meta = node.meta.get("val")
         unknown = node.kwargs.keys() - KNOWN
         if unknown:
             raise UnprintableError(f"{name} with {', '.join(sorted(unknown))}")
-        args = list(self._arguments(node))
         if isinstance(meta, (list, tuple)):
             if base not in SPLITS:
                 raise UnprintableError(name)
@@ -149,18 +159,6 @@ class Lowering:
         if isinstance(value, (Pointwise, Reduced)):
             self._store_if_needed(value, node)
         return value
-
-    def _called(self, node: Any) -> Called | tuple[Called, ...]:
-        example = node.meta["val"]
-        single = isinstance(example, Tensor)
-        examples = [example] if single else example
-        call = CALLS[node.target](self._arguments(node), examples, self.store)
-        outputs = self._add_call(call)
-        return outputs[0] if single else outputs
-
-    def _arguments(self, node: Node) -> tuple[Any, ...]:
-        """Return the arguments of an operation, with values in the place of nodes."""
-        return map_arg(node.args, lambda x: self.values[x])
 
     def _add_call(self, call: Call) -> tuple[Called, ...]:
         self.calls.append(call)
@@ -291,7 +289,12 @@ class Lowering:
     def _pointwise(self, base: str, name: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
         tensors, common = [x for x in args if isinstance(x, Value)], meta.dtype
         if base in LOGICAL and tensors:
-            common = torch.result_type(*_examples(args)) if len(args) > 1 else tensors[0].dtype
+            # Torch promotes the types of example operands.
+            examples = [
+                torch.empty((1,) * len(x.shape), dtype=x.dtype) if isinstance(x, Value) else x
+                for x in args
+            ]
+            common = torch.result_type(*examples) if len(args) > 1 else tensors[0].dtype
         operands, expression = pointwise(base, name, args, node.kwargs, common)
         # The condition of `where` stays bool; all other operands are computed in the common type.
         conditions = 1 if base == "where" else 0
@@ -330,10 +333,3 @@ def _overwrites_its_own(node: Node) -> bool:
             or not any(result.alias_info for result in made.target._schema.returns)
         )
     )
-
-
-def _examples(args: Sequence[Any]) -> list[Any]:
-    """Make example operands of the same types, for torch's type promotion."""
-    return [
-        torch.empty((1,) * len(x.shape), dtype=x.dtype) if isinstance(x, Value) else x for x in args
-    ]

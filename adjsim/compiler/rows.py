@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from adjsim.compiler.calls import Address, Called, address_of
-from adjsim.compiler.values import TYPES, Buffer, Pointwise, Value
+from adjsim.compiler.values import Buffer, Pointwise, Value
 
 # Bytes to whose multiples rows are aligned.
 ALIGNMENT = 64
@@ -26,12 +26,6 @@ def stored_examples(body: GraphModule, carry_size: int) -> list[Tensor]:
     """Return examples of the tensors that an iteration stores, the last outputs of its graph."""
     (output,) = body.graph.find_nodes(op="output")
     return [node.meta["val"] for node in output.args[0][1 + carry_size :]]
-
-
-def declaration(buffer: Buffer, target: str) -> str:
-    """Print the declaration of the row of a target that an iteration fills."""
-    kind, count = TYPES[buffer.dtype], torch.Size(buffer.shape).numel()
-    return f"{kind}* {buffer.name} = ({kind}*){target} + k * {count};"
 
 
 def store_in(value: Value, row: Buffer, rows: Sequence[Buffer]) -> bool:

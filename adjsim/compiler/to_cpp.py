@@ -17,13 +17,13 @@ from torch.fx import GraphModule
 
 from adjsim.compiler.function import FunctionPrinter
 from adjsim.compiler.graph import Lowering
-from adjsim.compiler.indexing import Checked
 from adjsim.compiler.invariants import LoopInvariant
 from adjsim.compiler.library import compiled
 from adjsim.compiler.mathematics import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim.compiler.nests import Task
-from adjsim.compiler.rows import RowMemory, declaration, store_in, stored_examples
+from adjsim.compiler.rows import RowMemory, store_in, stored_examples
 from adjsim.compiler.values import TYPES, Body, Buffer, UnprintableError, make_buffer, row_major
+from adjsim.compiler.views import Checked
 
 # A compiled loop of constants and carry, which returns the final carry and the rows.
 Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
@@ -244,7 +244,11 @@ class _CppLoop:
         at_start = [*consts, *self.carry_in, *start, *self.current]
         at_body = [*self.current, *consts, *body, *self.next_carry, *self.rows]
         pairs = zip(self.current, self.next_carry, strict=True)
-
+        rows = [
+            f"{TYPES[row.dtype]}* {row.name} = ({TYPES[row.dtype]}*)out[{i}] + k * "
+            f"{torch.Size(row.shape).numel()};"
+            for i, row in enumerate(self.rows, len(self.current))
+        ]
         return [
             'extern "C" int run(const void* const* in, void* const* out, void* const* functions) {',
             f"char* block = (char*)calloc({at + self.work + 64}, 1);",
@@ -257,7 +261,7 @@ class _CppLoop:
             *(["if (refused) { free(block); return refused; }"] if checked else []),
             f"int64_t k = {call('start', buffers=at_start)};",
             f"while ({call('more', 'k', buffers=consts[:1])}) {{",
-            *(declaration(row, f"out[{len(self.current) + i}]") for i, row in enumerate(self.rows)),
+            *rows,
             f"k = {call('body', 'k', buffers=at_body)};",
             *(f"exchange({a.name}, {n.name});" for a, n in pairs),
             "}",

@@ -1,19 +1,40 @@
-"""Views of tensors as maps of indices.
+"""Views, and the splitting, reshaping and indexing of values.
 
-A map takes the index of an element of the view to its index in the operand.
-
-Each entry of :data:`VIEWS` makes the map from the operand's shape, the view's shape and the
-arguments of torch's operation.
+A view is a map of indices, from the index of one of its elements to its index in the operand. Each
+entry of :data:`VIEWS` makes the map from the operand's shape, the view's shape and the arguments of
+torch's operation. ``store`` is :meth:`adjsim.compiler.graph.Lowering.store`, which gives a value a
+buffer. Indices that are constants of a loop are checked once, before the loop; others where they
+are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
-from adjsim.compiler.values import Index, Indices, broadcast
+import torch
+from torch import Tensor
+
+from adjsim.compiler.values import (
+    Buffer,
+    Gathered,
+    Index,
+    Indices,
+    Joined,
+    Reinterpreted,
+    UnprintableError,
+    Value,
+    View,
+    broadcast,
+    dense_copy,
+    offset,
+    row_major,
+)
 
 IndexMap = Callable[[Indices], Indices]
+Store = Callable[..., None]
 
 
 def selecting(axis: int, at: int) -> IndexMap:
@@ -86,3 +107,157 @@ VIEWS: dict[str, Callable[..., IndexMap]] = {
     "select": _select,
     "slice": _slice,
 }
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Constants of a loop that are indices, and their copy in the range from 0 to length - 1.
+
+    Indices from ``least`` on are allowed. Negative ones count from the end.
+    """
+
+    source: Buffer
+    least: int
+    length: int
+
+    @cached_property
+    def buffer(self) -> Buffer:
+        """The copy. The ends of its rows, like those of the constants, are zeros."""
+        ends = "" if self.least == 0 else "_from_end"
+        return replace(self.source, name=f"{self.source.name}_below{self.length}{ends}")
+
+    @property
+    def lines(self) -> list[str]:
+        """The statements that fill the copy."""
+        number = _in_range(f"{self.source.name}[i]", self.least, self.length, "&refused")
+        return [
+            f"for (int64_t i = 0; i < {self.buffer.size}; ++i) {self.buffer.name}[i] = {number};"
+        ]
+
+
+# Operators of torch with several outputs, each a view of their argument.
+SPLITS = ("split", "split_with_sizes", "chunk", "unbind")
+
+
+def split(base: str, meta: Sequence[Tensor], x: Value, *args: Any) -> list[Value]:
+    """Lower one of :data:`SPLITS`."""
+    given = args if base == "unbind" else args[1:]
+    axis = (given[0] if given else 0) % len(x.shape)
+    pieces, at = [], 0
+    for part in meta:
+        shape = tuple(part.shape)
+        if base == "unbind":
+            map, step = selecting(axis, at), 1
+        else:
+            map, step = slicing(axis, at, 1), shape[axis]
+        pieces.append(View(shape, part.dtype, (x,), strides=tuple(part.stride()), map=map))
+        at += step
+    return pieces
+
+
+def reshaped(store: Store, x: Value, meta: Tensor) -> Value:
+    old, new = [n for n in x.shape if n > 1], [n for n in meta.shape if n > 1]
+    if old == new:
+        axes = [axis for axis, n in enumerate(meta.shape) if n > 1]
+
+        def squeezed(index: Indices) -> Indices:
+            rest = iter([index[axis] for axis in axes])
+            return tuple(next(rest) if n > 1 else Index() for n in x.shape)
+
+        return View(tuple(meta.shape), meta.dtype, (x,), map=squeezed)
+    # A stored copy with contiguous rows can be reinterpreted with other axes.
+    flat, strides = dense_copy(x, row_major(x.shape)), row_major(meta.shape)
+    store(flat, fill=False)
+    assert flat.buffer is not None
+    row = Buffer(flat.buffer.name, x.dtype, (flat.buffer.size,), (1,))
+    memory = Reinterpreted((x.numel,), x.dtype, (flat,), buffer=row)
+    return View(
+        tuple(meta.shape), meta.dtype, (memory,), map=lambda index: (offset(index, strides),)
+    )
+
+
+def indexed(
+    store: Store, checked: list[Checked], meta: Tensor, x: Value, indices: Sequence[Value | None]
+) -> Value:
+    """Lower indexing by index tensors along adjacent axes."""
+    numbers = {axis: index for axis, index in enumerate(indices) if index is not None}
+    first = min(numbers)
+    neighbours = list(numbers) == list(range(first, first + len(numbers)))
+    if not neighbours or any(number.dtype != torch.int64 for number in numbers.values()):
+        raise UnprintableError("index by masks, or along axes that are not adjacent")
+    return gathered(store, checked, meta, x, first, list(numbers.values()), wraps=True)
+
+
+def gathered(
+    store: Store,
+    checked: list[Checked],
+    meta: Tensor,
+    x: Value,
+    axis: int,
+    numbers: list[Value],
+    wraps: bool,
+) -> Value:
+    """Select elements by index tensors along the axes from ``axis`` on.
+
+    With ``wraps``, negative indices count from the end. Constant indices are added to ``checked``.
+    """
+    store(x)
+    places: list[Value] = []
+    for length, number in zip(x.shape[axis:], numbers, strict=False):
+        least = -length if wraps else 0
+        constant = _constant(number)
+        if constant is not None:
+            checked.append(Checked(constant, least, length))
+            places.append(_reading(number, checked[-1].buffer))
+            continue
+        expression = partial(_in_range, least=least, length=length, refused="refused")
+        places.append(replace(dense_copy(number, number.strides), expression=expression))
+        # Rows of indices are not padded, since the padding would be read as indices.
+        store(places[-1], fill=False)
+    return Gathered(tuple(meta.shape), meta.dtype, (x, *places), axis=axis)
+
+
+def _in_range(text: str, least: int, length: int, refused: str) -> str:
+    return f"in_range({text}, {least}, {length}, {refused})"
+
+
+def _constant(value: Value) -> Buffer | None:
+    """Return the constant of which a value is a view with all of its elements."""
+    whole = value.numel == value.source.numel and all(
+        varies or n == 1 for varies, n in zip(value.varies, value.shape, strict=True)
+    )
+    buffer = value.source.buffer
+    return buffer if buffer and buffer.constant and not buffer.variable and whole else None
+
+
+def _reading(value: Value, buffer: Buffer) -> Value:
+    """Return a value, or a view of it, that reads another buffer."""
+    if isinstance(value, View):
+        return replace(value, operands=(_reading(value.operands[0], buffer),))
+    return replace(value, buffer=buffer)
+
+
+def scattered(store: Store, base: str, meta: Tensor, x: Value, patch: Value, *args: Any) -> Value:
+    """Lower select_scatter and slice_scatter, which replace a part of a tensor.
+
+    The result is the concatenation of the part before, the patch and the part after.
+    """
+    axis, shape = (args[0] if args else 0) % len(x.shape), x.shape
+    if base == "select_scatter":
+        start = args[1] % shape[axis]
+        stop, row = start + 1, (*shape[:axis], 1, *shape[axis + 1 :])
+        patch = View(row, x.dtype, (patch,), map=unsqueezed((), shape, axis))
+    else:
+        start, stop, step = slice(*(*args[1:4], None, None, None)[:3]).indices(shape[axis])
+        if step != 1:
+            raise UnprintableError(base)
+
+    def part(begin: int, end: int) -> list[Value]:
+        short = (*shape[:axis], end - begin, *shape[axis + 1 :])
+        return [View(short, x.dtype, (x,), map=slicing(axis, begin, 1))] if end > begin else []
+
+    middle = (patch,) if patch.numel else ()
+    parts = (*part(0, start), *middle, *part(stop, shape[axis]))
+    joined = Joined(shape, meta.dtype, parts, strides=tuple(meta.stride()), axis=axis)
+    store(joined)
+    return joined

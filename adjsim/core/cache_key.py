@@ -5,7 +5,7 @@ record reads is baked into the code, and so is part of the key: numbers, strings
 functions, data classes, attributes of classes, closures, globals, and modules that a function
 imports or names in a string. An object that cannot be inspected is compared by its identity. A
 change inside such an object, and a value that is read in another way, are found by a comparison of
-a compiled loop with steps without compilation (:mod:`adjsim.adjoints.loops.check`).
+a compiled loop with steps without compilation (:mod:`adjsim.adjoints.loops.loop`).
 """
 
 from __future__ import annotations

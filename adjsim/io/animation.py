@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from adjsim.core.arguments import as_number, as_tensor, as_whole
-from adjsim.core.box import checked_box
+from adjsim.core.box import checked_box, rows_of
 from adjsim.core.durable.files import replacing
 from adjsim.core.trajectory import Trajectory
 from adjsim.core.typing import Array
@@ -58,7 +58,11 @@ def animate(
     q, chosen = _positions(trajectory, most)
     rows = None
     if box is not None:
-        rows = _rows(box, q.shape[-1])
+        dim = len(checked_box(box, None))
+        if dim != q.shape[-1]:
+            raise ValueError(f"box has {dim} dimensions and position {q.shape[-1]}.")
+        # The rows as given, which the check may reduce.
+        rows = rows_of(as_tensor("box", box).double().cpu()).numpy()
         fractions = q @ np.linalg.inv(rows)
         q = (fractions - np.floor(fractions)) @ rows
     writer = _writer(path, rate)
@@ -90,14 +94,6 @@ def _positions(trajectory: Trajectory[Any] | Array, most: int) -> tuple[np.ndarr
     if not finite.all():
         raise ValueError(f"frame {numbers[int(finite.argmin())]} has NaN or infinite positions.")
     return points, numbers
-
-
-def _rows(box: Array, dim: int) -> np.ndarray:
-    """Return the rows of the box as given, after the checks of a box."""
-    if len(checked_box(box, None)) != dim:
-        raise ValueError(f"box has {len(checked_box(box, None))} dimensions and position {dim}.")
-    cell = as_tensor("box", box).double().cpu()
-    return (torch.diag(cell) if cell.ndim == 1 else cell).numpy()
 
 
 def _writer(path: Path, fps: float) -> AbstractMovieWriter:

@@ -14,7 +14,7 @@ from ase.calculators.calculator import Calculator, all_changes
 from ase.io.formats import filetype
 from torch import Tensor
 
-from adjsim.core.box import volume
+from adjsim.core.box import rows_of, volume
 from adjsim.core.durable.files import replacing
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.trajectory import Trajectory
@@ -139,7 +139,7 @@ def to_ase(trajectory: Trajectory[Any], structure: Structure) -> list[ase.Atoms]
 def _atoms(structure: Structure, **more: Any) -> ase.Atoms:
     symbols, box = list(structure.symbols), structure.box
     masses = structure.mass.detach().cpu().expand(len(symbols)).numpy()
-    cell = None if box is None else _rows(box).numpy()
+    cell = None if box is None else rows_of(box.detach().cpu().double()).numpy()
     return ase.Atoms(symbols=symbols, masses=masses, cell=cell, pbc=box is not None, **more)
 
 
@@ -259,11 +259,6 @@ class _WithoutDerivative(torch.autograd.Function):
         raise ctx.refusal
 
 
-def _rows(box: Tensor) -> Tensor:
-    box = box.detach().cpu().double()
-    return torch.diag(box) if box.ndim == 1 else box
-
-
 def _check_box(potential: torch.nn.Module, box: Tensor | None) -> None:
     """Refuse a potential whose box is not that of the atoms, up to the choice of its rows."""
     for part in terms_of(potential):
@@ -277,11 +272,12 @@ def _check_box(potential: torch.nn.Module, box: Tensor | None) -> None:
             )
         if box is None:
             raise ValueError("the potential has a periodic box and the atoms are not periodic.")
-        integers = _rows(box) @ torch.linalg.inv(_rows(own))
+        cell, given = rows_of(box), rows_of(own.detach().cpu().double())
+        integers = cell @ torch.linalg.inv(given)
         whole = integers.round()
         off = float((integers - whole).abs().max())
         if max(off, abs(float(volume(whole)) - 1)) > 1e-9:
             raise ValueError(
-                f"the cell of the atoms is {_rows(box).tolist()}, and the potential's box is "
-                f"{_rows(own).tolist()}. Make the potential with box=from_ase(atoms).box."
+                f"the cell of the atoms is {cell.tolist()}, and the potential's box is "
+                f"{given.tolist()}. Make the potential with box=from_ase(atoms).box."
             )

@@ -1,6 +1,6 @@
 """SciPy's initial value problem solver, with gradients."""
 
-from adjsim.ivp.grazing import GrazingError
+from adjsim.ivp.events import GrazingError
 from adjsim.ivp.result import DenseSolution as DenseSolution, OdeResult
 from adjsim.ivp.solve import solve_ivp
 

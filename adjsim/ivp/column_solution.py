@@ -190,10 +190,7 @@ class ColumnSolution(DenseColumns):
     def _steps(self) -> Iterator[InterpolatedStep]:
         assert isinstance(self.history, StoredSteps)
         for before, after in self.history.forward():
-            yield *before, after[0], partial(self._polynomial, before, after)
-
-    def _polynomial(self, before: Point, after: Point) -> list[Tensor]:
-        return self._step(before, after).polynomial()
+            yield *before, after[0], lambda at=before, to=after: self._step(at, to).polynomial()
 
     def connected(self, times: Tensor, states: Tensor) -> Tensor:
         values, pull = super().connected(times, states), partial(self._backward, times.detach())

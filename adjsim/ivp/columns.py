@@ -85,12 +85,11 @@ def solve_columns(
             f"y0 of shape (n, batch) takes the options {', '.join(OPTIONS)}; got {unknown[0]!r}."
         )
     ends = [as_times(t, start) for t in t_span]
-    columns = start.detach()[0]
-    begin, end = (per_column(t, columns, 1, "each end of t_span") for t in ends)
+    begin, end = (per_column(t, start[0], 1, "each end of t_span") for t in ends)
     shared = all(t.ndim == 0 for t in ends)
     times = torch.stack(ends if shared else [begin, end])
     times = times if t_eval is None else as_times(t_eval, start)
-    grid = per_column(times, columns, 2, "t_eval")
+    grid = per_column(times, start[0], 2, "t_eval")
     first, last = begin.detach(), end.detach()
     direction = torch.where(last >= first, 1.0, -1.0).to(last)
     _check_times(first, last, direction, None if t_eval is None else grid.detach())

@@ -13,7 +13,7 @@ import torch
 from scipy.integrate import OdeSolution
 from torch import Tensor
 
-from adjsim.ivp.events import Event
+from adjsim.ivp.events import Event, GrazingCheck
 from adjsim.ivp.forward_states import (
     Backsolved,
     Checkpointed,
@@ -22,7 +22,6 @@ from adjsim.ivp.forward_states import (
     StoredInterpolants,
     solution,
 )
-from adjsim.ivp.grazing import GrazingCheck
 from adjsim.ivp.jumps import DiscontinuityCheck
 from adjsim.ivp.march import March, check_times, march
 from adjsim.ivp.rhs import Array, as_state, to_numpy

@@ -71,13 +71,9 @@ class AdjointSettings:
     atol: float
     options: dict[str, Any]
 
-    @property
-    def max_step(self) -> float:
-        return self.options.get("max_step", np.inf)
-
     def solver_options(self, atol: Any) -> dict[str, Any]:
         """Return the options of a solver of a backward pass."""
-        return {"rtol": self.rtol, "atol": atol, "max_step": self.max_step}
+        return {"rtol": self.rtol, "atol": atol, "max_step": self.options.get("max_step", np.inf)}
 
     def sweep(self, adjoint: Array) -> Sweep:
         """Make the sweep that begins with a cotangent of the state."""
@@ -227,7 +223,7 @@ class CollocationSweep(Sweep):
     ) -> tuple[float, Step]:
         """Take one step, at most to ``farthest``, and return the time at which it ends."""
         smallest = 10 * float(np.spacing(abs(now)))
-        size = min(self.step or np.inf, self.settings.max_step)
+        size = min(self.step or np.inf, self.settings.options.get("max_step", np.inf))
         atol = self._absolute() * self.settings.rtol ** (POWER - 1)
         while True:
             size = max(size, smallest)

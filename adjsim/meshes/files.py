@@ -16,7 +16,8 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_tensor
 from adjsim.core.durable.files import replacing
-from adjsim.core.typing import Array
+from adjsim.core.typing import Array, PositionsLike, Times
+from adjsim.meshes.mesh import Mesh
 
 # Names of meshio, and cells that carry nothing: meshers write them for lines and points of a shape.
 CELLS = {"tetra": "tetrahedra", "triangle": "triangles"}
@@ -33,11 +34,22 @@ DISPLACEMENT = "displacement"
 Frames: TypeAlias = Iterable[tuple[float, meshio.Mesh]]
 
 
-def read_cells(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Read the vertices of a file and its cells, by the names of :class:`~adjsim.meshes.Mesh`."""
+def read(path: str | Path) -> Mesh:
+    """Read a mesh from a file, in any format that meshio knows.
+
+    Among them are Gmsh's .msh, .vtu and .stl. Lines and points of the file are left out. A mesh
+    that is planar in the file has vertices of dim 3; ``Mesh(mesh.vertices[:, :2],
+    triangles=mesh.triangles)`` is planar.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file that meshio cannot read, elements other than tetrahedra and triangles of
+            straight edges, and as for :class:`Mesh`.
+    """
+    path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}.")
-    _check_suffix(path)
+    _known_suffix(path)
     try:
         with _packages(path):
             found = meshio.read(path)
@@ -55,24 +67,44 @@ def read_cells(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     cells = {CELLS[kind]: data for kind, data in found.cells_dict.items() if kind in CELLS}
     if not cells:
         raise ValueError(f"{path} has no tetrahedra and no triangles.")
-    return found.points, cells
+    return Mesh(found.points, **cells)
 
 
-def write_cells(
-    path: Path,
-    vertices: Tensor,
-    cells: Mapping[str, Tensor],
-    point_data: Mapping[str, Array],
-    cell_data: Mapping[str, Array],
+def write(
+    path: str | Path,
+    mesh: Mesh,
+    *,
+    point_data: Mapping[str, Array] | None = None,
+    cell_data: Mapping[str, Array] | None = None,
 ) -> None:
-    """Write a mesh with fields; see :func:`adjsim.meshes.write`."""
-    _check_suffix(path)
-    if path.suffix in TETGEN:
+    """Write a mesh with fields to a file, in the format of its suffix.
+
+    Formats that meshio knows are written, such as .vtu for ParaView. The file is read back, and is
+    written whole or not at all: a format that leaves out elements or fields is refused. Among them
+    are the surface formats .obj, .off, .ply, .stl and .wkt for tetrahedra (write a mesh of the
+    triangles of :meth:`Mesh.surface`), and .cgns, .f3grid and .su2 for triangles. TetGen's pair of
+    .node and .ele is only read. HDF5 and netCDF formats (.cgns, .e, .h5m, .hmf, .med, .xdmf) need
+    the extra ``adjsim[meshes]``. Vertices of dim 2 are written with z = 0.
+
+    Args:
+        path: the file; folders are made.
+        mesh: the mesh.
+        point_data: fields by name, ``(vertices,)`` or ``(vertices, components)``.
+        cell_data: fields by name, ``(elements,)`` or ``(elements, components)``.
+
+    Raises:
+        ModuleNotFoundError: a format that needs the extra ``adjsim[meshes]``.
+        ValueError: a format that cannot be written, a field of another length, fields of elements
+            for a mesh with tetrahedra and triangles.
+    """
+    path = Path(path)
+    suffix = _known_suffix(path)
+    if suffix in TETGEN:
         raise ValueError(f"the format of {path.name!r} is a pair of files, only read; use .vtu.")
-    made = _mesh(vertices, cells, point_data, cell_data)
+    made = _mesh(mesh, mesh.vertices, point_data or {}, cell_data or {})
     # Several formats have the suffix of Gmsh.
-    kind = "gmsh" if path.suffix == ".msh" else meshio.extension_to_filetypes[_suffix(path)][0]
-    options = {"data_format": "XML"} if path.suffix in XDMF else {}
+    kind = "gmsh" if suffix == ".msh" else meshio.extension_to_filetypes[suffix][0]
+    options = {"data_format": "XML"} if suffix in XDMF else {}
     with replacing(path) as temporary, _packages(path):
         try:
             meshio.write(temporary, made, kind, **options)
@@ -125,26 +157,57 @@ def _packages(path: Path) -> Generator[None, None, None]:
         ) from error
 
 
-def write_frames(
-    path: Path,
-    rest: Tensor,
-    cells: Mapping[str, Tensor],
-    times: list[float],
-    positions: Tensor,
-    point_data: Mapping[str, Tensor],
+def write_series(
+    path: str | Path,
+    mesh: Mesh,
+    times: Times,
+    positions: PositionsLike,
+    *,
+    point_data: Mapping[str, Array] | None = None,
 ) -> None:
-    """Write a ``.pvd`` or an ``.xdmf`` file, when all of its frames are there."""
+    """Write a moving mesh as a ``.pvd`` or ``.xdmf`` file, which ParaView opens as an animation.
+
+    The frames of a ``.pvd`` file are VTU files in a folder beside it. An ``.xdmf`` file has the
+    rest shape once, and the motion as the field ``displacement``, which the filter Warp By Vector
+    of ParaView shows. It is one file of text, so it is larger. A file is written, or replaces an
+    earlier one, when all frames are there.
+
+    Args:
+        path: the ``.pvd`` or ``.xdmf`` file; folders are made.
+        mesh: the mesh.
+        times: ``(frames,)``, such as ``trajectory.times``.
+        positions: ``(frames, vertices, dim)``, such as ``trajectory.position``.
+        point_data: fields by name, ``(frames, vertices)`` or ``(frames, vertices, components)``.
+
+    Raises:
+        ValueError: another suffix, or other shapes.
+    """
+    path = Path(path)
+    x, t = as_tensor("positions", positions).detach(), as_tensor("times", times).detach()
+    shape = (len(x), *mesh.vertices.shape)
+    if x.shape != shape or t.shape != shape[:1]:
+        raise ValueError(
+            f"positions must be (frames, {shape[1]}, {shape[2]}) and times (frames,); got shapes "
+            f"{tuple(x.shape)} and {tuple(t.shape)}. Write the replicas of a batch one by one."
+        )
+    fields = {name: as_tensor(name, value).detach() for name, value in (point_data or {}).items()}
+    for name, value in fields.items():
+        if value.shape[:2] != shape[:2]:
+            raise ValueError(
+                f"point_data[{name!r}] must be {shape[:2]} or ({shape[0]}, {shape[1]}, "
+                f"components); got shape {tuple(value.shape)}."
+            )
     frames = (
-        (t, _mesh(x, cells, {name: values[number] for name, values in point_data.items()}, {}))
-        for number, (t, x) in enumerate(zip(times, positions, strict=True))
+        (time, _mesh(mesh, x[k], {name: values[k] for name, values in fields.items()}, {}))
+        for k, time in enumerate(t.tolist())
     )
     if path.suffix in XDMF:
-        if DISPLACEMENT in point_data:
+        if DISPLACEMENT in fields:
             raise ValueError(
                 f"point_data has {DISPLACEMENT!r}, the field in which an .xdmf file has the "
                 "motion; give it another name, or write a .pvd file."
             )
-        _write_xdmf(path, _mesh(rest, cells, {}, {}), frames)
+        _write_xdmf(path, _mesh(mesh, mesh.vertices, {}, {}), frames)
     elif path.suffix == ".pvd":
         _write_pvd(path, frames)
     else:
@@ -200,16 +263,13 @@ def _frames_of(path: Path) -> set[Path]:
 
 
 def _mesh(
-    vertices: Tensor,
-    cells: Mapping[str, Tensor],
-    point_data: Mapping[str, Array],
-    cell_data: Mapping[str, Array],
+    mesh: Mesh, vertices: Tensor, point_data: Mapping[str, Array], cell_data: Mapping[str, Array]
 ) -> meshio.Mesh:
     points = vertices.detach().cpu().double().numpy()
     if points.shape[1] == 2:
         points = np.pad(points, ((0, 0), (0, 1)))
     names = {ours: theirs for theirs, ours in CELLS.items()}
-    blocks: list[Any] = [(names[name], index.numpy()) for name, index in cells.items()]
+    blocks: list[Any] = [(names[name], index.numpy()) for name, index in mesh.cells().items()]
     if cell_data and len(blocks) > 1:
         raise ValueError(
             "cell_data needs a mesh with one kind of element; write Mesh(vertices, tetrahedra) and "
@@ -231,13 +291,10 @@ def _field(kind: str, name: str, value: Array, count: int) -> np.ndarray:
     return found
 
 
-def _suffix(path: Path) -> str:
+def _known_suffix(path: Path) -> str:
     """Return the last suffix, or the last two where meshio knows them together (.vol.gz)."""
-    both = "".join(path.suffixes[-2:])
-    return both if both in meshio.extension_to_filetypes else path.suffix
-
-
-def _check_suffix(path: Path) -> None:
-    if _suffix(path) not in meshio.extension_to_filetypes:
-        known = ", ".join(sorted(meshio.extension_to_filetypes))
-        raise ValueError(f"meshio has no format for {path.name!r}; its suffixes are {known}.")
+    for suffix in ("".join(path.suffixes[-2:]), path.suffix):
+        if suffix in meshio.extension_to_filetypes:
+            return suffix
+    known = ", ".join(sorted(meshio.extension_to_filetypes))
+    raise ValueError(f"meshio has no format for {path.name!r}; its suffixes are {known}.")

@@ -1,4 +1,4 @@
-"""Meshes of triangles and tetrahedra: made, measured, read and written.
+"""Meshes of triangles and tetrahedra, made and measured.
 
 A mesh is a rest shape. Its vertices are the atoms of a simulation, so a state has positions
 ``(*batch, vertices, dim)``.
@@ -7,20 +7,22 @@ A mesh is a rest shape. Its vertices are the atoms of a simulation, so a state h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations, permutations
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_number, as_tensor, as_whole
-from adjsim.core.typing import Array, Number, PositionsLike, Times
-from adjsim.meshes.checks import check_orphans, check_sizes, checked_elements, checked_vertices
+from adjsim.core.arguments import as_indices, as_number, as_tensor, as_whole
+from adjsim.core.typing import Array, Number
 
 # The faces of a tetrahedron of positive volume, seen counterclockwise from outside.
 FACES = ((0, 2, 1), (0, 1, 3), (0, 3, 2), (1, 2, 3))
+# Volumes and areas below this multiple of the longest edge to the power of 3 or 2 are rounding
+# errors of coordinates: an element this flat has no inverse rest shape.
+FLAT = 1e-12
+ONE = {"tetrahedra": "tetrahedron", "triangles": "triangle"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,19 +49,24 @@ class Mesh:
     def __init__(
         self, vertices: Array, tetrahedra: Array | None = None, triangles: Array | None = None
     ) -> None:
-        object.__setattr__(self, "vertices", checked_vertices(vertices))
+        object.__setattr__(self, "vertices", _checked_vertices(vertices))
         for name, found in (("tetrahedra", tetrahedra), ("triangles", triangles)):
-            checked = None if found is None else checked_elements(name, found, len(self.vertices))
+            checked = None if found is None else _checked_elements(name, found, len(self.vertices))
             object.__setattr__(self, name, checked)
         if not self.cells():
             raise ValueError("a mesh needs tetrahedra or triangles.")
-        if self.tetrahedra is not None:
-            if self.dim != 3:
-                raise ValueError("tetrahedra need vertices of dim 3; got dim 2.")
-            check_sizes(self.vertices, "tetrahedron", self.tetrahedra, self.volumes())
-        if self.triangles is not None:
-            check_sizes(self.vertices, "triangle", self.triangles, self.areas())
-        check_orphans(len(self.vertices), self.cells().values())
+        if self.tetrahedra is not None and self.dim != 3:
+            raise ValueError("tetrahedra need vertices of dim 3; got dim 2.")
+        absent = torch.ones(len(self.vertices), dtype=torch.bool)
+        for name, elements in self.cells().items():
+            sizes = self.volumes() if name == "tetrahedra" else self.areas()
+            _check_sizes(ONE[name], self.vertices[elements], sizes)
+            absent[elements.flatten()] = False
+        if bool(absent.any()):
+            raise ValueError(
+                f"vertex {int(absent.int().argmax())} belongs to no element; remove it, since it "
+                "would have no mass."
+            )
 
     def __repr__(self) -> str:
         counts = [f"{len(self.vertices)} vertices"]
@@ -235,98 +242,62 @@ def sheet(lengths: Array, cells: Array, *, dim: int = 3) -> Mesh:
     return Mesh(vertices, triangles=torch.stack([lower, upper], -2).reshape(-1, 3))
 
 
-def read(path: str | Path) -> Mesh:
-    """Read a mesh from a file, in any format that meshio knows.
-
-    Among them are Gmsh's .msh, .vtu and .stl. Lines and points of the file are left out. A mesh
-    that is planar in the file has vertices of dim 3; ``Mesh(mesh.vertices[:, :2],
-    triangles=mesh.triangles)`` is planar.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a file that meshio cannot read, elements other than tetrahedra and triangles of
-            straight edges, and as for :class:`Mesh`.
-    """
-    from adjsim.meshes.files import read_cells
-
-    vertices, cells = read_cells(Path(path))
-    return Mesh(vertices, **cells)
-
-
-def write(
-    path: str | Path,
-    mesh: Mesh,
-    *,
-    point_data: Mapping[str, Array] | None = None,
-    cell_data: Mapping[str, Array] | None = None,
-) -> None:
-    """Write a mesh with fields to a file, in the format of its suffix.
-
-    Formats that meshio knows are written, such as .vtu for ParaView. The file is read back, and is
-    written whole or not at all: a format that leaves out elements or fields is refused. Among them
-    are the surface formats .obj, .off, .ply, .stl and .wkt for tetrahedra (write a mesh of the
-    triangles of :meth:`Mesh.surface`), and .cgns, .f3grid and .su2 for triangles. TetGen's pair of
-    .node and .ele is only read. HDF5 and netCDF formats (.cgns, .e, .h5m, .hmf, .med, .xdmf) need
-    the extra ``adjsim[meshes]``. Vertices of dim 2 are written with z = 0.
-
-    Args:
-        path: the file; folders are made.
-        mesh: the mesh.
-        point_data: fields by name, ``(vertices,)`` or ``(vertices, components)``.
-        cell_data: fields by name, ``(elements,)`` or ``(elements, components)``.
-
-    Raises:
-        ModuleNotFoundError: a format that needs the extra ``adjsim[meshes]``.
-        ValueError: a format that cannot be written, a field of another length, fields of elements
-            for a mesh with tetrahedra and triangles.
-    """
-    from adjsim.meshes.files import write_cells
-
-    write_cells(Path(path), mesh.vertices, mesh.cells(), point_data or {}, cell_data or {})
-
-
-def write_series(
-    path: str | Path,
-    mesh: Mesh,
-    times: Times,
-    positions: PositionsLike,
-    *,
-    point_data: Mapping[str, Array] | None = None,
-) -> None:
-    """Write a moving mesh as a ``.pvd`` or ``.xdmf`` file, which ParaView opens as an animation.
-
-    The frames of a ``.pvd`` file are VTU files in a folder beside it. An ``.xdmf`` file has the
-    rest shape once, and the motion as the field ``displacement``, which the filter Warp By Vector
-    of ParaView shows. It is one file of text, so it is larger. A file is written, or replaces an
-    earlier one, when all frames are there.
-
-    Args:
-        path: the ``.pvd`` or ``.xdmf`` file; folders are made.
-        mesh: the mesh.
-        times: ``(frames,)``, such as ``trajectory.times``.
-        positions: ``(frames, vertices, dim)``, such as ``trajectory.position``.
-        point_data: fields by name, ``(frames, vertices)`` or ``(frames, vertices, components)``.
-
-    Raises:
-        ValueError: another suffix, or other shapes.
-    """
-    x, t = as_tensor("positions", positions).detach(), as_tensor("times", times).detach()
-    shape = (len(x), *mesh.vertices.shape)
-    if x.shape != shape or t.shape != shape[:1]:
+def _checked_vertices(value: Array) -> Tensor:
+    """Convert vertices to float64 on the CPU, and check them."""
+    found = as_tensor("vertices", value)
+    if found.requires_grad:
         raise ValueError(
-            f"positions must be (frames, {shape[1]}, {shape[2]}) and times (frames,); got shapes "
-            f"{tuple(x.shape)} and {tuple(t.shape)}. Write the replicas of a batch one by one."
+            "vertices cannot require grad: a mesh is a fixed rest shape. rest_stretch of an "
+            "elastic potential is a rest shape with a gradient."
         )
-    fields = {name: as_tensor(name, value).detach() for name, value in (point_data or {}).items()}
-    for name, value in fields.items():
-        if value.shape[:2] != shape[:2]:
-            raise ValueError(
-                f"point_data[{name!r}] must be {shape[:2]} or ({shape[0]}, {shape[1]}, "
-                f"components); got shape {tuple(value.shape)}."
-            )
-    from adjsim.meshes.files import write_frames
+    if found.ndim != 2 or found.shape[1] not in (2, 3) or len(found) == 0:
+        raise ValueError(
+            f"vertices must be (vertices, 3) or (vertices, 2); got shape {tuple(found.shape)}."
+        )
+    finite = torch.isfinite(found).all(-1)
+    if not bool(finite.all()):
+        number = int((~finite).int().argmax())
+        raise ValueError(f"vertex {number} is not finite: {found[number].tolist()}.")
+    return found.to("cpu", torch.float64)
 
-    write_frames(Path(path), mesh.vertices, mesh.cells(), t.tolist(), x, fields)
+
+def _checked_elements(name: str, value: Array, vertices: int) -> Tensor:
+    """Convert tetrahedra or triangles to integers, and check that they name vertices."""
+    found, members = as_indices(name, value), 4 if name == "tetrahedra" else 3
+    if found.ndim != 2 or found.shape[1] != members or len(found) == 0:
+        raise ValueError(
+            f"{name} must be ({name}, {members}) vertex numbers, at least one; got shape "
+            f"{tuple(found.shape)}."
+        )
+    wrong = ((found < 0) | (found >= vertices)).any(-1)
+    if bool(wrong.any()):
+        number = int(wrong.int().argmax())
+        raise ValueError(
+            f"{ONE[name]} {number} is {found[number].tolist()} and the mesh has {vertices} "
+            "vertices, numbered from 0."
+        )
+    ordered = found.sort(-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+    if bool(twice.any()):
+        number = int(twice.int().argmax())
+        raise ValueError(f"{ONE[name]} {number} names a vertex twice: {found[number].tolist()}.")
+    return found
+
+
+def _check_sizes(one: str, corners: Tensor, sizes: Tensor) -> None:
+    """Raise if a volume or an area is zero or negative."""
+    what, power = ("volume", 3) if one == "tetrahedron" else ("area", 2)
+    longest = torch.cdist(corners, corners).amax((-1, -2)) ** power
+    flat = sizes.abs() <= FLAT * longest
+    if bool(flat.any()):
+        number = int(flat.int().argmax())
+        raise ValueError(f"{one} {number} is degenerate: its {what} is {float(sizes[number]):g}.")
+    if bool((sizes < 0).any()):
+        number = int((sizes < 0).int().argmax())
+        raise ValueError(
+            f"{one} {number} is inverted: its {what} is {float(sizes[number]):g}. Exchange two of "
+            "its vertices."
+        )
 
 
 def _grid(

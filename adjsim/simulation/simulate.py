@@ -55,7 +55,6 @@ from adjsim.solvers.continuous.base import ContinuousSolver
 from adjsim.solvers.run import Run
 
 Solver = SteppingSolver | ContinuousSolver
-LEAVE_OUT = "Leave compile=True out, use CheckpointAdjoint(), or run under torch.no_grad()."
 
 
 def simulate(
@@ -156,8 +155,8 @@ def simulate(
     kept = None if store is None else (Store(store), as_number("every", every))
     if kept is not None and not kept[1] > 0:
         raise ValueError(f"every must be a positive number of seconds; got {every}.")
-    settings = progress, compile, kept, end
-    return run(dynamics, state, ts, solver, adjoint, record, noise, *settings)
+    options = progress, compile, kept, end
+    return run(dynamics, state, ts, solver, adjoint, record, noise, *options)
 
 
 @outside_inference_mode()
@@ -238,9 +237,8 @@ def assemble(
 def check_start(run: Run[State]) -> None:
     """Refuse a step that is too long for the start."""
     if isinstance(run.solver, SteppingSolver):
-        plan = run.plan
         with torch.no_grad():
-            run.solver.check(plan, run.dynamics, detached(run.state), float(run.times[0]))
+            run.solver.check(run.plan, run.dynamics, detached(run.state), float(run.times[0]))
 
 
 def check_dynamics(dynamics: Any) -> None:
@@ -283,18 +281,17 @@ def _check_compiled(run: Run[State], adjoint: Adjoint) -> None:
             "out there."
         )
     if run.needs_gradient and isinstance(adjoint, ReversibleAdjoint):
-        solver = run.solver
+        kind, solver = type(run.dynamics).__name__, run.solver
         refusal = solver.supports_compiling(run.dynamics, run.state, undone=True)
-        if refusal is not None:
-            raise TypeError(
-                f"compile=True cannot undo the steps of {solver!r}: {refusal.reason}. {LEAVE_OUT}"
-            )
-        for stage, move in run.plan.moves:
-            if move.no_compiled_inverse is not None:
+        refusals = [
+            (f"the steps of {solver!r}", refusal),
+            *((f"term {x.letter!r} of {kind}", y.no_compiled_inverse) for x, y in run.plan.moves),
+        ]
+        for what, refusal in refusals:
+            if refusal is not None:
                 raise TypeError(
-                    f"compile=True cannot undo term {stage.letter!r} of "
-                    f"{type(run.dynamics).__name__}: {move.no_compiled_inverse.reason}. "
-                    f"{LEAVE_OUT}"
+                    f"compile=True cannot undo {what}: {refusal.reason}. Leave compile=True out, "
+                    "use CheckpointAdjoint(), or run under torch.no_grad()."
                 )
 
 

@@ -147,9 +147,9 @@ def describe_change(
         first = _snapshot(module, device)
         evaluate()
     what = _difference(first, _snapshot(module, device))
-    if found or what is None:
-        return found[0] if found else None
-    return f"{type(module).__name__} or a part of it {what}"
+    if what is not None:
+        found.append(f"{type(module).__name__} or a part of it {what}")
+    return found[0] if found else None
 
 
 def _snapshot(module: nn.Module, device: torch.device) -> _Snapshot:

@@ -68,7 +68,7 @@ def test_backward_euler_is_undone():
 @pytest.mark.parametrize("solver", SOLVERS, ids=repr)
 def test_gradients_by_inductor(solver, monkeypatch):
     expected, _ = gradients(solver, False, (4,), DirectAdjoint(), False)
-    monkeypatch.setattr("adjsim.compiler.systems.printing.LARGEST", 1)
+    monkeypatch.setattr("adjsim.compiler.systems.LARGEST", 1)
     found, made = gradients(solver, False, (4,), CheckpointAdjoint(), True)
     agree(found, expected, 1e-12)
     assert "Inductor" in made.stats["compiled_forward"]

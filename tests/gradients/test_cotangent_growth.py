@@ -9,7 +9,7 @@ import torch
 
 import adjsim
 from adjsim import CheckpointAdjoint, ReversibleAdjoint, TimeAverage
-from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
+from adjsim.adjoints.sweep.recorder import CotangentGrowth
 from adjsim.dynamics.cotangents import Cotangents
 from tests.problems import parameter
 

@@ -18,8 +18,7 @@ from torch._subclasses import FakeTensor
 
 import adjsim
 from adjsim import CheckpointAdjoint, ReversibleAdjoint, StoreError
-from adjsim.adjoints.loops.check import LoopCheck
-from adjsim.adjoints.loops.loop import Loop
+from adjsim.adjoints.loops.loop import Loop, LoopCheck
 from adjsim.core.cache_key import cache_key
 from adjsim.core.durable.manifest import module_fingerprint
 from adjsim.core.libraries import is_library

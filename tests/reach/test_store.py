@@ -87,9 +87,9 @@ def test_another_format_is_named(tmp_path, monkeypatch):
     with store.held({"a": "1"}):
         data = to_bytes(TREE)
     monkeypatch.setattr("adjsim.core.durable.store.FORMAT", "adjsim 9")
-    with pytest.raises(StoreError, match="format 'adjsim 3', and this version reads 'adjsim 9'"):
+    with pytest.raises(StoreError, match="format 'adjsim 4', and this version reads 'adjsim 9'"):
         from_bytes(data)
-    named = "the format of the store is adjsim 9 here and adjsim 3 there"
+    named = "the format of the store is adjsim 9 here and adjsim 4 there"
     with pytest.raises(StoreError, match=named), store.held({"a": "1"}):
         pass
 

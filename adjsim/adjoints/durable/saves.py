@@ -11,7 +11,8 @@ import hashlib
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from adjsim.solvers.run import Run
 
 # Seconds of compiled steps between two looks at the clock and at signals.
 PAUSE = 0.25
+# The name of the forward pass in a store.
+FORWARD = "forward"
 
 
 class AttributeState(Stateful):
@@ -39,45 +42,32 @@ class AttributeState(Stateful):
             setattr(self, name, state[name])
 
 
-class Resumable(Stateful, Protocol):
-    """A driver that can go on in the middle of a run."""
-
-    @property
-    def divisible(self) -> bool:
-        """Whether it may stop anywhere without a change of what is stored."""
-        ...
-
-
+@dataclass(eq=False)
 class Saves:
     """The saves of one pass over the steps of a run, forward or backward.
 
-    Args:
-        saving: where and how often.
+    Attributes:
         interruption: signals that end the run.
         name: the name of the pass in the store.
         objects: what is saved besides the state of the steps and their evaluations.
-        report: the report of the run.
         end: the step with which the pass ends.
         where: describes a step, for the line that ends an interrupted run.
         divisible: whether steps may be divided in any way.
     """
 
-    def __init__(
-        self,
-        saving: Saving,
-        interruption: Interruption,
-        name: str,
-        objects: Mapping[str, Stateful],
-        report: RunReport,
-        end: int,
-        where: str,
-        divisible: bool = False,
-    ) -> None:
-        self.saving, self.interruption, self.report = saving, interruption, report
-        self.end, self.where, self.divisible = end, where, divisible
-        self._states = SavedStates(saving.store, name, objects)
+    saving: Saving
+    interruption: Interruption
+    report: RunReport
+    name: str
+    objects: Mapping[str, Stateful]
+    end: int
+    where: str
+    divisible: bool = False
+
+    def __post_init__(self) -> None:
+        self._states = SavedStates(self.saving.store, self.name, self.objects)
         self._written = time.monotonic()
-        self._pace, self._advanced = 1, (end, 0.0)
+        self._pace, self._advanced = 1, (self.end, 0.0)
 
     def begin(self, state: State, step: int) -> tuple[State, int, int]:
         """Return the state, the step and the spilled bits of the last save.
@@ -107,15 +97,12 @@ class Saves:
                 "energy_evaluations": self.report.energy_evaluations,
             }
             self._states.save(about)
-            self._finish(self.where.format(step))
-
-    def _finish(self, where: str) -> None:
-        self._written = time.monotonic()
-        if self.interruption.requested:
-            folder = self.saving.store.folder
-            self.interruption.end(
-                f"interrupted {where}. Run it again with store='{folder}' to go on."
-            )
+            self._written = time.monotonic()
+            if self.interruption.requested:
+                self.interruption.end(
+                    f"interrupted {self.where.format(step)}. Run it again with "
+                    f"store='{self.saving.store.folder}' to go on."
+                )
 
     def next_stop(self, step: int, stop: int) -> int:
         """Return the step up to which the driver may advance before the next look at the clock."""
@@ -129,44 +116,24 @@ class Saves:
 
 
 @contextmanager
-def forward_saves(
-    run: Run[State],
-    report: RunReport,
-    last: int,
-    observers: Mapping[str, Stateful],
-    driver: Resumable,
+def held_saves(
+    run: Run[State], report: RunReport, name: str, *settings: Any
 ) -> Generator[Saves | None, None, None]:
-    """Hold the store of a run of ``last`` steps while it runs forward; None without a store."""
+    """Hold the store of a run during a pass; None without one. :class:`Saves` has the settings."""
     saving = run.saving
     if saving is None:
         yield None
         return
     with saving.store.held(saving.manifest), Interruption() as interruption:
-        check_numbers(saving.store, saving.measure)
-        objects, where = {**observers, "driver": driver}, f"after step {{}} of {last}"
-        given = (objects, report, last, where, driver.divisible)
-        yield Saves(saving, interruption, "forward", *given)
+        if name == FORWARD:
+            check_numbers(saving.store, saving.measure)
+        yield Saves(saving, interruption, report, name, *settings)
 
 
-@contextmanager
-def backward_saves(
-    run: Run[State],
-    report: RunReport,
-    objects: Mapping[str, Stateful],
-    cotangents: Sequence[Tensor | None],
-) -> Generator[Saves | None, None, None]:
-    """Hold the store of a run during a sweep; None without a store.
-
-    A sweep is found by its incoming cotangents, so that two losses of one run do not mix.
-    """
-    saving = run.saving
-    if saving is None:
-        yield None
-        return
+def name_of_sweep(cotangents: Sequence[Tensor | None]) -> str:
+    """Name a sweep by its incoming cotangents, so that two losses of one run do not mix."""
     digest = hashlib.blake2b(digest_size=8)
     for x in cotangents:
         content = b"none" if x is None else x.detach().cpu().contiguous().numpy().tobytes()
         digest.update(hashlib.blake2b(content, digest_size=16).digest())
-    name, where = f"backward-{digest.hexdigest()}", "on the way back, before step {}"
-    with saving.store.held(saving.manifest), Interruption() as interruption:
-        yield Saves(saving, interruption, name, objects, report, 0, where)
+    return f"backward-{digest.hexdigest()}"

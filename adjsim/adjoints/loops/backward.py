@@ -14,14 +14,12 @@ from adjsim.adjoints.loops.compilation import LoopSpec, clone
 from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import SavedTensors
-from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.history import Rewind
-from adjsim.adjoints.sweep.recorder import RecordSweep
+from adjsim.adjoints.sweep.recorder import CotangentGrowth, RecordSweep
 from adjsim.core.progress import with_progress
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState
 from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
-from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.base import StepContext
 
 
@@ -40,18 +38,13 @@ class BackwardCarry(NamedTuple):
 
 
 class BackwardLoops:
-    """Run the backward pass in compiled loops, and its other parts with ``forces``."""
+    """Run the backward pass in compiled loops."""
 
-    def __init__(self, runner: LoopRunner, forces: ForceEvaluator) -> None:
-        self.runner, self.forces = runner, forces
+    def __init__(self, runner: LoopRunner) -> None:
+        self.runner = runner
 
     def sweep(
-        self,
-        cotangents: Cotangents,
-        saved: RecordSweep,
-        rewind: Rewind,
-        progress: bool,
-        saves: Saves | None = None,
+        self, saved: RecordSweep, rewind: Rewind, progress: bool, saves: Saves | None = None
     ) -> AnyState:
         """Propagate the cotangents from the last state to the start, and return the start."""
         runner = self.runner
@@ -59,25 +52,19 @@ class BackwardLoops:
         pairs = [pair for pair in pairwise([0, *runner.stops]) if pair[1] <= last][::-1]
         for start, stop in with_progress(pairs, "backward", len(pairs), progress):
             if runner.recorder.average is None:
-                saved.accumulate(stop, runner.stepper.from_lattice(state), cotangents, self.forces)
-            state = self._traverse(state, stop, start, cotangents, saved, rewind)
-            saved.growth.observe(cotangents)
+                saved.accumulate(stop, runner.stepper.from_lattice(state))
+            state = self._traverse(state, stop, start, saved, rewind)
+            saved.growth.observe(saved.sums)
             state = rewind.restore(start, state)
             if saves is not None:
                 saves.after(start, state)
         return state
 
     def _traverse(
-        self,
-        state: AnyState,
-        stop: int,
-        start: int,
-        cotangents: Cotangents,
-        saved: RecordSweep,
-        rewind: Rewind,
+        self, state: AnyState, stop: int, start: int, saved: RecordSweep, rewind: Rewind
     ) -> AnyState:
         """Propagate state and cotangents backward from ``stop`` steps to ``start`` steps."""
-        runner, average = self.runner, saved.average_cotangent
+        runner, average, cotangents = self.runner, saved.average_cotangent, saved.sums
         coefficients, sums = runner.fixed.coefficients, cotangents.coefficient_sums
         parameter_sums, parameters = cotangents.parameter_sums, cotangents.parameters
         carry = BackwardCarry(
@@ -166,9 +153,8 @@ class _TracedSweep:
             return
         sums = self.sums if absent is None else CotangentsUnless(absent, self.sums)
         state, before = self.runner.stepper.from_lattice(self.state), dict(self.growth.injected)
-        RecordSweep(self.runner.recorder, (), None, 0.0, self.growth).add_function(
-            state, self.constants.average[0], sums, self.forces
-        )
+        saved = RecordSweep(self.runner.recorder, (), sums, self.forces, self.growth)
+        saved.add_function(state, self.constants.average[0])
         if absent is not None:
             for name, x in before.items():
                 after = self.growth.injected[name]

@@ -75,22 +75,18 @@ def compile_loop(
     what: str,
     capacity: int = 0,
 ) -> tuple[Callable[[Constants, Carry], tuple[Carry, list[Tensor]]], str]:
-    """Compile a loop to a function of its constants and carry.
+    """Compile a loop to a function of its constants and carry, of which there are examples.
 
-    The function returns the final carry and the stored rows.
+    The function returns the final carry and the stored rows. Returned with it is how it was
+    compiled: "C++", or "Inductor" with the reason. The first constant is the number of steps.
 
     Args:
-        spec: the definition of the loop.
         within: makes the context in which the loop is traced, from traced constants; the context
             returns the constants to use.
-        constants, carry: examples of the arguments; the first constant is the number of steps.
         exact: whether results must have the same bits in every loop.
         short: whether contiguous rows are shorter than a vector.
         what: a description of the loop, for errors.
         capacity: the largest number of steps of a loop that stores rows.
-
-    Returns:
-        the function, and how it was compiled: "C++", or "Inductor" with the reason.
 
     Raises:
         CompileError: the loop cannot be compiled.

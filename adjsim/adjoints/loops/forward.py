@@ -89,7 +89,12 @@ class ForwardLoops:
             carry, rows, count = self._run_sound(state, start, wanted)
             if self.state_rows is not None:
                 self.state_rows[start] = rows
-            state, start = self._accept(carry, start, count)
+            start += count
+            if carry.total:
+                assert self.recording is not None
+                self.recording.total, self.recording.last_step = carry.total[0], start
+            self.force = runner.unpack(carry.force[0]) if carry.force else None
+            state = runner.unpack_state(carry.state)
             if budget is not None:
                 # Half of the budget is left for the next loop.
                 budget.add(carry.error_growth[0], start, budget.allowed / 2)
@@ -111,7 +116,8 @@ class ForwardLoops:
             count = max(1, min(count, int(budget.left / self.pace)))
         while True:
             carry, rows = self._run(state, start, count)
-            allowed = count // 2 if _is_refused(carry) else count
+            refused = any(bool((x < 0).any()) for x in carry.margin)
+            allowed = count // 2 if refused else count
             if budget is not None:
                 found = budget.largest(carry.error_growth[0], count)
                 self.pace = found / count
@@ -133,29 +139,16 @@ class ForwardLoops:
             total, state, rows = run_iterated(runner, total, state, start, count, stores)
             return ForwardCarry(total, (), (), (), runner.pack_state(state)), rows
         force = () if self.force is None else (runner.pack(self.force),)
-        growth, margin = self._beginning(state, start)
+        t, growth = runner.clock.time(start), tuple[Tensor, ...]()
+        with torch.no_grad():
+            least = _margin(runner, t, state)
+            if self.error_budget is not None:
+                like = growth_in_step(runner.dynamics, runner.clock.dt, t, state)
+                growth = (torch.zeros_like(clone(like)),)
+        margin = () if least is None else (torch.full_like(clone(least), torch.inf),)
         carry = ForwardCarry(total, force, growth, margin, runner.pack_state(state))
         kind = (SAVING if runner.saves_tensors else STORING) if stores else FORWARD
         return runner.run_loop(kind, start, count, carry)
-
-    def _accept(self, carry: ForwardCarry, start: int, count: int) -> tuple[Any, int]:
-        """Continue from the end of a loop."""
-        runner, recording = self.runner, self.recording
-        if carry.total:
-            assert recording is not None
-            recording.total, recording.last_step = carry.total[0], start + count
-        self.force = runner.unpack(carry.force[0]) if carry.force else None
-        return runner.unpack_state(carry.state), start + count
-
-    @torch.no_grad()
-    def _beginning(self, state: AnyState, start: int) -> tuple[tuple[Tensor, ...], ...]:
-        """Return the growth of errors and the margin before the first step, where they are used."""
-        runner, t = self.runner, self.runner.clock.time(start)
-        growth, margin = (), _margin(runner, t, state)
-        if self.error_budget is not None:
-            like = growth_in_step(runner.dynamics, runner.clock.dt, t, state)
-            growth = (torch.zeros_like(clone(like)),)
-        return growth, () if margin is None else (torch.full_like(clone(margin), torch.inf),)
 
     def _total(self, recording: Recording, state: AnyState) -> Tensor:
         """Return the sum of the time average so far."""
@@ -215,10 +208,6 @@ def _specify(
         return k + 1, after, (*carry.state, *saved) if stores else ()
 
     return LoopSpec(start, more, body)
-
-
-def _is_refused(carry: ForwardCarry) -> bool:
-    return any(bool((x < 0).any()) for x in carry.margin)
 
 
 def _margin(runner: LoopRunner, t: Any, state: AnyState) -> Tensor | None:

@@ -8,7 +8,7 @@ reason, or finds a solution from which the loop goes on.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,9 +129,5 @@ def _specify(
     return LoopSpec(start, more, body)
 
 
-def _iterations(carry: Any) -> int:
-    return int(carry.iterations)
-
-
-ITERATING = LoopKind(partial(_specify, False), iterations=_iterations)
-ITERATING_AND_STORING = LoopKind(partial(_specify, True), iterations=_iterations)
+ITERATING = LoopKind(partial(_specify, False))
+ITERATING_AND_STORING = LoopKind(partial(_specify, True))

@@ -1,15 +1,37 @@
-"""A compiled loop, and its inputs."""
+"""A compiled loop, its inputs, and its check against the same step taken without compilation.
+
+A loop is found again by everything that its step is seen to read (:mod:`adjsim.core.cache_key`). A
+value that is read in another way, such as ``globals()[name]`` with a computed name, a patched
+function, or a number inside an object that cannot be inspected, may have changed since the loop was
+compiled. So one step is taken from the start of the loop, compiled and without compilation, and the
+results have to agree.
+
+The check is made at the first call of a loop in each run, or so rarely that it takes at most a
+fortieth of the time of the loop's calls. A step that reads an object that cannot be inspected is
+checked in every run.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from adjsim.adjoints.loops.compilation import Constant, LoopSpec
+from adjsim.adjoints.loops.compilation import Constant, LoopSpec, leaves, mapped
+from adjsim.core.agreement import difference, epsilon, perturbed, rounding, size
+
+# Time of the calls of a loop for each second of its checks.
+SHARE = 40
+# Relative size of a change of the carry whose effect is still taken for rounding where a step may
+# compute in a coarser dtype than that of the state.
+COARSE = 1e-5
+# Factor by which rounding may exceed what was measured once.
+MARGIN = 16.0
 
 
 class LoopConstants(NamedTuple):
@@ -48,7 +70,7 @@ class Loop:
         fixed_evaluations: energy evaluations outside of its iterations.
         evaluations_per_step: energy evaluations in each iteration.
         constants: the tensors that it has captured.
-        seconds: the time of its calls since the last check (:mod:`adjsim.adjoints.loops.check`);
+        seconds: the time of its calls since the last check;
             infinite before the first.
         check_seconds: the shortest time of a check; 0 before the first.
         rounding: the largest difference that rounding is known to make in one step, for each tensor
@@ -79,11 +101,79 @@ class LoopKind:
         differentiates: whether autograd runs in it, so that parameters and coefficients are leaves.
         backward: whether it is a loop of the backward pass.
         uncompiled: specifies the same steps without compilation; None: ``specify``.
-        iterations: returns the number of iterations, from the final carry; None: one for each step.
     """
 
     specify: Specify
     differentiates: bool = False
     backward: bool = False
     uncompiled: Specify | None = None
-    iterations: Callable[[Any], int] | None = None
+
+
+@dataclass(frozen=True)
+class LoopCheck:
+    """The check of a loop at one carry, with the constants of one step.
+
+    ``uncompiled`` takes the step without compilation, from a carry, and returns the next carry.
+    """
+
+    loop: Loop
+    constants: LoopConstants
+    carry: Any
+    uncompiled: Callable[[Any], list[Tensor]]
+
+    @cached_property
+    def expected(self) -> list[Tensor]:
+        """The next carry without compilation."""
+        return self.uncompiled(self.carry)
+
+    def agrees(self) -> bool:
+        """Take the step in both ways, and return whether they agree to rounding."""
+        began = time.perf_counter()
+        found = self._agree(self._compiled(self.loop), self.expected)
+        taken, known = time.perf_counter() - began, self.loop.check_seconds
+        self.loop.check_seconds, self.loop.seconds = min(known or taken, taken), 0.0
+        return found
+
+    def agrees_with(self, other: Loop) -> bool:
+        """Return whether another loop gives the same step."""
+        return self._agree(self._compiled(other), self._compiled(self.loop))
+
+    def learn(self, what: str) -> None:
+        """Take the difference of the two ways for rounding.
+
+        Raises:
+            RuntimeError: they differ by more than rounding makes them.
+        """
+        found = _differences(self._compiled(self.loop), self.expected)
+        near = mapped(lambda x: perturbed(x, COARSE), self.carry)
+        noise = _differences(self.uncompiled(near), self.expected)
+        small = _rounding(self.carry, self.expected)
+        # A gradient that is zero by symmetry is what rounding leaves of larger numbers.
+        rest = max(epsilon(x) * size(x) for x in (*leaves(self.carry), *self.expected))
+        if any(x > MARGIN * (y + z + rest) for x, y, z in zip(found, noise, small, strict=True)):
+            raise RuntimeError(
+                f"compile=True: {what} differs by {max(found):.1e} from the same step without "
+                "compilation. The potential, the dynamics or the record computes something else "
+                "while it is traced, such as a branch on torch.compiler.is_compiling() or on the "
+                "class of a tensor. Make it a function of its arguments, or leave compile=True "
+                "out. If it is a function of its arguments, adjsim compiles one of its operations "
+                "wrongly; please report it."
+            )
+        self.loop.rounding = [MARGIN * x for x in found]
+
+    def _compiled(self, loop: Loop) -> list[Tensor]:
+        assert loop.function is not None
+        return leaves(loop.function(self.constants, self.carry)[0])
+
+    def _agree(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+        known = self.loop.rounding or [0.0] * len(found)
+        allowed = map(max, known, _rounding(self.carry, expected))
+        return all(x <= y for x, y in zip(_differences(found, expected), allowed, strict=True))
+
+
+def _differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    return list(map(difference, found, expected))
+
+
+def _rounding(carry: Any, after: Sequence[Tensor]) -> list[float]:
+    return list(map(rounding, leaves(carry), after))

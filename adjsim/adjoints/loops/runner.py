@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.loops.check import LoopCheck, is_due
 from adjsim.adjoints.loops.compilation import (
     CompileError,
     NoCapture,
@@ -22,7 +21,7 @@ from adjsim.adjoints.loops.compilation import (
     leaves,
     mapped,
 )
-from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind
+from adjsim.adjoints.loops.loop import SHARE, Loop, LoopCheck, LoopConstants, LoopKind
 from adjsim.adjoints.loops.saved_tensors import MOST_STEPS
 from adjsim.adjoints.sweep.recorder import Recorder
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
@@ -163,7 +162,8 @@ class LoopRunner:
             states=states,
         )
         loop = self._look_up(kind, constants, carry)
-        if loop not in self.used and (self.cache_key.opaque or is_due(loop)):
+        cheap = loop.seconds >= SHARE * loop.check_seconds
+        if loop not in self.used and (cheap or self.cache_key.opaque):
             loop = self._check(loop, kind, constants, carry)
             began = time.perf_counter()
         self.used.add(loop)
@@ -175,7 +175,8 @@ class LoopRunner:
         self._check_retraced(loop)
         carry, rows = loop.function(constants, carry)
         loop.seconds += time.perf_counter() - began
-        iterations = count if kind.iterations is None else kind.iterations(carry)
+        # An iteration is a step, unless the carry counts iterations.
+        iterations = int(getattr(carry, "iterations", count))
         self.report.energy_evaluations += (
             loop.fixed_evaluations + iterations * loop.evaluations_per_step
         )

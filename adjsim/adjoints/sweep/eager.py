@@ -10,7 +10,6 @@ from adjsim.adjoints.sweep.recorder import RecordSweep
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, naming
 from adjsim.core.progress import with_progress
 from adjsim.core.state import AnyState, State
-from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
 
 # Steps of a sweep after which no product is outstanding, so that the sweep can be saved there. Also
@@ -37,18 +36,13 @@ class EagerDriver(AttributeState):
         return state, stop
 
     def sweep(
-        self,
-        cotangents: Cotangents,
-        saved: RecordSweep,
-        rewind: Rewind,
-        progress: bool,
-        saves: Saves | None = None,
+        self, saved: RecordSweep, rewind: Rewind, progress: bool, saves: Saves | None = None
     ) -> AnyState:
         """Propagate the cotangents from the last state to the start, and return the start."""
-        stepper = self.stepper
+        stepper, cotangents = self.stepper, saved.sums
         state, last = saved.begin(rewind.final, saves, stepper)
         for step in with_progress(range(last, 0, -1), "backward", last, progress):
-            saved.accumulate(step, stepper.from_lattice(state), cotangents, self.forces)
+            saved.accumulate(step, stepper.from_lattice(state))
             context = stepper.context(step - 1, self.inputs, self.forces)
             before = rewind.before(step)
             with naming(step):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from adjsim.dynamics.buffer import Spill
 from adjsim.solvers.clock import Clock
 
 
+@dataclass(eq=False)
 class ErrorBudget(AttributeState):
     """An observer of how much rounding errors have grown since the last stored state.
 
@@ -25,24 +27,21 @@ class ErrorBudget(AttributeState):
     dynamics, :meth:`~adjsim.dynamics.Dynamics.error_growth`, at the end of each step. Compiled
     loops add the growth of their steps themselves.
 
-    Args:
-        dynamics: the dynamics.
-        clock: the times of the steps.
+    Attributes:
         constant: the growth in each step that does not vary along the run.
         allowed: the growth allowed between stored states.
+        since, step: the sum since the last stored state, None at one, and the last step in it.
+        ahead: the growth that is expected until the driver stops next.
     """
 
     saved_attributes = ("since", "step", "ahead")
-
-    def __init__(
-        self, dynamics: Dynamics[Any], clock: Clock, constant: float, allowed: float
-    ) -> None:
-        self.dynamics, self.clock, self.constant, self.allowed = dynamics, clock, constant, allowed
-        # The sum since the last stored state, and the last step in it.
-        self.since: Tensor | None = None
-        self.step = 0
-        # The growth that is expected until the driver stops next.
-        self.ahead = 0.0
+    dynamics: Dynamics[Any]
+    clock: Clock
+    constant: float
+    allowed: float
+    since: Tensor | None = None
+    step: int = 0
+    ahead: float = 0.0
 
     @property
     def left(self) -> float:
@@ -74,10 +73,6 @@ class ErrorBudget(AttributeState):
     def largest(self, varying: Tensor, steps: int) -> float:
         """Return the growth of steps at the vertex where it is largest."""
         return float(varying.max()) + steps * self.constant
-
-    def restart(self) -> None:
-        """Begin again at a stored state."""
-        self.since = None
 
 
 def growth_in_step(dynamics: Dynamics[Any], dt: float, t: Any, state: AnyState) -> Tensor:

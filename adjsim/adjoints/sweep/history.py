@@ -35,6 +35,7 @@ class Rewind(AttributeState):
     """The source of the earlier states of a run during one backward sweep from ``final``.
 
     Attributes:
+        rows: the states that loops have stored, if they do.
         tolerance: allowed relative difference between values computed again and those of the run.
         error: the largest relative error of a recovered state; None if none is reconstructed.
     """
@@ -42,16 +43,17 @@ class Rewind(AttributeState):
     saved_attributes = ("error",)
     error: float | None = None
 
-    def __init__(self, final: AnyState) -> None:
+    def __init__(self, final: AnyState, rows: StateRows | None = None) -> None:
         self.final, self.tolerance = final, rounding_tolerance(final[0].dtype)
+        self.rows: StateRows = {} if rows is None else rows
 
     def before(self, step: int) -> Sequence[AnyState] | None:
         """Return the states before each move of the step ending at ``step``; None: invert moves."""
         return None
 
     def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
-        """Return the rows of the loop that begins at step ``first``, if loops store states."""
-        raise NotImplementedError
+        """Return the rows of the loop that begins at step ``first``."""
+        return self.rows[first]
 
     def restore(self, step: int, state: AnyState) -> AnyState:
         """Return the state from which the sweep continues at ``step``."""

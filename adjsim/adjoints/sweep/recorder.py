@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm as norm
 
 from adjsim.adjoints.base import ReconstructionError
 from adjsim.adjoints.durable.saves import AttributeState, Saves
-from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.durable.stateful import Entries
 from adjsim.core.module_cache import version_of
@@ -20,6 +22,9 @@ from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.clock import Clock, VaryingClock
+
+# The growth above which a sweep warns: half of the digits of float64 are lost in such a path.
+LARGEST_GROWTH = 1e8
 
 
 class Recorder:
@@ -127,35 +132,76 @@ class Recording(AttributeState):
         return None, next(stacks)
 
 
+class CotangentGrowth(AttributeState):
+    """How much the cotangents of a state grow in one backward sweep.
+
+    Let ``c_i`` be the cotangents that the outputs have given to a field so far: those of the final
+    state, of saved frames, and of a recorded function. Without growth the cotangent lambda of the
+    field is no larger than the sum of their norms. The growth is the largest
+    ``|lambda| / sum_i |c_i|`` of the sweep, for the field in which this ratio is smallest. Fields
+    to which the outputs give nothing do not count. So units do not matter, and neither do the
+    number of outputs or the length of a time average. ``injected`` has the norms of the cotangents
+    that the fields begin with.
+    """
+
+    saved_attributes = ("injected", "largest")
+
+    def __init__(self, injected: Mapping[str, Tensor]) -> None:
+        self.injected = dict(injected)
+        self.largest = dict.fromkeys(injected, 0.0)
+
+    def inject(self, name: str, size: Tensor) -> None:
+        """Add the norm of a cotangent that an output gives to a field."""
+        self.injected[name] = self.injected[name] + size
+
+    def observe(self, cotangents: Cotangents) -> None:
+        """Compare the cotangents of the fields with those that outputs have given to them."""
+        for name, injected in self.injected.items():
+            size = float(injected)
+            if size > 0:
+                ratio = float(norm(cotangents[name])) / size
+                self.largest[name] = max(self.largest[name], ratio)
+
+    def factor(self) -> float:
+        """Return the growth, and warn if it is large."""
+        found = [self.largest[name] for name, size in self.injected.items() if size > 0]
+        growth = min(found, default=0.0)
+        if growth > LARGEST_GROWTH:
+            warnings.warn(
+                f"the cotangents of the state grew by a factor of {growth:.1e} in the backward "
+                "sweep. The gradient is that of one path, which diverges from its neighbours, and "
+                "says little about means over paths. Run for a shorter time, or estimate the "
+                "gradient of a mean: see docs/choosing_an_estimator.",
+                stacklevel=2,
+            )
+        return growth
+
+
+@dataclass(eq=False)
 class RecordSweep(AttributeState):
     """The contributions of the saved frames or record to one backward sweep.
 
     The sweep evaluates a recorded function again and compares the values with the saved values,
     since a function that is random, or that has changed since the run, has no gradient.
 
-    Args:
-        recorder: the recorder of the run.
-        cotangents: the cotangents of the saved fields, or of the record.
+    Attributes:
+        received: the cotangents of the saved fields, or of the record.
+        sums, forces, growth: receive the contributions, evaluate forces, and receive their sizes.
         record: the saved record, if the run has one.
         tolerance: allowed relative difference between the values and the saved values.
-        growth: receives the sizes of the contributions.
+        total: the sum of a time average so far; ``summed`` is the last state in it.
     """
 
     saved_attributes = ("total",)
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        cotangents: Sequence[Tensor | None],
-        record: Tensor | None,
-        tolerance: float,
-        growth: CotangentGrowth,
-    ) -> None:
-        self.recorder, self.cotangents, self.record = recorder, cotangents, record
-        self.tolerance, self.growth = tolerance, growth
-        self.total: Tensor | None = None
-        # The last state in the sum of a time average.
-        self.summed: AnyState | None = None
+    recorder: Recorder
+    received: Sequence[Tensor | None]
+    sums: Cotangents
+    forces: ForceEvaluator
+    growth: CotangentGrowth
+    record: Tensor | None = None
+    tolerance: float = 0.0
+    total: Tensor | None = None
+    summed: AnyState | None = None
 
     def begin(self, final: State, saves: Saves | None, stepper: Stepper) -> tuple[State, int]:
         """Return the state and the step from which a sweep goes on."""
@@ -171,12 +217,10 @@ class RecordSweep(AttributeState):
 
         For steps of varying size it is that of a weight of one.
         """
-        cotangent = self.cotangents[0] if self.recorder.average is not None else None
+        cotangent = self.received[0] if self.recorder.average is not None else None
         return None if cotangent is None else cotangent * self.recorder.weight
 
-    def accumulate(
-        self, step: int, state: AnyState, cotangents: Cotangents, forces: ForceEvaluator
-    ) -> None:
+    def accumulate(self, step: int, state: AnyState) -> None:
         """Add the cotangents of the data saved after ``step`` steps."""
         recorder, frame = self.recorder, self.recorder.frames.get(step)
         if recorder.average is not None:
@@ -184,28 +228,25 @@ class RecordSweep(AttributeState):
             if step >= recorder.first and cotangent is not None:
                 if recorder.weights is not None:
                     cotangent = cotangent * float(recorder.weights[step])
-                value = self.add_function(state, cotangent, cotangents, forces)
-                value = recorder.summand(value, step)
+                value = recorder.summand(self.add_function(state, cotangent), step)
                 self.total = value if self.total is None else self.total + value
                 self.summed = state
         elif frame is not None and recorder.function is None:
-            for name, cotangent in zip(state._fields, self.cotangents, strict=True):
+            for name, cotangent in zip(state._fields, self.received, strict=True):
                 if cotangent is not None:
-                    cotangents.add(name, cotangent[frame])
+                    self.sums.add(name, cotangent[frame])
                     self.growth.inject(name, cotangent[frame].norm())
-        elif frame is not None and self.cotangents[0] is not None:
-            value = self.add_function(state, self.cotangents[0][frame], cotangents, forces)
+        elif frame is not None and self.received[0] is not None:
+            value = self.add_function(state, self.received[0][frame])
             assert self.record is not None
             self._compare(value, self.record[frame], f"the record after step {step}", state)
 
-    def add_function(
-        self, state: AnyState, cotangent: Tensor, cotangents: Cotangents, forces: ForceEvaluator
-    ) -> Tensor:
+    def add_function(self, state: AnyState, cotangent: Tensor) -> Tensor:
         """Add a cotangent's product with the function's derivative; return the value."""
         leaves, value = self.recorder.value_at_leaves(state)
         if value.requires_grad:
-            forces.refuse_unknown(value, list(leaves), "the record")
-            added = cotangents.add_function(value, leaves, cotangent.to(value))
+            self.forces.refuse_unknown(value, list(leaves), "the record")
+            added = self.sums.add_function(value, leaves, cotangent.to(value))
             for name, product in added.items():
                 self.growth.inject(name, product.norm())
         return value.detach()

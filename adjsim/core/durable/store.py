@@ -29,7 +29,8 @@ from adjsim.core.durable.files import check_writable, replacing
 # of trees. Tuples become lists.
 Nested = Any
 
-FORMAT = "adjsim 3"
+# Of the bytes, and of the states of objects that they hold.
+FORMAT = "adjsim 4"
 # The empty bytes of a tree are read by a call of their class.
 torch.serialization.add_safe_globals([bytes])
 MANIFEST, LOCK, SUFFIX, CLAIM = "manifest.json", "lock", ".pt", ".claim"

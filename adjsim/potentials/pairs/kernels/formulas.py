@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from adjsim.compiler.operations import BITWISE, LOGICAL
-from adjsim.compiler.pointwise import pointwise
+from adjsim.compiler.operations import BITWISE, LOGICAL, pointwise
 from adjsim.compiler.values import UnprintableError, Value
 from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
 

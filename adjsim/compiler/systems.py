@@ -1,7 +1,9 @@
-"""The calls for linear systems from a printed loop.
+"""Small dense linear systems in compiled loops: their solution, and the signs of eigenvalues.
 
-Systems are eliminated one by one with row pivots, in arrays of a size that the compiler knows.
-Eigenvalues are those of LAPACK, which SciPy provides, except for matrices of two rows.
+A traced step contains operators of torch, which a printed loop calls by functions of its own.
+Anywhere else torch's own functions are called. Printed, systems are eliminated one by one with row
+pivots, in arrays of a size that the compiler knows. Eigenvalues are those of LAPACK, which SciPy
+provides, except for matrices of two rows.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from adjsim.compiler.calls import CALLS, Call, in_order, pointer_to
-from adjsim.compiler.systems.operators import has_negative_eigenvalue_if, solve_operator
 from adjsim.compiler.values import TYPES, UnprintableError, Value
+from adjsim.core.layout import is_tracing
 
 # Rows of the largest matrices, of which a system needs two on the stack: 64 kilobytes of float64.
 LARGEST = 64
@@ -110,6 +113,54 @@ bool has_negative_eigenvalue(int64_t count, const T* matrices, Eigenvalues<T> ei
 """
 
 
+def solve(matrix: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve ``matrix x = right`` for each system of ``(*batch, n, n)`` and ``(*batch, n)``.
+
+    Returns:
+        x, ``(*batch, n)``, which is NaN for a singular matrix, and whether there is one, a scalar.
+    """
+    if is_tracing():
+        return solve_operator(matrix, right)
+    solution, failed = torch.linalg.solve_ex(matrix, right.unsqueeze(-1))
+    singular = failed > 0
+    x = torch.where(singular.unsqueeze(-1), torch.nan, solution.squeeze(-1))
+    return x, singular.any()
+
+
+@torch.library.custom_op("adjsim::solve", mutates_args=())
+def solve_operator(matrix: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve linear systems; see :func:`solve`."""
+    return solve(matrix, right)
+
+
+@solve_operator.register_fake
+def _(matrix: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty(right.shape).to(right), right.new_empty((), dtype=torch.bool)
+
+
+def has_negative_eigenvalue(matrix: Tensor) -> Tensor:
+    """Return whether a matrix of a batch ``(*batch, n, n)`` has a real negative eigenvalue."""
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    # The left ends of Gershgorin's discs. Where all are positive, eigenvalues are not needed.
+    lowest = diagonal + diagonal.abs() - matrix.abs().sum(-1)
+    if bool((lowest > 0).all()):
+        return torch.zeros((), dtype=torch.bool, device=matrix.device)
+    values = torch.linalg.eigvals(matrix)
+    is_real = values.imag.abs() <= torch.finfo(matrix.dtype).eps ** 0.5 * values.abs()
+    return (is_real & (values.real < 0)).any()
+
+
+@torch.library.custom_op("adjsim::has_negative_eigenvalue", mutates_args=())
+def has_negative_eigenvalue_if(matrix: Tensor, wanted: Tensor) -> Tensor:
+    """Return :func:`has_negative_eigenvalue` if it is wanted, and False otherwise."""
+    return has_negative_eigenvalue(matrix) if bool(wanted) else torch.zeros_like(wanted)
+
+
+@has_negative_eigenvalue_if.register_fake
+def _(matrix: Tensor, wanted: Tensor) -> Tensor:
+    return torch.empty_like(wanted)
+
+
 class SystemsCall(Call):
     """A call for the systems of a batch, of which the matrices are ``values[0]``.
 
@@ -120,7 +171,7 @@ class SystemsCall(Call):
     declarations = DECLARATIONS
 
     def __init__(
-        self, values: Sequence[Value], outputs: Sequence[torch.Tensor], store: Callable[..., None]
+        self, values: Sequence[Value], outputs: Sequence[Tensor], store: Callable[..., None]
     ) -> None:
         matrix = values[0]
         self.dtype, self.rows = matrix.dtype, matrix.shape[-1]
@@ -149,7 +200,7 @@ class NegativeEigenvalueCall(SystemsCall):
     """The test for negative eigenvalues."""
 
     def __init__(
-        self, values: Sequence[Value], outputs: Sequence[torch.Tensor], store: Callable[..., None]
+        self, values: Sequence[Value], outputs: Sequence[Tensor], store: Callable[..., None]
     ) -> None:
         super().__init__(values, outputs, store)
         self.addresses = (_lapack("dgeev" if self.dtype == torch.float64 else "sgeev"),)

@@ -1,7 +1,7 @@
-"""The backward sweep that the checkpoint and reversible adjoints share.
+"""The forward run that all adjoints of steps share, and the backward sweep.
 
 Let z_k be the state after k steps, Phi the step map and lambda_k = dL/dz_k. From the last step to
-the first, the sweep computes::
+the first, the backward sweep computes::
 
     lambda_k     = lambda_k + (cotangent of the saved data of z_k)
     z_{k-1}      = Phi^{-1}(z_k)  or  computed again from a stored state
@@ -20,21 +20,21 @@ forward and backward has no effect.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm as norm
 
 from adjsim.adjoints.base import Result
-from adjsim.adjoints.durable.saves import backward_saves
+from adjsim.adjoints.durable.run_end import run_end
+from adjsim.adjoints.durable.saves import FORWARD, held_saves, name_of_sweep
 from adjsim.adjoints.loops.backward import BackwardLoops
+from adjsim.adjoints.loops.forward import ForwardLoops
 from adjsim.adjoints.loops.runner import LoopRunner
-from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.eager import EagerDriver
-from adjsim.adjoints.sweep.forward import run_forward
 from adjsim.adjoints.sweep.history import History, SweepStart
-from adjsim.adjoints.sweep.recorder import Recorder, RecordSweep
+from adjsim.adjoints.sweep.recorder import CotangentGrowth, Recorder, Recording, RecordSweep
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, prepare
 from adjsim.core.autocast import autocast_state, restored_autocast
 from adjsim.core.box import refuse_trained_box
@@ -44,6 +44,38 @@ from adjsim.core.state import State
 from adjsim.core.trajectory import RunEnd
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.solvers.run import Run
+
+
+def run_forward(
+    run: Run[State],
+    report: RunReport,
+    stepper: Stepper,
+    inputs: Inputs,
+    runner: LoopRunner | None,
+    history: History | None = None,
+) -> Result[State]:
+    """Run all steps, by compiled loops if there is a runner of them.
+
+    A history, if there is one, stores what a sweep needs.
+    """
+    recording = Recording(Recorder(run.bound_record, stepper.clock), stepper)
+    budget, rows = (None, None) if history is None else (history.error_budget, history.state_rows)
+    if runner is None:
+        forces = stepper.plan.forces(run.dynamics.potential, report=report)
+        driver: EagerDriver | ForwardLoops = EagerDriver(stepper, inputs, forces)
+    else:
+        driver = ForwardLoops(runner, recording, budget, rows)
+    # The history reads the growth of the same step.
+    given = {"record": recording, "error_budget": budget, "history": history}
+    observers = {name: x for name, x in given.items() if x is not None}
+    start, visited = stepper.to_lattice(inputs.state), list(observers.values())
+    last, objects = stepper.clock.last, {**observers, "driver": driver}
+    where, divisible = f"after step {{}} of {last}", driver.divisible
+    with held_saves(run, report, FORWARD, objects, last, where, divisible) as saves:
+        final = stepper.run(start, inputs, driver, visited, run, report, saves)
+    run.refuse_written()
+    end = run_end(run, stepper, final, driver.force)
+    return cast("Result[State]", (*recording.result(), stepper.from_lattice(final), end))
 
 
 def run_swept(
@@ -131,23 +163,26 @@ class _SweptRun:
         saved = RecordSweep(
             Recorder(run.bound_record, stepper.clock),
             cotangents[: -self.width],
+            sums,
+            forces,
+            growth,
             None if run.record is None else outputs[0],
             rewind.tolerance,
-            growth,
         )
         driver = (
             EagerDriver(stepper, inputs, forces)
             if self.runner is None
-            else BackwardLoops(self.runner, forces)
+            else BackwardLoops(self.runner)
         )
         objects = {"cotangents": sums, "record": saved, "rewind": rewind, "growth": growth}
+        name = "" if run.saving is None else name_of_sweep(cotangents)
+        where = "on the way back, before step {}"
         with (
             restored_autocast(self.autocast),
-            backward_saves(run, self.report, objects, cotangents) as saves,
+            held_saves(run, self.report, name, objects, 0, where) as saves,
         ):
-            driver.sweep(sums, saved, rewind, run.progress, saves)
-            start = stepper.from_lattice(stepper.to_lattice(inputs.state))
-            saved.accumulate(0, start, sums, forces)
+            driver.sweep(saved, rewind, run.progress, saves)
+            saved.accumulate(0, stepper.from_lattice(stepper.to_lattice(inputs.state)))
             saved.finish()
             sums.complete()
         run.refuse_written()
