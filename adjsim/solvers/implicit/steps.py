@@ -12,6 +12,7 @@ from adjsim.compiler.systems import LARGEST
 from adjsim.core.arguments import as_number
 from adjsim.core.reading import Reading
 from adjsim.core.refusal import Refusal
+from adjsim.core.rounding import power_of_two
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import (
     AnyMomentumState,
@@ -33,7 +34,12 @@ from adjsim.dynamics.terms import Kick, Stream
 from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.implicit.field import field_plan
-from adjsim.solvers.implicit.newton import StepMatrix, UnsolvedStepError, solve_position
+from adjsim.solvers.implicit.newton import (
+    StepMatrix,
+    UnsolvedStepError,
+    largest,
+    solve_position,
+)
 
 # The letter of the stage that streams and kicks together.
 STREAM_AND_KICK = "AB"
@@ -136,6 +142,11 @@ class ImplicitMove(Move):
         """Solve ``(1 - a^2 c J^T) w = b``."""
         matrix = StepMatrix(context.forces, x, context.t, self.theta * self.h, c)
         scaled = torch.where(c > 0, b / torch.where(c > 0, matrix.root, 1.0), 0.0)
+        # Squares of exploded cotangents overflow, those of vanished ones are zero. A power of two
+        # changes no digit. The solution of a system whose cotangent is not finite is NaN.
+        size = largest(scaled)
+        unit = torch.where(torch.isfinite(size), power_of_two(size), torch.nan)
+        scaled = torch.where(torch.isfinite(size), scaled / unit, 0.0)
         w, indefinite = matrix.solve(scaled, 8 * torch.finfo(x.dtype).eps, transposed=True)
         if bool(indefinite.any()):
             # The forward step would have been refused at the same position.
@@ -150,13 +161,13 @@ class ImplicitMove(Move):
                 f"a negative curvature that is too large for the time of the step. {remedy}"
             )
         left = matrix.residual(w, scaled)
-        if left > torch.finfo(x.dtype).eps ** 0.5:
+        if not left <= torch.finfo(x.dtype).eps ** 0.5:
             raise UnsolvedStepError(
                 f"the linear system of the derivative of the implicit step at t = "
                 f"{float(context.t):g} was not solved: a residual of {left:.1e} is left. Use a "
                 "smaller dt."
             )
-        return matrix.root * w
+        return matrix.root * (w * unit)
 
 
 class _Step(torch.autograd.Function):
