@@ -33,8 +33,6 @@ class HeatLimit:
         self.masses, self.kT, self.potential = masses, kT, potential
         self.start = detached(start)
 
-    # Few runs need more than the first of these.
-
     @cached_property
     def thermal(self) -> float:
         """The mean kinetic energy at kT; infinite where there is no limit."""
@@ -55,14 +53,6 @@ class HeatLimit:
     def energy(self) -> Tensor:
         """The potential energy at the start."""
         return self.potential(position_of(self.start))
-
-    @torch.no_grad()
-    def is_exceeded(self, state: AnyState) -> bool:
-        """Return whether a system has more kinetic energy than bath and potential give."""
-        found = self._kinetic(state)
-        if float(found.max()) <= LARGEST_RISE * self.thermal:
-            return False
-        return bool(self.exceeded(state).any())
 
     @torch.no_grad()
     def exceeded(self, state: AnyState) -> Tensor:

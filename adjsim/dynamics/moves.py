@@ -232,19 +232,15 @@ class GeneralFlow(Move):
         inputs = [*fields, *(x for x, _ in received), *(coefficients[k] for k in wanted)]
         outer = tuple(cotangents[name] for name in self.fields)
         pairs = [(value, c) for value, c in zip(out, outer, strict=True) if value.requires_grad]
-        known, what = (
-            [*read, *fields, *coefficients.values()],
-            f"the flow of term {context.letter!r}",
-        )
+        known = [*read, *fields, *coefficients.values()]
         for value, _ in pairs:
-            context.forces.refuse_unknown(value, known, what)
+            context.forces.refuse_unknown(value, known, f"the flow of term {context.letter!r}")
+        leaves = (*inputs, *parameters.values())
+        found: Sequence[Tensor | None] = [None] * len(leaves)
         if pairs:
-            leaves = (*inputs, *parameters.values())
             outputs, given = zip(*pairs, strict=True)
             found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
-            add_each(cotangents.add_parameter, parameters, found[len(inputs) :])
-        else:
-            found = [None] * len(inputs)
+        add_each(cotangents.add_parameter, parameters, found[len(inputs) :])
         grads = [
             torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=False)
         ]

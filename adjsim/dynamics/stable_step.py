@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_number, as_tensor
 from adjsim.core.krylov import largest_eigenvalue
+from adjsim.core.parameters import NumberRule
 from adjsim.core.typing import Number, PositionsLike
-from adjsim.dynamics.masses import check_per_atom, per_atom
+from adjsim.dynamics.masses import Masses, check_per_atom
 from adjsim.dynamics.starts import as_start
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.contact.base import SurfaceContact
@@ -34,8 +35,8 @@ def largest_stable_step(
     schemes that kick once a step. The eigenvalue is found by Lanczos iterations on products with K
     (Golub and Van Loan, Matrix computations, section 10.1), for all systems of a batch together.
 
-    A body that becomes stiffer when it is deformed needs a smaller step than at the position: use a
-    deformed position, or half of the result. Steps near the bound are stable but inaccurate.
+    A body that becomes stiffer when it is deformed needs a smaller step: use a deformed position,
+    or half of the result. Steps near the bound are stable but inaccurate.
 
     Args:
         potential: the energy without the contact, or a force field with a symmetric Jacobian, which
@@ -61,7 +62,10 @@ def largest_stable_step(
         if energy is not None and not as_number("energy", energy) > 0:
             raise ValueError(f"energy must be positive; got {energy}.")
         added = contact.largest_curvature(at.shape[-2], energy).to(at).unsqueeze(-1)
-    root = _inverse_masses(mass, at).sqrt()
+    masses = as_tensor("mass", mass).detach()
+    check_per_atom("mass", masses)
+    NumberRule(positive=True)("mass", masses)
+    root = (1 / Masses(masses)(at)).sqrt()
 
     def multiply(rows: Tensor) -> Tensor:
         v = root * rows
@@ -77,14 +81,3 @@ def largest_stable_step(
     system = torch.randn(at.shape[-2:], generator=generator, dtype=torch.float64)
     largest = largest_eigenvalue(multiply, system.to(at).expand_as(at), tolerance)
     return 2 / math.sqrt(largest) if largest > 0 else math.inf
-
-
-def _inverse_masses(mass: Number, position: Tensor) -> Tensor:
-    """Compute inverse masses, a scalar or ``(atoms, 1)``, zero for pinned atoms."""
-    value, atoms = as_tensor("mass", mass).detach(), position.shape[-2]
-    check_per_atom("mass", value)
-    if value.numel() not in (1, atoms) or not bool((value > 0).all()):
-        raise ValueError(
-            f"mass must be positive, one number or {atoms} of them; got {value.tolist()}."
-        )
-    return 1 / per_atom(value, position)

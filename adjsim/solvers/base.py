@@ -74,9 +74,8 @@ class StepContext(NamedTuple):
 class StepPlan:
     """A step of a scheme: its stages in order, and the scheme's order of accuracy.
 
-    A step draws ``draws`` fields of noise, each of the shape of position. It reads the draws of
-    ``noise_steps`` steps: its own and the following ones. On a lattice its states have information
-    buffers in addition, and some steps have a second copy of the state.
+    A step draws ``draws`` fields of noise, each of the shape of position, and reads those of
+    ``noise_steps`` steps: its own and the following ones.
     """
 
     stages: Sequence[Stage]
@@ -198,12 +197,8 @@ class StepPlan:
     ) -> Exception:
         """Make the error of a run that reached a state that is not valid.
 
-        Args:
-            state, good, good_time: the state, and a valid state before it with its time.
-            where: the step and the time.
-            smaller: what to use where steps are too long.
-            dynamics: the dynamics of the run.
-            reason: why numbers are not finite, with the way out, if it is known.
+        ``good`` is a valid state before it. ``where`` names the step, ``smaller`` is what to use
+        where steps are too long, and ``reason`` says why numbers are not finite, if it is known.
         """
         lattice, copies = self.lattice, self.copies
         remedy = "start from a configuration with smaller forces"
@@ -258,7 +253,7 @@ class SteppingSolver(ABC):
     ) -> StepPlan:
         """List the moves of a step, for runs from a start like this one at the time t.
 
-        ``lattice`` is that of an exact run which is known; None: make it.
+        An exact run makes its lattice, where it is not known.
         """
         plan = self.plain_plan(dynamics, state, t)
         if not self.exact:
@@ -274,10 +269,7 @@ class SteppingSolver(ABC):
     def supports_compiling(
         self, dynamics: Dynamics[Any], state: AnyState | None = None, *, undone: bool = False
     ) -> Refusal | None:
-        """Return why its steps of the dynamics cannot be compiled; None for steps that can.
-
-        The reason may depend on the start, if it is known, and on whether steps are undone too.
-        """
+        """Return why its steps, undone too, cannot be compiled from a start; None if they can."""
         return None
 
     def resolved(self, dynamics: Dynamics[State], state: State, times: Tensor) -> SteppingSolver:

@@ -12,7 +12,7 @@ from adjsim.core.arguments import describe_type
 from adjsim.core.derived import derived
 from adjsim.core.parameters import check_count, register
 from adjsim.core.reading import as_part
-from adjsim.core.state import AnyState, PhaseState, in_transform
+from adjsim.core.state import AnyState, PhaseState, in_transform, momentum_of
 from adjsim.core.typing import Array, Energies, Number, PositionsLike, Seed
 from adjsim.dynamics.masses import Masses, check_per_atom
 from adjsim.dynamics.massive import MassiveDynamics
@@ -157,10 +157,11 @@ class Mechanics(MassiveDynamics[PhaseState]):
     def present(self) -> str:
         """The forces whose numbers are not zero: F friction, R Rayleigh damping, V viscous."""
         numbers = {"F": "friction", "R": "stiffness_damping", "V": "damping_rate"}
-        given = {
-            a: _is_given(n.removesuffix("_rate"), getattr(self, n)) for a, n in numbers.items()
-        }
-        return "".join(letter for letter in given if given[letter])
+        return "".join(
+            letter
+            for letter, name in numbers.items()
+            if _is_given(name.removesuffix("_rate"), getattr(self, name))
+        )
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
@@ -187,7 +188,6 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     @property
     def masses(self) -> Masses:
-        """The masses, infinite for prescribed vertices."""
         return Masses(self.mass, None if self.prescribed is None else self.prescribed.mask)
 
     def init(
@@ -218,11 +218,10 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     def check(self, state: AnyState) -> None:
         super().check(state)
-        assert isinstance(state, PhaseState)
         for name, value in (("friction", self.friction), ("damping", self.damping_rate)):
-            check_count(name, value, state.position.shape[-2])
+            check_count(name, value, state[0].shape[-2])
         if self.prescribed is not None:
-            self.prescribed.check_momentum(state.momentum)
+            self.prescribed.check_momentum(momentum_of(state))
 
     def check_step(self, dt: float, state: PhaseState, t: float = 0.0) -> None:
         bound = self.largest_step(state, t)
@@ -240,16 +239,13 @@ class Mechanics(MassiveDynamics[PhaseState]):
         Contact counts with the largest stiffness that the energy of the start reaches.
         """
         q, energy = state.position.detach(), self._available_energy(state, t)
-        m, tolerance = self.masses(q).detach(), STEP_TOLERANCE
-        return largest_stable_step(
-            self.body, m, q, contact=self.contact, energy=energy, tolerance=tolerance
-        )
+        options: dict[str, Any] = {"contact": self.contact, "tolerance": STEP_TOLERANCE}
+        return largest_stable_step(self.body, self.masses(q).detach(), q, energy=energy, **options)
 
     def _available_energy(self, state: PhaseState, t: float) -> float | None:
         """Estimate the largest energy that contact with one vertex can store; None: unknown.
 
-        It is the kinetic energy, that of the contact, and the work of the forces at the start along
-        the gaps. Energy that the body stores is left out, since its zero is arbitrary.
+        It is the kinetic energy, that of the contact, and the work of the forces along the gaps.
         """
         contact, q = self.contact, state.position
         if contact is None:

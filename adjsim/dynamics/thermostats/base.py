@@ -64,7 +64,6 @@ class Rescaling(Thermostat[MomentumState]):
 
     @property
     def bath(self) -> Bath:
-        """What its rescaling reads."""
         return Bath(self.masses, self.kT, self.dof)
 
 
@@ -138,9 +137,8 @@ def rescaling(
 ) -> GeneralFlow:
     """Make the move ``p' = f(T) p``, with T twice the kinetic energy of a system.
 
-    The factor ``f(coefficients, T, *values)`` has the shape ``(*batch, 1, 1)``; ``inverse`` is 1/f
-    as a function of T', or None. Momenta that are all zero stay zero, with the identity as their
-    derivative, since a factor cannot give them a direction.
+    The factor ``f(coefficients, T, *values)`` is ``(*batch, 1, 1)``; ``inverse`` is 1/f as a
+    function of T', or None. Momenta that are all zero stay zero, with the identity as derivative.
     """
 
     def scale(f: Callable[..., Tensor]) -> Callable[..., tuple[Tensor]]:

@@ -99,10 +99,8 @@ class Bath(Term[MemoryState]):
             return Shear(name, Combination(f"{what} {i}", tuple(sources)), coefficient, link)
 
         upper = [add(i, "upper", fields[i + 1 :]) for i in range(last)]
-        scales = [
-            Scale("momentum", Coefficient("p scale")),
-            Scale("memory", Coefficient("z scale")),
-        ]
+        names = {"momentum": "p scale", "memory": "z scale"}
+        scales = [Scale(field, Coefficient(name)) for field, name in names.items()]
         lower = [add(i, "lower", fields[:i]) for i in range(last, 0, -1)]
         noise = [add(i, "noise", xi[: i or self.draws], "thermal") for i in range(self.draws)]
         return (*upper, *scales, *lower, *noise)
@@ -119,10 +117,8 @@ class Bath(Term[MemoryState]):
         return torch.cat([top, torch.cat([-c.unsqueeze(1), torch.diag(r)], 1)])
 
     def flow(self, h: float) -> tuple[Tensor, Tensor]:
-        """Compute E = exp(-M h) and 1 - E E^T, float64, by Van Loan's block exponential.
-
-        Subtraction would lose all digits of the smallest entry, which is of order h^3.
-        """
+        """Compute E = exp(-M h) and 1 - E E^T, float64, by Van Loan's block exponential."""
+        # Subtraction would lose all digits of the smallest entry, which is of order h^3.
         M, r = self.matrix(), self.rates.double()
         source = torch.diag(torch.cat([r.new_zeros(1), 2 * r]))
         block = torch.cat([torch.cat([-M, source], 1), torch.cat([torch.zeros_like(M), M.T], 1)])
@@ -206,7 +202,6 @@ class GeneralizedLangevin(Thermostat[MemoryState]):
 
     @property
     def bath(self) -> Bath:
-        """The term of momentum and memory."""
         return Bath(self.masses, self.kT, self.rates, self.strengths)
 
     def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_whole
 from adjsim.core.parameters import register
-from adjsim.core.state import AnyMomentumState, AnyState
+from adjsim.core.state import AnyState
 from adjsim.core.typing import Energies, Number, Positions, Seed
 from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
 from adjsim.dynamics.density import Canonical
@@ -34,14 +34,6 @@ class ChainState(NamedTuple):
     momentum: Positions
     bath_position: Float[Tensor, "*batch length 1 1"]
     bath_momentum: Float[Tensor, "*batch length 1 1"]
-
-
-@runtime_checkable
-class _WithChain(AnyMomentumState, Protocol):
-    """A :class:`ChainState`, also on a lattice."""
-
-    @property
-    def bath_momentum(self) -> Tensor: ...
 
 
 class Chain(Term[ChainState]):
@@ -110,14 +102,14 @@ class Chain(Term[ChainState]):
         ]
 
 
-def _chain_force(state: _WithChain, c: Coefficients, j: int) -> Tensor:
+def _chain_force(state: Any, c: Coefficients, j: int) -> Tensor:
     """Compute twice the kinetic energy that link j controls, minus its equilibrium value."""
     if j == 0:
         return (state.momentum**2 * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][0]
     return select_link(state.bath_momentum, j - 1) ** 2 * c["1/Q"][j - 1] - c["target"][j]
 
 
-def _scaling(state: _WithChain, c: Coefficients, j: int, h: float) -> Tensor:
+def _scaling(state: Any, c: Coefficients, j: int, h: float) -> Tensor:
     """Compute the factor by which link j scales momenta over h."""
     return torch.exp(select_link(state.bath_momentum, j) * c["1/Q"][j] * -h)
 
@@ -170,7 +162,7 @@ class ChainForce:
 class _ChainProducts(NamedTuple):
     """The cotangents that a move along the chain adds to, at a state."""
 
-    state: _WithChain
+    state: Any
     context: MoveContext
     cotangents: Cotangents
 
@@ -264,7 +256,6 @@ class NoseHooverChain(Rescaling[ChainState]):
 
     @property
     def chain(self) -> Chain:
-        """The term of the chain."""
         return Chain(self.bath, self.tau, self.length)
 
     def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:

@@ -21,27 +21,28 @@ from adjsim.potentials.base import ForceField
 from adjsim.potentials.bonded.selection import Selection
 
 
-class _Placed(nn.Module):
-    """Place rows of forces at chosen vertices, with zero at all others.
+class Placement(nn.Module):
+    """Place rows at chosen vertices, with zero at all others.
 
     Args:
         index: ``(vertices,)`` integers without repetition; None for all vertices.
+        name: what errors call the index.
     """
 
-    def __init__(self, index: Array | None) -> None:
+    def __init__(self, index: Array | None, name: str = "index") -> None:
         super().__init__()
         self.count: int | None = None
         if index is None:
             return
         with outside_inference_mode():
-            found = as_indices("index", index)
+            found = as_indices(name, index)
             if found.ndim != 1 or len(found) == 0 or int(found.min()) < 0:
                 raise ValueError(
-                    "index must be (vertices,) integers from 0, at least one; got "
+                    f"{name} must be (vertices,) integers from 0, at least one; got "
                     f"{found.tolist()}."
                 )
             if len(found.unique()) != len(found):
-                raise ValueError(f"index must not repeat a vertex; got {found.tolist()}.")
+                raise ValueError(f"{name} must not repeat a vertex; got {found.tolist()}.")
             self.count, self.reach = len(found), int(found.max()) + 1
             self.vertices = Selection(found, self.reach)
 
@@ -63,6 +64,10 @@ class _Placed(nn.Module):
             ) from error
         if self.count is None:
             return rows
+        return self.spread(rows, atoms)
+
+    def spread(self, rows: Tensor, atoms: int) -> Tensor:
+        """Return the rows of so many atoms, ``(*batch, atoms, dim)``."""
         return self.vertices.transpose(rows.transpose(-1, -2), atoms).transpose(-1, -2)
 
 
@@ -82,7 +87,7 @@ class OpenLoop(ForceField):
     def __init__(self, signal: nn.Module, index: Array | None = None) -> None:
         super().__init__()
         self.signal = _checked_module("signal", signal)
-        self.placed = _Placed(index)
+        self.placed = Placement(index)
 
     def forward(self, t: Any, position: Positions) -> Positions:
         return self.placed(self.signal(t), position)
@@ -137,7 +142,7 @@ class NeuralController(Controller):
     ) -> None:
         super().__init__()
         self.network = _checked_module("network", network)
-        self.placed = _Placed(index)
+        self.placed = Placement(index)
         register(self, "scale", scale)
 
     def forward(self, t: Any, position: Positions, velocity: Positions) -> Positions:

@@ -22,7 +22,7 @@ from adjsim.core.trajectory import (
     step_numbers,
     sum_dtype,
 )
-from adjsim.dynamics.forces import counted_backward
+from adjsim.dynamics.forces import count_backward
 from adjsim.solvers.run import Run
 
 
@@ -133,8 +133,7 @@ class ContinuousSolver(ABC):
 class VectorField(torch.nn.Module, Generic[State]):
     """The drift of a run on tuples of fields, which counts passes over the energy.
 
-    A continuous adjoint evaluates the drift again in the backward solve, and differentiates it with
-    respect to its parameters at every evaluation. Those are the values of the run. So autograd
+    A continuous adjoint differentiates the drift with respect to the values of the run, so autograd
     passes one accumulated gradient to the user's parameters, and their hooks run once.
 
     Args:
@@ -189,10 +188,7 @@ class VectorField(torch.nn.Module, Generic[State]):
             for rate in rates:
                 refuse_unknown(rate, self.run.dynamics, known, what)
         self.report.energy_evaluations += 1
-        tracked = next((rate for rate in rates if rate.requires_grad), None)
-        if tracked is not None:
-            # The vector-Jacobian product, taken when the cotangent arrives, is one more pass.
-            tracked.register_hook(counted_backward(self.report))
+        count_backward(self.report, rates)
         return rates if self.unit is None else tuple(rate * self.unit for rate in rates)
 
 

@@ -28,9 +28,9 @@ class ODESolver(ContinuousSolver):
     Adaptive methods (dopri8, dopri5, bosh3, fehlberg2, adaptive_heun, and scipy_solver, which is
     SciPy's LSODA) choose their steps from the tolerances and interpolate at save times. Fixed-step
     methods (euler, midpoint, heun2, heun3, rk4, explicit_adams, implicit_adams, fixed_adams) take
-    steps of dt from ts[0], and save times must lie on them. In both cases the path does not depend
-    on the save times. Interpolation is of fourth order, coarser than the steps of dopri8 at tight
-    tolerances: prefer dopri5 there. explicit_adams is limited to order 4.
+    steps of dt from ts[0], and save times must lie on them. The path does not depend on the save
+    times. Interpolation is of fourth order, coarser than the steps of dopri8 at tight tolerances:
+    prefer dopri5 there. explicit_adams is limited to order 4.
 
     For long molecular runs prefer a splitting: it conserves the invariants of the physics, costs
     one force a step, and has an exact gradient in constant memory.

@@ -1,8 +1,7 @@
 """SDE solvers, by torchsde, for the summed drift and diffusion of all terms.
 
 Time is counted in steps, and step k has the same noise as in every other solver
-(:class:`adjsim.core.noise.Noise`). So no noise is stored, and forward and backward get the same
-numbers to the last bit at any dt.
+(:class:`adjsim.core.noise.Noise`), so no noise is stored.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class SDESolver(ContinuousSolver):
     they differ. (log_ode needs the areas of the noise, which are not drawn.) Steps have length dt,
     and save times must lie on them. The path does not depend on the save times.
 
-    reversible_heun has the parasitic root -(1 + friction dt), so its error grows as
-    exp(friction T) over a run of length T, also forward. It is refused beyond friction T = 2.
+    The error of reversible_heun grows as exp(friction T) over a run of length T, also forward. It
+    is refused beyond friction T = 2.
 
     For molecular runs prefer a splitting (:func:`~adjsim.BAOAB`): it samples far better at the same
     dt, costs one force a step, and has an exact gradient at any friction.

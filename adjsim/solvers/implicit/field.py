@@ -177,9 +177,8 @@ class ImplicitField(Move):
     def rounded(self, y: Tensor, x: Tensor, matrix: Tensor, residual: Tensor) -> Tensor:
         """Return for each system whether its residual is rounding.
 
-        A small relative change of the entries of the matrix and of y would then make the residual
-        zero (Oettli and Prager, Numer. Math. 6, 405 (1964)). If J is stiff, the rounding of x alone
-        gives such residuals, and their changes stay larger than is allowed.
+        A small relative change of the matrix and of y would then make it zero (Oettli and Prager,
+        Numer. Math. 6, 405 (1964)). If J is stiff, the rounding of x alone gives such residuals.
         """
         terms = y.abs() + (matrix.abs() * x.abs().unsqueeze(-2)).sum(-1)
         return (residual.abs() - 8 * torch.finfo(x.dtype).eps * terms).amax(-1) <= 0

@@ -2,10 +2,8 @@
 
 The matrix is ``1 + a^2 s H s``, with s the roots of the inverse masses and H the Hessian of the
 energy. Where atoms interact with near atoms alone, H is sparse and follows from some dozens of
-products (:mod:`adjsim.potentials.statics.local_hessian`). On a beam of 3,000 tetrahedra these cost
-as much as 85 single products. With the factors conjugate gradients end in one or two steps, where
-blocks of 3 x 3 on the diagonal spare none if the body is uniform, and a third if its modulus varies
-by 100.
+products (:mod:`adjsim.potentials.statics.local_hessian`). With the factors conjugate gradients end
+in one or two steps. Blocks of 3 x 3 on the diagonal spare no step if the body is uniform.
 """
 
 from __future__ import annotations
@@ -16,31 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adjsim.core.krylov import Product
 from adjsim.dynamics.forces import ForceEvaluator
 
 
-class StepFactors:
-    """An approximate inverse of the matrix of a step, from factors for each system of a batch.
+def step_factors(forces: ForceEvaluator, x: Tensor, a: float, root: Tensor) -> Product | None:
+    """Return an approximate inverse of the matrix, from factors for each system of a batch.
 
-    The matrix is 1 on atoms that are not ``free``, those of infinite mass, ``(atoms,)``.
-    """
-
-    def __init__(self, factors: list[Any], free: Tensor) -> None:
-        self.factors, self.free = factors, free
-
-    def __call__(self, r: Tensor) -> Tensor:
-        """Solve for a right-hand side, ``(*batch, atoms, dim)``."""
-        found = r.detach().double().cpu().clone()
-        for system, factor in zip(found.reshape(-1, *r.shape[-2:]), self.factors, strict=True):
-            taken = factor.solve(system[self.free].numpy().ravel())
-            system[self.free] = torch.from_numpy(taken).reshape(-1, r.shape[-1])
-        return found.to(r)
-
-
-def step_factors(forces: ForceEvaluator, x: Tensor, a: float, root: Tensor) -> StepFactors | None:
-    """Factorise the matrix of each system; None if one has no sparse Hessian or is not positive.
-
-    Positions are ``(*batch, atoms, dim)``, and the roots s a scalar or ``(atoms, 1)``.
+    It is None if a system has no sparse Hessian or its matrix is not positive. Positions are
+    ``(*batch, atoms, dim)``, and the roots s a scalar or ``(atoms, 1)``.
     """
     from scipy import sparse
 
@@ -60,4 +42,13 @@ def step_factors(forces: ForceEvaluator, x: Tensor, a: float, root: Tensor) -> S
         if factor is None:
             return None
         factors.append(factor)
-    return StepFactors(factors, free)
+
+    def inverse(r: Tensor) -> Tensor:
+        found = r.detach().double().cpu().clone()
+        for system, factor in zip(found.reshape(-1, atoms, dim), factors, strict=True):
+            # The matrix is 1 on atoms of infinite mass.
+            solved = torch.from_numpy(factor.solve(system[free].numpy().ravel()))
+            system[free] = solved.reshape(-1, dim)
+        return found.to(r)
+
+    return inverse

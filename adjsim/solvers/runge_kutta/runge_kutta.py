@@ -60,8 +60,7 @@ class RungeKutta(SteppingSolver):
 
     f is the drift of the dynamics, so any dynamics without noise is taken, :class:`~adjsim.ODE` as
     well as :class:`~adjsim.Hamiltonian`. A step has no inverse: gradients come from
-    :class:`~adjsim.DirectAdjoint`, or from :class:`~adjsim.CheckpointAdjoint` in a memory that
-    grows as the root of the number of steps. Both are exact for the discrete steps.
+    :class:`~adjsim.DirectAdjoint` or :class:`~adjsim.CheckpointAdjoint`.
 
     ==================== ======= ===== =========================================
     method               stages  order source
@@ -104,26 +103,15 @@ class RungeKutta(SteppingSolver):
             added = increment(dynamics, tableau, t, dt, at)
             return tuple(y + x for y, x in zip(at, added, strict=True))
 
-        return drift_plan(
-            step,
-            state,
-            dt,
-            self.order,
-            evaluations=len(tableau.b),
-            loses="the stages of an explicit step",
-        )
+        loses = "the stages of an explicit step"
+        return drift_plan(step, state, dt, self.order, evaluations=len(tableau.b), loses=loses)
 
     def __repr__(self) -> str:
         return f"RungeKutta({self.method!r}, dt={self.dt:g})"
 
 
 def find_tableau(method: str | Tableau) -> Tableau:
-    """Return the tableau of a method.
-
-    Raises:
-        ValueError: an unknown name.
-        TypeError: neither a name nor a tableau.
-    """
+    """Return the tableau of a method, a name or the tableau itself."""
     if isinstance(method, str) and method not in TABLEAUS:
         raise ValueError(
             f"unknown Runge-Kutta method {method!r}; choose from {', '.join(TABLEAUS)}, or "
