@@ -21,8 +21,8 @@ degree of freedom, and less for more."""
 class HeatLimit:
     """The largest kinetic energy of each system of a run with a bath at kT.
 
-    The potential energy that is given up since the start may become kinetic energy. A force field
-    may do any work, so with one there is no limit.
+    Potential energy that is given up may become kinetic energy. A force field may do any work, so
+    with one there is no limit.
 
     Args:
         masses, kT, potential: those of the dynamics.

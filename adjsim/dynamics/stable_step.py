@@ -11,7 +11,7 @@ from adjsim.core.arguments import as_number, as_tensor
 from adjsim.core.krylov import largest_eigenvalue
 from adjsim.core.parameters import NumberRule
 from adjsim.core.typing import Number, PositionsLike
-from adjsim.dynamics.masses import Masses, check_per_atom
+from adjsim.dynamics.masses import PER_ATOM, Masses
 from adjsim.dynamics.starts import as_start
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.contact.base import SurfaceContact
@@ -63,8 +63,7 @@ def largest_stable_step(
             raise ValueError(f"energy must be positive; got {energy}.")
         added = contact.largest_curvature(at.shape[-2], energy).to(at).unsqueeze(-1)
     masses = as_tensor("mass", mass).detach()
-    check_per_atom("mass", masses)
-    NumberRule(positive=True)("mass", masses)
+    NumberRule(positive=True, shapes=PER_ATOM)("mass", masses)
     root = (1 / Masses(masses)(at)).sqrt()
 
     def multiply(rows: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from adjsim.core.arguments import as_tensor
 from adjsim.core.module_cache import refuse_written, version_of
 from adjsim.core.neighbour_list import closest_atoms
 from adjsim.core.noise import Noise, NoiseStream, seed_from
-from adjsim.core.state import AnyState, check_position, in_transform, position_of
+from adjsim.core.state import AnyState, check_position, in_transform
 from adjsim.core.typing import Positions, PositionsLike, Seed
 from adjsim.potentials.base import ForceField, Potential, force
 from adjsim.potentials.evaluated import terms_of
@@ -46,16 +46,6 @@ def check_shape(state: AnyState, name: str, expected: tuple[int, ...]) -> None:
     shape = tuple(getattr(state, name).shape)
     if shape != expected:
         raise ValueError(f"{name} has shape {shape}; it must be {expected}.")
-
-
-def check_dof(dof: float | None, state: AnyState) -> None:
-    """Refuse more degrees of freedom than coordinates, which constraints make fewer."""
-    coordinates = math.prod(position_of(state).shape[-2:])
-    if dof is not None and dof > coordinates:
-        raise ValueError(
-            f"dof is {dof:g}, more than atoms x dim = {coordinates} of one system: give at most "
-            f"{coordinates}, or None."
-        )
 
 
 def standard_normal(

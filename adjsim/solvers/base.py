@@ -311,11 +311,17 @@ def lattice_of(plan: StepPlan, dynamics: Dynamics[State], state: State, t: float
     return Lattice(dynamics, t, state, moves, plan.dt, plan.copies)
 
 
-def refuse_without_equation(solver: object, dynamics: Dynamics[Any]) -> None:
-    """Refuse dynamics with a term that is a flow over a step and not a differential equation."""
+def refuse_no_equation(solver: object, dynamics: Dynamics[Any], *, noise: bool = False) -> None:
+    """Refuse dynamics that are no differential equation; with noise only if that is taken."""
+    solves, name = type(solver).__name__, type(dynamics).__name__
     for letter, term in dynamics.terms.items():
         if term.no_equation is not None:
             raise TypeError(
-                f"{type(solver).__name__} cannot take term {letter!r} of "
-                f"{type(dynamics).__name__}: {term.no_equation.reason}. Use a splitting."
+                f"{solves} cannot take term {letter!r} of {name}: {term.no_equation.reason}. Use a "
+                "splitting."
             )
+    if dynamics.stochastic and not noise:
+        raise TypeError(
+            f"{solves} has no noise, and {name} has: use SDESolver(dt=...), EulerMaruyama(dt) or a "
+            "splitting."
+        )

@@ -37,10 +37,9 @@ class CoulombFriction(Term[PhaseState]):
 
         w' = w abs(w')/abs(w)        abs(w') = v_s asinh(sinh(abs(w)/v_s) exp(-a h/v_s))
 
-    It is evaluated with logarithms, since sinh overflows, and with a series for small w, so it is
-    smooth at rest too. The inverse is the flow over -h. It multiplies rounding errors of a vertex
-    that sticks by exp(a h/v_s), and of one that slides fast by about one. N, n and u are
-    differentiated with respect to the position and the parameters of the contact.
+    The inverse is the flow over -h. It multiplies rounding errors of a vertex that sticks by
+    exp(a h/v_s), and of one that slides fast by about one. N, n and u are differentiated with
+    respect to the position and the parameters of the contact.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from adjsim.core.parameters import check_count, register
 from adjsim.core.reading import as_part
 from adjsim.core.state import AnyState, PhaseState, in_transform, momentum_of
 from adjsim.core.typing import Array, Energies, Number, PositionsLike, Seed
-from adjsim.dynamics.masses import Masses, check_per_atom
+from adjsim.dynamics.masses import PER_ATOM, Masses
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.mechanics.control import Feedback
 from adjsim.dynamics.mechanics.damping import RayleighDamping, ViscousDamping
@@ -50,25 +50,21 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     A term is present if its number is not zero, or requires grad. ``scheme`` is a palindrome over
     the terms that are present: "BAB" (velocity Verlet) without, and "FDBABDF" with friction and
-    damping. "BA" is semi-implicit Euler, of first order.
+    damping.
 
-    The step is explicit, so it has a largest stable size, 2 over the largest angular frequency. A
-    run with a longer one is refused, with the bound: that of the body at the start of the run, with
-    the load and the surface of that time. A body that an actuator stiffens later needs less. For
-    stiff bodies use an implicit solver, and for rigid bodies with impacts
-    :func:`~adjsim.solve_ivp` with events. Friction has no static regime, see
-    :class:`~.friction.CoulombFriction`.
+    A run with an explicit step above the largest stable one at its start, 2 over the largest
+    angular frequency, is refused, with the bound. A body that an actuator stiffens later needs
+    less. For stiff bodies use an implicit solver, and for rigid bodies with impacts
+    :func:`~adjsim.solve_ivp` with events. Friction has no static regime.
 
     Reversing a step multiplies rounding errors by exp(rate dt), with the rates of damping and, for
-    vertices that stick, ``mu N/(m v_s)``. :class:`~adjsim.ReversibleAdjoint` therefore stores
-    checkpoints, at distances that follow the load N along the run.
+    vertices that stick, ``mu N/(m v_s)``, so :class:`~adjsim.ReversibleAdjoint` stores checkpoints.
 
     Args:
         potential: energy of the body and of the loads on it, or a force field.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for fixed vertices.
-        contact: contact of vertices with a surface. Its force is added to that of the potential,
-            and its normal force is that of friction. Contacts without friction may be part of the
-            potential.
+        contact: contact of vertices with a surface, whose normal force is that of friction.
+            Contacts without friction may also be part of the potential.
         friction: coefficient mu of friction with the surface, of the shapes of mass.
         smoothing: velocity v_s above which friction is that of sliding, length / time; one number.
         damping: rate gamma at which momenta decay, 1/time, of the shapes of mass.
@@ -111,12 +107,10 @@ class Mechanics(MassiveDynamics[PhaseState]):
         super().__init__(potential, mass)
         self.contact, self.control = contact, control
         self.prescribed = None if prescribed is None else Prescribed(*prescribed)
-        register(self, "friction", friction)
+        register(self, "friction", friction, shapes=PER_ATOM)
         register(self, "smoothing", smoothing, positive=True, single=True)
-        register(self, "damping_rate", damping)
+        register(self, "damping_rate", damping, shapes=PER_ATOM)
         register(self, "stiffness_damping", stiffness_damping, single=True)
-        check_per_atom("friction", self.friction)
-        check_per_atom("damping", self.damping_rate)
         self.validate()
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -18,7 +18,6 @@ from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.moves import GeneralFlow
 from adjsim.dynamics.sources import Source
-from adjsim.dynamics.starts import check_dof
 from adjsim.dynamics.terms import Term
 
 
@@ -60,7 +59,12 @@ class Rescaling(Thermostat[MomentumState]):
 
     def check(self, state: AnyState) -> None:
         super().check(state)
-        check_dof(self.dof, state)
+        coordinates = state[0].shape[-2:].numel()
+        if self.dof is not None and self.dof > coordinates:
+            raise ValueError(
+                f"dof is {self.dof:g}, more than atoms x dim = {coordinates} of one system: give "
+                f"at most {coordinates}, or None."
+            )
 
     @property
     def bath(self) -> Bath:

@@ -49,8 +49,7 @@ class Bath(Term[MemoryState]):
         L L^T = 1 - E E^T = int_0^h exp(-M s) diag(0, 2r) exp(-M^T s) ds
 
     E is factored into unit lower, diagonal and unit upper matrices, each applied as shears and
-    scales. So the flow is made of coupling steps. The pivots are one at h = 0 and must be positive,
-    which bounds h.
+    scales. The pivots are one at h = 0 and must be positive, which bounds h.
     """
 
     def __init__(self, masses: Masses, kT: Tensor, rates: Tensor, strengths: Tensor) -> None:
@@ -158,10 +157,9 @@ class GeneralizedLangevin(Thermostat[MemoryState]):
         K(t) = sum_i strengths_i exp(-rates_i t)
 
     K acts on momentum, so ``int K dt = sum strengths_i / rates_i`` is the friction of the
-    memoryless limit. One extra variable carries each exponential (:class:`Bath`); see Ceriotti,
-    Bussi and Parrinello, J. Chem. Theory Comput. 6, 1170 (2010). Terms: A (stream), B (kick), G
-    (bath, solved exactly). Schemes: "BAGAB" (positions exact for harmonic forces), "GBABG", and any
-    other word.
+    memoryless limit. One extra variable carries each exponential; see Ceriotti, Bussi and
+    Parrinello, J. Chem. Theory Comput. 6, 1170 (2010). Terms: A (stream), B (kick), G
+    (:class:`Bath`). Schemes: "BAGAB" (positions exact for harmonic forces), "GBABG", and others.
 
     Args:
         potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.

@@ -50,9 +50,8 @@ class Chain(Term[ChainState]):
     The flow over h is the symmetric factorisation of Martyna, Tuckerman, Tobias and Klein, Mol.
     Phys. 87, 1117 (1996). The links advance over h/2, from the last to the first. Then the momenta
     are scaled by exp(-h v_1) and the x_j moved by h v_j. Then the links advance over h/2, from the
-    first to the last. The force on link j, without the damping by v_{j+1}, is G_j. The advance of a
-    link over a time h applies G_j between two halves of the damping. It is one scale and one
-    shear::
+    first to the last. With the force G_j on link j without the damping by v_{j+1}, its advance over
+    a time h is one scale and one shear::
 
         b_j <- exp(-h v_{j+1}/2) (exp(-h v_{j+1}/2) b_j + h G_j)
              = exp(-h v_{j+1}) b_j + h exp(-h v_{j+1}/2) G_j
@@ -109,11 +108,6 @@ def _chain_force(state: Any, c: Coefficients, j: int) -> Tensor:
     return select_link(state.bath_momentum, j - 1) ** 2 * c["1/Q"][j - 1] - c["target"][j]
 
 
-def _scaling(state: Any, c: Coefficients, j: int, h: float) -> Tensor:
-    """Compute the factor by which link j scales momenta over h."""
-    return torch.exp(select_link(state.bath_momentum, j) * c["1/Q"][j] * -h)
-
-
 @dataclass(frozen=True)
 class ChainScaling:
     """The factor ``exp(-h b_j/Q_j)`` by which link j scales momenta."""
@@ -122,7 +116,8 @@ class ChainScaling:
     h: float
 
     def value(self, state: Any, context: MoveContext) -> Tensor:
-        return _scaling(state, context.coefficients, self.link, self.h)
+        b, inverse = state.bath_momentum, context.coefficients["1/Q"]
+        return torch.exp(select_link(b, self.link) * inverse[self.link] * -self.h)
 
     def vjp(self, state: Any, context: MoveContext, cotangents: Cotangents) -> Linearised:
         value, products = self.value(state, context), _ChainProducts(state, context, cotangents)
@@ -138,11 +133,11 @@ class ChainForce:
     damped_by: int | None
 
     def value(self, state: Any, context: MoveContext) -> Tensor:
-        impulse, damping = self._factors(state, context.coefficients)
+        impulse, damping = self._factors(state, context)
         return impulse if damping is None else impulse * damping
 
     def vjp(self, state: Any, context: MoveContext, cotangents: Cotangents) -> Linearised:
-        impulse, damping = self._factors(state, context.coefficients)
+        impulse, damping = self._factors(state, context)
         products, k = _ChainProducts(state, context, cotangents), self.damped_by
         if k is None or damping is None:
             return impulse, lambda cotangent: products.add_force(self.link, cotangent * self.h)
@@ -154,9 +149,9 @@ class ChainForce:
 
         return value, accumulate
 
-    def _factors(self, state: Any, c: Coefficients) -> tuple[Tensor, Tensor | None]:
-        impulse, k = _chain_force(state, c, self.link) * self.h, self.damped_by
-        return impulse, None if k is None else _scaling(state, c, k, self.h / 2)
+    def _factors(self, state: Any, context: MoveContext) -> tuple[Tensor, Tensor | None]:
+        impulse, k = _chain_force(state, context.coefficients, self.link) * self.h, self.damped_by
+        return impulse, None if k is None else ChainScaling(k, self.h / 2).value(state, context)
 
 
 class _ChainProducts(NamedTuple):

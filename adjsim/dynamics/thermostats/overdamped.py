@@ -12,7 +12,7 @@ from adjsim.core.parameters import register
 from adjsim.core.typing import Number, Positions, Seed
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.density import CanonicalPositions
-from adjsim.dynamics.masses import check_per_atom, per_atom
+from adjsim.dynamics.masses import PER_ATOM, per_atom
 from adjsim.dynamics.terms import Term
 from adjsim.potentials.base import force, force_vjp
 
@@ -76,8 +76,7 @@ class OverdampedLangevin(Dynamics[PositionState]):
     def __init__(self, potential: nn.Module, kT: Number = 1.0, friction: Number = 1.0) -> None:
         super().__init__(potential)
         register(self, "kT", kT, positive=True, single=True)
-        register(self, "friction", friction, positive=True)
-        check_per_atom("friction", self.friction)
+        register(self, "friction", friction, positive=True, shapes=PER_ATOM)
 
     @property
     def terms(self) -> dict[str, Term[Any]]:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_number
 from adjsim.core.state import State
-from adjsim.solvers.base import refuse_without_equation
+from adjsim.solvers.base import refuse_no_equation
 from adjsim.solvers.clock import check_dt
-from adjsim.solvers.continuous.base import ContinuousSolver, VectorField
+from adjsim.solvers.continuous.base import ContinuousSolver, Fields, VectorField
 from adjsim.solvers.run import Run
 
 ADAPTIVE = ("dopri8", "dopri5", "bosh3", "fehlberg2", "adaptive_heun")
@@ -66,28 +66,17 @@ class ODESolver(ContinuousSolver):
         self.dt = None if dt is None else check_dt(dt)
 
     def check(self, run: Run[State], backsolve: dict[str, Any] | None) -> None:
-        refuse_without_equation(self, run.dynamics)
-        if run.dynamics.stochastic:
-            raise TypeError(
-                f"ODESolver has no noise, and {type(run.dynamics).__name__} has: use "
-                "SDESolver(dt=...) or a splitting."
-            )
+        refuse_no_equation(self, run.dynamics)
         if backsolve is None and self.method in SCIPY and run.needs_gradient:
             raise TypeError(
                 "scipy_solver cannot be backpropagated through: use BacksolveAdjoint(), or "
                 "another method."
             )
 
-    def integrate(
-        self,
-        field: VectorField[State],
-        start: tuple[Tensor, ...],
-        times: Tensor,
-        backsolve: dict[str, Any] | None,
-    ) -> tuple[Tensor, ...]:
+    def integrate(self, field: VectorField[State], start: Fields, times: Tensor) -> Fields:
         from torchdiffeq import odeint, odeint_adjoint
 
-        run = field.run
+        run, backsolve = field.run, field.backsolve
         options: dict[str, Any] = {"step_size": 1.0} if self.fixed_step else {}
         if self.method == "explicit_adams":
             # The default is order 12, whose region of stability is too small to be useful.
@@ -103,14 +92,9 @@ class ODESolver(ContinuousSolver):
         times = times.to(start[0].device)
         try:
             if backsolve is not None:
-                adjoint = {f"adjoint_{name}": value for name, value in backsolve.items()}
-                parameters = field.parameters_of_adjoint
-                return cast(
-                    "tuple[Tensor, ...]",
-                    odeint_adjoint(
-                        field, start, times, adjoint_params=parameters, **adjoint, **common
-                    ),
-                )
+                adjoint: dict[str, Any] = {f"adjoint_{n}": x for n, x in backsolve.items()}
+                adjoint["adjoint_params"] = field.parameters_of_adjoint
+                return cast(Fields, odeint_adjoint(field, start, times, **adjoint, **common))
             if self.method in ONE_STEP:
                 # torchdiffeq writes frames into one tensor, whose backward is quadratic in their
                 # number. One-step methods have no memory, so solving from save to save gives the
@@ -120,7 +104,7 @@ class ODESolver(ContinuousSolver):
                     ends = odeint(field, frames[-1], torch.stack(pair), **common)
                     frames.append(tuple(x[1] for x in ends))
                 return tuple(map(torch.stack, zip(*frames, strict=True)))
-            return cast("tuple[Tensor, ...]", odeint(field, start, times, **common))
+            return cast(Fields, odeint(field, start, times, **common))
         except AssertionError as failure:
             raise FloatingPointError(
                 f"{self.method} failed ({failure}): the solution reaches NaN or infinity, or is "
@@ -134,9 +118,7 @@ class ODESolver(ContinuousSolver):
         return f"ODESolver({self.method!r}, {settings})"
 
 
-def _largest(count: int, fields: tuple[Tensor, ...]) -> Tensor:
-    """Return the largest root mean square over the fields, without that of a time average.
-
-    The choice of steps is not differentiated.
-    """
+def _largest(count: int, fields: Fields) -> Tensor:
+    """Return the largest root mean square over the fields, without that of a time average."""
+    # The choice of steps is not differentiated.
     return torch.stack([x.detach().abs().pow(2).mean().sqrt() for x in fields[:count]]).amax()

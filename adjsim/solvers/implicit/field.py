@@ -220,11 +220,7 @@ class ImplicitField(Move):
             raise ValueError(COUPLED)
 
     def backward(
-        self,
-        after: State,
-        context: MoveContext,
-        cotangents: Cotangents,
-        before: State | None = None,
+        self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None
     ) -> State:
         """Propagate back; from the state before, by one linear system and without a step."""
         t, end = self._time(after, context), self.joined(after)

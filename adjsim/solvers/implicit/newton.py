@@ -10,8 +10,9 @@ side by side, each to its own convergence.
 
 The matrix of a small system is made from one product of as many copies of the system as it has
 coordinates. A larger one is used by its products. Conjugate gradients that have not converged after
-some of them are preconditioned by factors of a sparse Hessian, where there is one
-(:mod:`adjsim.solvers.implicit.step_factors`). Newton's next step uses the same factors.
+some of them are preconditioned by factors of the Hessian. It is sparse where atoms interact with
+near atoms alone, and follows from some dozens of products
+(:mod:`adjsim.potentials.statics.local_hessian`). Newton's next step uses the same factors.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from adjsim.core.krylov import Product, solve_general
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.potentials.base import ForceField, force_vjp
-from adjsim.solvers.implicit.step_factors import step_factors
 
 NEWTON_STEPS = 50
 # Halvings of a Newton step that makes the residual larger.
@@ -135,6 +136,42 @@ class StepMatrix:
     def _applied(self, w: Tensor, along: Tensor) -> Tensor:
         self.forces.count(2)
         return w - self.a**2 * self.root * along
+
+
+def step_factors(forces: ForceEvaluator, x: Tensor, a: float, root: Tensor) -> Product | None:
+    """Return an approximate inverse of the matrix, by factors of the sparse Hessian of each system.
+
+    It is None if a system has no sparse Hessian or its matrix is not positive. Blocks of 3 x 3 on
+    the diagonal would spare no step of conjugate gradients if the body is uniform.
+    """
+    from scipy import sparse
+
+    from adjsim.potentials.statics.curvature import Hessian
+    from adjsim.potentials.statics.local_hessian import local_hessian, positive_factor
+
+    atoms, dim = x.shape[-2:]
+    each = root.detach().double().cpu().reshape(-1).expand(atoms)
+    free = each > 0
+    scale: Any = sparse.diags(a * np.repeat(each[free].numpy(), dim))
+    factors = list[Any]()
+    for q in x.reshape(-1, atoms, dim):
+        hessian = Hessian(forces.potential, q, free)
+        matrix = local_hessian(hessian)
+        forces.count(2 * hessian.taken)
+        factor = None if matrix is None else positive_factor(scale @ matrix @ scale, 1.0)
+        if factor is None:
+            return None
+        factors.append(factor)
+
+    def inverse(r: Tensor) -> Tensor:
+        found = r.detach().double().cpu().clone()
+        for system, factor in zip(found.reshape(-1, atoms, dim), factors, strict=True):
+            # The matrix is 1 on atoms of infinite mass.
+            solved = torch.from_numpy(factor.solve(system[free].numpy().ravel()))
+            system[free] = solved.reshape(-1, dim)
+        return found.to(r)
+
+    return inverse
 
 
 class UnsolvedStepError(RuntimeError):

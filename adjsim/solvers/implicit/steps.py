@@ -31,7 +31,7 @@ from adjsim.dynamics.mechanics.prescribed import PrescribedStream
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients, MoveContext, unbroadcast
 from adjsim.dynamics.terms import Kick, Stream
-from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
+from adjsim.solvers.base import Stage, SteppingSolver, StepPlan, refuse_no_equation
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.implicit.field import field_plan
 from adjsim.solvers.implicit.newton import (
@@ -96,11 +96,7 @@ class ImplicitMove(Move):
         return x + (1 / self.theta - 1) * (x - q), p + self.h * f
 
     def backward(
-        self,
-        after: State,
-        context: MoveContext,
-        cotangents: Cotangents,
-        before: State | None = None,
+        self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None
     ) -> State:
         assert isinstance(after, AnyMomentumState)
         h, a, c = self.h, self.theta * self.h, context.coefficients["1/m"].detach()
@@ -173,14 +169,9 @@ class ImplicitMove(Move):
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        move: ImplicitMove,
-        context: MoveContext,
-        q: Tensor,
-        p: Tensor,
-        c: Tensor,
-        *trainable: Tensor,
+        ctx: Any, move: ImplicitMove, context: MoveContext, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
+        q, p, c, *trainable = tensors
         found = move.advance(q, p, c, context)
         # The evaluator keeps a force, which may have a graph that ends in this step.
         ctx.move, ctx.report = move, context.forces.report
@@ -249,11 +240,7 @@ class ImplicitSolver(SteppingSolver):
                 "axis instead of vmap."
             )
         if isinstance(dynamics, FieldDynamics):
-            if dynamics.stochastic:
-                raise TypeError(
-                    f"{type(self).__name__} has no noise, and {type(dynamics).__name__} has: use "
-                    "EulerMaruyama(dt), StochasticHeun(dt) or SDESolver(dt=...)."
-                )
+            refuse_no_equation(self, dynamics)
             return field_plan(dynamics, state, self.dt, self.theta, self.tol, self.order)
         assert dynamics.potential is not None
         letters, draws = self._others(dynamics), 0

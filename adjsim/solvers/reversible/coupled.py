@@ -24,12 +24,20 @@ from adjsim.dynamics.copies import Copies, copy_name
 from adjsim.dynamics.lattice import typical_sizes
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Coefficients
-from adjsim.solvers.base import LETTER, Stage, StepContext, SteppingSolver, StepPlan, lattice_of
+from adjsim.solvers.base import (
+    LETTER,
+    Stage,
+    StepContext,
+    SteppingSolver,
+    StepPlan,
+    lattice_of,
+    refuse_no_equation,
+)
 from adjsim.solvers.clock import SMALLER, Clock, VaryingClock, check_dt
 from adjsim.solvers.reversible.increment import Increment, reversed_growth
 from adjsim.solvers.reversible.varying_coupling import VaryingCoupling, steps_within
 from adjsim.solvers.runge_kutta.adaptive_steps import AdaptiveSteps, look_ahead
-from adjsim.solvers.runge_kutta.runge_kutta import find_tableau, refuse_no_drift
+from adjsim.solvers.runge_kutta.runge_kutta import find_tableau
 from adjsim.solvers.runge_kutta.step_sizes import Adaptive, RecordedTimes, StepTimes
 
 # Steps along which the rate is estimated.
@@ -146,7 +154,7 @@ class Coupled(SteppingSolver):
         """Return these steps with a rate and the times of adaptive steps."""
         if self.rate is not None and not isinstance(self.steps, Adaptive):
             return self
-        refuse_no_drift(self, dynamics)
+        refuse_no_equation(self, dynamics)
         if in_transform():
             raise RuntimeError(
                 "rate=None and Adaptive read the numbers of the start, which torch.func "
@@ -173,7 +181,7 @@ class Coupled(SteppingSolver):
         self, dynamics: Dynamics[State], state: State, t: float, typical: float, end: float
     ) -> StepPlan:
         """List the moves of a step, for a run with a start, a typical step size and an end."""
-        refuse_no_drift(self, dynamics)
+        refuse_no_equation(self, dynamics)
         assert self.rate is not None
         h = self.steps if isinstance(self.steps, float) else None
         names = state._fields

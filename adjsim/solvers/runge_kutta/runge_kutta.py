@@ -12,7 +12,7 @@ from adjsim.core.arguments import describe_type
 from adjsim.core.state import State
 from adjsim.core.tableaus import TABLEAUS, Tableau
 from adjsim.dynamics.base import Dynamics
-from adjsim.solvers.base import SteppingSolver, StepPlan, refuse_without_equation
+from adjsim.solvers.base import SteppingSolver, StepPlan, refuse_no_equation
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.stochastic.drift_move import drift_plan
 
@@ -96,7 +96,7 @@ class RungeKutta(SteppingSolver):
         return self.tableau.order
 
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
-        refuse_no_drift(self, dynamics)
+        refuse_no_equation(self, dynamics)
         tableau, dt = self.tableau, self.dt
 
         def step(t: Tensor, at: State) -> tuple[Tensor, ...]:
@@ -122,13 +122,3 @@ def find_tableau(method: str | Tableau) -> Tableau:
             f"method must be a name such as 'rk4' or a Tableau; got {describe_type(method)}."
         )
     return TABLEAUS[method] if isinstance(method, str) else method
-
-
-def refuse_no_drift(solver: SteppingSolver, dynamics: Dynamics[State]) -> None:
-    """Refuse dynamics that are not an ordinary differential equation."""
-    refuse_without_equation(solver, dynamics)
-    if dynamics.stochastic:
-        raise TypeError(
-            f"{type(solver).__name__} has no noise, and {type(dynamics).__name__} has: use "
-            "EulerMaruyama(dt), SDESolver(dt=...) or a splitting."
-        )
