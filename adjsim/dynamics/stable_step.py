@@ -28,12 +28,11 @@ def largest_stable_step(
 ) -> float:
     """Compute the largest stable step of velocity Verlet, ``2 / omega_max``.
 
-    ``omega_max^2`` is the largest eigenvalue of ``M^(-1/2) (K + c) M^(-1/2)``. K is the Hessian of
-    the potential at the position, and c the largest curvature that the contact can reach, for each
+    ``omega_max^2`` is the largest eigenvalue of ``M^(-1/2) (K + c) M^(-1/2)``, by Lanczos
+    iterations (Golub and Van Loan, Matrix computations, section 10.1). K is the Hessian of the
+    potential at the position, and c the largest curvature that the contact can reach, for each
     vertex in every direction. So the result is a lower bound for any vertices in contact, and exact
-    for a linear body without contact. Semi-implicit Euler has the same bound, and so have all
-    schemes that kick once a step. The eigenvalue is found by Lanczos iterations on products with K
-    (Golub and Van Loan, Matrix computations, section 10.1), for all systems of a batch together.
+    for a linear body without contact. All schemes that kick once a step have the same bound.
 
     A body that becomes stiffer when it is deformed needs a smaller step: use a deformed position,
     or half of the result. Steps near the bound are stable but inaccurate.
@@ -44,9 +43,8 @@ def largest_stable_step(
         mass: a number, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
         position: ``(*batch, atoms, dim)``; the result is for the stiffest system.
         contact: contact whose force is added to that of the potential.
-        energy: the largest energy that contact with one vertex can store, such as the total energy
-            of the body. It bounds the curvature of a :class:`~adjsim.Barrier`, which
-            otherwise is that at its floor. Other penalties do not need it.
+        energy: the largest energy that contact with one vertex can store. It bounds the curvature
+            of a :class:`~adjsim.Barrier`, which otherwise is that at its floor.
         tolerance: the largest relative error of the eigenvalue.
 
     Returns:

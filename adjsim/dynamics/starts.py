@@ -62,10 +62,9 @@ def standard_normal(
 
 
 def check_potential(potential: nn.Module | None, position: Tensor) -> None:
-    """Refuse a potential of the wrong shape, and a start without a finite energy.
+    """Refuse a potential of the wrong shape, or that writes, and a start without a finite energy.
 
-    A force field has to have a finite force instead. A potential must not write into its argument,
-    and an energy in eV must not tell of wrong units.
+    A force field has to have a finite force. An energy in eV must not tell of wrong units.
     """
     if potential is None:
         return
@@ -117,8 +116,9 @@ def describe_force_not_finite(
     if potential is None:
         return None
     found = force(potential, position, t)
-    finite = bool(torch.isfinite(found).all())
-    return None if finite else describe_not_finite(potential, position, found, "force")
+    if bool(torch.isfinite(found).all()):
+        return None
+    return describe_not_finite(potential, position, found, "force")
 
 
 def _in_ev(part: nn.Module) -> bool:

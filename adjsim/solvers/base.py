@@ -47,10 +47,7 @@ class Stage:
 
 
 class StepContext(NamedTuple):
-    """The context of a step: its times, coefficients and noise, and the evaluator of forces.
-
-    ``forces`` carries the last force of the step to the next one.
-    """
+    """The context of a step; ``forces`` carries its last force to the next one."""
 
     time: TimeInStep
     coefficients: Mapping[str, Coefficients]
@@ -119,8 +116,7 @@ class StepPlan:
     ) -> State:
         """Reverse moves of one step, and propagate the cotangents back through them.
 
-        ``before`` has the states before each move of the step; None: compute them by the moves'
-        inverses.
+        ``before`` has the states before each move; None: the moves' inverses compute them.
         """
         for i in reversed(range(len(self.moves))[part]):
             stage, move = self.moves[i]

@@ -97,11 +97,9 @@ class CoulombFriction(Term[PhaseState]):
 
 
 def decay_ratio(square: Tensor, rate: Tensor) -> Tensor:
-    """Compute ``asinh(sinh(x) exp(-rate)) / x`` from the square of x, smoothly at zero.
-
-    The inverse of the flow has a negative rate. A rate at which nothing is left to invert is
-    limited, so that zero stays zero; the error that this makes is measured as any other is.
-    """
+    """Compute ``asinh(sinh(x) exp(-rate)) / x`` from the square of x, smoothly at zero."""
+    # The inverse has a negative rate. One at which nothing is left to invert is limited, so that
+    # zero stays zero; the error that this makes is measured as any other is.
     limit = 0.4 * math.log(torch.finfo(square.dtype).max)
     rate = rate.clamp(min=-limit)
     small = square < SMALL

@@ -24,10 +24,9 @@ from adjsim.dynamics.thermostats.base import Thermostat
 
 
 class MemoryState(NamedTuple):
-    """Position, momentum and memory of the particles.
+    """Position, momentum ``(*batch, atoms, dim)``, memory ``(*batch, rates, atoms, dim)``.
 
-    Position and momentum are ``(*batch, atoms, dim)``, memory ``(*batch, rates, atoms,
-    dim)``, in units of momentum.
+    The memory is in units of momentum.
     """
 
     position: Positions

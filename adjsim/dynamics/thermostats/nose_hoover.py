@@ -24,10 +24,9 @@ from adjsim.dynamics.thermostats.base import Bath, Rescaling
 
 
 class ChainState(NamedTuple):
-    """Position and momentum of the particles and of the chain.
+    """Position and momentum of particles, ``(*batch, atoms, dim)``, and chain.
 
-    The fields of the particles are ``(*batch, atoms, dim)``, those of the chain
-    ``(*batch, length, 1, 1)``.
+    The fields of the chain are ``(*batch, length, 1, 1)``.
     """
 
     position: Positions

@@ -54,16 +54,16 @@ class OverdampedLangevin(Dynamics[PositionState]):
 
         dq = F(q)/friction dt + sqrt(2 kT/friction) dW
 
-    It samples exp(-U/kT). Here ``friction`` is a force per velocity (energy time / length^2), mass
-    times the rate of :class:`~adjsim.Langevin`. Solvers: :class:`~adjsim.EulerMaruyama`,
-    :class:`~adjsim.LeimkuhlerMatthews` (with averages of second order), :class:`~adjsim.SDESolver`.
-    For rates, velocities and other dynamical quantities use Langevin.
+    It samples exp(-U/kT). Here ``friction`` is a force per velocity, mass times the rate of
+    :class:`~adjsim.Langevin`, which is for rates, velocities and other dynamical quantities.
+    Solvers: :class:`~adjsim.EulerMaruyama`, :class:`~adjsim.LeimkuhlerMatthews` (with averages of
+    second order), :class:`~adjsim.SDESolver`.
 
     Args:
         potential: energy module, or a force field.
         kT: temperature, energy; one number.
-        friction: force per velocity; scalar, ``(atoms,)`` or ``(atoms, 1)``. An infinite friction
-            pins its atom.
+        friction: energy time / length^2; scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for
+            pinned atoms.
     """
 
     state_type = PositionState

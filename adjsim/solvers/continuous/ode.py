@@ -83,12 +83,8 @@ class ODESolver(ContinuousSolver):
             options["max_order"] = 4
         if self.method not in SCIPY:
             options["norm"] = partial(_largest, len(run.state))
-        common: dict[str, Any] = {
-            "rtol": self.rtol,
-            "atol": self.atol,
-            "method": self.method,
-            "options": options,
-        }
+        common: dict[str, Any] = {"rtol": self.rtol, "atol": self.atol, "method": self.method}
+        common["options"] = options
         times = times.to(start[0].device)
         try:
             if backsolve is not None:
@@ -112,9 +108,8 @@ class ODESolver(ContinuousSolver):
             ) from failure
 
     def __repr__(self) -> str:
-        settings = (
-            f"dt={self.dt:g}" if self.dt is not None else f"rtol={self.rtol:g}, atol={self.atol:g}"
-        )
+        tolerances = f"rtol={self.rtol:g}, atol={self.atol:g}"
+        settings = tolerances if self.dt is None else f"dt={self.dt:g}"
         return f"ODESolver({self.method!r}, {settings})"
 
 

@@ -38,8 +38,7 @@ class Linear(NamedTuple):
     def coupled(self, a: float) -> Tensor:
         """Return whether systems of the batch depend on each other.
 
-        J then has entries outside of the blocks of single systems, and its product with a random
-        vector differs from that of the blocks.
+        The product of J with a random vector then differs from that of the systems' blocks.
         """
         if not self.rate.requires_grad:
             return torch.zeros((), dtype=torch.bool, device=self.rate.device)
