@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from adjsim.adjoints.base import Adjoint, Result
 from adjsim.core.run_report import RunReport
-from adjsim.core.second_derivative import refuse_second_derivative
+from adjsim.core.second_derivative import once_differentiable
 from adjsim.core.state import State
 from adjsim.solvers.continuous.base import ContinuousSolver
 from adjsim.solvers.run import Run
@@ -51,7 +50,12 @@ class BacksolveAdjoint(Adjoint):
 
     def run(self, run: Run[State], report: RunReport) -> Result[State]:
         states, record, final = run.solver.solve(run.connected(), report, self._options())
-        once, make = _OnceDifferentiable.apply, type(final)._make
+        make = type(final)._make
+
+        def once(x: Tensor) -> Tensor:
+            why = "this gradient was swept backward in constant memory"
+            return once_differentiable(x, why, "Use DirectAdjoint() without compile=True.")
+
         return (
             None if states is None else make(map(once, states)),
             None if record is None else once(record),
@@ -61,22 +65,3 @@ class BacksolveAdjoint(Adjoint):
 
     def _options(self) -> dict[str, Any]:
         return {"rtol": self.rtol, "atol": self.atol}
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    """The identity, differentiable once.
-
-    Second derivatives through the libraries' adjoints would be incomplete.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
-        refuse_second_derivative(
-            "this gradient was swept backward in constant memory",
-            "Use DirectAdjoint() without compile=True.",
-        )
-        return cotangents[0]

@@ -77,11 +77,9 @@ class Dynamics(nn.Module, Generic[State]):
         """Make a start at a position, and draw the fields that are not given.
 
         Args:
-            position: ``(*batch, atoms, dim)``, a tensor or an array or list of numbers; integers
-                become float64.
+            position: ``(*batch, atoms, dim)``; integers become float64.
             momentum: of the same shape; cast to the dtype and device of position.
-            generator: a generator, or a seed. One seed serves the start and the run, which have
-                separate streams.
+            generator: a generator, or a seed, which may also be that of the run.
         """
         at, p = as_start(position, momentum)
         state = self.state_type._make(self.started(at, p, generator))
@@ -133,7 +131,7 @@ class Dynamics(nn.Module, Generic[State]):
     def error_growth(self, t: Any, state: State) -> Tensor | None:
         """Compute rates, beyond :meth:`damping`, at which rounding errors grow in reversed steps.
 
-        They have any shape; None: they are the same in all states. The time may be a tensor.
+        They have any shape; None: they are the same in all states.
         """
         return None
 
@@ -149,10 +147,8 @@ class Dynamics(nn.Module, Generic[State]):
         """Return the density that the equations of motion sample; None: no density is declared.
 
         ScoreFunction and Reweighting read this density alone. Dynamics of your own declare theirs,
-        for example by returning ``Canonical(self)``, only if they sample it.
-
-        Raises:
-            TypeError: the density needs an energy, and the potential is a force field.
+        for example by returning ``Canonical(self)``, only if they sample it. A TypeError says that
+        the density needs an energy, and the potential is a force field.
         """
         return None
 
@@ -167,9 +163,7 @@ class Dynamics(nn.Module, Generic[State]):
     def check_rates(self, t: float, state: State) -> dict[str, Tensor]:
         """Refuse, before any work, a start at which the equations have no finite value.
 
-        Returns:
-            drift and diffusion at the start, by descriptions of them, with their graphs; it may be
-            empty where no graph is recorded.
+        Returns drift and diffusion there by descriptions, if a graph is recorded.
         """
         check_potential(self.potential, state[0])
         if in_transform() or not torch.is_grad_enabled():

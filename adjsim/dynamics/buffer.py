@@ -46,8 +46,7 @@ class BufferGrowth:
 class Spill:
     """The low 32 bits of a field's buffers, in systems with a full buffer.
 
-    ``systems`` is one bit for each system of the batch, or the numbers of these systems
-    (``numbered``), whichever is shorter.
+    ``systems`` is a bit for each system, or their numbers (``numbered``), whichever is shorter.
     """
 
     field: str
@@ -129,15 +128,17 @@ def fractions(what: str, factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fraction(what: str, factor: float) -> tuple[int, int]:
-    gap, limit = Fraction(1.0 - factor), 2
-    allowed = 1e-7 * min(abs(1.0 - factor), factor)
-    while limit <= LARGEST_DENOMINATOR:
-        near = gap.limit_denominator(limit)
-        n, d = near.denominator - near.numerator, near.denominator
-        if n >= 1 and abs(float(near - gap)) <= allowed:
-            return n, d
-        limit *= 2
+    near = simple_fraction(1.0 - factor, 1e-7 * min(abs(1.0 - factor), factor))
+    if near is not None:
+        return near.denominator - near.numerator, near.denominator
     raise ValueError(
         f"exact=True: {what} is {factor:.17g} a step, too close to {'0' if factor < 0.5 else '1'} "
         f"for a fraction. Use a {'smaller' if factor < 0.5 else 'larger'} dt, or exact=False."
     )
+
+
+def simple_fraction(value: float, allowed: float) -> Fraction | None:
+    """Return a simple fraction below 1 and this close to a value; None if there is none."""
+    limits = (2**k for k in range(1, LARGEST_DENOMINATOR.bit_length()))
+    found = (Fraction(value).limit_denominator(limit) for limit in limits)
+    return next((x for x in found if x < 1 and abs(float(x - Fraction(value))) <= allowed), None)

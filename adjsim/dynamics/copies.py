@@ -22,8 +22,8 @@ class Copies:
 
     A run starts with equal copies, and users see y alone. It stops where the distance between the
     copies is above ``limit``, a share of the size of a field: the given one for each system, or the
-    largest entry if that is larger. ``remedy`` says why the copies of a state at a time move apart,
-    and what to do; it also takes what to use where steps are too long.
+    largest entry if that is larger. ``remedy`` maps a state, its time and what to use where steps
+    are too long to the reason and the way out.
     """
 
     def __init__(

@@ -40,7 +40,6 @@ class Cotangents:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The names of the fields."""
         return tuple(self._state)
 
     def __getitem__(self, name: str) -> Tensor:

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjsim.core.state import AnyState, position_of
 from adjsim.core.typing import Energies
 from adjsim.potentials.base import ForceField
-
-
-class AtTemperature(Protocol):
-    """What the density of positions reads."""
-
-    potential: nn.Module
-    kT: Tensor
-
-
-class MassiveAtTemperature(AtTemperature, Protocol):
-    """What the density of positions and momenta reads."""
-
-    def kinetic_energy(self, state: Any) -> Energies: ...
 
 
 class StationaryDensity(ABC):
@@ -50,11 +37,10 @@ class CanonicalPositions(StationaryDensity):
         dynamics: the dynamics, with a ``potential`` and ``kT``.
 
     Raises:
-        TypeError: a potential that is a force field, since such a force need not come from an
-            energy.
+        TypeError: a potential that is a force field.
     """
 
-    def __init__(self, dynamics: AtTemperature) -> None:
+    def __init__(self, dynamics: Any) -> None:
         if isinstance(dynamics.potential, ForceField):
             raise TypeError(
                 f"{type(dynamics).__name__} has no known stationary density: "
@@ -80,21 +66,17 @@ class Canonical(CanonicalPositions):
         TypeError: a potential that is a force field.
     """
 
-    dynamics: MassiveAtTemperature
-
     def __init__(
-        self,
-        dynamics: MassiveAtTemperature,
-        bath: Mapping[str, Callable[[Any], Tensor]] | None = None,
+        self, dynamics: Any, bath: Mapping[str, Callable[[Any], Tensor]] | None = None
     ) -> None:
         super().__init__(dynamics)
         self.bath = dict(bath or {})
         self.bath_fields = tuple(self.bath)
 
     def reduced_energy(self, state: AnyState) -> Energies:
-        position = position_of(state)
-        kT = self.dynamics.kT.to(position)
-        found = (self.dynamics.potential(position) + self.dynamics.kinetic_energy(state)) / kT
+        q = position_of(state)
+        kT = self.dynamics.kT.to(q)
+        found = (self.dynamics.potential(q) + self.dynamics.kinetic_energy(state)) / kT
         for name, weight in self.bath.items():
             squares: Tensor = getattr(state, name) ** 2 / weight(state)
             found = found + squares.sum(tuple(range(found.ndim, squares.ndim))) / (2 * kT)

@@ -57,9 +57,8 @@ class Turn(Term[ESHState]):
         u' = (u + e (sinh delta + (u.e)(cosh delta - 1))) / Z
         r' = r + log Z
 
-    and its inverse is the flow over -h. A direction exactly along the force is an equilibrium of
-    this flow and stays. The direction is normalised again after each turn, which removes rounding
-    only. Keep ``h |F|/d`` below about 1.
+    and its inverse is the flow over -h. The direction is normalised again after each turn, which
+    removes rounding only. Keep ``h |F|/d`` below about 1.
     """
 
     def __init__(self, potential: nn.Module) -> None:

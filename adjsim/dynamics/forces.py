@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,12 +17,11 @@ from adjsim.potentials.products import DeferredVJP, ParameterVJP, VJPSum
 class LinearForce:
     """A force at one position, and the sum of the cotangents of all moves that read it.
 
-    The vector-Jacobian product is linear in the cotangent, so it is taken once, for the sum.
+    Products are linear in the cotangent, so one is taken, of the sum.
     """
 
     def __init__(self, evaluator: ForceEvaluator, position: Tensor, t: Any) -> None:
-        self._evaluator = evaluator
-        parameters = list(evaluator.parameters.values())
+        self._evaluator, parameters = evaluator, list(evaluator.parameters.values())
         self.value, self._pullback = evaluator.forces.force_vjp(t, position, parameters)
         self.cotangent: Tensor | None = None
 
@@ -63,14 +62,9 @@ class ForceEvaluator:
     """The force of one potential (None: no forces) for one run or sweep, once at each position.
 
     States are immutable, so the identity of a position tensor is its version. The last force is
-    cached for the position object at which it was evaluated.
-
-    Args:
-        one_time_per_position: whether no time passes while the position stays, so that a
-            time-dependent force can be cached too.
-        parameters: leaves to differentiate with respect to, by name.
-        known: a position and the force there, if it was evaluated before.
-        report: counts the passes over the energy: one for a force, one for a product.
+    cached for its position, one that depends on time only where no time passes while the position
+    stays (``one_time_per_position``). It is differentiated by the leaves ``parameters``. ``known``
+    is a position with its force.
     """
 
     def __init__(
@@ -134,10 +128,8 @@ class ForceEvaluator:
         self.report.energy_evaluations += passes
 
     def count_backward(self, values: Iterable[Tensor], passes: int) -> None:
-        """Count backpropagation through values, if there is any, as so many passes."""
-        tracked = next((x for x in values if x.requires_grad), None)
-        if tracked is not None:
-            tracked.register_hook(counted_backward(self.report, passes))
+        """Count backpropagation through values as so many passes."""
+        count_backward(self.report, values, passes)
 
     def refuse_unknown(self, output: Tensor, known: list[Tensor], what: str) -> None:
         """Refuse a value that depends on a tensor neither in ``known`` nor a parameter."""
@@ -145,18 +137,18 @@ class ForceEvaluator:
         refuse_unknown(output, module, [*self.parameters.values(), *known], what)
 
 
-def counted_backward(report: RunReport, passes: int = 1) -> Callable[[Tensor], None]:
-    """Return a tensor hook that counts backpropagation as another pass, or as several.
+def count_backward(report: RunReport, values: Iterable[Tensor], passes: int = 1) -> None:
+    """Count backpropagation through values, if there is any, as another pass, or as several."""
 
-    The hook refers to the report alone. A reference to the evaluator, which keeps the force, would
-    close a cycle through autograd's graph, which Python's garbage collector cannot see: the graph
-    of a whole run would never be freed.
-    """
-
+    # The hook refers to the report alone. A reference to the evaluator, which keeps the force,
+    # would close a cycle through autograd's graph, which Python's garbage collector cannot see: the
+    # graph of a whole run would never be freed.
     def count(grad: Tensor) -> None:
         report.energy_evaluations += passes
 
-    return count
+    tracked = next((x for x in values if x.requires_grad), None)
+    if tracked is not None:
+        tracked.register_hook(count)
 
 
 def add_to(sums: dict[Any, Tensor], key: Any, value: Tensor) -> None:

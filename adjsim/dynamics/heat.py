@@ -21,8 +21,8 @@ degree of freedom, and less for more."""
 class HeatLimit:
     """The largest kinetic energy of each system of a run with a bath at kT.
 
-    The potential energy that is given up since the start may become kinetic energy. A force field
-    may do any work, so with one there is no limit.
+    Potential energy that is given up may become kinetic energy. A force field may do any work, so
+    with one there is no limit.
 
     Args:
         masses, kT, potential: those of the dynamics.
@@ -32,8 +32,6 @@ class HeatLimit:
     def __init__(self, masses: Masses, kT: Tensor, potential: nn.Module, start: AnyState) -> None:
         self.masses, self.kT, self.potential = masses, kT, potential
         self.start = detached(start)
-
-    # Few runs need more than the first of these.
 
     @cached_property
     def thermal(self) -> float:
@@ -55,14 +53,6 @@ class HeatLimit:
     def energy(self) -> Tensor:
         """The potential energy at the start."""
         return self.potential(position_of(self.start))
-
-    @torch.no_grad()
-    def is_exceeded(self, state: AnyState) -> bool:
-        """Return whether a system has more kinetic energy than bath and potential give."""
-        found = self._kinetic(state)
-        if float(found.max()) <= LARGEST_RISE * self.thermal:
-            return False
-        return bool(self.exceeded(state).any())
 
     @torch.no_grad()
     def exceeded(self, state: AnyState) -> Tensor:

@@ -67,9 +67,9 @@ DENOMINATOR = 2**22
 class Lattice:
     """The lattice of one run from a start at t, for the moves of a step, by letter.
 
-    Spacings are powers of two, one for each system of a batch (and each link of a field), so a
-    system does not depend on its batch. They follow from the largest entry of the start, the
-    thermal momentum, and the change over 256 steps at the initial drift.
+    Spacings are powers of two, one for each system of a batch (and each link of a field). They
+    follow from the largest entry of the start, the thermal momentum, and the change over 256 steps
+    at the initial drift.
     """
 
     def __init__(

@@ -10,6 +10,9 @@ from torch import Tensor
 from adjsim.core.parameters import check_count
 from adjsim.core.typing import Energies, Positions
 
+# The shapes of one number, or a number for each atom.
+PER_ATOM = ((), ("atoms",), ("atoms", 1))
+
 
 class Masses:
     """The masses of the atoms of a system, infinite for pinned ones.
@@ -54,10 +57,3 @@ def per_atom(value: Tensor, like: Tensor) -> Tensor:
     """Convert a number to a field's dtype, as a scalar or ``(atoms, 1)``."""
     value = value.to(like)
     return value.reshape(-1, 1) if value.ndim and value.numel() > 1 else value.reshape(())
-
-
-def check_per_atom(name: str, value: Tensor) -> None:
-    if value.ndim > 2 or (value.ndim == 2 and value.shape[1] != 1):
-        raise ValueError(
-            f"{name} has shape {tuple(value.shape)}; it must be a scalar, (atoms,) or (atoms, 1)."
-        )

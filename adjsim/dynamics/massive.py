@@ -11,7 +11,7 @@ from adjsim.core.parameters import NumberRule, register
 from adjsim.core.state import AnyState, MomentumState, momentum_of, position_of
 from adjsim.core.typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.masses import Masses, check_per_atom
+from adjsim.dynamics.masses import PER_ATOM, Masses
 from adjsim.dynamics.starts import as_start, check_momentum, standard_normal
 from adjsim.dynamics.terms import Kick, Stream, Term
 
@@ -31,8 +31,7 @@ class MassiveDynamics(Dynamics[MomentumState]):
 
     def __init__(self, potential: nn.Module, mass: Number = 1.0) -> None:
         super().__init__(potential)
-        register(self, "mass", mass, positive=True)
-        check_per_atom("mass", self.mass)
+        register(self, "mass", mass, positive=True, shapes=PER_ATOM)
 
     @property
     def masses(self) -> Masses:

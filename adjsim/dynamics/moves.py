@@ -12,9 +12,7 @@ computed once a run) and lambda the cotangent of the result::
     Reflection  y' = 2 x - y   y = 2 x - y'       lambda_x += 2 lambda_y    lambda_y <- -lambda_y
 
 The inverse and the product need g(x) (or f(x)) at the same x, which the move leaves unchanged. So a
-backward move evaluates it once. A :class:`GeneralFlow` is any other flow, given by a function and
-its inverse (None if it destroys information). Its product comes from automatic differentiation of
-the function.
+backward move evaluates it once. A :class:`GeneralFlow` is any other flow, given by a function.
 
 Moves are pure: (state, coefficients, noise, time) in, state out. A source
 (:mod:`adjsim.dynamics.sources`) defines g or f.
@@ -184,12 +182,9 @@ class GeneralFlow(Move):
     """A flow that is not a coupling, given by a function and its inverse.
 
     The function is ``function(coefficients, *values, *fields) -> fields``, with the values of the
-    sources ``reads``, such as the force and the noise. If it has an inverse, the sources must not
-    read what it writes. Without an inverse it can only be recomputed; ``irreversible`` then says
-    which information it destroys.
-
-    A function that evaluates modules of the dynamics, such as a contact or a controller, reads
-    their parameters: with ``reads_parameters`` the product includes them.
+    sources ``reads``. If it has an inverse, the sources must not read what it writes. Without one,
+    ``irreversible`` says which information it destroys. If the function evaluates modules of the
+    dynamics, such as a contact, ``reads_parameters`` includes their parameters in the product.
     """
 
     fields: tuple[str, ...]
@@ -232,19 +227,15 @@ class GeneralFlow(Move):
         inputs = [*fields, *(x for x, _ in received), *(coefficients[k] for k in wanted)]
         outer = tuple(cotangents[name] for name in self.fields)
         pairs = [(value, c) for value, c in zip(out, outer, strict=True) if value.requires_grad]
-        known, what = (
-            [*read, *fields, *coefficients.values()],
-            f"the flow of term {context.letter!r}",
-        )
+        known = [*read, *fields, *coefficients.values()]
         for value, _ in pairs:
-            context.forces.refuse_unknown(value, known, what)
+            context.forces.refuse_unknown(value, known, f"the flow of term {context.letter!r}")
+        leaves = (*inputs, *parameters.values())
+        found: Sequence[Tensor | None] = [None] * len(leaves)
         if pairs:
-            leaves = (*inputs, *parameters.values())
             outputs, given = zip(*pairs, strict=True)
             found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
-            add_each(cotangents.add_parameter, parameters, found[len(inputs) :])
-        else:
-            found = [None] * len(inputs)
+        add_each(cotangents.add_parameter, parameters, found[len(inputs) :])
         grads = [
             torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=False)
         ]

@@ -9,10 +9,12 @@ these (:class:`Combination`), or any function of fields (:class:`Function`) or o
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from itertools import islice
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -162,38 +164,59 @@ class Force:
         return linear.value, lambda cotangent: cotangents.add_to_force(linear, cotangent)
 
 
-@dataclass(frozen=True)
-class Function:
-    """The value of ``function(coefficients, *fields)``, differentiated automatically."""
+class Differentiated(Source):
+    """The base class of sources that are differentiated automatically.
 
-    function: Callable[..., Tensor]
+    They are functions of the fields ``reads`` and of coefficients, and read modules of the dynamics
+    where ``reads_parameters``. Errors call them ``what``, of the letter of the term.
+    """
+
     reads: tuple[str, ...]
+    reads_parameters: ClassVar[bool] = False
+    what: ClassVar[str] = "the function of term {!r}"
+
+    @abstractmethod
+    def evaluate(self, fields: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
+        """Compute the value, with derivatives by the fields and the coefficients."""
 
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
-        return self.function(context.coefficients, *(getattr(state, name) for name in self.reads))
+        return self.evaluate([getattr(state, name) for name in self.reads], state, context)
 
     def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
         fields = [getattr(state, name).detach().requires_grad_() for name in self.reads]
         coefficients, wanted = as_leaves(context.coefficients)
+        parameters = context.forces.parameters if self.reads_parameters else {}
         with torch.enable_grad():
-            value = self.function(coefficients, *fields)
+            value = self.evaluate(fields, state, context._replace(coefficients=coefficients))
         if not value.requires_grad:
             return value, None
         known = [*fields, *coefficients.values()]
-        context.forces.refuse_unknown(value, known, f"the function of term {context.letter!r}")
+        context.forces.refuse_unknown(value, known, self.what.format(context.letter))
 
         def accumulate(cotangent: Tensor) -> None:
-            inputs = [*fields, *(coefficients[k] for k in wanted)]
-            found = torch.autograd.grad(value, inputs, cotangent, allow_unused=True)
-            add_each(cotangents.add, self.reads, found[: len(fields)])
+            leaves = [*fields, *(coefficients[k] for k in wanted), *parameters.values()]
+            found = iter(torch.autograd.grad(value, leaves, cotangent, allow_unused=True))
+            add_each(cotangents.add, self.reads, islice(found, len(fields)))
             add = partial(cotangents.add_coefficient, context.letter)
-            add_each(add, wanted, found[len(fields) :])
+            add_each(add, wanted, islice(found, len(wanted)))
+            add_each(cotangents.add_parameter, parameters, found)
 
         return value.detach(), accumulate
 
 
 @dataclass(frozen=True)
-class FunctionOfTime:
+class Function(Differentiated):
+    """The value of ``function(coefficients, *fields)``, differentiated automatically."""
+
+    function: Callable[..., Tensor]
+    reads: tuple[str, ...]
+
+    def evaluate(self, fields: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
+        return self.function(context.coefficients, *fields)
+
+
+@dataclass(frozen=True)
+class FunctionOfTime(Differentiated):
     """The value of ``function(t, like)``, differentiated automatically.
 
     It reads modules of the dynamics. ``like`` is the detached first field of the state (the
@@ -201,24 +224,11 @@ class FunctionOfTime:
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
+    reads = ()
+    reads_parameters = True
 
-    def value(self, state: AnyState, context: MoveContext) -> Tensor:
+    def evaluate(self, fields: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
         return self.function(Time().value(state, context), state[0].detach())
-
-    def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
-        parameters = context.forces.parameters
-        with torch.enable_grad():
-            value = self.value(state, context)
-        if not value.requires_grad:
-            return value, None
-        context.forces.refuse_unknown(value, [], f"the function of term {context.letter!r}")
-
-        def accumulate(cotangent: Tensor) -> None:
-            inputs = list(parameters.values())
-            found = torch.autograd.grad(value, inputs, cotangent, allow_unused=True)
-            add_each(cotangents.add_parameter, parameters, found)
-
-        return value.detach(), accumulate
 
 
 def reads_force(x: Any) -> bool:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_number, as_tensor
 from adjsim.core.krylov import largest_eigenvalue
+from adjsim.core.parameters import NumberRule
 from adjsim.core.typing import Number, PositionsLike
-from adjsim.dynamics.masses import check_per_atom, per_atom
+from adjsim.dynamics.masses import PER_ATOM, Masses
 from adjsim.dynamics.starts import as_start
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.contact.base import SurfaceContact
@@ -27,15 +28,14 @@ def largest_stable_step(
 ) -> float:
     """Compute the largest stable step of velocity Verlet, ``2 / omega_max``.
 
-    ``omega_max^2`` is the largest eigenvalue of ``M^(-1/2) (K + c) M^(-1/2)``. K is the Hessian of
-    the potential at the position, and c the largest curvature that the contact can reach, for each
+    ``omega_max^2`` is the largest eigenvalue of ``M^(-1/2) (K + c) M^(-1/2)``, by Lanczos
+    iterations (Golub and Van Loan, Matrix computations, section 10.1). K is the Hessian of the
+    potential at the position, and c the largest curvature that the contact can reach, for each
     vertex in every direction. So the result is a lower bound for any vertices in contact, and exact
-    for a linear body without contact. Semi-implicit Euler has the same bound, and so have all
-    schemes that kick once a step. The eigenvalue is found by Lanczos iterations on products with K
-    (Golub and Van Loan, Matrix computations, section 10.1), for all systems of a batch together.
+    for a linear body without contact. All schemes that kick once a step have the same bound.
 
-    A body that becomes stiffer when it is deformed needs a smaller step than at the position: use a
-    deformed position, or half of the result. Steps near the bound are stable but inaccurate.
+    A body that becomes stiffer when it is deformed needs a smaller step: use a deformed position,
+    or half of the result. Steps near the bound are stable but inaccurate.
 
     Args:
         potential: the energy without the contact, or a force field with a symmetric Jacobian, which
@@ -43,9 +43,8 @@ def largest_stable_step(
         mass: a number, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
         position: ``(*batch, atoms, dim)``; the result is for the stiffest system.
         contact: contact whose force is added to that of the potential.
-        energy: the largest energy that contact with one vertex can store, such as the total energy
-            of the body. It bounds the curvature of a :class:`~adjsim.Barrier`, which
-            otherwise is that at its floor. Other penalties do not need it.
+        energy: the largest energy that contact with one vertex can store. It bounds the curvature
+            of a :class:`~adjsim.Barrier`, which otherwise is that at its floor.
         tolerance: the largest relative error of the eigenvalue.
 
     Returns:
@@ -61,7 +60,9 @@ def largest_stable_step(
         if energy is not None and not as_number("energy", energy) > 0:
             raise ValueError(f"energy must be positive; got {energy}.")
         added = contact.largest_curvature(at.shape[-2], energy).to(at).unsqueeze(-1)
-    root = _inverse_masses(mass, at).sqrt()
+    masses = as_tensor("mass", mass).detach()
+    NumberRule(positive=True, shapes=PER_ATOM)("mass", masses)
+    root = (1 / Masses(masses)(at)).sqrt()
 
     def multiply(rows: Tensor) -> Tensor:
         v = root * rows
@@ -77,14 +78,3 @@ def largest_stable_step(
     system = torch.randn(at.shape[-2:], generator=generator, dtype=torch.float64)
     largest = largest_eigenvalue(multiply, system.to(at).expand_as(at), tolerance)
     return 2 / math.sqrt(largest) if largest > 0 else math.inf
-
-
-def _inverse_masses(mass: Number, position: Tensor) -> Tensor:
-    """Compute inverse masses, a scalar or ``(atoms, 1)``, zero for pinned atoms."""
-    value, atoms = as_tensor("mass", mass).detach(), position.shape[-2]
-    check_per_atom("mass", value)
-    if value.numel() not in (1, atoms) or not bool((value > 0).all()):
-        raise ValueError(
-            f"mass must be positive, one number or {atoms} of them; got {value.tolist()}."
-        )
-    return 1 / per_atom(value, position)

@@ -12,7 +12,7 @@ from adjsim.core.arguments import as_tensor
 from adjsim.core.module_cache import refuse_written, version_of
 from adjsim.core.neighbour_list import closest_atoms
 from adjsim.core.noise import Noise, NoiseStream, seed_from
-from adjsim.core.state import AnyState, check_position, in_transform, position_of
+from adjsim.core.state import AnyState, check_position, in_transform
 from adjsim.core.typing import Positions, PositionsLike, Seed
 from adjsim.potentials.base import ForceField, Potential, force
 from adjsim.potentials.evaluated import terms_of
@@ -48,16 +48,6 @@ def check_shape(state: AnyState, name: str, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {shape}; it must be {expected}.")
 
 
-def check_dof(dof: float | None, state: AnyState) -> None:
-    """Refuse more degrees of freedom than coordinates, which constraints make fewer."""
-    coordinates = math.prod(position_of(state).shape[-2:])
-    if dof is not None and dof > coordinates:
-        raise ValueError(
-            f"dof is {dof:g}, more than atoms x dim = {coordinates} of one system: give at most "
-            f"{coordinates}, or None."
-        )
-
-
 def standard_normal(
     position: Tensor,
     generator: Seed,
@@ -72,10 +62,9 @@ def standard_normal(
 
 
 def check_potential(potential: nn.Module | None, position: Tensor) -> None:
-    """Refuse a potential of the wrong shape, and a start without a finite energy.
+    """Refuse a potential of the wrong shape, or that writes, and a start without a finite energy.
 
-    A force field has to have a finite force instead. A potential must not write into its argument,
-    and an energy in eV must not tell of wrong units.
+    A force field has to have a finite force. An energy in eV must not tell of wrong units.
     """
     if potential is None:
         return
@@ -127,8 +116,9 @@ def describe_force_not_finite(
     if potential is None:
         return None
     found = force(potential, position, t)
-    finite = bool(torch.isfinite(found).all())
-    return None if finite else describe_not_finite(potential, position, found, "force")
+    if bool(torch.isfinite(found).all()):
+        return None
+    return describe_not_finite(potential, position, found, "force")
 
 
 def _in_ev(part: nn.Module) -> bool:

@@ -19,10 +19,10 @@ from adjsim.potentials.base import force
 class Term(Generic[State]):
     """One summand of the equations of motion.
 
-    ``advances_time`` marks the term whose flow advances the time (dt/dt = 1): the streaming of
-    positions. ``draws`` is the number of fields of standard normal numbers, each of the shape of
-    position, that its flow takes. ``no_equation`` says why continuous solvers cannot take the term,
-    which is not a drift with noise that is independent of the state; None if they can.
+    ``advances_time`` marks the term whose flow advances the time: the streaming of positions.
+    ``draws`` is the number of fields of standard normal numbers, each of the shape of position,
+    that its flow takes. ``no_equation`` says why continuous solvers cannot take the term, which is
+    not a drift with noise that is independent of the state; None if they can.
     """
 
     advances_time = False

@@ -47,10 +47,7 @@ class Stage:
 
 
 class StepContext(NamedTuple):
-    """The context of a step: its times, coefficients and noise, and the evaluator of forces.
-
-    ``forces`` carries the last force of the step to the next one.
-    """
+    """The context of a step; ``forces`` carries its last force to the next one."""
 
     time: TimeInStep
     coefficients: Mapping[str, Coefficients]
@@ -74,9 +71,8 @@ class StepContext(NamedTuple):
 class StepPlan:
     """A step of a scheme: its stages in order, and the scheme's order of accuracy.
 
-    A step draws ``draws`` fields of noise, each of the shape of position. It reads the draws of
-    ``noise_steps`` steps: its own and the following ones. On a lattice its states have information
-    buffers in addition, and some steps have a second copy of the state.
+    A step draws ``draws`` fields of noise, each of the shape of position, and reads those of
+    ``noise_steps`` steps: its own and the following ones.
     """
 
     stages: Sequence[Stage]
@@ -120,8 +116,7 @@ class StepPlan:
     ) -> State:
         """Reverse moves of one step, and propagate the cotangents back through them.
 
-        ``before`` has the states before each move of the step; None: compute them by the moves'
-        inverses.
+        ``before`` has the states before each move; None: the moves' inverses compute them.
         """
         for i in reversed(range(len(self.moves))[part]):
             stage, move = self.moves[i]
@@ -198,12 +193,8 @@ class StepPlan:
     ) -> Exception:
         """Make the error of a run that reached a state that is not valid.
 
-        Args:
-            state, good, good_time: the state, and a valid state before it with its time.
-            where: the step and the time.
-            smaller: what to use where steps are too long.
-            dynamics: the dynamics of the run.
-            reason: why numbers are not finite, with the way out, if it is known.
+        ``good`` is a valid state before it. ``where`` names the step, ``smaller`` is what to use
+        where steps are too long, and ``reason`` says why numbers are not finite, if it is known.
         """
         lattice, copies = self.lattice, self.copies
         remedy = "start from a configuration with smaller forces"
@@ -258,7 +249,7 @@ class SteppingSolver(ABC):
     ) -> StepPlan:
         """List the moves of a step, for runs from a start like this one at the time t.
 
-        ``lattice`` is that of an exact run which is known; None: make it.
+        An exact run makes its lattice, where it is not known.
         """
         plan = self.plain_plan(dynamics, state, t)
         if not self.exact:
@@ -274,10 +265,7 @@ class SteppingSolver(ABC):
     def supports_compiling(
         self, dynamics: Dynamics[Any], state: AnyState | None = None, *, undone: bool = False
     ) -> Refusal | None:
-        """Return why its steps of the dynamics cannot be compiled; None for steps that can.
-
-        The reason may depend on the start, if it is known, and on whether steps are undone too.
-        """
+        """Return why its steps, undone too, cannot be compiled from a start; None if they can."""
         return None
 
     def resolved(self, dynamics: Dynamics[State], state: State, times: Tensor) -> SteppingSolver:
@@ -319,11 +307,17 @@ def lattice_of(plan: StepPlan, dynamics: Dynamics[State], state: State, t: float
     return Lattice(dynamics, t, state, moves, plan.dt, plan.copies)
 
 
-def refuse_without_equation(solver: object, dynamics: Dynamics[Any]) -> None:
-    """Refuse dynamics with a term that is a flow over a step and not a differential equation."""
+def refuse_no_equation(solver: object, dynamics: Dynamics[Any], *, noise: bool = False) -> None:
+    """Refuse dynamics that are no differential equation; with noise only if that is taken."""
+    solves, name = type(solver).__name__, type(dynamics).__name__
     for letter, term in dynamics.terms.items():
         if term.no_equation is not None:
             raise TypeError(
-                f"{type(solver).__name__} cannot take term {letter!r} of "
-                f"{type(dynamics).__name__}: {term.no_equation.reason}. Use a splitting."
+                f"{solves} cannot take term {letter!r} of {name}: {term.no_equation.reason}. Use a "
+                "splitting."
             )
+    if dynamics.stochastic and not noise:
+        raise TypeError(
+            f"{solves} has no noise, and {name} has: use SDESolver(dt=...), EulerMaruyama(dt) or a "
+            "splitting."
+        )

@@ -90,9 +90,6 @@ class VaryingClock(Saves):
 
         They are those of the trapezoidal rule over the time after ``burn_in``, and their sum is
         one. In the step that ``burn_in`` divides, the averaged function is interpolated linearly.
-
-        Raises:
-            ValueError: nothing of the run is left.
         """
         ends, h = self.ends.numpy() - self.time(0), self.sizes
         total = ends[-1] - burn_in

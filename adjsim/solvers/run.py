@@ -24,13 +24,9 @@ from adjsim.solvers.base import SteppingSolver, StepPlan
 class Run(Generic[State]):
     """The validated inputs of one run, for the adjoint.
 
-    Attributes:
-        reading: what is computed of the user's dynamics.
-        tensors: the values of the reading that the run uses: leaves, or tensors with a graph to
-            those of the user.
-        dynamics: the copy of the dynamics that holds them.
-        key: the key of what a compiled run reads (:mod:`adjsim.core.cache_key`), where it is known.
-        lattice: the lattice of an exact run, where it is known.
+    ``tensors`` are the values of the reading that the run uses: leaves, or tensors with a graph to
+    those of the user. ``dynamics`` is the copy that holds them. The ``key`` of what a compiled run
+    reads (:mod:`adjsim.core.cache_key`) and the lattice of an exact run may be known before.
     """
 
     reading: Reading[Dynamics[State]]

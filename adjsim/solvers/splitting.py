@@ -32,10 +32,10 @@ class Splitting(SteppingSolver):
             to be made of shears and scales, which excludes :class:`~adjsim.ESH`. A factor such as
             exp(-friction dt) is replaced by a fraction, with an error of at most 1e-7 times the
             factor's distance from one. So the trajectory is piecewise constant in the friction at
-            that level, and unfit for difference quotients. ``trajectory.stats["buffer_bits"]`` is
-            the number of bits per step and degree of freedom that the information buffers took, and
-            ``["buffer_bound"]`` the number that friction removes in the long run,
-            friction dt / ln 2 (None where it depends on the path).
+            that level, and unfit for difference quotients. ``trajectory.stats["buffer_bits"]`` are
+            the bits per step and degree of freedom that information buffers took, and
+            ``["buffer_bound"]`` those that friction removes, friction dt / ln 2 (None where it
+            depends on the path).
 
     Raises:
         ValueError: a letter without a term, or a term that the word does not use; with ``exact``, a

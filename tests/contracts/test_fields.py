@@ -387,7 +387,7 @@ def test_starts_that_are_refused(y, says):
         (ODE(Decay()), adjsim.Splitting("Y", 0.1), None, TypeError, "no flow to split"),
         (ODE(Decay()), adjsim.EulerMaruyama(0.1), None, TypeError, "use a splitting or SDESolver"),
         (ODE(Decay()), SDESolver(dt=0.1), None, TypeError, "has none: use ODESolver"),
-        (SDE(Decay(), Size()), RK4, None, TypeError, "use EulerMaruyama"),
+        (SDE(Decay(), Size()), RK4, None, TypeError, "use SDESolver.*EulerMaruyama"),
         (SDE(Decay(), Size()), adjsim.ODESolver(), None, TypeError, "use SDESolver"),
         (ODE(Decay()), RK4, ReversibleAdjoint(), TypeError, "has no inverse"),
         (ODE(Decay()), RK4, BacksolveAdjoint(), TypeError, "does not go with RungeKutta"),

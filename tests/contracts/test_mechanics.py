@@ -354,7 +354,7 @@ def test_wrong_arguments_are_refused():
         Mechanics(body(), contact=floor(), friction=-0.3)
     with pytest.raises(ValueError, match="does not see the velocities of prescribed"):
         Mechanics(body(), stiffness_damping=0.1, prescribed=([0], Path()))
-    with pytest.raises(ValueError, match="names a vertex twice"):
+    with pytest.raises(ValueError, match="must not repeat a vertex"):
         Mechanics(body(), prescribed=([1, 1], Path()))
     dynamics = BODIES["prescribed"]()
     position, momentum = start()

@@ -112,7 +112,7 @@ def test_an_elastic_body_diverges_beyond_it():
 def test_errors():
     q = CHAIN[:2]
     bond = adjsim.HarmonicBond([[0, 1]], 30.0, 1.4)
-    with pytest.raises(ValueError, match="mass must be positive, one number or 2 of them"):
+    with pytest.raises(ValueError, match="mass has 3 entries and the state 2 atoms"):
         largest_stable_step(bond, [1.0, 2.0, 3.0], q)
     contact = Contact(Plane([0.0, 0, 1]), Quadratic(1.0))
     with pytest.raises(ValueError, match="energy must be positive"):

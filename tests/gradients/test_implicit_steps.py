@@ -277,3 +277,48 @@ def test_stiff_backward_euler_is_reversed_from_checkpoints_alone():
     # The sweep stops where the curvature of a lost state, or the state at the start, is wrong.
     with pytest.raises(RuntimeError, match=r"CheckpointAdjoint\(\)"):
         slope(ReversibleAdjoint())
+
+
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("size", [1e160, 1e-165, float("nan")])
+def test_a_cotangent_of_any_size_gives_the_gradient_or_nan(size):
+    """Its squares overflow or vanish, and conjugate gradients then took no step: zero, in silence.
+
+    The last system has the cotangent, beside one of an ordinary size.
+    """
+    dynamics = adjsim.Hamiltonian(Cage())
+    generator = torch.Generator().manual_seed(0)
+    q, p = torch.randn(2, 2, 3, 2, generator=generator, dtype=torch.float64)
+    scale = torch.tensor([1.0, size], dtype=torch.float64)
+
+    def found(weights):
+        start = dynamics.init(q.clone().requires_grad_(), p)
+        end = adjsim.simulate(dynamics, start, [0.0, 0.4], solver=BackwardEuler(0.2)).final
+        total = ((end.position**3).sum((-1, -2)) * weights).sum()
+        return torch.autograd.grad(total, [start.position, *dynamics.parameters()])
+
+    known, one = found(torch.ones_like(scale))[0], found(scale)
+    torch.testing.assert_close(one[0][0], known[0])
+    if size != size:
+        assert all(bool(x.isnan().any()) for x in (one[0][1], *one[1:]))
+    else:
+        torch.testing.assert_close(one[0][1] / size, known[1])
+
+
+class Kinked(adjsim.ForceField):
+    """A spring to (1, 0), whose derivative by autograd is NaN at zero."""
+
+    def forward(self, t, position):
+        rest = torch.tensor([[1.0], [0.0]], dtype=position.dtype)
+        return rest - position - 0.0 * position.abs().sqrt()
+
+
+def test_a_derivative_that_is_not_finite_is_refused():
+    """Newton's step arrives at the kink, and none of its matrices is taken there."""
+    dynamics, tiny = adjsim.Hamiltonian(Kinked()), 2.0**-54
+    q, p = torch.tensor([[1.0], [tiny]]).double(), torch.tensor([[0.0], [-2 * tiny]]).double()
+    start = dynamics.init(q.requires_grad_(), p)
+    end = adjsim.simulate(dynamics, start, [0.0, 0.5], solver=BackwardEuler(0.5)).final
+    assert end.position[1] == 0
+    with pytest.raises(RuntimeError, match=r"derivative of the implicit step .* not solved"):
+        end.momentum.sum().backward()

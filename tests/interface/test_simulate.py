@@ -269,7 +269,7 @@ def test_other_things_that_are_refused():
         run(dynamics=adjsim.Hamiltonian(adjsim.Harmonic(), mass=torch.ones(3)))
     with pytest.raises(ValueError, match="mass must be positive; got -1"):
         adjsim.Hamiltonian(adjsim.Harmonic(), mass=-1.0)
-    with pytest.raises(ValueError, match=r"mass has shape \(4, 2\)"):
+    with pytest.raises(ValueError, match=r"mass must be one number.*got shape \(4, 2\)"):
         adjsim.Hamiltonian(adjsim.Harmonic(), mass=torch.ones(4, 2))
     with pytest.raises(TypeError, match="steps a ChainState, not a PhaseState"):
         run(dynamics=build("chain-3"), solver=Splitting("NBABN", 0.01))

@@ -10,7 +10,7 @@ from adjsim import meshes
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.potentials import NeoHookean
 from adjsim.solvers.implicit import newton
-from adjsim.solvers.implicit.step_factors import step_factors
+from adjsim.solvers.implicit.newton import step_factors
 
 # 540 coordinates, above the size for which the matrix is made; moduli over two decades.
 MESH = meshes.box([2.0, 0.5, 0.5], [14, 2, 3])

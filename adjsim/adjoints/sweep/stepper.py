@@ -254,9 +254,9 @@ class _StateChecks:
     def _is_sound(self, state: AnyState) -> bool:
         """Return whether a state is valid, and no hotter than bath and potential allow."""
         valid, heat = self.stepper.plan.is_valid(state), self.heat
-        return valid and (
-            heat is None or not heat.is_exceeded(self.stepper.from_lattice(detached(state)))
-        )
+        if heat is None or not valid:
+            return valid
+        return not bool(heat.exceeded(self.stepper.from_lattice(detached(state))).any())
 
     @torch.no_grad()
     def _first(self, is_wrong: Callable[[AnyState, int], bool], stop: int) -> tuple[AnyState, int]:

@@ -33,16 +33,9 @@ class FieldDynamics(Dynamics[Any]):
     def init(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, y: Any, momentum: None = None, generator: Seed = None
     ) -> Any:
-        """Make a start.
+        """Make a start from y, ``(*batch, n)``, or from a named tuple of such fields of one batch.
 
-        Args:
-            y: a tensor, array or list ``(*batch, n)``, or a named tuple of such. Integers become
-                float64.
-            momentum: None; a vector field has none.
-            generator: not used, since nothing is drawn.
-
-        Raises:
-            ValueError: a shape without the axis n, fields of different batches, NaN, a momentum.
+        Integers become float64. A momentum is refused, and nothing is drawn.
         """
         if momentum is not None:
             raise ValueError(
@@ -83,12 +76,7 @@ class FieldDynamics(Dynamics[Any]):
     def checked(
         self, what: str, name: str, rates: Callable[[Any, Any], AnyState], t: float, state: AnyState
     ) -> dict[str, Tensor]:
-        """Return the fields of a drift or a diffusion at the start, by descriptions of them.
-
-        Raises:
-            TypeError: the function fails, and a module has another dtype or device than the start.
-            ValueError: the function writes into its argument, or a number is not finite.
-        """
+        """Return the fields of a drift or a diffusion at the start, by descriptions of them."""
         if in_transform():
             return named_rates(what, rates(t, state))
         start = type(state)._make(x.clone() for x in state)

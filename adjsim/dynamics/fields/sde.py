@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,21 +18,12 @@ NOISES = ("diagonal", "scalar", "additive", "general")
 
 
 class NoisyRate(Rate):
-    """The whole right-hand side, Y: ``dy = drift(t, y) dt + diffusion(t, y) dW``."""
+    """The whole right-hand side, Y: ``dy = drift(t, y) dt + diffusion(t, y) dW``.
+
+    Its diffusion may be a matrix, and is that of the :class:`SDE`.
+    """
 
     draws = 1
-
-    def __init__(
-        self,
-        name: str,
-        drift: Callable[..., Any],
-        amplitudes: Callable[[Any, AnyState], tuple[Tensor, ...]],
-    ) -> None:
-        super().__init__(name, drift)
-        self.amplitudes = amplitudes
-
-    def diffusion(self, t: Any, state: AnyState) -> Mapping[str, Tensor]:
-        return dict(zip(state._fields, self.amplitudes(t, state), strict=True))
 
 
 class SDE(FieldDynamics):
@@ -69,8 +60,8 @@ class SDE(FieldDynamics):
     general. Without noise use :class:`~adjsim.ODE`.
 
     The parameters of the modules are those of the dynamics, under the names ``drift_fun.*`` and
-    ``diffusion_fun.*``. The contraction of the equation is not known beforehand, so the limits of
-    BacksolveAdjoint and of reversible_heun under contraction are not checked.
+    ``diffusion_fun.*``. The limits of BacksolveAdjoint and of reversible_heun under contraction,
+    which is not known beforehand, are not checked.
 
     Args:
         drift: maps ``(t, y)`` to the drift, of the shape of y.
@@ -105,7 +96,7 @@ class SDE(FieldDynamics):
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
-        return {"Y": NoisyRate(self.drift_name, self.drift_fun, self.amplitudes)}
+        return {"Y": NoisyRate(self.drift_name, self.drift_fun)}
 
     def amplitudes(self, t: Any, state: AnyState) -> tuple[Tensor, ...]:
         """Evaluate the diffusion, by field."""

@@ -30,9 +30,8 @@ class Feedback(Term[PhaseState]):
         p' = p + h u(t, q, (p + h/2 u(t, q, p/m)) / m)
 
     The inverse iterates ``p <- p' - h u(...)`` from p' until the momenta stay the same to rounding.
-    It converges where the control changes little over h: h times the derivative of u/m with respect
-    to the velocity is below one. Otherwise it is an error, and :class:`~adjsim.CheckpointAdjoint`
-    gives the gradient.
+    It converges where h times the derivative of u/m with respect to the velocity is below one.
+    Elsewhere :class:`~adjsim.CheckpointAdjoint` gives the gradient.
     """
 
     def __init__(self, masses: Masses, control: Controller) -> None:

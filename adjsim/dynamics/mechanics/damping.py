@@ -51,11 +51,10 @@ class RayleighDamping(Term[PhaseState]):
 
         p' = exp(-h (gamma + beta K M^-1)) p
 
-    It is applied by a Chebyshev series in products with K, to rounding. The length of the series
-    follows from the largest rate times h: about 15 products where that is one. So the term costs
-    many times a force. The inverse is the series of the other sign, whose rounding errors grow by
-    exp(h (largest - smallest rate)). Derivatives are with respect to gamma, beta, the masses, the
-    parameters of the energy and the start.
+    It is applied by a Chebyshev series in products with K, to rounding: about 15 products where the
+    largest rate times h is one. The inverse is the series of the other sign, whose rounding errors
+    grow by exp(h (largest - smallest rate)). Derivatives are with respect to gamma, beta, the
+    masses, the parameters of the energy and the start.
     """
 
     no_equation = Refusal("its stiffness matrix is that of the start of a run")

@@ -37,10 +37,9 @@ class CoulombFriction(Term[PhaseState]):
 
         w' = w abs(w')/abs(w)        abs(w') = v_s asinh(sinh(abs(w)/v_s) exp(-a h/v_s))
 
-    It is evaluated with logarithms, since sinh overflows, and with a series for small w, so it is
-    smooth at rest too. The inverse is the flow over -h. It multiplies rounding errors of a vertex
-    that sticks by exp(a h/v_s), and of one that slides fast by about one. N, n and u are
-    differentiated with respect to the position and the parameters of the contact.
+    The inverse is the flow over -h. It multiplies rounding errors of a vertex that sticks by
+    exp(a h/v_s), and of one that slides fast by about one. N, n and u are differentiated with
+    respect to the position and the parameters of the contact.
     """
 
     def __init__(
@@ -98,11 +97,9 @@ class CoulombFriction(Term[PhaseState]):
 
 
 def decay_ratio(square: Tensor, rate: Tensor) -> Tensor:
-    """Compute ``asinh(sinh(x) exp(-rate)) / x`` from the square of x, smoothly at zero.
-
-    The inverse of the flow has a negative rate. A rate at which nothing is left to invert is
-    limited, so that zero stays zero; the error that this makes is measured as any other is.
-    """
+    """Compute ``asinh(sinh(x) exp(-rate)) / x`` from the square of x, smoothly at zero."""
+    # The inverse has a negative rate. One at which nothing is left to invert is limited, so that
+    # zero stays zero; the error that this makes is measured as any other is.
     limit = 0.4 * math.log(torch.finfo(square.dtype).max)
     rate = rate.clamp(min=-limit)
     small = square < SMALL

@@ -12,9 +12,9 @@ from adjsim.core.arguments import describe_type
 from adjsim.core.derived import derived
 from adjsim.core.parameters import check_count, register
 from adjsim.core.reading import as_part
-from adjsim.core.state import AnyState, PhaseState, in_transform
+from adjsim.core.state import AnyState, PhaseState, in_transform, momentum_of
 from adjsim.core.typing import Array, Energies, Number, PositionsLike, Seed
-from adjsim.dynamics.masses import Masses, check_per_atom
+from adjsim.dynamics.masses import PER_ATOM, Masses
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.mechanics.control import Feedback
 from adjsim.dynamics.mechanics.damping import RayleighDamping, ViscousDamping
@@ -50,25 +50,21 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     A term is present if its number is not zero, or requires grad. ``scheme`` is a palindrome over
     the terms that are present: "BAB" (velocity Verlet) without, and "FDBABDF" with friction and
-    damping. "BA" is semi-implicit Euler, of first order.
+    damping.
 
-    The step is explicit, so it has a largest stable size, 2 over the largest angular frequency. A
-    run with a longer one is refused, with the bound: that of the body at the start of the run, with
-    the load and the surface of that time. A body that an actuator stiffens later needs less. For
-    stiff bodies use an implicit solver, and for rigid bodies with impacts
-    :func:`~adjsim.solve_ivp` with events. Friction has no static regime, see
-    :class:`~.friction.CoulombFriction`.
+    A run with an explicit step above the largest stable one at its start, 2 over the largest
+    angular frequency, is refused, with the bound. A body that an actuator stiffens later needs
+    less. For stiff bodies use an implicit solver, and for rigid bodies with impacts
+    :func:`~adjsim.solve_ivp` with events. Friction has no static regime.
 
     Reversing a step multiplies rounding errors by exp(rate dt), with the rates of damping and, for
-    vertices that stick, ``mu N/(m v_s)``. :class:`~adjsim.ReversibleAdjoint` therefore stores
-    checkpoints, at distances that follow the load N along the run.
+    vertices that stick, ``mu N/(m v_s)``, so :class:`~adjsim.ReversibleAdjoint` stores checkpoints.
 
     Args:
         potential: energy of the body and of the loads on it, or a force field.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for fixed vertices.
-        contact: contact of vertices with a surface. Its force is added to that of the potential,
-            and its normal force is that of friction. Contacts without friction may be part of the
-            potential.
+        contact: contact of vertices with a surface, whose normal force is that of friction.
+            Contacts without friction may also be part of the potential.
         friction: coefficient mu of friction with the surface, of the shapes of mass.
         smoothing: velocity v_s above which friction is that of sliding, length / time; one number.
         damping: rate gamma at which momenta decay, 1/time, of the shapes of mass.
@@ -111,12 +107,10 @@ class Mechanics(MassiveDynamics[PhaseState]):
         super().__init__(potential, mass)
         self.contact, self.control = contact, control
         self.prescribed = None if prescribed is None else Prescribed(*prescribed)
-        register(self, "friction", friction)
+        register(self, "friction", friction, shapes=PER_ATOM)
         register(self, "smoothing", smoothing, positive=True, single=True)
-        register(self, "damping_rate", damping)
+        register(self, "damping_rate", damping, shapes=PER_ATOM)
         register(self, "stiffness_damping", stiffness_damping, single=True)
-        check_per_atom("friction", self.friction)
-        check_per_atom("damping", self.damping_rate)
         self.validate()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -157,10 +151,11 @@ class Mechanics(MassiveDynamics[PhaseState]):
     def present(self) -> str:
         """The forces whose numbers are not zero: F friction, R Rayleigh damping, V viscous."""
         numbers = {"F": "friction", "R": "stiffness_damping", "V": "damping_rate"}
-        given = {
-            a: _is_given(n.removesuffix("_rate"), getattr(self, n)) for a, n in numbers.items()
-        }
-        return "".join(letter for letter in given if given[letter])
+        return "".join(
+            letter
+            for letter, name in numbers.items()
+            if _is_given(name.removesuffix("_rate"), getattr(self, name))
+        )
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
@@ -187,7 +182,6 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     @property
     def masses(self) -> Masses:
-        """The masses, infinite for prescribed vertices."""
         return Masses(self.mass, None if self.prescribed is None else self.prescribed.mask)
 
     def init(
@@ -218,11 +212,10 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     def check(self, state: AnyState) -> None:
         super().check(state)
-        assert isinstance(state, PhaseState)
         for name, value in (("friction", self.friction), ("damping", self.damping_rate)):
-            check_count(name, value, state.position.shape[-2])
+            check_count(name, value, state[0].shape[-2])
         if self.prescribed is not None:
-            self.prescribed.check_momentum(state.momentum)
+            self.prescribed.check_momentum(momentum_of(state))
 
     def check_step(self, dt: float, state: PhaseState, t: float = 0.0) -> None:
         bound = self.largest_step(state, t)
@@ -240,16 +233,13 @@ class Mechanics(MassiveDynamics[PhaseState]):
         Contact counts with the largest stiffness that the energy of the start reaches.
         """
         q, energy = state.position.detach(), self._available_energy(state, t)
-        m, tolerance = self.masses(q).detach(), STEP_TOLERANCE
-        return largest_stable_step(
-            self.body, m, q, contact=self.contact, energy=energy, tolerance=tolerance
-        )
+        options: dict[str, Any] = {"contact": self.contact, "tolerance": STEP_TOLERANCE}
+        return largest_stable_step(self.body, self.masses(q).detach(), q, energy=energy, **options)
 
     def _available_energy(self, state: PhaseState, t: float) -> float | None:
         """Estimate the largest energy that contact with one vertex can store; None: unknown.
 
-        It is the kinetic energy, that of the contact, and the work of the forces at the start along
-        the gaps. Energy that the body stores is left out, since its zero is arbitrary.
+        It is the kinetic energy, that of the contact, and the work of the forces along the gaps.
         """
         contact, q = self.contact, state.position
         if contact is None:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from adjsim.core.arguments import as_indices, describe_type, outside_inference_mode
+from adjsim.core.arguments import describe_type
 from adjsim.core.parameters import leaves, point_of_differentiation
 from adjsim.core.state import PhaseState
 from adjsim.core.typing import Array
@@ -16,32 +16,22 @@ from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.moves import Move, Shear
 from adjsim.dynamics.sources import FunctionOfTime
 from adjsim.dynamics.terms import Stream
-from adjsim.potentials.bonded.selection import Selection
+from adjsim.potentials.signals.controls import Placement
 
 # A start agrees with a path up to this number of units in the last place of the largest coordinate.
 AGREEMENT = 1e6
 
 
-class Prescribed(nn.Module):
+class Prescribed(Placement):
     """Vertices whose position follows a path, see :class:`~adjsim.Mechanics`."""
 
     def __init__(self, index: Array, path: Callable[[Any], Tensor]) -> None:
-        super().__init__()
+        super().__init__(index, "the index of prescribed")
         if not callable(path):
             raise TypeError(
                 f"prescribed: the path must be a function of time; got {describe_type(path)}."
             )
-        with outside_inference_mode():
-            found = as_indices("the index of prescribed", index)
-            if found.ndim != 1 or not len(found) or int(found.min()) < 0:
-                raise ValueError(
-                    "the index of prescribed must be (vertices,) integers from 0; got "
-                    f"{found.tolist()}."
-                )
-            if len(found.unique()) != len(found):
-                raise ValueError(f"prescribed names a vertex twice; got {found.tolist()}.")
-            self.path, self.reach = path, int(found.max()) + 1
-            self.vertices = Selection(found, self.reach)
+        self.path = path
 
     def mask(self, atoms: int) -> Tensor:
         """Return which of a number of vertices are prescribed, ``(atoms, 1)``."""
@@ -51,11 +41,7 @@ class Prescribed(nn.Module):
     def placed(self, value: Tensor, like: Tensor) -> Tensor:
         """Place ``(vertices, dim)`` at the vertices, with zero at all others, ``(atoms, dim)``."""
         atoms, dim = like.shape[-2:]
-        rows = value.to(like).expand(len(self.vertices.index), dim).transpose(-1, -2)
-        found = self.vertices.transpose(rows)
-        if atoms > self.reach:
-            found = torch.cat([found, found.new_zeros(dim, atoms - self.reach)], -1)
-        return found.transpose(-1, -2)
+        return self.spread(value.to(like).expand(len(self.vertices.index), dim), atoms)
 
     def check(self, t: float, position: Tensor) -> None:
         """Refuse positions that do not agree with the path at a time."""
@@ -93,8 +79,7 @@ class Prescribed(nn.Module):
 class PrescribedStream(Stream[PhaseState]):
     """Streaming, A, where prescribed vertices follow their path, dq/dt = dpath/dt.
 
-    The flow adds ``h p/m``, and ``path(t + h) - path(t)`` to prescribed vertices, whose mass is
-    infinite. Both are shears, so the flow is exact and has an exact inverse on a lattice too.
+    The flow adds ``h p/m``, and ``path(t + h) - path(t)`` to prescribed vertices, of infinite mass.
     """
 
     def __init__(self, masses: Masses, prescribed: Prescribed) -> None:

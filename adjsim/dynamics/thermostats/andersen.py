@@ -14,7 +14,7 @@ from adjsim.core.refusal import Refusal
 from adjsim.core.state import PhaseState
 from adjsim.core.typing import Number
 from adjsim.dynamics.density import Canonical
-from adjsim.dynamics.masses import Masses, check_per_atom, per_atom
+from adjsim.dynamics.masses import PER_ATOM, Masses, per_atom
 from adjsim.dynamics.moves import GeneralFlow, Move
 from adjsim.dynamics.sources import Coefficients, Random
 from adjsim.dynamics.terms import Term
@@ -30,9 +30,9 @@ class Collide(Term[PhaseState]):
         p' = sqrt(m kT) xi    with probability P = 1 - exp(-rate h)
         p' = p                otherwise
 
-    The first component of an atom's first field of noise decides: it collides where this component
-    is below the P-quantile of the normal distribution. The second field is xi. Where an atom
-    collides, p is lost, so there is no inverse, and the product is::
+    An atom collides where the first component of its first field of noise is below the P-quantile
+    of the normal distribution. The second field is xi. Where an atom collides, p is lost, so there
+    is no inverse, and the product is::
 
         lambda_p <- 0      lambda_{sqrt(m kT)} += lambda_p . xi
 
@@ -85,11 +85,9 @@ class Andersen(Thermostat[PhaseState]):
     collisions destroy time correlations and the total momentum, so for diffusion or spectra use
     :class:`~adjsim.Bussi`, or a low rate. There is no conserved quantity.
 
-    A collision destroys the momentum before it, so steps cannot be undone: gradients come from
-    :class:`~adjsim.CheckpointAdjoint` or :class:`~adjsim.DirectAdjoint`. Collisions damp the growth
-    of pathwise gradients in time. These are complete with respect to kT, masses, potential and
-    start, and there are none with respect to the rate. For it use
-    :class:`~adjsim.FiniteDifference` with a large step, such as h=0.1: a small step changes no
+    Steps cannot be undone: gradients come from :class:`~adjsim.CheckpointAdjoint` or
+    :class:`~adjsim.DirectAdjoint`. There is no pathwise gradient with respect to the rate. For it
+    use :class:`~adjsim.FiniteDifference` with a large step, such as h=0.1: a small step changes no
     collision, and then gives zero with an error of zero.
 
     Args:
@@ -110,8 +108,7 @@ class Andersen(Thermostat[PhaseState]):
         self, potential: nn.Module, mass: Number = 1.0, kT: Number = 1.0, rate: Number = 1.0
     ) -> None:
         super().__init__(potential, mass, kT)
-        register(self, "rate", rate, positive=True)
-        check_per_atom("rate", self.rate)
+        register(self, "rate", rate, positive=True, shapes=PER_ATOM)
 
     @property
     def terms(self) -> dict[str, Term[Any]]:

@@ -18,7 +18,6 @@ from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.moves import GeneralFlow
 from adjsim.dynamics.sources import Source
-from adjsim.dynamics.starts import check_dof
 from adjsim.dynamics.terms import Term
 
 
@@ -60,11 +59,15 @@ class Rescaling(Thermostat[MomentumState]):
 
     def check(self, state: AnyState) -> None:
         super().check(state)
-        check_dof(self.dof, state)
+        coordinates = state[0].shape[-2:].numel()
+        if self.dof is not None and self.dof > coordinates:
+            raise ValueError(
+                f"dof is {self.dof:g}, more than atoms x dim = {coordinates} of one system: give "
+                f"at most {coordinates}, or None."
+            )
 
     @property
     def bath(self) -> Bath:
-        """What its rescaling reads."""
         return Bath(self.masses, self.kT, self.dof)
 
 
@@ -138,9 +141,8 @@ def rescaling(
 ) -> GeneralFlow:
     """Make the move ``p' = f(T) p``, with T twice the kinetic energy of a system.
 
-    The factor ``f(coefficients, T, *values)`` has the shape ``(*batch, 1, 1)``; ``inverse`` is 1/f
-    as a function of T', or None. Momenta that are all zero stay zero, with the identity as their
-    derivative, since a factor cannot give them a direction.
+    The factor ``f(coefficients, T, *values)`` is ``(*batch, 1, 1)``; ``inverse`` is 1/f as a
+    function of T', or None. Momenta that are all zero stay zero, with the identity as derivative.
     """
 
     def scale(f: Callable[..., Tensor]) -> Callable[..., tuple[Tensor]]:

@@ -20,13 +20,12 @@ class WeakCoupling(Relax):
 
         dp/dt = (K_0/K - 1) p / (2 tau),     so that     dK/dt = (K_0 - K)/tau,     K_0 = dof kT/2
 
-    The factor depends on the momenta that it scales, so the exact flow is not a coupling. Its
-    inverse is the flow over -h::
+    The inverse of its exact flow is the flow over -h::
 
         K' = a K + (1 - a) K_0        a = exp(-h/tau)        p' = sqrt(K'/K) p
         K  = (K' - (1 - a) K_0)/a                            p  = sqrt(K/K') p'
 
-    The product follows by automatic differentiation. Momenta that are all zero stay zero.
+    Momenta that are all zero stay zero.
     """
 
     def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
@@ -69,10 +68,9 @@ class Berendsen(Relaxing):
     equation corresponds to 1/(2 tau).
 
     Use it to bring a system to a temperature. It does not sample the canonical distribution, since
-    the fluctuation of the kinetic energy is too small, by a factor that depends on tau. It also
-    moves energy from fast into slow motions, as :class:`~adjsim.VelocityRescale` does. For averages
-    use :class:`~adjsim.Bussi`, which is the same relaxation with the noise that belongs to it.
-    There is no conserved quantity.
+    the kinetic energy fluctuates too little, and it moves energy from fast into slow motions, as
+    :class:`~adjsim.VelocityRescale` does. For averages use :class:`~adjsim.Bussi`, which is the
+    same relaxation with the noise that belongs to it. There is no conserved quantity.
 
     Reversing a step multiplies errors in the kinetic energy by exp(dt/tau), so
     :class:`~adjsim.ReversibleAdjoint` stores checkpoints.

@@ -33,19 +33,17 @@ class StochasticRescale(Relax):
 
     In units of sqrt(m), u is the momentum along p after an Ornstein-Uhlenbeck step of all dof
     momenta. It may change its sign. For dof > 1 momenta keep their direction: the canonical
-    distribution is even in the momenta and does not depend on this choice, and the factor is then
-    smooth in kT, tau and T. With the sign of u (Bussi and Parrinello 2008) it would jump from one
-    sign to the other. For dof = 1 the two signs meet at zero, so the factor with the sign is the
-    smooth one.
+    distribution is even in the momenta, and with the sign of u (Bussi and Parrinello 2008) the
+    factor would jump from one sign to the other. For dof = 1 the two signs meet at zero, so the
+    factor with the sign is the smooth one.
 
-    The inverse solves T' for T. For given noise T' is a parabola in sqrt(T), with its minimum
-    where u = 0. It grows with T where u > 0, and there::
+    The inverse solves T' for T, a parabola in sqrt(T) that grows with T where u > 0. There::
 
         u = sqrt(T' - g^2 S)         T = (u - g R_1)^2 / c         p = sqrt(T/T') p'
 
-    Where u < 0 the second root, -sqrt(T' - g^2 S), is the right one, and this inverse takes the
-    wrong one. At equilibrium that has the probability I(dof/2, 1/2) / 2 a step, with I the
-    regularised incomplete beta function at 1 - c. It is less than (h/tau)^(dof/2).
+    Where u < 0 this inverse takes the wrong root. At equilibrium that has the probability
+    I(dof/2, 1/2) / 2 a step, with I the regularised incomplete beta function at 1 - c. It is less
+    than (h/tau)^(dof/2).
 
     The product follows by automatic differentiation. Momenta that are all zero stay zero.
     """
@@ -116,23 +114,20 @@ class Bussi(Relaxing):
     freedom has here, Bussi and Parrinello, Comput. Phys. Commun. 179, 26 (2008).
 
     Terms: A (stream), B (kick), R (:class:`StochasticRescale`). Schemes: "BABR", or "RBABR", a
-    palindrome. It samples the canonical distribution for every tau, and disturbs the motion less
-    than :class:`~adjsim.Langevin`, since all momenta of a system keep their direction: diffusion
-    and time correlations are close to those at constant energy. It is as ergodic as the motion at
-    constant energy, so for a few harmonic oscillators use :class:`~adjsim.Langevin`. In one degree
-    of freedom it equals Langevin dynamics with friction 1/(2 tau). There is no conserved quantity
-    that is a function of the state.
+    palindrome. It samples the canonical distribution for every tau, and since all momenta of a
+    system keep their direction, diffusion and time correlations are close to those at constant
+    energy. It is as ergodic as the motion at constant energy, so for a few harmonic oscillators use
+    :class:`~adjsim.Langevin`, which it equals in one degree of freedom, with friction 1/(2 tau).
+    There is no conserved quantity that is a function of the state.
 
-    The factor that scales momenta is positive for more than one degree of freedom, and smooth in
-    all parameters, so pathwise gradients are complete. The exception is a motion along one line,
-    such as that of a single particle from the centre of a harmonic well: there a kick can take all
-    momenta through zero, which makes a jump that pathwise gradients leave out.
+    Pathwise gradients are complete, except for a motion along one line, such as that of a single
+    particle from the centre of a harmonic well: there a kick can take all momenta through zero,
+    which makes a jump that pathwise gradients leave out.
 
     :class:`~adjsim.ReversibleAdjoint` undoes a step unless the noise outweighs the momentum, which
     at equilibrium has a probability below (dt/tau)^(dof/2) a step. It measures the error and raises
-    after such a step. An error in the kinetic energy grows backward as exp(t/tau), so the
-    reversible adjoint stores checkpoints. With few degrees of freedom take a tau of many dt, or
-    another adjoint.
+    after such a step. An error in the kinetic energy grows backward as exp(t/tau), so it stores
+    checkpoints. With few degrees of freedom take a tau of many dt, or another adjoint.
 
     Args:
         potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.

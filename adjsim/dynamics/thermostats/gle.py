@@ -24,10 +24,9 @@ from adjsim.dynamics.thermostats.base import Thermostat
 
 
 class MemoryState(NamedTuple):
-    """Position, momentum and memory of the particles.
+    """Position, momentum ``(*batch, atoms, dim)``, memory ``(*batch, rates, atoms, dim)``.
 
-    Position and momentum are ``(*batch, atoms, dim)``, memory ``(*batch, rates, atoms,
-    dim)``, in units of momentum.
+    The memory is in units of momentum.
     """
 
     position: Positions
@@ -49,8 +48,7 @@ class Bath(Term[MemoryState]):
         L L^T = 1 - E E^T = int_0^h exp(-M s) diag(0, 2r) exp(-M^T s) ds
 
     E is factored into unit lower, diagonal and unit upper matrices, each applied as shears and
-    scales. So the flow is made of coupling steps. The pivots are one at h = 0 and must be positive,
-    which bounds h.
+    scales. The pivots are one at h = 0 and must be positive, which bounds h.
     """
 
     def __init__(self, masses: Masses, kT: Tensor, rates: Tensor, strengths: Tensor) -> None:
@@ -99,10 +97,8 @@ class Bath(Term[MemoryState]):
             return Shear(name, Combination(f"{what} {i}", tuple(sources)), coefficient, link)
 
         upper = [add(i, "upper", fields[i + 1 :]) for i in range(last)]
-        scales = [
-            Scale("momentum", Coefficient("p scale")),
-            Scale("memory", Coefficient("z scale")),
-        ]
+        names = {"momentum": "p scale", "memory": "z scale"}
+        scales = [Scale(field, Coefficient(name)) for field, name in names.items()]
         lower = [add(i, "lower", fields[:i]) for i in range(last, 0, -1)]
         noise = [add(i, "noise", xi[: i or self.draws], "thermal") for i in range(self.draws)]
         return (*upper, *scales, *lower, *noise)
@@ -119,10 +115,8 @@ class Bath(Term[MemoryState]):
         return torch.cat([top, torch.cat([-c.unsqueeze(1), torch.diag(r)], 1)])
 
     def flow(self, h: float) -> tuple[Tensor, Tensor]:
-        """Compute E = exp(-M h) and 1 - E E^T, float64, by Van Loan's block exponential.
-
-        Subtraction would lose all digits of the smallest entry, which is of order h^3.
-        """
+        """Compute E = exp(-M h) and 1 - E E^T, float64, by Van Loan's block exponential."""
+        # Subtraction would lose all digits of the smallest entry, which is of order h^3.
         M, r = self.matrix(), self.rates.double()
         source = torch.diag(torch.cat([r.new_zeros(1), 2 * r]))
         block = torch.cat([torch.cat([-M, source], 1), torch.cat([torch.zeros_like(M), M.T], 1)])
@@ -162,10 +156,9 @@ class GeneralizedLangevin(Thermostat[MemoryState]):
         K(t) = sum_i strengths_i exp(-rates_i t)
 
     K acts on momentum, so ``int K dt = sum strengths_i / rates_i`` is the friction of the
-    memoryless limit. One extra variable carries each exponential (:class:`Bath`); see Ceriotti,
-    Bussi and Parrinello, J. Chem. Theory Comput. 6, 1170 (2010). Terms: A (stream), B (kick), G
-    (bath, solved exactly). Schemes: "BAGAB" (positions exact for harmonic forces), "GBABG", and any
-    other word.
+    memoryless limit. One extra variable carries each exponential; see Ceriotti, Bussi and
+    Parrinello, J. Chem. Theory Comput. 6, 1170 (2010). Terms: A (stream), B (kick), G
+    (:class:`Bath`). Schemes: "BAGAB" (positions exact for harmonic forces), "GBABG", and others.
 
     Args:
         potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.
@@ -206,7 +199,6 @@ class GeneralizedLangevin(Thermostat[MemoryState]):
 
     @property
     def bath(self) -> Bath:
-        """The term of momentum and memory."""
         return Bath(self.masses, self.kT, self.rates, self.strengths)
 
     def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:

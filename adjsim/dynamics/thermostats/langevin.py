@@ -12,7 +12,7 @@ from adjsim.core.parameters import register
 from adjsim.core.state import PhaseState
 from adjsim.core.typing import Number
 from adjsim.dynamics.density import Canonical
-from adjsim.dynamics.masses import Masses, check_per_atom, per_atom
+from adjsim.dynamics.masses import PER_ATOM, Masses, per_atom
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Random
 from adjsim.dynamics.terms import Term
@@ -78,8 +78,7 @@ class Langevin(Thermostat[PhaseState]):
         self, potential: nn.Module, mass: Number = 1.0, kT: Number = 1.0, friction: Number = 1.0
     ) -> None:
         super().__init__(potential, mass, kT)
-        register(self, "friction", friction, positive=True)
-        check_per_atom("friction", self.friction)
+        register(self, "friction", friction, positive=True, shapes=PER_ATOM)
 
     @property
     def terms(self) -> dict[str, Term[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_whole
 from adjsim.core.parameters import register
-from adjsim.core.state import AnyMomentumState, AnyState
+from adjsim.core.state import AnyState
 from adjsim.core.typing import Energies, Number, Positions, Seed
 from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
 from adjsim.dynamics.density import Canonical
@@ -24,24 +24,15 @@ from adjsim.dynamics.thermostats.base import Bath, Rescaling
 
 
 class ChainState(NamedTuple):
-    """Position and momentum of the particles and of the chain.
+    """Position and momentum of particles, ``(*batch, atoms, dim)``, and chain.
 
-    The fields of the particles are ``(*batch, atoms, dim)``, those of the chain
-    ``(*batch, length, 1, 1)``.
+    The fields of the chain are ``(*batch, length, 1, 1)``.
     """
 
     position: Positions
     momentum: Positions
     bath_position: Float[Tensor, "*batch length 1 1"]
     bath_momentum: Float[Tensor, "*batch length 1 1"]
-
-
-@runtime_checkable
-class _WithChain(AnyMomentumState, Protocol):
-    """A :class:`ChainState`, also on a lattice."""
-
-    @property
-    def bath_momentum(self) -> Tensor: ...
 
 
 class Chain(Term[ChainState]):
@@ -58,9 +49,8 @@ class Chain(Term[ChainState]):
     The flow over h is the symmetric factorisation of Martyna, Tuckerman, Tobias and Klein, Mol.
     Phys. 87, 1117 (1996). The links advance over h/2, from the last to the first. Then the momenta
     are scaled by exp(-h v_1) and the x_j moved by h v_j. Then the links advance over h/2, from the
-    first to the last. The force on link j, without the damping by v_{j+1}, is G_j. The advance of a
-    link over a time h applies G_j between two halves of the damping. It is one scale and one
-    shear::
+    first to the last. With the force G_j on link j without the damping by v_{j+1}, its advance over
+    a time h is one scale and one shear::
 
         b_j <- exp(-h v_{j+1}/2) (exp(-h v_{j+1}/2) b_j + h G_j)
              = exp(-h v_{j+1}) b_j + h exp(-h v_{j+1}/2) G_j
@@ -110,16 +100,11 @@ class Chain(Term[ChainState]):
         ]
 
 
-def _chain_force(state: _WithChain, c: Coefficients, j: int) -> Tensor:
+def _chain_force(state: Any, c: Coefficients, j: int) -> Tensor:
     """Compute twice the kinetic energy that link j controls, minus its equilibrium value."""
     if j == 0:
         return (state.momentum**2 * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][0]
     return select_link(state.bath_momentum, j - 1) ** 2 * c["1/Q"][j - 1] - c["target"][j]
-
-
-def _scaling(state: _WithChain, c: Coefficients, j: int, h: float) -> Tensor:
-    """Compute the factor by which link j scales momenta over h."""
-    return torch.exp(select_link(state.bath_momentum, j) * c["1/Q"][j] * -h)
 
 
 @dataclass(frozen=True)
@@ -130,7 +115,8 @@ class ChainScaling:
     h: float
 
     def value(self, state: Any, context: MoveContext) -> Tensor:
-        return _scaling(state, context.coefficients, self.link, self.h)
+        b, inverse = state.bath_momentum, context.coefficients["1/Q"]
+        return torch.exp(select_link(b, self.link) * inverse[self.link] * -self.h)
 
     def vjp(self, state: Any, context: MoveContext, cotangents: Cotangents) -> Linearised:
         value, products = self.value(state, context), _ChainProducts(state, context, cotangents)
@@ -146,11 +132,11 @@ class ChainForce:
     damped_by: int | None
 
     def value(self, state: Any, context: MoveContext) -> Tensor:
-        impulse, damping = self._factors(state, context.coefficients)
+        impulse, damping = self._factors(state, context)
         return impulse if damping is None else impulse * damping
 
     def vjp(self, state: Any, context: MoveContext, cotangents: Cotangents) -> Linearised:
-        impulse, damping = self._factors(state, context.coefficients)
+        impulse, damping = self._factors(state, context)
         products, k = _ChainProducts(state, context, cotangents), self.damped_by
         if k is None or damping is None:
             return impulse, lambda cotangent: products.add_force(self.link, cotangent * self.h)
@@ -162,15 +148,15 @@ class ChainForce:
 
         return value, accumulate
 
-    def _factors(self, state: Any, c: Coefficients) -> tuple[Tensor, Tensor | None]:
-        impulse, k = _chain_force(state, c, self.link) * self.h, self.damped_by
-        return impulse, None if k is None else _scaling(state, c, k, self.h / 2)
+    def _factors(self, state: Any, context: MoveContext) -> tuple[Tensor, Tensor | None]:
+        impulse, k = _chain_force(state, context.coefficients, self.link) * self.h, self.damped_by
+        return impulse, None if k is None else ChainScaling(k, self.h / 2).value(state, context)
 
 
 class _ChainProducts(NamedTuple):
     """The cotangents that a move along the chain adds to, at a state."""
 
-    state: _WithChain
+    state: Any
     context: MoveContext
     cotangents: Cotangents
 
@@ -264,7 +250,6 @@ class NoseHooverChain(Rescaling[ChainState]):
 
     @property
     def chain(self) -> Chain:
-        """The term of the chain."""
         return Chain(self.bath, self.tau, self.length)
 
     def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from adjsim.core.parameters import register
 from adjsim.core.typing import Number, Positions, Seed
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.density import CanonicalPositions
-from adjsim.dynamics.masses import check_per_atom, per_atom
+from adjsim.dynamics.masses import PER_ATOM, per_atom
 from adjsim.dynamics.terms import Term
 from adjsim.potentials.base import force, force_vjp
 
@@ -54,16 +54,16 @@ class OverdampedLangevin(Dynamics[PositionState]):
 
         dq = F(q)/friction dt + sqrt(2 kT/friction) dW
 
-    It samples exp(-U/kT). Here ``friction`` is a force per velocity (energy time / length^2), mass
-    times the rate of :class:`~adjsim.Langevin`. Solvers: :class:`~adjsim.EulerMaruyama`,
-    :class:`~adjsim.LeimkuhlerMatthews` (with averages of second order), :class:`~adjsim.SDESolver`.
-    For rates, velocities and other dynamical quantities use Langevin.
+    It samples exp(-U/kT). Here ``friction`` is a force per velocity, mass times the rate of
+    :class:`~adjsim.Langevin`, which is for rates, velocities and other dynamical quantities.
+    Solvers: :class:`~adjsim.EulerMaruyama`, :class:`~adjsim.LeimkuhlerMatthews` (with averages of
+    second order), :class:`~adjsim.SDESolver`.
 
     Args:
         potential: energy module, or a force field.
         kT: temperature, energy; one number.
-        friction: force per velocity; scalar, ``(atoms,)`` or ``(atoms, 1)``. An infinite friction
-            pins its atom.
+        friction: energy time / length^2; scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for
+            pinned atoms.
     """
 
     state_type = PositionState
@@ -76,8 +76,7 @@ class OverdampedLangevin(Dynamics[PositionState]):
     def __init__(self, potential: nn.Module, kT: Number = 1.0, friction: Number = 1.0) -> None:
         super().__init__(potential)
         register(self, "kT", kT, positive=True, single=True)
-        register(self, "friction", friction, positive=True)
-        check_per_atom("friction", self.friction)
+        register(self, "friction", friction, positive=True, shapes=PER_ATOM)
 
     @property
     def terms(self) -> dict[str, Term[Any]]:

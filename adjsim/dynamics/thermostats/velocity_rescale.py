@@ -52,10 +52,8 @@ class VelocityRescale(Rescaling[PhaseState]):
     distributed as at the temperature ``kT dof/(dof - 1)``. It also moves energy from fast into slow
     motions, such as that of the whole system (the flying ice cube; Harvey, Tan and Cheatham, J.
     Comput. Chem. 19, 726 (1998)). For averages use :class:`~adjsim.Bussi`. It conserves no energy.
-
-    The rescaling destroys the kinetic energy, so steps cannot be undone: gradients come from
-    :class:`~adjsim.CheckpointAdjoint` or :class:`~adjsim.DirectAdjoint`. Momenta that are all zero
-    stay zero.
+    Steps cannot be undone: gradients come from :class:`~adjsim.CheckpointAdjoint` or
+    :class:`~adjsim.DirectAdjoint`. Momenta that are all zero stay zero.
 
     Args:
         potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.

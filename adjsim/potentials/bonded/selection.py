@@ -49,12 +49,12 @@ class Selection(nn.Module):
         return (_Linear.apply if torch.is_grad_enabled() else _map)(x, sums, *tensors)
 
 
-def as_vertices(index: Array) -> Tensor:
+def as_vertices(index: Array, name: str = "index") -> Tensor:
     """Convert the numbers of vertices that a force acts on."""
-    found = as_indices("index", index)
+    found = as_indices(name, index)
     if found.ndim != 1 or len(found) == 0 or int(found.min()) < 0:
         raise ValueError(
-            "index must be (vertices,) integers from 0, at least one; got shape "
+            f"{name} must be (vertices,) integers from 0, at least one; got shape "
             f"{tuple(found.shape)}{f' with {int(found.min())}' if found.numel() else ''}."
         )
     return found

@@ -17,18 +17,18 @@ from adjsim.potentials.bonded.selection import Selection, as_vertices
 from adjsim.potentials.evaluated import as_module
 
 
-class _Placed(nn.Module):
-    """Place rows of forces at chosen vertices, None for all, with zero at all others."""
+class Placement(nn.Module):
+    """Place rows at chosen vertices, None for all, with zero at all others."""
 
-    def __init__(self, index: Array | None) -> None:
+    def __init__(self, index: Array | None, name: str = "index") -> None:
         super().__init__()
         self.count: int | None = None
         if index is None:
             return
         with outside_inference_mode():
-            found = as_vertices(index)
+            found = as_vertices(index, name)
             if len(found.unique()) != len(found):
-                raise ValueError(f"index must not repeat a vertex; got {found.tolist()}.")
+                raise ValueError(f"{name} must not repeat a vertex; got {found.tolist()}.")
             self.count, self.reach = len(found), int(found.max()) + 1
             self.vertices = Selection(found, self.reach)
 
@@ -50,6 +50,10 @@ class _Placed(nn.Module):
             ) from error
         if self.count is None:
             return rows
+        return self.spread(rows, atoms)
+
+    def spread(self, rows: Tensor, atoms: int) -> Tensor:
+        """Return the rows of so many atoms, ``(*batch, atoms, dim)``."""
         return self.vertices.transpose(rows.transpose(-1, -2), atoms).transpose(-1, -2)
 
 
@@ -69,7 +73,7 @@ class OpenLoop(ForceField):
     def __init__(self, signal: nn.Module, index: Array | None = None) -> None:
         super().__init__()
         self.signal = as_module("signal", signal)
-        self.placed = _Placed(index)
+        self.placed = Placement(index)
 
     def forward(self, t: Any, position: Positions) -> Positions:
         return self.placed(self.signal(t), position)
@@ -121,7 +125,7 @@ class NeuralController(Controller):
     ) -> None:
         super().__init__()
         self.network = as_module("network", network)
-        self.placed = _Placed(index)
+        self.placed = Placement(index)
         register(self, "scale", scale)
 
     def forward(self, t: Any, position: Positions, velocity: Positions) -> Positions:

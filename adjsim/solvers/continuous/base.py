@@ -6,7 +6,7 @@ These libraries have both gradients: backpropagation through the solve, and the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,8 +22,10 @@ from adjsim.core.trajectory import (
     step_numbers,
     sum_dtype,
 )
-from adjsim.dynamics.forces import counted_backward
+from adjsim.dynamics.forces import count_backward
 from adjsim.solvers.run import Run
+
+Fields: TypeAlias = tuple[Tensor, ...]
 
 
 class ContinuousSolver(ABC):
@@ -43,17 +45,8 @@ class ContinuousSolver(ABC):
         """Refuse, before any work, a run that this solver or adjoint cannot take."""
 
     @abstractmethod
-    def integrate(
-        self,
-        field: VectorField[State],
-        start: tuple[Tensor, ...],
-        times: Tensor,
-        backsolve: dict[str, Any] | None,
-    ) -> tuple[Tensor, ...]:
-        """Solve, and return the fields at the times, along a new leading axis.
-
-        ``backsolve`` has the options of the continuous adjoint, or is None.
-        """
+    def integrate(self, field: VectorField[State], start: Fields, times: Tensor) -> Fields:
+        """Solve, and return the fields at the times, along a new leading axis."""
 
     def solve(
         self, run: Run[State], report: RunReport, backsolve: dict[str, Any] | None
@@ -63,12 +56,12 @@ class ContinuousSolver(ABC):
         average = record if isinstance(record, TimeAverage) else None
         times, saves = self.times(run)
         integrated = None if self.averages_ends else average
-        field = VectorField(run, report, integrated, self.dt, backsolve is not None)
+        field = VectorField(run, report, integrated, self.dt, backsolve)
         start = tuple(run.state)
         if integrated is not None:
             value = floating(integrated.function(run.state), run.state)
             start = (*start, torch.zeros_like(value))
-        frames = self.integrate(field, start, times, backsolve)
+        frames = self.integrate(field, start, times)
         for t, save in zip(run.times.tolist(), saves, strict=True):
             if not all(bool(torch.isfinite(x[save].detach()).all()) for x in frames):
                 raise FloatingPointError(
@@ -106,7 +99,7 @@ class ContinuousSolver(ABC):
         if self.averages_ends:
             assert self.dt is not None
             last = round(float(times[-1]))
-            more = list(map(float, range(first_averaged_step(record.burn_in, self.dt, last), last)))
+            more = map(float, range(first_averaged_step(record.burn_in, self.dt, last), last))
         else:
             more = [self._burnt_in(record.burn_in, times)]
         all_times = sorted({*times.tolist(), *more})
@@ -133,15 +126,15 @@ class ContinuousSolver(ABC):
 class VectorField(torch.nn.Module, Generic[State]):
     """The drift of a run on tuples of fields, which counts passes over the energy.
 
-    A continuous adjoint evaluates the drift again in the backward solve, and differentiates it with
-    respect to its parameters at every evaluation. Those are the values of the run. So autograd
+    A continuous adjoint differentiates the drift with respect to the values of the run, so autograd
     passes one accumulated gradient to the user's parameters, and their hooks run once.
 
     Args:
         run, report: the run, and the report that receives the evaluations.
         average: a time average, which is integrated with the drift.
         unit: the step, if time is counted in steps.
-        checked: whether the drift is refused if it depends on tensors that are not registered.
+        backsolve: the options of the continuous adjoint, or None. With it the drift is refused if
+            it depends on tensors that are not registered.
     """
 
     def __init__(
@@ -150,12 +143,12 @@ class VectorField(torch.nn.Module, Generic[State]):
         report: RunReport,
         average: TimeAverage | None,
         unit: float | None,
-        checked: bool,
+        backsolve: dict[str, Any] | None,
     ) -> None:
         super().__init__()
         # In a list, so that the module does not register the dynamics.
         self._run, self.report, self.average, self.unit = [run], report, average, unit
-        self.checked = checked
+        self.backsolve = backsolve
 
     @property
     def run(self) -> Run[State]:
@@ -166,33 +159,26 @@ class VectorField(torch.nn.Module, Generic[State]):
         """The values of the parameters that require grad."""
         return tuple(self.run.reading.trainable(self.run.tensors).values())
 
-    def state(self, fields: tuple[Tensor, ...]) -> State:
+    def state(self, fields: Fields) -> State:
         return type(self.run.state)._make(fields[: len(self.run.state)])
 
     def time(self, t: Tensor) -> Any:
         return t if self.unit is None else self.run.times[0] + t * self.unit
 
-    def diffusion(self, t: Tensor, state: State) -> State:
-        """Compute the amplitudes of the noise."""
-        return self.run.dynamics.diffusion(self.time(t), state)
-
-    def forward(self, t: Tensor, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(self, t: Tensor, fields: Fields) -> Fields:
         state = self.state(fields)
-        rates: tuple[Tensor, ...] = tuple(self.run.dynamics.drift(self.time(t), state))
+        rates: Fields = tuple(self.run.dynamics.drift(self.time(t), state))
         if self.average is not None:
             value = self.average.function(state)
             check_shape(value, fields[-1].shape, f"at t = {float(t.detach()):g}")
             rates = (*rates, value.to(fields[-1].dtype))
-        if self.checked and torch.is_grad_enabled():
+        if self.backsolve is not None and torch.is_grad_enabled():
             known = [*fields, t, *self.parameters_of_adjoint]
             what = "the drift, or the averaged function,"
             for rate in rates:
                 refuse_unknown(rate, self.run.dynamics, known, what)
         self.report.energy_evaluations += 1
-        tracked = next((rate for rate in rates if rate.requires_grad), None)
-        if tracked is not None:
-            # The vector-Jacobian product, taken when the cotangent arrives, is one more pass.
-            tracked.register_hook(counted_backward(self.report))
+        count_backward(self.report, rates)
         return rates if self.unit is None else tuple(rate * self.unit for rate in rates)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_number
 from adjsim.core.state import State
-from adjsim.solvers.base import refuse_without_equation
+from adjsim.solvers.base import refuse_no_equation
 from adjsim.solvers.clock import check_dt
-from adjsim.solvers.continuous.base import ContinuousSolver, VectorField
+from adjsim.solvers.continuous.base import ContinuousSolver, Fields, VectorField
 from adjsim.solvers.run import Run
 
 ADAPTIVE = ("dopri8", "dopri5", "bosh3", "fehlberg2", "adaptive_heun")
@@ -28,9 +28,9 @@ class ODESolver(ContinuousSolver):
     Adaptive methods (dopri8, dopri5, bosh3, fehlberg2, adaptive_heun, and scipy_solver, which is
     SciPy's LSODA) choose their steps from the tolerances and interpolate at save times. Fixed-step
     methods (euler, midpoint, heun2, heun3, rk4, explicit_adams, implicit_adams, fixed_adams) take
-    steps of dt from ts[0], and save times must lie on them. In both cases the path does not depend
-    on the save times. Interpolation is of fourth order, coarser than the steps of dopri8 at tight
-    tolerances: prefer dopri5 there. explicit_adams is limited to order 4.
+    steps of dt from ts[0], and save times must lie on them. The path does not depend on the save
+    times. Interpolation is of fourth order, coarser than the steps of dopri8 at tight tolerances:
+    prefer dopri5 there. explicit_adams is limited to order 4.
 
     For long molecular runs prefer a splitting: it conserves the invariants of the physics, costs
     one force a step, and has an exact gradient in constant memory.
@@ -66,51 +66,31 @@ class ODESolver(ContinuousSolver):
         self.dt = None if dt is None else check_dt(dt)
 
     def check(self, run: Run[State], backsolve: dict[str, Any] | None) -> None:
-        refuse_without_equation(self, run.dynamics)
-        if run.dynamics.stochastic:
-            raise TypeError(
-                f"ODESolver has no noise, and {type(run.dynamics).__name__} has: use "
-                "SDESolver(dt=...) or a splitting."
-            )
+        refuse_no_equation(self, run.dynamics)
         if backsolve is None and self.method in SCIPY and run.needs_gradient:
             raise TypeError(
                 "scipy_solver cannot be backpropagated through: use BacksolveAdjoint(), or "
                 "another method."
             )
 
-    def integrate(
-        self,
-        field: VectorField[State],
-        start: tuple[Tensor, ...],
-        times: Tensor,
-        backsolve: dict[str, Any] | None,
-    ) -> tuple[Tensor, ...]:
+    def integrate(self, field: VectorField[State], start: Fields, times: Tensor) -> Fields:
         from torchdiffeq import odeint, odeint_adjoint
 
-        run = field.run
+        run, backsolve = field.run, field.backsolve
         options: dict[str, Any] = {"step_size": 1.0} if self.fixed_step else {}
         if self.method == "explicit_adams":
             # The default is order 12, whose region of stability is too small to be useful.
             options["max_order"] = 4
         if self.method not in SCIPY:
             options["norm"] = partial(_largest, len(run.state))
-        common: dict[str, Any] = {
-            "rtol": self.rtol,
-            "atol": self.atol,
-            "method": self.method,
-            "options": options,
-        }
+        common: dict[str, Any] = {"rtol": self.rtol, "atol": self.atol, "method": self.method}
+        common["options"] = options
         times = times.to(start[0].device)
         try:
             if backsolve is not None:
-                adjoint = {f"adjoint_{name}": value for name, value in backsolve.items()}
-                parameters = field.parameters_of_adjoint
-                return cast(
-                    "tuple[Tensor, ...]",
-                    odeint_adjoint(
-                        field, start, times, adjoint_params=parameters, **adjoint, **common
-                    ),
-                )
+                adjoint: dict[str, Any] = {f"adjoint_{n}": x for n, x in backsolve.items()}
+                adjoint["adjoint_params"] = field.parameters_of_adjoint
+                return cast(Fields, odeint_adjoint(field, start, times, **adjoint, **common))
             if self.method in ONE_STEP:
                 # torchdiffeq writes frames into one tensor, whose backward is quadratic in their
                 # number. One-step methods have no memory, so solving from save to save gives the
@@ -120,7 +100,7 @@ class ODESolver(ContinuousSolver):
                     ends = odeint(field, frames[-1], torch.stack(pair), **common)
                     frames.append(tuple(x[1] for x in ends))
                 return tuple(map(torch.stack, zip(*frames, strict=True)))
-            return cast("tuple[Tensor, ...]", odeint(field, start, times, **common))
+            return cast(Fields, odeint(field, start, times, **common))
         except AssertionError as failure:
             raise FloatingPointError(
                 f"{self.method} failed ({failure}): the solution reaches NaN or infinity, or is "
@@ -128,15 +108,12 @@ class ODESolver(ContinuousSolver):
             ) from failure
 
     def __repr__(self) -> str:
-        settings = (
-            f"dt={self.dt:g}" if self.dt is not None else f"rtol={self.rtol:g}, atol={self.atol:g}"
-        )
+        tolerances = f"rtol={self.rtol:g}, atol={self.atol:g}"
+        settings = tolerances if self.dt is None else f"dt={self.dt:g}"
         return f"ODESolver({self.method!r}, {settings})"
 
 
-def _largest(count: int, fields: tuple[Tensor, ...]) -> Tensor:
-    """Return the largest root mean square over the fields, without that of a time average.
-
-    The choice of steps is not differentiated.
-    """
+def _largest(count: int, fields: Fields) -> Tensor:
+    """Return the largest root mean square over the fields, without that of a time average."""
+    # The choice of steps is not differentiated.
     return torch.stack([x.detach().abs().pow(2).mean().sqrt() for x in fields[:count]]).amax()

@@ -1,8 +1,7 @@
 """SDE solvers, by torchsde, for the summed drift and diffusion of all terms.
 
 Time is counted in steps, and step k has the same noise as in every other solver
-(:class:`adjsim.core.noise.Noise`). So no noise is stored, and forward and backward get the same
-numbers to the last bit at any dt.
+(:class:`adjsim.core.noise.Noise`), so no noise is stored.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from torch import Tensor
 from adjsim.core.noise import Noise
 from adjsim.core.state import AnyState, State, in_transform
 from adjsim.dynamics.fields.sde import SDE, describe_cross_terms
-from adjsim.solvers.base import refuse_without_equation
+from adjsim.solvers.base import refuse_no_equation
 from adjsim.solvers.clock import check_dt
-from adjsim.solvers.continuous.base import ContinuousSolver, VectorField
+from adjsim.solvers.continuous.base import ContinuousSolver, Fields, VectorField
 from adjsim.solvers.run import Run
 
 STRATONOVICH = ("midpoint", "heun", "euler_heun", "reversible_heun")
@@ -41,8 +40,8 @@ class SDESolver(ContinuousSolver):
     they differ. (log_ode needs the areas of the noise, which are not drawn.) Steps have length dt,
     and save times must lie on them. The path does not depend on the save times.
 
-    reversible_heun has the parasitic root -(1 + friction dt), so its error grows as
-    exp(friction T) over a run of length T, also forward. It is refused beyond friction T = 2.
+    The error of reversible_heun grows as exp(friction T) over a run of length T, also forward. It
+    is refused beyond friction T = 2.
 
     For molecular runs prefer a splitting (:func:`~adjsim.BAOAB`): it samples far better at the same
     dt, costs one force a step, and has an exact gradient at any friction.
@@ -62,7 +61,7 @@ class SDESolver(ContinuousSolver):
         self.method, self.dt = method, check_dt(dt)
 
     def check(self, run: Run[State], backsolve: dict[str, Any] | None) -> None:
-        refuse_without_equation(self, run.dynamics)
+        refuse_no_equation(self, run.dynamics, noise=True)
         name = type(run.dynamics).__name__
         if not run.dynamics.stochastic:
             raise TypeError(
@@ -78,7 +77,7 @@ class SDESolver(ContinuousSolver):
             self._check_noise(run.dynamics, float(run.times[0]), run.state)
         if self.method != "reversible_heun" and backsolve is None:
             return
-        rate, what = run.dynamics.damping(run.state), run.dynamics.damping_name
+        rate, what = run.dynamics.damping(run.state), f"{run.dynamics.damping_name} x time"
         total, gap = float(run.times[-1] - run.times[0]), float(run.times.diff().max())
         instead = (
             "the steps of a splitting such as BAOAB(dt) (LeimkuhlerMatthews(dt) for overdamped "
@@ -86,14 +85,14 @@ class SDESolver(ContinuousSolver):
         )
         if self.method == "reversible_heun" and rate * total > REVERSIBLE_HEUN_LIMIT:
             raise InstabilityError(
-                f"reversible_heun is unstable under friction: {what} x time is {rate * total:.3g} "
+                f"reversible_heun is unstable under friction: {what} is {rate * total:.3g} "
                 f"here and the limit {REVERSIBLE_HEUN_LIMIT:g}. Use {instead}, or another method "
                 "such as 'midpoint'."
             )
         if backsolve is not None and rate * gap > BACKSOLVE_LIMIT:
             raise InstabilityError(
-                f"errors of the continuous adjoint grow as exp({what} x time) between save "
-                f"times: {what} x time is {rate * gap:.3g} here and the limit {BACKSOLVE_LIMIT:g}. "
+                f"errors of the continuous adjoint grow as exp({what}) between save "
+                f"times: {what} is {rate * gap:.3g} here and the limit {BACKSOLVE_LIMIT:g}. "
                 f"Save at least every {BACKSOLVE_LIMIT / rate:.3g}, or use {instead} with "
                 "ReversibleAdjoint() or CheckpointAdjoint()."
             )
@@ -116,13 +115,7 @@ class SDESolver(ContinuousSolver):
                     f"the diffusion of {name} mixes entries: use {rest}."
                 )
 
-    def integrate(
-        self,
-        field: VectorField[State],
-        start: tuple[Tensor, ...],
-        times: Tensor,
-        backsolve: dict[str, Any] | None,
-    ) -> tuple[Tensor, ...]:
+    def integrate(self, field: VectorField[State], start: Fields, times: Tensor) -> Fields:
         from torchsde import sdeint, sdeint_adjoint
 
         run = field.run
@@ -131,7 +124,7 @@ class SDESolver(ContinuousSolver):
         noise = _StepNoise(run.noise, equation, draws=2 if self.method == "srk" else 1)
         options: dict[str, Any] = {"bm": noise, "method": self.method, "dt": 1.0}
         solve: Any = sdeint
-        if backsolve is not None:
+        if field.backsolve is not None:
             solve = partial(sdeint_adjoint, adjoint_params=field.parameters_of_adjoint)
         return equation.fields(solve(equation, equation.flat(start), times, **options))
 
@@ -146,7 +139,7 @@ class _Equation(torch.nn.Module):
     its diffusion, for each system.
     """
 
-    def __init__(self, field: VectorField[State], start: tuple[Tensor, ...], sde_type: str) -> None:
+    def __init__(self, field: VectorField[State], start: Fields, sde_type: str) -> None:
         super().__init__()
         self._field, self.sde_type = field, sde_type
         dynamics = field.run.dynamics
@@ -158,23 +151,20 @@ class _Equation(torch.nn.Module):
         assert field.unit is not None
         self._root = math.sqrt(field.unit)
 
-    def flat(self, fields: tuple[Tensor, ...]) -> Tensor:
+    def flat(self, fields: Fields) -> Tensor:
         return torch.cat([x.reshape(self.rows, -1) for x in fields], 1)
 
-    def fields(self, flat: Tensor) -> tuple[Tensor, ...]:
+    def fields(self, flat: Tensor) -> Fields:
         """Split rows into fields; time may lead."""
-        parts = flat.split(self.sizes, -1)
-        return tuple(
-            x.reshape((*flat.shape[:-2], *shape))
-            for x, shape in zip(parts, self.shapes, strict=True)
-        )
+        parts, lead = zip(flat.split(self.sizes, -1), self.shapes, strict=True), flat.shape[:-2]
+        return tuple(x.reshape((*lead, *shape)) for x, shape in parts)
 
     def f(self, t: Tensor, y: Tensor) -> Tensor:
         return self.flat(self._field(t, self.fields(y)))
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
-        field = self._field
-        amplitudes = tuple(field.diffusion(t, field.state(self.fields(y))))
+        field, dynamics = self._field, self._field.run.dynamics
+        amplitudes = tuple(dynamics.diffusion(field.time(t), field.state(self.fields(y))))
         if self.noise_type == "diagonal":
             return self.flat(amplitudes) * self._root
         pairs = zip(amplitudes, self.sizes, strict=True)
@@ -191,8 +181,7 @@ class _Equation(torch.nn.Module):
 class _StepNoise:
     """The increments of a Brownian motion over whole steps, as a function of the step number.
 
-    Each replica gets the same numbers as in a splitting in which each stochastic letter occurs
-    once, so that both follow one path.
+    They are those of a splitting in which each stochastic letter occurs once.
     """
 
     levy_area_approximation = "space-time"

@@ -38,8 +38,7 @@ class Linear(NamedTuple):
     def coupled(self, a: float) -> Tensor:
         """Return whether systems of the batch depend on each other.
 
-        J then has entries outside of the blocks of single systems, and its product with a random
-        vector differs from that of the blocks.
+        The product of J with a random vector then differs from that of the systems' blocks.
         """
         if not self.rate.requires_grad:
             return torch.zeros((), dtype=torch.bool, device=self.rate.device)
@@ -177,9 +176,8 @@ class ImplicitField(Move):
     def rounded(self, y: Tensor, x: Tensor, matrix: Tensor, residual: Tensor) -> Tensor:
         """Return for each system whether its residual is rounding.
 
-        A small relative change of the entries of the matrix and of y would then make the residual
-        zero (Oettli and Prager, Numer. Math. 6, 405 (1964)). If J is stiff, the rounding of x alone
-        gives such residuals, and their changes stay larger than is allowed.
+        A small relative change of the matrix and of y would then make it zero (Oettli and Prager,
+        Numer. Math. 6, 405 (1964)). If J is stiff, the rounding of x alone gives such residuals.
         """
         terms = y.abs() + (matrix.abs() * x.abs().unsqueeze(-2)).sum(-1)
         return (residual.abs() - 8 * torch.finfo(x.dtype).eps * terms).amax(-1) <= 0
@@ -221,11 +219,7 @@ class ImplicitField(Move):
             raise ValueError(COUPLED)
 
     def backward(
-        self,
-        after: State,
-        context: MoveContext,
-        cotangents: Cotangents,
-        before: State | None = None,
+        self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None
     ) -> State:
         """Propagate back; from the state before, by one linear system and without a step."""
         t, end = self._time(after, context), self.joined(after)

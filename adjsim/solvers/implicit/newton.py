@@ -9,9 +9,10 @@ force from an energy, and atoms of infinite mass (c = 0) keep x = z. Systems of 
 side by side, each to its own convergence.
 
 The matrix of a small system is made from one product of as many copies of the system as it has
-coordinates, and factorised. A larger one is used by its products. Conjugate gradients that have not
-converged after some of them are preconditioned by factors of a sparse Hessian, where there is one
-(:mod:`adjsim.solvers.implicit.step_factors`). Newton's next step uses the same factors.
+coordinates. A larger one is used by its products. Conjugate gradients that have not converged after
+some of them are preconditioned by factors of the Hessian. It is sparse where atoms interact with
+near atoms alone, and follows from some dozens of products
+(:mod:`adjsim.potentials.statics.local_hessian`). Newton's next step uses the same factors.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from adjsim.core.krylov import Product, solve_general
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.potentials.base import ForceField, force_vjp
-from adjsim.solvers.implicit.step_factors import StepFactors, step_factors
 
 NEWTON_STEPS = 50
 # Halvings of a Newton step that makes the residual larger.
@@ -56,16 +57,15 @@ class StepMatrix:
     ) -> None:
         self.forces, self.x, self.t, self.a = forces, x, t, a
         self.root = inverse_mass.sqrt()
-        self.factors: StepFactors | None = None if near is None else near.factors
+        self.factors: Product | None = None if near is None else near.factors
         # The Jacobian of a force without an energy need not be symmetric.
         self.symmetric = not isinstance(forces.potential, ForceField)
 
     def solve(self, b: Tensor, share: float, transposed: bool = False) -> tuple[Tensor, Tensor]:
         """Solve the linear system, by products to a residual that is this share of b.
 
-        Returns:
-            The solution, and a mask ``(*batch, 1, 1)`` of the systems in which a symmetric matrix
-            was found not to be positive. There it is some direction in which the residual shrinks.
+        Returns the solution, and a mask ``(*batch, 1, 1)`` of the systems whose symmetric matrix is
+        not positive. There the solution is some direction in which the residual shrinks.
         """
         size = b.shape[-1] * b.shape[-2]
         if size <= DENSE and size * b.numel() <= ENTRIES:
@@ -138,6 +138,42 @@ class StepMatrix:
         return w - self.a**2 * self.root * along
 
 
+def step_factors(forces: ForceEvaluator, x: Tensor, a: float, root: Tensor) -> Product | None:
+    """Return an approximate inverse of the matrix, by factors of the sparse Hessian of each system.
+
+    It is None if a system has no sparse Hessian or its matrix is not positive. Blocks of 3 x 3 on
+    the diagonal would spare no step of conjugate gradients if the body is uniform.
+    """
+    from scipy import sparse
+
+    from adjsim.potentials.statics.curvature import Hessian
+    from adjsim.potentials.statics.local_hessian import local_hessian, positive_factor
+
+    atoms, dim = x.shape[-2:]
+    each = root.detach().double().cpu().reshape(-1).expand(atoms)
+    free = each > 0
+    scale: Any = sparse.diags(a * np.repeat(each[free].numpy(), dim))
+    factors = list[Any]()
+    for q in x.reshape(-1, atoms, dim):
+        hessian = Hessian(forces.potential, q, free)
+        matrix = local_hessian(hessian)
+        forces.count(2 * hessian.taken)
+        factor = None if matrix is None else positive_factor(scale @ matrix @ scale, 1.0)
+        if factor is None:
+            return None
+        factors.append(factor)
+
+    def inverse(r: Tensor) -> Tensor:
+        found = r.detach().double().cpu().clone()
+        for system, factor in zip(found.reshape(-1, atoms, dim), factors, strict=True):
+            # The matrix is 1 on atoms of infinite mass.
+            solved = torch.from_numpy(factor.solve(system[free].numpy().ravel()))
+            system[free] = solved.reshape(-1, dim)
+        return found.to(r)
+
+    return inverse
+
+
 class UnsolvedStepError(RuntimeError):
     """Raised if the equation of an implicit step, or of its derivative, cannot be solved."""
 
@@ -154,9 +190,6 @@ def solve_position(
     """Solve ``x = z + a^2 c F(x)`` for x, ``(*batch, atoms, dim)``, from a guess.
 
     ``tol`` is the largest error of x, relative to the largest coordinate of its system.
-
-    Raises:
-        UnsolvedStepError: Newton's method did not converge, or the solution is not unique.
     """
     mobile = inverse_mass > 0
     over_root = torch.where(mobile, torch.where(mobile, inverse_mass, 1.0).rsqrt(), 0.0)
@@ -203,7 +236,7 @@ def _advance(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Take a step, halved where it would make the residual larger.
 
-    Returns the position, its residual, the length of the step, and whether it was not halved.
+    Returns the position, its residual, the length of the step, and whether it was taken whole.
     """
     share = torch.ones_like(largest(x))
     # Below this length the residual is rounding.
@@ -240,9 +273,9 @@ def conjugate_gradients(
 ) -> Iterated:
     """Solve a symmetric positive system for each system of a batch, ``(*batch, atoms, dim)``.
 
-    It stops where the matrix has a direction of no positive curvature (see
-    :meth:`StepMatrix.solve`), at a residual of this share of b, or after ``limit`` products (None:
-    20 for each coordinate, and 100). ``precondition`` is a symmetric positive approximate inverse.
+    It stops where a direction has no positive curvature, at a residual of this share of b, or after
+    ``limit`` products (None: 20 for each coordinate, and 100). ``precondition`` is a symmetric
+    positive approximate inverse.
     """
     nearly: Product = (lambda r: r) if precondition is None else precondition
     x = torch.zeros_like(b) if start is None else start

@@ -1,10 +1,9 @@
 """One iteration of Newton's method, of which compiled loops of implicit steps consist.
 
-A loop cannot contain another whose length depends on numbers. So an iteration of the compiled loop
-is an iteration of Newton's method, of which a step takes as many as it needs. Each evaluates the
-field and its Jacobian at one point: at the next iterate of the step, or, where the last change was
-small, at the end of the step, from which the next step begins. Without halvings a step takes as
-many evaluations as one that is not compiled, and a loop one iteration more.
+A loop cannot contain another whose length depends on numbers, so a step takes as many iterations of
+the compiled loop as it needs. Each evaluates the field and its Jacobian at one point: at the next
+iterate of the step, or, where the last change was small, at the end of the step, from which the
+next step begins.
 """
 
 from __future__ import annotations
@@ -21,15 +20,11 @@ from adjsim.solvers.implicit.field import HALVINGS, ITERATIONS, ImplicitField, l
 
 
 class Newton(NamedTuple):
-    """The state of Newton's method in a step.
+    """The iterate of Newton's method in a step, and the change from there, ``(*batch, n)``.
 
-    Attributes:
-        x, change: the iterate and the Newton step from there, ``(*batch, n)``.
-        rounded: whether the residual at x is rounding, ``(*batch,)``.
-        share: the share of the change that is tried next, ``(*batch,)``.
-        size: the norm of the residual at x, ``(*batch,)``.
-        number: the number of iterations of this step so far, halvings included.
-        ended: whether the change is the last of the step.
+    The residual at x has the norm ``size``, and may be ``rounded``; ``share`` of the change is
+    tried next, each ``(*batch,)``. The step has had ``number`` iterations, halvings included, and
+    ``ended`` says that the change is its last.
     """
 
     x: Tensor
@@ -42,14 +37,11 @@ class Newton(NamedTuple):
 
 
 class Iterated(NamedTuple):
-    """The result of an iteration.
+    """The state before the step that goes on, or begins, and its iteration.
 
-    Attributes:
-        state, newton: the state before the step that goes on, or begins, and its iteration.
-        done: whether the next step begins.
-        failed: whether the step is left to a run without compilation: Newton's method does not
-            converge, the solution does not continue those of smaller steps, or systems depend on
-            each other.
+    ``done`` says that the next step begins, and ``failed`` that the step is left to a run without
+    compilation: Newton's method does not converge, the solution does not continue those of smaller
+    steps, or systems depend on each other.
     """
 
     state: AnyState

@@ -12,6 +12,7 @@ from adjsim.compiler.systems import LARGEST
 from adjsim.core.arguments import as_number
 from adjsim.core.reading import Reading
 from adjsim.core.refusal import Refusal
+from adjsim.core.rounding import power_of_two
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import (
     AnyMomentumState,
@@ -30,10 +31,15 @@ from adjsim.dynamics.mechanics.prescribed import PrescribedStream
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients, MoveContext, unbroadcast
 from adjsim.dynamics.terms import Kick, Stream
-from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
+from adjsim.solvers.base import Stage, SteppingSolver, StepPlan, refuse_no_equation
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.implicit.field import field_plan
-from adjsim.solvers.implicit.newton import StepMatrix, UnsolvedStepError, solve_position
+from adjsim.solvers.implicit.newton import (
+    StepMatrix,
+    UnsolvedStepError,
+    largest,
+    solve_position,
+)
 
 # The letter of the stage that streams and kicks together.
 STREAM_AND_KICK = "AB"
@@ -90,11 +96,7 @@ class ImplicitMove(Move):
         return x + (1 / self.theta - 1) * (x - q), p + self.h * f
 
     def backward(
-        self,
-        after: State,
-        context: MoveContext,
-        cotangents: Cotangents,
-        before: State | None = None,
+        self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None
     ) -> State:
         assert isinstance(after, AnyMomentumState)
         h, a, c = self.h, self.theta * self.h, context.coefficients["1/m"].detach()
@@ -136,40 +138,40 @@ class ImplicitMove(Move):
         """Solve ``(1 - a^2 c J^T) w = b``."""
         matrix = StepMatrix(context.forces, x, context.t, self.theta * self.h, c)
         scaled = torch.where(c > 0, b / torch.where(c > 0, matrix.root, 1.0), 0.0)
+        # Squares of exploded cotangents overflow, those of vanished ones are zero. A power of two
+        # changes no digit. The solution of a system whose cotangent is not finite is NaN.
+        size = largest(scaled)
+        unit = torch.where(torch.isfinite(size), power_of_two(size), torch.nan)
+        scaled = torch.where(torch.isfinite(size), scaled / unit, 0.0)
         w, indefinite = matrix.solve(scaled, 8 * torch.finfo(x.dtype).eps, transposed=True)
         if bool(indefinite.any()):
             # The forward step would have been refused at the same position.
-            remedy = (
-                "Reversing the steps has probably lost the trajectory: pass checkpoint_every= to "
-                "ReversibleAdjoint, or use CheckpointAdjoint()."
-                if reversed_
-                else "Use a smaller dt."
-            )
+            remedy = "Use a smaller dt."
+            if reversed_:
+                remedy = (
+                    "Reversing the steps has probably lost the trajectory: pass checkpoint_every= "
+                    "to ReversibleAdjoint, or use CheckpointAdjoint()."
+                )
             raise UnsolvedStepError(
                 f"the implicit step at t = {float(context.t):g} has no derivative: the energy has "
                 f"a negative curvature that is too large for the time of the step. {remedy}"
             )
         left = matrix.residual(w, scaled)
-        if left > torch.finfo(x.dtype).eps ** 0.5:
+        if not left <= torch.finfo(x.dtype).eps ** 0.5:
             raise UnsolvedStepError(
                 f"the linear system of the derivative of the implicit step at t = "
                 f"{float(context.t):g} was not solved: a residual of {left:.1e} is left. Use a "
                 "smaller dt."
             )
-        return matrix.root * w
+        return matrix.root * (w * unit)
 
 
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        move: ImplicitMove,
-        context: MoveContext,
-        q: Tensor,
-        p: Tensor,
-        c: Tensor,
-        *trainable: Tensor,
+        ctx: Any, move: ImplicitMove, context: MoveContext, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
+        q, p, c, *trainable = tensors
         found = move.advance(q, p, c, context)
         # The evaluator keeps a force, which may have a graph that ends in this step.
         ctx.move, ctx.report = move, context.forces.report
@@ -238,11 +240,7 @@ class ImplicitSolver(SteppingSolver):
                 "axis instead of vmap."
             )
         if isinstance(dynamics, FieldDynamics):
-            if dynamics.stochastic:
-                raise TypeError(
-                    f"{type(self).__name__} has no noise, and {type(dynamics).__name__} has: use "
-                    "EulerMaruyama(dt), StochasticHeun(dt) or SDESolver(dt=...)."
-                )
+            refuse_no_equation(self, dynamics)
             return field_plan(dynamics, state, self.dt, self.theta, self.tol, self.order)
         assert dynamics.potential is not None
         letters, draws = self._others(dynamics), 0
@@ -298,17 +296,15 @@ class BackwardEuler(ImplicitSolver):
 
         q' = q + h p'/m          p' = p + h F(q')
 
-    It is first order, stable for any step (A-stable) and damps fast vibrations strongly (L-stable):
-    a mode of frequency omega shrinks by 1/sqrt(1 + (h omega)^2) a step. Use it for stiff bodies
-    that come to rest, with steps far above the bound 2/omega of explicit steps. It does not
-    conserve the energy; :class:`ImplicitMidpoint` does. See Hairer and Wanner, Solving Ordinary
-    Differential Equations II (1996).
+    It is first order and stable for any step, and a mode of frequency omega shrinks by
+    1/sqrt(1 + (h omega)^2) a step. Use it for stiff bodies that come to rest, with steps far above
+    the bound 2/omega of explicit steps. It does not conserve the energy; :class:`ImplicitMidpoint`
+    does. See Hairer and Wanner, Solving Ordinary Differential Equations II (1996).
 
     A step solves for q' by Newton's method with conjugate gradients on products of the Hessian (for
     a :class:`~adjsim.ForceField`, GMRES on products of its Jacobian). Its gradient is exact, by the
-    implicit function theorem. Its inverse is explicit and multiplies errors by
-    sqrt(1 + (h omega)^2), so for stiff systems use CheckpointAdjoint, or ReversibleAdjoint with
-    checkpoint_every.
+    implicit function theorem. Undoing a step multiplies errors by sqrt(1 + (h omega)^2), so for
+    stiff systems use CheckpointAdjoint, or ReversibleAdjoint with checkpoint_every.
 
     The other terms of the dynamics (friction, damping, a thermostat) act for half a step before
     and after. Atoms of infinite mass stay. Prescribed vertices move to the end of the step on their
@@ -317,11 +313,10 @@ class BackwardEuler(ImplicitSolver):
     An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h, y')``, stiff ones above
     all. Newton's method then has the dense Jacobian of each system, by n products of f, so n should
     not be much above a hundred, and systems of a batch must not depend on each other. ``tol`` is
-    relative to the largest entry of y, so scale entries that are much smaller. With rates up to k,
-    rounding of the field is k h times machine epsilon, and may be larger. A step is refused where
-    an eigenvalue of the Jacobian is real and above 1/h: its solution does not continue those of
-    shorter steps. With ``compile=True``, up to n = 64, these steps are ten to several hundred times
-    as fast.
+    relative to the largest entry of y, so scale entries that are much smaller. A step is refused
+    where an eigenvalue of the Jacobian is real and above 1/h: its solution does not continue those
+    of shorter steps. With ``compile=True``, up to n = 64, these steps are ten to several hundred
+    times as fast.
 
     Args:
         dt: the step h, time.
@@ -344,16 +339,15 @@ class ImplicitMidpoint(ImplicitSolver):
 
         q' = q + h (p + p')/2m          p' = p + h F((q + q')/2)
 
-    It is second order and A-stable, and conserves quadratic invariants exactly, the energy of a
-    harmonic system among them. Fast modes are neither damped nor resolved: at h omega >> 1 they
-    change sign in each step. Where they should vanish use :class:`BackwardEuler`. See Hairer,
-    Lubich and Wanner, Geometric Numerical Integration (2006).
+    It is second order, and conserves quadratic invariants exactly, the energy of a harmonic system
+    among them. Fast modes are neither damped nor resolved: at h omega >> 1 they change sign in each
+    step. Where they should vanish use :class:`BackwardEuler`. See Hairer, Lubich and Wanner,
+    Geometric Numerical Integration (2006).
 
-    A step is solved as that of :class:`BackwardEuler`, for the midpoint, and has an exact gradient
-    too. Its inverse is the step with -h, which is solved alike, so
-    :class:`~adjsim.ReversibleAdjoint` applies. The other terms of the dynamics act for half a step
-    before and after. Atoms of infinite mass stay. A force field that depends on time is evaluated
-    in the middle of the step, with prescribed vertices at their positions of that time.
+    A step is solved as that of :class:`BackwardEuler`, for the midpoint, with the same treatment of
+    other terms and fixed atoms. Its inverse is the step with -h, so
+    :class:`~adjsim.ReversibleAdjoint` applies. A force field that depends on time is evaluated in
+    the middle of the step, with prescribed vertices at their positions of that time.
 
     An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h/2, (y + y')/2)``. A step
     is refused where an eigenvalue of the Jacobian is real and above 2/h. These steps go with

@@ -19,17 +19,25 @@ from adjsim.core.state import AnyState, State, detached, in_transform
 from adjsim.core.tableaus import Tableau
 from adjsim.core.trajectory import RunEnd
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.buffer import LARGEST_DENOMINATOR
+from adjsim.dynamics.buffer import simple_fraction
 from adjsim.dynamics.copies import Copies, copy_name
 from adjsim.dynamics.lattice import typical_sizes
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Coefficients
-from adjsim.solvers.base import LETTER, Stage, StepContext, SteppingSolver, StepPlan, lattice_of
+from adjsim.solvers.base import (
+    LETTER,
+    Stage,
+    StepContext,
+    SteppingSolver,
+    StepPlan,
+    lattice_of,
+    refuse_no_equation,
+)
 from adjsim.solvers.clock import SMALLER, Clock, VaryingClock, check_dt
 from adjsim.solvers.reversible.increment import Increment, reversed_growth
 from adjsim.solvers.reversible.varying_coupling import VaryingCoupling, steps_within
 from adjsim.solvers.runge_kutta.adaptive_steps import AdaptiveSteps, look_ahead
-from adjsim.solvers.runge_kutta.runge_kutta import find_tableau, refuse_no_drift
+from adjsim.solvers.runge_kutta.runge_kutta import find_tableau
 from adjsim.solvers.runge_kutta.step_sizes import Adaptive, RecordedTimes, StepTimes
 
 # Steps along which the rate is estimated.
@@ -51,31 +59,27 @@ class Coupled(SteppingSolver):
         y' = c y + (1 - c) z + step_h(z)        z' = z - step_{-h}(y')        c = exp(-rate h)
 
     Here z is a second copy of the state, equal to y at the start, and step_h is the increment of
-    the method (McCallum and Foster 2024, arXiv:2410.11648). The result is y. A step is a scale and
-    a shear of y by z, and a shear of z by y, so it has an inverse and goes with
-    :class:`~adjsim.ReversibleAdjoint`. The order is that of the method. A step costs two steps of
-    the method (for a state of k fields 2 k).
+    the method (McCallum and Foster 2024, arXiv:2410.11648). The result is y. A step has an inverse,
+    so it goes with :class:`~adjsim.ReversibleAdjoint`. The order is that of the method, and a step
+    costs two of the method (for a state of k fields 2 k).
 
-    The distance between the copies obeys d' = c DPhi_{-h} d, so it grows as exp((g - rate) t), with
-    g the top exponent of the reversed linear flow: the strongest contraction of the flow. ``rate``
-    must exceed g, and 2 g keeps the relative precision of a solution that decays at the rate g. A
-    run whose copies move apart by a tenth of their size stops, and names a rate.
+    The distance between the copies grows as exp((g - rate) t), with g the strongest contraction of
+    the flow. ``rate`` must exceed g, and 2 g keeps the relative precision of a solution that decays
+    at the rate g. A run whose copies move apart by a tenth of their size stops, and names a rate.
+    The coupling c is the simplest fraction n/d with 1 - c within one per cent of 1 - exp(-rate dt).
 
     In floating point an undone step amplifies rounding by exp((rate + a) t), where a is the largest
     exponent of the flow, so ``ReversibleAdjoint`` stores checkpoints. With ``exact=True`` the steps
     run on a lattice (:mod:`adjsim.dynamics.lattice`) and are undone bit for bit, in chaos and under
     contraction, at any length. This takes rate/ln 2 bits per entry and unit of time, and float64.
 
-    The coupling c is the simplest fraction n/d with 1 - c within one per cent of 1 - exp(-rate dt).
-
     With ``dt=Adaptive(rtol, atol)`` the error of the increment at z chooses the sizes. A pass of
     the same steps without a gradient records their times, 8 bytes a step, and costs about 1.5 times
     a run. Run and backward sweep then use the recorded sizes h, with the coupling n/4096 next below
-    exp(-rate h) (from 1/4096 to 4095/4096, so that each step takes 3.5e-4 bits or more). The
-    gradient is the exact one of these steps at fixed sizes: it has no term for the dependence of
-    the sizes on start and parameters. ``trajectory.stats`` has ``step_times``, ``steps`` (those
-    accepted) and ``rejected``. :class:`StepTimes` repeats recorded steps. Steps of varying size are
-    not compiled. Where the time scale of a long run does not change, prefer a number.
+    exp(-rate h). The gradient is the exact one of these steps at fixed sizes: it has no term for
+    the dependence of the sizes on start and parameters. ``trajectory.stats`` has ``step_times``,
+    ``steps`` (those accepted) and ``rejected``. :class:`StepTimes` repeats recorded steps. Steps of
+    varying size are not compiled.
 
     Steps are stable for dt times the fastest decay up to about rate dt, which is below the limit of
     the method itself: for stiff equations use implicit steps.
@@ -150,7 +154,7 @@ class Coupled(SteppingSolver):
         """Return these steps with a rate and the times of adaptive steps."""
         if self.rate is not None and not isinstance(self.steps, Adaptive):
             return self
-        refuse_no_drift(self, dynamics)
+        refuse_no_equation(self, dynamics)
         if in_transform():
             raise RuntimeError(
                 "rate=None and Adaptive read the numbers of the start, which torch.func "
@@ -177,7 +181,7 @@ class Coupled(SteppingSolver):
         self, dynamics: Dynamics[State], state: State, t: float, typical: float, end: float
     ) -> StepPlan:
         """List the moves of a step, for a run with a start, a typical step size and an end."""
-        refuse_no_drift(self, dynamics)
+        refuse_no_equation(self, dynamics)
         assert self.rate is not None
         h = self.steps if isinstance(self.steps, float) else None
         names = state._fields
@@ -332,12 +336,10 @@ def _mean(sizes: Sequence[float]) -> float:
 
 def coupling(rate: float, dt: float) -> Fraction:
     """Find the simplest fraction c with 1 - c within one per cent of 1 - exp(-rate dt)."""
-    gap, limit = -math.expm1(-rate * dt), 2
-    while limit <= LARGEST_DENOMINATOR:
-        near = Fraction(gap).limit_denominator(limit)
-        if near < 1 and abs(float(near) - gap) <= SIMPLE * gap:
-            return 1 - near
-        limit *= 2
+    gap = -math.expm1(-rate * dt)
+    near = simple_fraction(gap, SIMPLE * gap)
+    if near is not None:
+        return 1 - near
     if gap == 1.0:
         raise ValueError(
             f"rate = {rate:g} is too large for dt = {dt:g}: the coupling exp(-rate dt) is below "

@@ -14,8 +14,8 @@ from torch import Tensor
 from adjsim.core.state import AnyState, State, detached
 from adjsim.core.tableaus import Tableau
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.cotangents import Cotangents, add_each
-from adjsim.dynamics.sources import Accumulate, MoveContext, Time
+from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.sources import Differentiated, Linearised, MoveContext, Time
 from adjsim.solvers.runge_kutta.runge_kutta import increment
 
 # Parts of the first steps, of which the strongest contraction counts.
@@ -23,20 +23,13 @@ PARTS = 4
 
 
 @dataclass(frozen=True)
-class Increment:
-    """The increment of a Runge-Kutta step of one field, as a function of other fields::
+class Increment(Differentiated):
+    """The increment of a Runge-Kutta step of the field ``index``, as a function of other fields::
 
         sign step_h(x)  or, with a coefficient w,  w x + sign step_h(x)
 
-    It is differentiated automatically, with respect to the fields and to the parameters of the
-    dynamics.
-
-    Attributes:
-        h: the size of the step; None: the coefficient "h" of the step.
-        kind: the type of the states of the dynamics, for whose fields the fields ``reads`` stand.
-        index: the number of the field whose increment it is.
-        direction: 1 for a step forward in time, -1 for one backward.
-        weight: the name of the coefficient w.
+    ``reads`` stand for the fields of a state of the type ``kind``. A step of direction -1 goes
+    backward in time, and without ``h`` its size is the coefficient "h".
     """
 
     dynamics: Dynamics[Any]
@@ -49,33 +42,21 @@ class Increment:
     sign: int = 1
     weight: str | None = None
 
+    reads_parameters = True
+    what = "the vector field"
+
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
-        fields = [getattr(state, name) for name in self.reads]
-        value = self._evaluate(fields, state, context)
+        value = super().value(state, context)
         context.forces.count_backward((value,), len(self.tableau.b))
         return value
 
-    def vjp(
-        self, state: AnyState, context: MoveContext, cotangents: Cotangents
-    ) -> tuple[Tensor, Accumulate]:
-        parameters = context.forces.parameters
-        fields = [getattr(state, name).detach().requires_grad_() for name in self.reads]
-        with torch.enable_grad():
-            value = self._evaluate(fields, state, context)
-        if not value.requires_grad:
-            return value, None
-        context.forces.refuse_unknown(value, fields, "the vector field")
-
-        def accumulate(cotangent: Tensor) -> None:
+    def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
+        value, accumulate = super().vjp(state, context, cotangents)
+        if accumulate is not None:
             context.forces.count(len(self.tableau.b))
-            inputs = [*fields, *parameters.values()]
-            found = torch.autograd.grad(value, inputs, cotangent, allow_unused=True)
-            add_each(cotangents.add, self.reads, found[: len(fields)])
-            add_each(cotangents.add_parameter, parameters, found[len(fields) :])
+        return value, accumulate
 
-        return value.detach(), accumulate
-
-    def _evaluate(self, fields: list[Tensor], state: AnyState, context: MoveContext) -> Tensor:
+    def evaluate(self, fields: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
         context.forces.count(len(self.tableau.b))
         t, inner = Time().value(state, context), self.kind._make(fields)
         # A size is a constant of a run, so a coefficient of it is read as a number.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +37,7 @@ AHEAD = 256
 class HalfIncrement(Increment):
     """Half the increment of a step at one state: ``(h f(t, x) + g(t, x) dW)/2``."""
 
-    def _evaluate(self, fields: list[Tensor], state: AnyState, context: MoveContext) -> Tensor:
+    def evaluate(self, fields: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
         assert self.h is not None
         context.forces.count(1)
         t, inner = Time().value(state, context), self.kind._make(fields)
@@ -55,22 +56,19 @@ class ReversibleHeun(SteppingSolver):
         F_t(z) = drift(t, z) dt + diffusion(t, z) dW
 
     Here z is a second copy of the state, equal to y at the start, and both F have the same dW
-    (Kidger, Foster, Li and Lyons 2021, arXiv:2105.13493). The result is y. A step is a shear of y
-    by a function of z, a reflection of z at y, and another such shear, so its inverse is explicit,
-    and it goes with :class:`~adjsim.ReversibleAdjoint`: the gradient is exact for the steps, in
-    constant memory. A step evaluates drift and diffusion twice.
+    (Kidger, Foster, Li and Lyons 2021, arXiv:2105.13493). The result is y. The inverse is explicit,
+    so with :class:`~adjsim.ReversibleAdjoint` the gradient is exact for the steps, in constant
+    memory. A step evaluates drift and diffusion twice.
 
     It solves an :class:`~adjsim.SDE` in the sense of Stratonovich, for every noise. The path is of
     order 1/2, or 1 where the diffusion does not depend on y; tests find 1 for diagonal and scalar
     noise too. An :class:`~adjsim.ODE` is solved to second order.
 
     The distance between the copies grows where the drift contracts: on x' = -a x a step multiplies
-    it by ``-(a dt + sqrt(1 + (a dt)^2))``, about exp(a t) over a time t. (The region of stability
-    is the segment from -i to i.) So use it over a few times 1/a, and otherwise
-    :class:`~adjsim.StochasticHeun` with CheckpointAdjoint, or :class:`~adjsim.Coupled` for an ODE.
-    A run whose copies move apart by a tenth of their size stops (with noise, by their whole size).
-
-    In floating point an undone step amplifies rounding at the same rate.
+    it by ``-(a dt + sqrt(1 + (a dt)^2))``, about exp(a t) over a time t, and rounding of an undone
+    step too. So use it over a few times 1/a, and otherwise :class:`~adjsim.StochasticHeun` with
+    CheckpointAdjoint, or :class:`~adjsim.Coupled` for an ODE. A run whose copies move apart by a
+    tenth of their size stops (with noise, by their whole size).
 
     Args:
         dt: the step, time.

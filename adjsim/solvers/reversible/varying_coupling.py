@@ -26,12 +26,8 @@ class VaryingCoupling:
         c = 1 - m/4096        m = ceil(4096 (1 - exp(-rate h)))
 
     So c is at most exp(-rate h), between 1/4096 and 4095/4096. Where rate h exceeds ln 4096 = 8.3,
-    c stays 1/4096, and only smaller steps help.
-
-    Args:
-        rate: the rate, 1/time.
-        like: a field, for dtype and device.
-        exact: whether the steps run on a lattice, which needs numerator and denominator.
+    c stays 1/4096, and only smaller steps help. Steps on a lattice, ``exact``, need numerator and
+    denominator. ``like`` is a field, for dtype and device.
     """
 
     rate: float
@@ -69,8 +65,7 @@ class VaryingCoupling:
         assert plan.lattice is not None
         coefficients = self.coefficients(float("inf"))
         moves = [(stage.letter, move) for stage, move in plan.moves]
-        growth = plan.lattice.growth(coefficients, moves)
-        return replace(growth, check_every=1)
+        return replace(plan.lattice.growth(coefficients, moves), check_every=1)
 
     def _tensor(self, value: Any, dtype: torch.dtype) -> Tensor:
         return torch.tensor(value, dtype=dtype, device=self.like.device)

@@ -48,22 +48,15 @@ class AdaptiveSteps:
     ) -> list[float]:
         """Run steps, at most so many, and return the times of all steps.
 
-        Args:
-            state: the start.
-            ends: the time of the start, and the times at which a step has to end.
-            take: takes a step.
-            plain: converts a state of the steps to that from which the error is estimated.
-
-        Raises:
-            FloatingPointError: the error of a step stays too large at the smallest size.
+        ``ends`` are the time of the start, and the times at which a step has to end. ``plain``
+        converts a state of the steps to that from which the error is estimated.
         """
         t, times = ends[0], [ends[0]]
         size = self.adaptive.first or self._first_size(plain(state), t, ends[-1])
         for end in ends[1:]:
             while t < end and len(times) <= most:
                 after, size, y = self._attempt(plain(state), t, size, end, len(times))
-                state = take(len(times) - 1, t, after, state, y)
-                t = after
+                state, t = take(len(times) - 1, t, after, state, y), after
                 times.append(t)
         return times
 

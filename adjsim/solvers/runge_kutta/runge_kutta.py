@@ -12,7 +12,7 @@ from adjsim.core.arguments import describe_type
 from adjsim.core.state import State
 from adjsim.core.tableaus import TABLEAUS, Tableau
 from adjsim.dynamics.base import Dynamics
-from adjsim.solvers.base import SteppingSolver, StepPlan, refuse_without_equation
+from adjsim.solvers.base import SteppingSolver, StepPlan, refuse_no_equation
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.stochastic.drift_move import drift_plan
 
@@ -60,8 +60,7 @@ class RungeKutta(SteppingSolver):
 
     f is the drift of the dynamics, so any dynamics without noise is taken, :class:`~adjsim.ODE` as
     well as :class:`~adjsim.Hamiltonian`. A step has no inverse: gradients come from
-    :class:`~adjsim.DirectAdjoint`, or from :class:`~adjsim.CheckpointAdjoint` in a memory that
-    grows as the root of the number of steps. Both are exact for the discrete steps.
+    :class:`~adjsim.DirectAdjoint` or :class:`~adjsim.CheckpointAdjoint`.
 
     ==================== ======= ===== =========================================
     method               stages  order source
@@ -97,33 +96,22 @@ class RungeKutta(SteppingSolver):
         return self.tableau.order
 
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
-        refuse_no_drift(self, dynamics)
+        refuse_no_equation(self, dynamics)
         tableau, dt = self.tableau, self.dt
 
         def step(t: Tensor, at: State) -> tuple[Tensor, ...]:
             added = increment(dynamics, tableau, t, dt, at)
             return tuple(y + x for y, x in zip(at, added, strict=True))
 
-        return drift_plan(
-            step,
-            state,
-            dt,
-            self.order,
-            evaluations=len(tableau.b),
-            loses="the stages of an explicit step",
-        )
+        loses = "the stages of an explicit step"
+        return drift_plan(step, state, dt, self.order, evaluations=len(tableau.b), loses=loses)
 
     def __repr__(self) -> str:
         return f"RungeKutta({self.method!r}, dt={self.dt:g})"
 
 
 def find_tableau(method: str | Tableau) -> Tableau:
-    """Return the tableau of a method.
-
-    Raises:
-        ValueError: an unknown name.
-        TypeError: neither a name nor a tableau.
-    """
+    """Return the tableau of a method, a name or the tableau itself."""
     if isinstance(method, str) and method not in TABLEAUS:
         raise ValueError(
             f"unknown Runge-Kutta method {method!r}; choose from {', '.join(TABLEAUS)}, or "
@@ -134,13 +122,3 @@ def find_tableau(method: str | Tableau) -> Tableau:
             f"method must be a name such as 'rk4' or a Tableau; got {describe_type(method)}."
         )
     return TABLEAUS[method] if isinstance(method, str) else method
-
-
-def refuse_no_drift(solver: SteppingSolver, dynamics: Dynamics[State]) -> None:
-    """Refuse dynamics that are not an ordinary differential equation."""
-    refuse_without_equation(solver, dynamics)
-    if dynamics.stochastic:
-        raise TypeError(
-            f"{type(solver).__name__} has no noise, and {type(dynamics).__name__} has: use "
-            "EulerMaruyama(dt), SDESolver(dt=...) or a splitting."
-        )

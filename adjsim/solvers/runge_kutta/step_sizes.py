@@ -22,9 +22,8 @@ class Adaptive:
 
     with the difference delta, of order q + 1, between the method and its embedded method, and the
     mean over all entries of one system. A step with e above 1 is repeated with the size h', which
-    is also the size of the next step. This is the norm and the controller of SciPy's solvers. A
-    batch shares its steps, so its most demanding system sets them and a system depends on its
-    batch. Steps end exactly at the save times, which may lie anywhere.
+    is also the size of the next step. This is the controller of SciPy's solvers. A batch shares its
+    steps, so its most demanding system sets them. Steps end exactly at the save times.
 
     Args:
         rtol, atol: relative and absolute tolerance of the error of one step. The error of the run
@@ -54,8 +53,7 @@ class StepTimes:
 
     The gradient of an adaptive run holds the step times fixed. To check it by differences, or to
     compare runs without the noise of step-size control, repeat the steps of a run with
-    ``StepTimes(run.stats["step_times"])`` and ``rate=run.stats["rate"]``. From the same start the
-    run is then equal to the last bit, exact or not.
+    ``StepTimes(run.stats["step_times"])`` and ``rate=run.stats["rate"]``, to the last bit.
 
     Args:
         times: the time of the start and of the end of each step, increasing. Save times must be
@@ -94,16 +92,11 @@ class StepTimes:
         return self.sizes[min(begin, len(self.times) - 2) :][:count].tolist()
 
     def clock(self, saves: Tensor) -> VaryingClock:
-        """Return the clock of a run with these save times.
-
-        Raises:
-            ValueError: a save time that is not the end of a step.
-        """
+        """Return the clock of a run with these save times."""
         numbers = torch.searchsorted(self.times, saves).clamp(max=len(self.times) - 1)
         away = (self.times[numbers] != saves).nonzero()
         if len(away):
-            i = int(away[0])
-            n = int(numbers[i])
+            i, n = int(away[0]), int(numbers[away[0]])
             raise ValueError(
                 f"ts[{i}] = {float(saves[i]):.17g} is not the end of a step; the nearest in the "
                 f"given step times are {float(self.times[max(n - 1, 0)]):.17g} and "

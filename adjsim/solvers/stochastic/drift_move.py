@@ -30,11 +30,7 @@ class DriftMove(GeneralFlow):
         return after
 
     def backward(
-        self,
-        after: State,
-        context: MoveContext,
-        cotangents: Cotangents,
-        before: State | None = None,
+        self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None
     ) -> State:
         # Each drift is evaluated again, and has one product.
         context.forces.count(2 * self.evaluations)

@@ -24,10 +24,9 @@ class EulerMaruyama(SteppingSolver):
 
         q' = q + dt F(q)/friction + sqrt(2 kT dt/friction) xi
 
-    It is first order in averages: <x^2> of a harmonic well of stiffness k is too large by the
-    factor 1/(1 - k dt/(2 friction)). Since the noise is additive, it is also first order in the
-    path. :class:`LeimkuhlerMatthews` costs the same and has better averages. A step has no inverse,
-    so gradients come from DirectAdjoint or CheckpointAdjoint.
+    It is first order in averages (<x^2> of a harmonic well of stiffness k is too large by the
+    factor 1/(1 - k dt/(2 friction))) and in the path. :class:`LeimkuhlerMatthews` costs the same
+    and has better averages. A step has no inverse: use DirectAdjoint or CheckpointAdjoint.
 
     It also solves an :class:`~adjsim.SDE` in the sense of Ito, for every noise::
 
@@ -48,11 +47,7 @@ class EulerMaruyama(SteppingSolver):
         if takes_sde and isinstance(dynamics, SDE):
             return drift_plan(partial(self._step, dynamics), state, self.dt, self.order, noisy=True)
         if not isinstance(dynamics, OverdampedLangevin):
-            fits = f"OverdampedLangevin{' and SDE' if takes_sde else ''}"
-            raise TypeError(
-                f"{type(self).__name__} is for {fits}; for {type(dynamics).__name__} use "
-                f"{fitting_solvers(dynamics)}."
-            )
+            raise misfit(self, f"OverdampedLangevin{' and SDE' if takes_sde else ''}", dynamics)
         drift = GeneralFlow(
             ("position",), lambda c, force, q: (q + c["mobility"] * force,), None, (Force(),)
         )
@@ -85,8 +80,8 @@ class LeimkuhlerMatthews(EulerMaruyama):
 
     Stationary averages are second order, and exact for harmonic forces: BAOAB in the limit of large
     friction (Leimkuhler and Matthews 2013; Leimkuhler, Matthews and Tretyakov, Proc. R. Soc. A 470,
-    20140120 (2014)). The path is of order 1/2, since at either end it differs by half a step's
-    noise from the exact path. Averages from a start out of equilibrium are of first order.
+    20140120 (2014)). The path is of order 1/2, and averages from a start out of equilibrium are of
+    first order.
 
     Args:
         dt: the step, time.
@@ -96,7 +91,10 @@ class LeimkuhlerMatthews(EulerMaruyama):
     weights: ClassVar[tuple[float, ...]] = (0.5, 0.5)
 
 
-def fitting_solvers(dynamics: Dynamics[Any]) -> str:
-    """Name solvers for a dynamics that takes no stochastic method of a vector field."""
+def misfit(solver: object, fits: str, dynamics: Dynamics[Any], first: str = "") -> TypeError:
+    """Make the error of a dynamics that takes no stochastic method of a vector field."""
     continuous = all(term.no_equation is None for term in dynamics.terms.values())
-    return f"a splitting{' or SDESolver(dt=...)' if continuous else ''}"
+    return TypeError(
+        f"{type(solver).__name__} is for {fits}; for {type(dynamics).__name__} use {first}a "
+        f"splitting{' or SDESolver(dt=...)' if continuous else ''}."
+    )

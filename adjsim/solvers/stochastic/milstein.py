@@ -10,7 +10,7 @@ from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.sde import SDE, describe_cross_terms
 from adjsim.solvers.base import SteppingSolver, StepPlan
 from adjsim.solvers.stochastic.drift_move import drift_plan
-from adjsim.solvers.stochastic.euler_maruyama import fitting_solvers
+from adjsim.solvers.stochastic.euler_maruyama import misfit
 
 
 class Milstein(SteppingSolver):
@@ -55,10 +55,7 @@ class Milstein(SteppingSolver):
 
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if not isinstance(dynamics, SDE):
-            raise TypeError(
-                f"Milstein is for SDE; for {type(dynamics).__name__} use "
-                f"{fitting_solvers(dynamics)}."
-            )
+            raise misfit(self, "SDE", dynamics)
         if dynamics.matrix:
             raise ValueError(
                 f"Milstein takes diagonal and scalar noise, not noise={dynamics.noise!r}: use "

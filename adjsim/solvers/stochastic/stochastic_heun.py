@@ -10,7 +10,7 @@ from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.sde import SDE
 from adjsim.solvers.base import SteppingSolver, StepPlan
 from adjsim.solvers.stochastic.drift_move import drift_plan
-from adjsim.solvers.stochastic.euler_maruyama import fitting_solvers
+from adjsim.solvers.stochastic.euler_maruyama import misfit
 
 
 class StochasticHeun(SteppingSolver):
@@ -37,10 +37,7 @@ class StochasticHeun(SteppingSolver):
 
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if not isinstance(dynamics, SDE):
-            raise TypeError(
-                f"StochasticHeun is for SDE; for {type(dynamics).__name__} use "
-                f"RungeKutta('heun', dt), {fitting_solvers(dynamics)}."
-            )
+            raise misfit(self, "SDE", dynamics, "RungeKutta('heun', dt), ")
         sde, kind, dt = dynamics, type(state), self.dt
 
         def added(t: Tensor, at: State, dW: Tensor) -> tuple[Tensor, ...]:
