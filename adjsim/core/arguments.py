@@ -65,9 +65,7 @@ def as_tensor(name: str, value: Any) -> Tensor:
         copied = value.is_inference() and not torch.is_inference_mode_enabled()
         return value.clone() if copied else value
     value = _plain(name, value)
-    if not isinstance(value, np.ndarray | np.generic | numbers.Real | Sequence) and not hasattr(
-        value, "__array__"
-    ):
+    if not isinstance(value, numbers.Real | Sequence) and not hasattr(value, "__array__"):
         raise TypeError(
             f"{name} must be a number, an array, a list or a tensor; got {describe_type(value)}."
         )

@@ -171,12 +171,8 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
         raise ValueError(
             f"box must be (dim,) lengths or (dim, dim) rows; got shape {tuple(cell.shape)}."
         )
-    size = volume(cell)
-    if (
-        not bool(torch.isfinite(cell).all())
-        or float(size) == 0
-        or (cell.ndim == 1 and float(cell.min()) <= 0)
-    ):
+    smallest = float(cell.min() if cell.ndim == 1 else volume(cell))
+    if not bool(torch.isfinite(cell).all()) or smallest <= 0:
         raise ValueError(f"box must have positive lengths and a volume; got {cell.tolist()}.")
     if cell.ndim == 2:
         if len(cell) > 3:

@@ -58,8 +58,6 @@ _SETTINGS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = (*_VALUES, *_SETTINGS, EllipsisType, NotImplementedType)
 # Weak dictionaries are caches: their entries are left out, since no result depends on them.
 _CACHES = (WeakKeyDictionary, WeakValueDictionary, WeakIdKeyDictionary, WeakTensorKeyDictionary)
-# Callables that hold the names or the numbers that they read.
-_GETTERS = (attrgetter, itemgetter, methodcaller)
 # The types of the descriptors of slots in a class.
 _SLOTS = (GetSetDescriptorType, MemberDescriptorType)
 
@@ -105,8 +103,8 @@ class CacheKey(NamedTuple):
     opaque: tuple[str, ...]
 
 
-# The type of the descriptors of fields in a class of named tuples, which hold their position.
-_FIELD: Any = type(vars(CacheKey)["opaque"])
+# Callables, and descriptors of the fields of named tuples, that hold what they read.
+_GETTERS = (attrgetter, itemgetter, methodcaller, type(vars(CacheKey)["opaque"]))
 
 
 @dataclass
@@ -137,8 +135,6 @@ class _KeyBuilder:
             return type(x), x
         if isinstance(x, np.generic):
             return type(x), x.tobytes()
-        if isinstance(x, _FIELD):
-            return x.__reduce__()
         if isinstance(x, Tensor):
             form = x.dtype, x.device, x.requires_grad, tuple(x.shape)
             if x.layout != torch.strided:
@@ -197,11 +193,11 @@ class _KeyBuilder:
             for key, value in vars(x).items()
             if key not in left_out or (key in _HOOKS and value)
         }
-        parts = [(path, part) for path, part in x._modules.items() if part is not None]
+        parts = x._modules.items()
         return (
             Identity(source_of(x)),
             self._class(type(x), name),
-            tuple((path, Identity(source_of(part))) for path, part in parts),
+            tuple((path, Identity(source_of(y))) for path, y in parts if y is not None),
             *self._named(attributes, name),
         )
 
@@ -255,7 +251,12 @@ class _KeyBuilder:
             return (x.__code__, cells) if cells else x
         mentioned = names_in(x.__code__)
         found = [(name, x.__globals__[name]) for name in sorted(mentioned & set(x.__globals__))]
-        found += imported_by(mentioned, x.__globals__.get("__package__") or "")
+        # Modules outside of libraries that the function may import.
+        found += [
+            (name, value)
+            for name in _importable(mentioned, x.__globals__.get("__package__") or "")
+            if isinstance(value := sys.modules.get(name), ModuleType) and not is_library(name)
+        ]
         modules: set[int] = set()
         # The list grows by what functions may read from modules, and from modules inside these.
         for name, value in found:
@@ -314,16 +315,6 @@ def names_in(code: CodeType) -> frozenset[str]:
     strings = (x for x in code.co_consts if isinstance(x, str))
     inner = (names_in(x) for x in code.co_consts if isinstance(x, CodeType))
     return frozenset(code.co_names).union(strings, *inner)
-
-
-def imported_by(names: frozenset[str], package: str) -> list[tuple[str, ModuleType]]:
-    """List modules outside of libraries that code of a package with these names may import."""
-    modules = ((name, sys.modules.get(name)) for name in _importable(names, package))
-    return [
-        (name, module)
-        for name, module in modules
-        if isinstance(module, ModuleType) and not is_library(name)
-    ]
 
 
 @lru_cache(4096)

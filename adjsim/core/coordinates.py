@@ -90,34 +90,26 @@ class SquaredDistance(Coordinate):
         return dot(self.gradient[0], v[0]), [[2 * x for x in v[0]]]
 
 
-class _Unit:
-    """A displacement as length and direction; the direction of a displacement of zero is zero."""
+class Distance(Coordinate):
+    """The length of a displacement, whose direction is zero where the length is."""
 
     def __init__(self, b: Vector) -> None:
         square = dot(b, b)
         # The comparison is false for NaN, which is kept.
         missing = square == 0
         root = torch.where(missing, 1.0, square).sqrt()
-        self.length = torch.where(missing, 0.0, root)
+        self.value = torch.where(missing, 0.0, root)
         self.inverse = torch.where(missing, 0.0, 1 / root)
         self.direction = scaled(self.inverse, b)
+        self.gradient = [self.direction]
 
-    def along(self, v: Vector) -> tuple[Tensor, Vector]:
+    def turn(self, v: Vector) -> tuple[Tensor, Vector]:
         """Compute the derivatives of length and direction along a change of the displacement."""
         rate = dot(self.direction, v)
         return rate, scaled(self.inverse, combined(v, -rate, self.direction))
 
-
-class Distance(Coordinate):
-    """The length of a displacement."""
-
-    def __init__(self, b: Vector) -> None:
-        self._unit = _Unit(b)
-        self.value = self._unit.length
-        self.gradient = [self._unit.direction]
-
     def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
-        rate, turn = self._unit.along(v[0])
+        rate, turn = self.turn(v[0])
         return rate, [turn]
 
 
@@ -128,13 +120,10 @@ class _Bend(Coordinate):
     """
 
     def __init__(self, b1: Vector, b2: Vector) -> None:
-        self._units = _Unit(b1), _Unit(b2)
-        self._directions = u, w = [unit.direction for unit in self._units]
+        self._sides = Distance(b1), Distance(b2)
+        self._directions = u, w = [side.direction for side in self._sides]
         self._product = c = dot(u, w)
         self._across = combined(w, -c, u), combined(u, -c, w)
-
-    def _along_units(self, v: Sequence[Vector]) -> list[tuple[Tensor, Vector]]:
-        return [unit.along(x) for unit, x in zip(self._units, v, strict=True)]
 
     def _along_across(self, du: Vector, dw: Vector, dc: Tensor) -> tuple[Vector, Vector]:
         (u, w), c = self._directions, self._product
@@ -150,24 +139,17 @@ class Cosine(_Bend):
     def __init__(self, b1: Vector, b2: Vector) -> None:
         super().__init__(b1, b2)
         self.value = -self._product
-        self.gradient = [
-            scaled(-unit.inverse, across)
-            for unit, across in zip(self._units, self._across, strict=True)
-        ]
+        # The gradient is -across / length.
+        self._factors = [-side.inverse for side in self._sides]
+        self.gradient = list(map(scaled, self._factors, self._across))
 
     def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
         u, w = self._directions
-        (r1, du), (r2, dw) = self._along_units(v)
+        (r1, du), (r2, dw) = map(Distance.turn, self._sides, v)
         dc = dot(du, w) + dot(u, dw)
         changes = self._along_across(du, dw, dc)
-        # The gradient is -across / length.
-        turned = [
-            scaled(-unit.inverse, combined(change, -rate * unit.inverse, old))
-            for unit, change, rate, old in zip(
-                self._units, changes, (r1, r2), self._across, strict=True
-            )
-        ]
-        return -dc, turned
+        rates = [-rate * side.inverse for rate, side in zip((r1, r2), self._sides, strict=True)]
+        return -dc, list(map(scaled, self._factors, map(combined, changes, rates, self._across)))
 
 
 class Angle(_Bend):
@@ -187,23 +169,20 @@ class Angle(_Bend):
         self._cosecant = torch.where(straight, 0.0, 1 / sine)
         #: Unit vectors orthogonal to b_1 and b_2, in the plane of both.
         self._normals = [scaled(self._cosecant, x) for x in self._across]
-        self.gradient = [
-            scaled(unit.inverse, normal)
-            for unit, normal in zip(self._units, self._normals, strict=True)
-        ]
+        self._inverses = [side.inverse for side in self._sides]
+        self.gradient = list(map(scaled, self._inverses, self._normals))
 
     def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
-        (r1, du), (r2, dw) = self._along_units(v)
+        (r1, du), (r2, dw) = map(Distance.turn, self._sides, v)
         rate = dot(self.gradient[0], v[0]) + dot(self.gradient[1], v[1])
         # Since c = -cos, and the length of w - c u is the sine.
         dc, ds = self._sine * rate, -self._product * rate
         changes = self._along_across(du, dw, dc)
+        parts = zip(self._inverses, changes, (r1, r2), self._normals, strict=True)
         turned: list[Vector] = []
-        for unit, change, r, normal in zip(
-            self._units, changes, (r1, r2), self._normals, strict=True
-        ):
+        for inverse, change, r, normal in parts:
             turn = scaled(self._cosecant, combined(change, -ds, normal))
-            turned.append(scaled(unit.inverse, combined(turn, -r * unit.inverse, normal)))
+            turned.append(scaled(inverse, combined(turn, -r * inverse, normal)))
         return rate, turned
 
 
@@ -218,8 +197,8 @@ class Dihedral(Coordinate):
     """
 
     def __init__(self, b1: Vector, b2: Vector, b3: Vector) -> None:
-        self._units = units = [_Unit(b) for b in (b1, b2, b3)]
-        u1, u2, u3 = (unit.direction for unit in units)
+        self._sides = sides = [Distance(b) for b in (b1, b2, b3)]
+        u1, u2, u3 = (side.direction for side in sides)
         m, n = cross(u1, u2), cross(u2, u3)
         mm, nn = dot(m, m), dot(n, n)
         straight = torch.minimum(mm, nn) <= _smallest(mm)
@@ -230,13 +209,13 @@ class Dihedral(Coordinate):
             for square in (mm, nn)
         ]
         self._crosses = m, n
-        self._normals = [scaled(f, a) for f, a in zip(self._inverses, (m, n), strict=True)]
+        self._normals = list(map(scaled, self._inverses, self._crosses))
         self._products = dot(u1, u2), dot(u2, u3)
-        ends = [scaled(self._products[k], self._normals[k]) for k in range(2)]
+        ends = map(scaled, self._products, self._normals)
         self.gradient = [
-            scaled(units[0].inverse, self._normals[0]),
-            scaled(-units[1].inverse, added(*ends)),
-            scaled(units[2].inverse, self._normals[1]),
+            scaled(sides[0].inverse, self._normals[0]),
+            scaled(-sides[1].inverse, added(*ends)),
+            scaled(sides[2].inverse, self._normals[1]),
         ]
 
     def _angle(self, y: Tensor, x: Tensor) -> Tensor:
@@ -244,10 +223,9 @@ class Dihedral(Coordinate):
         return torch.atan2(y, x)
 
     def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
-        units, (first, middle, last) = self._units, self.gradient
-        u = [unit.direction for unit in units]
-        found = [unit.along(x) for unit, x in zip(units, v, strict=True)]
-        rates, du = [r for r, _ in found], [d for _, d in found]
+        sides, (first, middle, last) = self._sides, self.gradient
+        u = [side.direction for side in sides]
+        rates, du = zip(*map(Distance.turn, sides, v), strict=True)
         normals: list[Vector] = []
         ends: list[Vector] = []
         for k in range(2):
@@ -258,8 +236,8 @@ class Dihedral(Coordinate):
             ends.append(combined(scaled(dc, normal), self._products[k], normals[k]))
         changes = normals[0], [-x for x in added(*ends)], normals[1]
         turned: list[Vector] = [
-            scaled(unit.inverse, combined(change, -rate, old))
-            for unit, change, rate, old in zip(units, changes, rates, self.gradient, strict=True)
+            scaled(side.inverse, combined(change, -rate, old))
+            for side, change, rate, old in zip(sides, changes, rates, self.gradient, strict=True)
         ]
         return dot(first, v[0]) + dot(middle, v[1]) + dot(last, v[2]), turned
 

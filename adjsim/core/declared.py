@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature, cleandoc, signature
+from textwrap import fill
 from typing import Any, ClassVar
 
 from adjsim.core.arguments import as_number
@@ -40,14 +41,11 @@ NOT_NEGATIVE = Limits("zero or positive, and finite", lambda x: 0 <= x < math.in
 
 @dataclass(frozen=True)
 class Declared:
-    """A parameter or a setting that a class declares.
+    """A parameter or a setting that a class declares, and its meaning, with its unit.
 
     Attributes:
-        meaning: what it is, with its unit.
-        default: its value if none is given.
         keyword: whether it is given by its name alone.
-        rule: the arguments with which a parameter is registered, see
-            :class:`~adjsim.core.parameters.NumberRule`.
+        rule: of a parameter, the arguments of :class:`~adjsim.core.parameters.NumberRule`.
         check: converts a setting, or refuses it; None: a parameter.
     """
 
@@ -111,11 +109,7 @@ class Declaring:
 
     @classmethod
     def given(cls, values: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Assign the arguments of a constructor to what is declared.
-
-        Raises:
-            TypeError: too many arguments, an unknown name, or none for a required parameter.
-        """
+        """Assign the arguments of a constructor to what is declared."""
         try:
             bound = Signature(_arguments(cls)).bind(*values, **named)
         except TypeError as error:
@@ -184,6 +178,7 @@ def _documented(cls: type[Declaring]) -> str:
     for name, x in cls.__declared__.items():
         # The meaning of a parameter with columns, or with shapes in its rule, gives its shapes.
         shaped = shapes and x.check is None and not {"columns", "shapes"} & x.rule.keys()
-        rows.append(f"{name}: {x.meaning}{'; ' + shapes if shaped else ''}.")
+        row = f"{name}: {x.meaning}{'; ' + shapes if shaped else ''}."
+        rows.append(fill(row, 96, subsequent_indent=" " * 8, break_on_hyphens=False))
         shapes = "likewise" if shaped else shapes
     return cleandoc(cls.__doc__ or "").replace("{parameters}", "\n    ".join(rows))

@@ -74,13 +74,13 @@ class NeighbourList(ABC):
         finite = torch.isfinite(position).flatten(-2).all(-1)
         # Atoms of systems that are not finite stay where they are.
         position = torch.where(finite[..., None, None], position, 0.0)
-        cell = None if self.box is None else tuple(self.box.flatten().tolist())
-        whole, reach = tuple(finite.flatten().tolist()), self.cutoff + self.skin
+        cell = None if self.box is None else self.box.tolist()
+        reach = self.cutoff + self.skin
         place = position.shape, position.dtype, position.device
-        key = (type(self), *place, reach, cell, whole)
+        key = (type(self), *place, reach, cell, finite.tolist())
         old: _Build | None = None
         for build in list(_builds):
-            if build.key != key or not self._excludes(build):
+            if build.key != key or not _same(self.exclusions, build.exclusions):
                 continue
             moved = _largest_approach(position, build.position)
             if moved <= self.skin:
@@ -96,12 +96,6 @@ class NeighbourList(ABC):
         # One assignment: another thread loses a list at most, which it builds again.
         _builds[:] = kept
         return found.pairs
-
-    def _excludes(self, build: _Build) -> bool:
-        """Return whether a list leaves out these exclusions and no others."""
-        if self.exclusions is None or build.exclusions is None:
-            return self.exclusions is build.exclusions
-        return torch.equal(self.exclusions, build.exclusions)
 
     def _build(self, position: Tensor, finite: Tensor, reach: float) -> NeighbourPairs:
         *_, atoms, dim = position.shape
@@ -142,7 +136,11 @@ class AllImages(NeighbourList):
     """Each pair once for each image within the reach, also of an atom itself, for any cutoff."""
 
     def _search(self, q: Tensor, reach: float) -> tuple[Tensor, Tensor, Tensor]:
-        i, j, n = images_within(q, self.box, reach)
+        i, j, n = _with_images(q.detach().double().cpu().numpy(), self.box, reach)
+        other = (i != j) | (n != 0).any(1)
+        i, j, n = i[other], j[other], n[other]
+        order = np.lexsort((*n.T[::-1], j, i))
+        i, j, n = (torch.from_numpy(x[order]).to(q.device) for x in (i, j, n))
         shift = torch.zeros_like(n, dtype=q.dtype)
         if self.box is not None:
             rows = rows_of(self.box).to(q)
@@ -151,6 +149,10 @@ class AllImages(NeighbourList):
             for number, row in zip(n.T, rows, strict=True):
                 shift = shift - number.unsqueeze(-1) * row
         return i, j, shift
+
+
+def _same(x: Tensor | None, y: Tensor | None) -> bool:
+    return x is y or (x is not None and y is not None and torch.equal(x, y))
 
 
 def _largest_approach(one: Tensor, other: Tensor) -> float:
@@ -190,24 +192,6 @@ def pairs_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor,
     return i, j
 
 
-def images_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Find all pairs of atoms within a radius of any size, as :func:`pairs_within`, for all images.
-
-    A pair occurs in both orders. An atom is paired with its own images, and two atoms once for each
-    image that is near.
-
-    Returns:
-        i, j ``(pairs,)`` and the integers n ``(pairs, dim)`` with ``|q_j + n cell - q_i|`` at most
-        the radius, sorted by i, j and n.
-    """
-    i, j, n = _with_images(q.detach().double().cpu().numpy(), cell, radius)
-    other = (i != j) | (n != 0).any(1)
-    i, j, n = i[other], j[other], n[other]
-    order = np.lexsort((*n.T[::-1], j, i))
-    i, j, n = (torch.from_numpy(x[order]).to(q.device) for x in (i, j, n))
-    return i, j, n
-
-
 def closest_atoms(q: Tensor, cell: Tensor | None) -> tuple[int, int, float]:
     """Find the two closest atoms of one system ``(atoms, dim)``, for an error message.
 
@@ -230,7 +214,10 @@ def closest_atoms(q: Tensor, cell: Tensor | None) -> tuple[int, int, float]:
 
 
 def _with_images(points: np.ndarray, cell: Tensor | None, radius: float) -> list[np.ndarray]:
-    """Find i, j and n of all pairs, also of atoms with themselves, by a tree of the images."""
+    """Find i, j and n of all pairs with ``|q_j + n cell - q_i|`` at most the radius.
+
+    A pair occurs in both orders, an atom is paired with itself too.
+    """
     whole = np.zeros_like(points)
     if cell is None:
         images, owners, offsets = points, np.arange(len(points)), whole

@@ -88,14 +88,14 @@ class Reading(Generic[M]):
                 (path, part, table, name, box if id(x) in boxes else x)
                 for path, part, table, name, x in found
             ]
-        changed = [] if box is None else found.copy()
         self._values: list[tuple[nn.Module, dict[str, Any]]] = []
         for path, part in self._parts:
             rules = derived_of(type(part))
             if not rules:
                 continue
-            own = {name: x for _, owner, _, name, x in changed if owner is part}
-            holder = replaced(part, own) if own else part
+            holder = part
+            if box is not None:
+                holder = replaced(part, {name: x for _, y, _, name, x in found if y is part})
             values: dict[str, Any] = {}
             self._values.append((part, values))
             for rule in rules:

@@ -120,8 +120,7 @@ def as_state(state: Any) -> Any:
     """
     if not isinstance(state, tuple) or not hasattr(state, "_fields") or not state:
         return state
-    names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
-    fields = list(map(as_tensor, names, state))
+    fields = list(map(as_tensor, cast(Any, state)._fields, state))
     made = [
         x if isinstance(given, Tensor | np.ndarray) else x.to(fields[0])
         for x, given in zip(fields, state, strict=True)

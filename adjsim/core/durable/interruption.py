@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NoReturn, Self
 
 
@@ -19,7 +19,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self._number: int | None = None
-        self._former: dict[int, Any] = {}
+        self._handlers = ExitStack()
 
     @property
     def requested(self) -> bool:
@@ -32,27 +32,22 @@ class Interruption:
         _end(self._number, line)
 
     def __enter__(self) -> Self:
-        self._former = _handled_by(self._note)
+        self._handlers = _handled_by(self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
-        _restore(self._former)
+        self._handlers.close()
 
     def _note(self, number: int, frame: Any) -> None:
         if self.requested:
-            _restore(self._former)
+            self._handlers.close()
             os.kill(os.getpid(), number)
         self._number = number
 
 
-@contextmanager
-def ending_at_once(line: str) -> Generator[None, None, None]:
+def ending_at_once(line: str) -> ExitStack:
     """End the process at Ctrl-C or SIGTERM, with a line, where everything finished is saved."""
-    former = _handled_by(lambda number, frame: _end(number, line))
-    try:
-        yield
-    finally:
-        _restore(former)
+    return _handled_by(lambda number, frame: _end(number, line))
 
 
 def _end(number: int, line: str) -> NoReturn:
@@ -61,19 +56,17 @@ def _end(number: int, line: str) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _handled_by(handler: Callable[[int, Any], None]) -> dict[int, Any]:
-    """Set a handler, and return the former ones by signal.
+def _handled_by(handler: Callable[[int, Any], None]) -> ExitStack:
+    """Set a handler, and return a context at whose end the former ones are set again.
 
     Signals that the process ignores, as a child of the command line does, are left alone. Only the
     main thread of a process receives signals.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    heeded = (n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN)
-    return {number: signal.signal(number, handler) for number in heeded}
-
-
-def _restore(former: dict[int, Any]) -> None:
-    for number, handler in former.items():
-        # None stands for a handler that was not set by Python.
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    stack = ExitStack()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                former = signal.signal(number, handler)
+                # None stands for a handler that was not set by Python.
+                stack.callback(signal.signal, number, former or signal.SIG_DFL)
+    return stack

@@ -16,8 +16,8 @@ from adjsim.potentials.pairs.truncation import ForceShifted, Shifted
 
 PERMITTIVITY = Limits("at least 1", lambda x: x >= 1)
 CONSTANT = (
-    "1/(4 pi epsilon_0) in the units of the simulation, energy times length over the square of a\n"
-    "        charge: 14.39964548 in eV, angstrom and elementary charges"
+    "1/(4 pi epsilon_0) in the units of the simulation, energy times length over the square of a "
+    "charge: 14.39964548 in eV, angstrom and elementary charges"
 )
 
 
@@ -153,8 +153,8 @@ class Wolf(DampedCoulomb, inherits_forces=True):
     """
 
     alpha: float = setting(
-        "damping, 1/length. With a larger alpha a smaller cutoff is enough, but the energy is\n"
-        "        changed more",
+        "damping, 1/length. With a larger alpha a smaller cutoff is enough, but the energy is "
+        "changed more",
         NOT_NEGATIVE,
     )
     constant: float = setting("see :class:`Coulomb`", FINITE, 1.0)

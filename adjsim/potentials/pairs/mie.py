@@ -19,8 +19,8 @@ class SoftSphere(PairPotential):
     epsilon: Tensor = declared("energy of a pair at the distance sigma", 1.0)
     sigma: Tensor = declared("length", 1.0, positive=True)
     exponent: float = setting(
-        "a positive number, which is not trained. In three dimensions, with an exponent of 3 or\n"
-        "        less, the energy of a fluid grows without limit with the cutoff",
+        "a positive number, which is not trained. In three dimensions, with an exponent of 3 or "
+        "less, the energy of a fluid grows without limit with the cutoff",
         POSITIVE,
         12.0,
     )

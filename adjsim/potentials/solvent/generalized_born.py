@@ -76,8 +76,8 @@ class GeneralizedBorn(DeclaredModule, Potential):
         keyword=True,
     )
     surface: Tensor = declared(
-        "energy per area. OpenMM uses 2.25936 kJ/mol/nm^2, which is 2.34166e-4 eV per square\n"
-        "        angstrom",
+        "energy per area. OpenMM uses 2.25936 kJ/mol/nm^2, which is 2.34166e-4 eV per square "
+        "angstrom",
         0.0,
         **ONE,
     )
@@ -88,15 +88,15 @@ class GeneralizedBorn(DeclaredModule, Potential):
         "inverse screening length of a dissolved salt, 1/length", NOT_NEGATIVE, 0.0, keyword=True
     )
     cutoff: float | None = setting(
-        "pairs beyond it neither displace solvent nor interact; None: all pairs. The interaction\n"
-        "        is shifted to zero there, as if f were the distance",
+        "pairs beyond it neither displace solvent nor interact; None: all pairs. The interaction "
+        "is shifted to zero there, as if f were the distance",
         Limits("positive and finite, or None for all pairs", POSITIVE.hold),
         None,
         keyword=True,
     )
     contained: bool = setting(
-        "whether an atom inside of another one's sphere gets the term that makes H the integral\n"
-        "        there. OpenMM's ``GBSAOBCForce`` has it; its ``implicit/obc2.xml`` has not",
+        "whether an atom inside of another one's sphere gets the term that makes H the integral "
+        "there. OpenMM's ``GBSAOBCForce`` has it; its ``implicit/obc2.xml`` has not",
         as_flag,
         True,
         keyword=True,
