@@ -109,17 +109,15 @@ def _of_atoms(context: typer.Context, given: CompareParameters, names: list[str]
         # Most estimators have no gradient with respect to the thermostat's parameters, and one
         # table shows one set of parameters.
         job.freeze_bath()
-        horizon = "400" if given.from_file else "0.4" if brief else "10"
+        horizon = "400" if given.structure_file else "0.4" if brief else "10"
         sweep = _sweep(given, dt, horizon, 64)
         return _of_estimators(given, names, partial(job.question, name), dt, sweep, job)
     horizons = "5,10,20,40" if given.exact else "0.1,0.2,0.4,0.8" if brief else "1,2,4"
     adjoints = adjoints_of(given.adjoint, model, given.exact)
     return Comparing(
-        job.title,
-        given.seed,
         job.final(name),
         job.adjoints(adjoints, name, given.compile_runs),
-        _sweep(given, dt, "200,400,800" if given.from_file else horizons, 1),
+        _sweep(given, dt, "200,400,800" if given.structure_file else horizons, 1),
         {**settings_of(job), "observable": name},
         job,
         next(iter(adjoints)),
@@ -129,11 +127,11 @@ def _of_atoms(context: typer.Context, given: CompareParameters, names: list[str]
 def _job_of(given: CompareParameters, system: System, model: str) -> tuple[Job, float]:
     """Return the runs of a system, and their step in the units of the command line."""
     small = 0.0005 if model == "overdamped" else 0.005
-    dt = _first(given.dt, 4.0 if given.from_file else small)
+    dt = _first(given.dt, 4.0 if given.structure_file else small)
     temperature = _first(
-        given.temperature, 85.0 if given.from_file else 0.8 if given.exact else 0.1
+        given.temperature, 85.0 if given.structure_file else 0.8 if given.exact else 0.1
     )
-    rate = _first(given.friction, 0.001 if given.from_file else 1.0)
+    rate = _first(given.friction, 0.001 if given.structure_file else 1.0)
     kernel = memory_kernel(rate, given.rates, given.strengths)
     bath = BathSettings(temperature, _first(given.tau, 50 * dt), rate, *kernel)
     scheme = given.scheme or SCHEMES[model]
@@ -166,16 +164,15 @@ def _of_estimators(
     job: Job | None,
 ) -> Comparing:
     question = ask()
-    title = HARMONIC_TITLE if job is None else job.title
     record: dict[str, Any] = {
         "preset": given.preset,
-        "title": title,
+        "title": job.title if job else HARMONIC_TITLE,
         "seed": given.seed,
         "observable": question.title,
         **(settings_of(job) if job else {}),
     }
     methods = estimators_of(names, ask, dt, given.seed, given.compile_runs)
-    return Comparing(title, given.seed, question, methods, sweep, record, job)
+    return Comparing(question, methods, sweep, record, job)
 
 
 def _sweep(given: CompareParameters, dt: float, horizons: str, replicas: int) -> Sweep:

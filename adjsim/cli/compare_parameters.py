@@ -7,9 +7,10 @@ from pathlib import Path
 
 from adjsim.cli.job import ADJOINTS
 from adjsim.cli.models import SCHEMES
-from adjsim.cli.options import SEED, STORE, SWITCH_START, TAU, TRUNCATION, observable_names, output
+from adjsim.cli.options import SEED, STORE, SWITCH_START, TAU, TRUNCATION, output
 from adjsim.cli.parameters import argument, option
-from adjsim.cli.questions import ESTIMATORS
+from adjsim.cli.quantities import QUANTITIES
+from adjsim.cli.questions import ESTIMATORS, HARMONIC
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class CompareParameters:
         show_default="all; for lj13 none: adjoints are compared",
     )
     observable: str | None = option(
-        None, f"Observable: {observable_names()}.", show_default="the first"
+        None,
+        f"Observable: {', '.join(QUANTITIES)} for lj13; {', '.join(HARMONIC)} for harmonic.",
+        show_default="the first",
     )
     structure_file: Path | None = option(
         None,
@@ -137,8 +140,3 @@ class CompareParameters:
     store: Path | None = STORE
     seed: int = SEED
     output: Path = output("adjsim-compare")
-
-    @property
-    def from_file(self) -> bool:
-        """Whether the system is that of a file."""
-        return self.structure_file is not None

@@ -54,13 +54,8 @@ class Curve:
 def read_curve(path: Path) -> Curve:
     """Read distance, value and an optional standard error from the columns of a text file.
 
-    Columns are separated by commas, semicolons or spaces. Lines that begin with ``#`` are comments,
-    and one line of column names may come first. A comment may give the density, as "number density
-    0.02125 per cubic angstrom".
-
-    Raises:
-        ValueError: a file without numbers, or a line that is not two or three finite numbers with
-            increasing distances. The message names the line.
+    Lines that begin with ``#`` are comments, and one line of column names may come first. A comment
+    may give the density, as "number density 0.02125 per cubic angstrom".
     """
     if not path.is_file():
         raise ValueError(f"target file '{path}' does not exist; give a text file of r and g(r).")
@@ -79,7 +74,6 @@ def read_curve(path: Path) -> Curve:
             density = density if said is None else float(said[1])
         elif text:
             entries = _numbers(text)
-            # The first line may have the names of the columns.
             if entries is not None or not first:
                 rows.append(_checked(f"target '{path}', line {number}", text, entries, rows))
             first = False

@@ -45,8 +45,6 @@ from adjsim.estimators.fit.fit import fit
 from adjsim.io.systems import Cutoff, System, structure
 
 BATHS = [name for name in SCHEMES if name != "hamiltonian"]
-# Errors of a run, which are shown in one line.
-FAILURES = (ValueError, ReconstructionError, CompileError, RankError)
 # Of the kernel of g(r), in units of sigma. It lowers the first peak of liquid argon by 0.6 %.
 WIDTH = 0.01
 
@@ -141,14 +139,7 @@ class FitParameters:
 
 @dataclass(frozen=True)
 class Fitting:
-    """What is fitted.
-
-    Attributes:
-        job: the runs of the liquid.
-        curve, width: the part of the measured g(r), and the width of the kernel of the simulated.
-        box, density, order: those of the structure.
-        doubts: reasons to doubt the result.
-    """
+    """Runs of a structure, the part of a measured g(r) that is fitted, and doubts of the result."""
 
     job: Job
     curve: Curve
@@ -175,10 +166,6 @@ def fit_command(context: typer.Context, given: FitParameters) -> None:
         runs = (given.estimator, given.steps, given.burn_in, given.compile_runs)
         problem = partial(radial_problem, job, fitting.curve.r, fitting.width, *runs)
         make, observable, simulation = problem(job.initial)
-        if given.replicas < 2:
-            raise ValueError(f"--replicas must be at least 2, for an error; got {given.replicas}.")
-        if given.iterations < 1:
-            raise ValueError(f"--iterations must be at least 1; got {given.iterations}.")
         make().check(simulation, observable)
         ranks = Ranks.of()
         if ranks.first:
@@ -207,7 +194,7 @@ def fit_command(context: typer.Context, given: FitParameters) -> None:
         except ArithmeticError as error:
             unit = f"{1 / job.system.time:.4g} {job.system.time_name}"
             refuse(ValueError(f"{error} Times in this message are in units of {unit}."))
-        except FAILURES as error:
+        except (ValueError, ReconstructionError, CompileError, RankError) as error:
             # A wrong density or a crystal may be the cause.
             also = "".join(f" Note: {doubt}." for doubt in fitting.doubts + prepared.doubts)
             refuse(ValueError(f"{error}{also}"))
@@ -279,7 +266,7 @@ def _about(
 def _within(box: Tensor, given: FitParameters, curve: Curve) -> Curve:
     """Return the part of the target that is fitted, or raise if the box is too small for it."""
     target = given.target
-    r_min, r_max = given.r_min, float("inf") if given.r_max is None else given.r_max
+    r_min, r_max = given.r_min, given.r_max or float("inf")
     half = 0.5 * float(perpendicular_widths(box).min())
     part = curve.between(r_min, r_max)
     if len(part.r) == 0:
@@ -303,8 +290,6 @@ def _job(context: typer.Context, given: FitParameters, system: System, temperatu
     if dynamics not in BATHS:
         raise ValueError(f"unknown thermostat '{dynamics}'; choose one of {', '.join(BATHS)}.")
     refuse_misplaced(context, dynamics)
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"--temperature must be positive; got {temperature:g}.")
     tau = 50 * given.dt if given.tau is None else given.tau
     bath = BathSettings(temperature, tau, friction, *memory_kernel(friction, None, None))
     job = job_of(system, dynamics, SCHEMES[dynamics], given.dt, bath, given.seed)

@@ -33,12 +33,12 @@ def report_fit(job: Job, found: Fit, curve: Curve, about: dict[str, Any], output
         + (f"{aimed:.4g}." if aimed is not None else "is not known (--target-density).")
     )
     rows = _rows(job, found)
+    fitted = {name: with_error(row["fitted"], row["stderr"]) for name, row in rows.items()}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("parameter", "start", "fitted"):
         table.add_column(heading, justify="left" if heading == "parameter" else "right")
     for name, row in rows.items():
-        fitted = with_error(row["fitted"], row["stderr"])
-        table.add_row(f"{name} ({row['unit']})", f"{row['start']:.6g}", fitted)
+        table.add_row(f"{name} ({row['unit']})", f"{row['start']:.6g}", fitted[name])
     show(table)
     difference = found.simulated - found.target
     rms = float(difference.square().mean().sqrt())
@@ -73,9 +73,7 @@ def report_fit(job: Job, found: Fit, curve: Curve, about: dict[str, Any], output
         ],
     }
     title = ", ".join(
-        f"{name} = {with_error(row['fitted'], row['stderr'])} {row['unit']}"
-        for name, row in rows.items()
-        if row["unit"] != "K"
+        f"{name} = {fitted[name]} {row['unit']}" for name, row in rows.items() if row["unit"] != "K"
     )
     write_files(output / "fit", plot_fit(found, curve.r.tolist(), title), record)
 

@@ -65,7 +65,11 @@ def job_of(
     model = model_of(system, dynamics, bath)
     solver = solver_of(scheme, dynamics, dt * system.time, exact)
     job = Job(system, model, scheme, solver, bath.temperature, seed, distance)
-    job.check()
+    # Settings that the run would refuse are refused before any work.
+    state = job.initial(1, torch.Generator().manual_seed(seed))
+    model.check(state)
+    check_potential(model.potential, position_of(state))
+    solver.plan(model, state, 0.0)
     return job
 
 
@@ -107,30 +111,14 @@ class Job:
         self, start: AnyState, steps: int, generator: torch.Generator | None, compile: bool
     ) -> Any:
         """Return the state after a number of steps."""
-        ts = [0.0, steps * self.solver.dt]
-        run = simulate(
-            self.model, start, ts, solver=self.solver, generator=generator, compile=compile
-        )
+        solver, ts = self.solver, [0.0, steps * self.solver.dt]
+        run = simulate(self.model, start, ts, solver=solver, generator=generator, compile=compile)
         return run.final
 
     def freeze_bath(self) -> None:
         """Take no gradients with respect to the parameters of the dynamics itself."""
         for parameter in self.model.parameters(recurse=False):
             parameter.requires_grad_(False)
-
-    def quantity(self, name: str) -> Quantity:
-        return quantity_of(name, self.system, self.model, self.distance)
-
-    def check(self) -> None:
-        """Refuse, before any work, settings that the run would refuse."""
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must not be negative; got {self.temperature:g}.")
-        if self.temperature == float("inf"):
-            raise ValueError("temperature must be finite; got inf.")
-        state = self.initial(1, torch.Generator().manual_seed(self.seed))
-        self.model.check(state)
-        check_potential(self.model.potential, position_of(state))
-        self.solver.plan(self.model, state, 0.0)
 
     @property
     def title(self) -> str:
@@ -176,13 +164,13 @@ class Job:
         solver = self.continuous if adjoint == "backsolve" else self.solver
         if adjoint == PLAIN:
             solver = Splitting(self.scheme, self.solver.dt)
-        quantity = self.quantity(name)
+        quantity = quantity_of(name, self.system, self.model, self.distance)
         observable = Final(quantity.value)
         return self._asked(" at the horizon", quantity, solver, lambda horizon: observable)
 
     def question(self, name: str) -> Question:
         """Ask for the mean over the second half of the run, or for what has none at the horizon."""
-        quantity = self.quantity(name)
+        quantity = quantity_of(name, self.system, self.model, self.distance)
         if quantity.from_start:
             return self.final(name)
         return self._asked(

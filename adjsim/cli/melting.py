@@ -84,12 +84,10 @@ def order_of(position: Tensor, box: Tensor) -> Order:
 
 @dataclass(frozen=True)
 class Preparation:
-    """How the starts of a fit were made.
+    """How the starts of a fit were made from a structure of this order.
 
-    Attributes:
-        order: that of the structure.
-        temperature: of the melting, in the units of the command line; None: it was not melted.
-        ordered, starts: the number of melted starts with long-range order again, and of all.
+    ``temperature`` is that of the melting, in the units of the command line, None: it was not
+    melted. Of all melted ``starts``, ``ordered`` have long-range order again.
     """
 
     order: Order
@@ -146,9 +144,6 @@ def melted(hot: Job, cold: Job, count: int, compile: bool, ranks: Ranks) -> Tens
 
     Each runs as the job ``hot`` until it has no order and its atoms have moved by the distance of
     neighbours (root mean square), and then as ``cold``. Momenta are drawn again at every stage.
-
-    Raises:
-        ValueError: the structure does not melt.
     """
     source = torch.Generator().manual_seed(cold.seed)
     # The first seeds of this generator are those of the fit's runs.

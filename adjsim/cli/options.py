@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 import typer
 
 from adjsim.cli.parameters import option
-from adjsim.cli.quantities import QUANTITIES
-from adjsim.cli.questions import ESTIMATORS, HARMONIC
+from adjsim.cli.questions import ESTIMATORS
 from adjsim.cli.sweep import Sweep
 from adjsim.core.durable.interruption import ending_at_once
 from adjsim.core.trajectory import check_times, step_numbers
@@ -49,13 +48,13 @@ THERMOSTAT = {
     "strengths": ["generalised"],
 }
 
-# Options whose numbers are above zero, those that may be zero, and the counts.
+# Options whose numbers are above zero, those that may be zero, and the least of each count.
 POSITIVE = (
     "epsilon", "sigma", "cutoff", "distance", "width", "r_max", "target_density", "dt", "tau",
     "friction",
 )  # fmt: skip
-NOT_NEGATIVE = ("skin", "switch_start", "r_min")
-COUNTS = ("steps", "burn_in", "replicas", "iterations")
+NOT_NEGATIVE = ("temperature", "skin", "switch_start", "r_min")
+COUNTS = {"steps": 1, "burn_in": 0, "replicas": 2, "iterations": 1}
 LARGEST_COUNT = 2**31 - 1
 SEEDS = (-(2**63), 2**64 - 1)
 
@@ -71,18 +70,17 @@ def check_numbers(context: typer.Context) -> None:
                 raise ValueError(f"{option} must not be negative; got {value:g}.")
             if name in (*POSITIVE, *NOT_NEGATIVE) and value == float("inf"):
                 raise ValueError(f"{option} must be finite; got inf.")
-        elif isinstance(value, int) and name in COUNTS and value > LARGEST_COUNT:
-            raise ValueError(f"{option} must be at most {LARGEST_COUNT}; got {value}.")
+        elif isinstance(value, int) and name in COUNTS:
+            if value < COUNTS[name]:
+                raise ValueError(f"{option} must be at least {COUNTS[name]}; got {value}.")
+            if value > LARGEST_COUNT:
+                raise ValueError(f"{option} must be at most {LARGEST_COUNT}; got {value}.")
     seed = context.params["seed"]
-    if not SEEDS[0] <= seed <= SEEDS[1]:
+    low, high = SEEDS
+    if not low <= seed <= high:
         raise ValueError(
-            f"--seed must be an integer of at most 64 bits, from {SEEDS[0]} to {SEEDS[1]}; got "
-            f"{seed}."
+            f"--seed must be an integer of at most 64 bits, from {low} to {high}; got {seed}."
         )
-
-
-def observable_names() -> str:
-    return f"{', '.join(QUANTITIES)} for lj13; {', '.join(HARMONIC)} for harmonic"
 
 
 def listed(entries: Iterable[str]) -> list[str]:
@@ -156,9 +154,8 @@ def memory_kernel(
     if strengths is not None and rates is None:
         raise ValueError("--strengths was given without --rates; give both, equally many.")
     decays = [5 * friction] if rates is None else _numbers("rates", rates)
-    weights = [friction * r / len(decays) for r in decays]
-    if strengths is not None:
-        weights = _numbers("strengths", strengths)
+    even = [friction * r / len(decays) for r in decays]
+    weights = even if strengths is None else _numbers("strengths", strengths)
     if len(decays) != len(weights):
         raise ValueError(
             f"--rates has {len(decays)} numbers and --strengths has {len(weights)}; give "

@@ -25,15 +25,12 @@ def argument(default: Any, help: str, **settings: Any) -> Any:
 def command_of(kind: type[P], run: Callable[[typer.Context, P], None]) -> Callable[..., None]:
     """Make a command of a data class of options and a function, whose docstring is the help."""
     hints = get_type_hints(kind)
-    parts = [Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    parts = [Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     for part in fields(kind):  # pyright: ignore[reportArgumentType]
+        annotation = Annotated[hints[part.name], part.metadata["typer"]]
+        default = Parameter.empty if part.default is MISSING else part.default
         parts.append(
-            Parameter(
-                part.name,
-                Parameter.POSITIONAL_OR_KEYWORD,
-                default=Parameter.empty if part.default is MISSING else part.default,
-                annotation=Annotated[hints[part.name], part.metadata["typer"]],
-            )
+            Parameter(part.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )
 
     def command(context: typer.Context, **values: Any) -> None:

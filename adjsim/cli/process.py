@@ -31,16 +31,11 @@ PRELOAD = ["adjsim.cli.job", "torch.fx.experimental.symbolic_shapes"]
 
 
 class ProcessDied(RuntimeError):
-    """Raised if a process ended without a result."""
+    """Raised if a process ended without a result, as when memory ran out."""
 
 
 def run_in_process(work: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a new process and return its result; all of them must pickle.
-
-    Raises:
-        ProcessDied: the process ended without a result, as when memory ran out.
-        Exception: the exception that the function raised, with its traceback as a note.
-    """
+    """Call a function in a new process, and return its result or raise its error; all pickle."""
     context = _context()
     receiver, sender = context.Pipe(duplex=False)
     # Pickled here, since multiprocessing would share the tensors' memory instead of copying them.

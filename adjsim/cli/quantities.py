@@ -30,8 +30,8 @@ WIDTH = 0.03
 class Quantity:
     """An observable of atoms, whose value is a function from the state to ``(replicas,)``.
 
-    ``unit`` is its unit, where this is not one of the system's own units. An observable that is
-    measured from the start of the run has no mean at equilibrium.
+    ``unit`` is its unit, where not one of the system's own. An observable that is measured from the
+    start of the run has no mean at equilibrium.
     """
 
     title: str
@@ -41,15 +41,9 @@ class Quantity:
 
 
 def quantity_of(
-    name: str, system: System, model: Dynamics[Any], distance: float | None = None
+    name: str, system: System, model: Dynamics[Any], distance: float | None
 ) -> Quantity:
-    """Make an observable of a system, by its name in ``QUANTITIES``.
-
-    The radial distribution function is taken at the distance; None: near its first peak.
-
-    Raises:
-        ValueError: no box where one is needed, no momenta, a distance that does not apply.
-    """
+    """Make an observable by its name; ``distance`` is that of g(r), None: near its first peak."""
     if distance is not None and name != "rdf":
         raise ValueError(f"--distance is for --observable rdf, not for {name}.")
     return QUANTITIES[name](system, model, distance)

@@ -24,11 +24,7 @@ EVERY, PATH = 50, 250
 
 
 class _Radial:
-    """The radial distribution function of each replica of a state.
-
-    Reweighting evaluates its stored states again at other parameters, so values are kept as long as
-    their positions.
-    """
+    """The g(r) of replicas, kept with their positions: reweighting evaluates states again."""
 
     def __init__(self, r: Tensor, box: Tensor, width: float) -> None:
         self.r, self.box, self.width = r, box, width
@@ -55,16 +51,13 @@ def radial_problem(
 ) -> tuple[Callable[[], Estimator], Observable[Any], Simulation[Any]]:
     """Return a function that makes the estimator, the mean that it estimates, and its runs.
 
-    A pathwise gradient is that of the run after the burn-in, from starts that the burn-in has
-    brought to equilibrium at the present parameters. The parameters act during this run alone, so
-    the gradient is smaller than that at equilibrium. The mean is that at equilibrium.
+    In a pathwise gradient the parameters act after the burn-in alone, so it is smaller than that at
+    equilibrium. The mean is that at equilibrium.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"unknown estimator '{estimator}'; choose one of {', '.join(ESTIMATORS)}.")
     box, dt = job.system.potential.box, job.solver.dt
     assert box is not None
-    if skip < 0:
-        raise ValueError(f"--burn-in must not be negative; got {skip}.")
     if steps is None:
         steps = 2500 if estimator == "reweighting" else skip + PATH
     every = min(EVERY, (steps - skip) // 2)

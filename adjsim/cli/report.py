@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from adjsim.cli.job import PLAIN, Job
-from adjsim.cli.questions import Question
+from adjsim.cli.questions import HARMONIC_TITLE, Question
 from adjsim.cli.sweep import Method, Sweep
 from adjsim.core.durable.files import replacing
 from adjsim.estimators.compare import Comparison
@@ -25,16 +25,11 @@ class Comparing:
     """What is compared.
 
     Attributes:
-        title: of the system.
-        question: what all methods answer.
-        sweep: the horizons and numbers of replicas.
         record: the settings, for the JSON file.
         job: the runs of a system of atoms; None for the test problem.
         reference: the adjoint with which the others are compared; None: estimators are compared.
     """
 
-    title: str
-    seed: int
     question: Question
     methods: list[Method]
     sweep: Sweep
@@ -47,25 +42,28 @@ def report_comparison(found: Comparing, results: dict[float, Comparison], output
     """Print the tables, and write compare.png and compare.json; False: there are no numbers."""
     question, sweep = found.question, found.sweep
     exact = None if question.exact is None else question.exact()
+    time = "reduced units" if found.job is None else found.job.system.time_name
     runs, slopes = list[dict[str, Any]](), dict[float, dict[str, float]]()
-    show(f"{found.title}, seed {found.seed}. Value: {question.title}.")
+    title = HARMONIC_TITLE if found.job is None else found.job.title
+    show(f"{title}, seed {found.record['seed']}. Value: {question.title}.")
     for x, (horizon, replicas) in sweep.points().items():
-        heading, run = _heading(found.job, horizon, replicas), dict[str, Any]()
+        unit = f" {time} ({found.job.steps(horizon)} steps)" if found.job else ""
+        heading = f"\nhorizon {horizon:g}{unit}" + f", {replicas} replicas" * (replicas > 1)
+        run = dict[str, Any]()
         if exact is not None:
             value, slopes[x] = exact
             known = ", ".join(f"d/d {name} {slope:.6g}" for name, slope in slopes[x].items())
             heading += f"\nequilibrium, by quadrature: {value:.6g}, {known}"
             run = {"answer": {"value": value, "grad": slopes[x]}}
-        _table(heading, results[x], found.job)
+        show(heading)
+        _table(results[x], found.job)
         runs.append({"horizon": horizon, "replicas": replicas, **run, "methods": results[x].rows()})
     for remark in _remarks(found):
         show(remark)
     if not any(comparison.estimates for comparison in results.values()):
         return False
-    label, fs = sweep.axis, found.job is not None and found.job.system.time_name == "fs"
-    if label == "horizon":
-        label += f" / {found.job.system.time_name if found.job else 'reduced units'}"
-    base = "eV, angstrom, amu" if fs else "reduced units"
+    label = f"horizon / {time}" if sweep.axis == "horizon" else sweep.axis
+    base = "eV, angstrom, amu" if time == "fs" else "reduced units"
     units = f"{question.unit}, {base}" if question.unit else base
     figure = plot_sweep(results, label, {"stationary": slopes}, units)
     write_files(output / "compare", figure, {**found.record, "runs": runs})
@@ -127,14 +125,7 @@ def show(what: Any) -> None:
     Console(width=width, highlight=False).print(what, soft_wrap=isinstance(what, str))
 
 
-def _heading(job: Job | None, horizon: float, replicas: int) -> str:
-    unit = "" if job is None else f" {job.system.time_name} ({job.steps(horizon)} steps)"
-    count = f", {replicas} replicas" if replicas > 1 else ""
-    return f"\nhorizon {horizon:g}{unit}{count}"
-
-
-def _table(heading: str, comparison: Comparison, job: Job | None) -> None:
-    show(heading)
+def _table(comparison: Comparison, job: Job | None) -> None:
     if comparison.estimates:
         show(comparison.table())
     for remark in comparison.remarks():

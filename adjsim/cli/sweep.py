@@ -59,11 +59,7 @@ class Method:
     def __call__(
         self, horizon: float, replicas: int, store: Path | None = None, ranks: Ranks | None = None
     ) -> Comparison:
-        """Compute value, gradient and cost at a horizon, after a warm-up run.
-
-        The warm-up keeps one-off work of the process out of the measured time and memory. Ranks
-        share the chunks.
-        """
+        """Compute value, gradient and cost after a warm-up, which keeps one-off work out of it."""
         question = self.question()
 
         def estimate(horizon: float, replicas: int, store: Path | None) -> Comparison:
@@ -87,10 +83,9 @@ class Method:
 def run_sweep(
     methods: list[Method], sweep: Sweep, reference: str | None, store: Path | None
 ) -> dict[float, Comparison]:
-    """Compare the methods at each point of the sweep.
+    """Compare the methods at each point of the sweep, each in a process of its own.
 
-    Each method runs in a process of its own. Of several ranks, each runs its share of the chunks of
-    all methods. A progress bar is shown on a terminal. A store has one folder for each point.
+    Of several ranks, each runs its share of the chunks of all methods instead.
     """
     points, ranks, results = sweep.points(), Ranks.of(), {}
     with progress_bar() as progress:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import outside_inference_mode
+from adjsim.core.durable.manifest import tensor_fingerprint
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.noise import Noise, as_generator, seed_from
 from adjsim.core.parameters import refuse_untrainable
@@ -38,7 +39,7 @@ from adjsim.core.typing import Seed
 from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import PeakMemory
 from adjsim.estimators.replicas import Observable, Replicas, Simulation
-from adjsim.estimators.sharing import Chunk, Work, describe_estimate, same_generator, shared
+from adjsim.estimators.sharing import Chunk, Work, describe_computation, same_generator, shared
 
 
 @dataclass(frozen=True)
@@ -117,13 +118,29 @@ class Estimator(ABC):
             diagnostics = self.combine(simulation, parts, request.sizes)
             seconds = time.perf_counter() - begun
         costs = ranks.exchange([seconds, memory.bytes])
-        about = {
-            "seconds": max(cost[0] for cost in costs),
-            "peak_memory": max(cost[1] for cost in costs),
-            **({} if ranks.size == 1 else {"ranks": ranks.size}),
-            "compiled": simulation.compile and self.can_compile(simulation),
+        value, value_stderr = mean_and_stderr([part.value for part in parts], request.sizes)
+        pairs = {
+            name: mean_and_stderr([part.grad[name] for part in parts], request.sizes)
+            for name in parts[0].grad
         }
-        return self._finished(parts, request.sizes, about | diagnostics)
+        return GradientEstimate(
+            value,
+            value_stderr,
+            {name: grad for name, (grad, _) in pairs.items()},
+            {name: stderr for name, (_, stderr) in pairs.items()},
+            self.estimand,
+            {
+                **joined_stats([part.stats for part in parts]),
+                "chunks": len(parts),
+                "replicas": replicas,
+                "ess": float(replicas),
+                "seconds": max(cost[0] for cost in costs),
+                "peak_memory": max(cost[1] for cost in costs),
+                **({} if ranks.size == 1 else {"ranks": ranks.size}),
+                "compiled": simulation.compile and self.can_compile(simulation),
+                **diagnostics,
+            },
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -142,7 +159,13 @@ class Estimator(ABC):
 
     def described(self, request: Request[State], drawn: Replicas[State]) -> dict[str, str]:
         """Describe the estimate by everything that its numbers depend on."""
-        return describe_estimate(self, drawn, request.sizes)
+        starts = drawn.start._asdict().items()
+        return {
+            **describe_computation(self, drawn.simulation, drawn.observable),
+            **{f"{name} of the starts": tensor_fingerprint(x) for name, x in starts},
+            "the chunks": f"{request.sizes}",
+            "the seed": f"{drawn.noise and drawn.noise.seed}",
+        }
 
     @abstractmethod
     def chunks(self, request: Request[State], drawn: Replicas[State], work: Work) -> list[Chunk]:
@@ -153,30 +176,6 @@ class Estimator(ABC):
     ) -> dict[str, Any]:
         """Complete the chunks with data of all of them, and return additional diagnostics."""
         return {}
-
-    def _finished(
-        self, parts: list[Chunk], sizes: list[int], diagnostics: dict[str, Any]
-    ) -> GradientEstimate:
-        """Combine the chunks into the estimate."""
-        value, value_stderr = mean_and_stderr([part.value for part in parts], sizes)
-        pairs = {
-            name: mean_and_stderr([part.grad[name] for part in parts], sizes)
-            for name in parts[0].grad
-        }
-        return GradientEstimate(
-            value,
-            value_stderr,
-            {name: grad for name, (grad, _) in pairs.items()},
-            {name: stderr for name, (_, stderr) in pairs.items()},
-            self.estimand,
-            {
-                **joined_stats([part.stats for part in parts]),
-                "chunks": len(parts),
-                "replicas": sum(sizes),
-                "ess": float(sum(sizes)),
-                **diagnostics,
-            },
-        )
 
 
 class ChunkedEstimator(Estimator):
@@ -201,10 +200,7 @@ def joined_stats(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Compute the derivative of each entry of the mean with respect to each input.
-
-    It is zero where the mean does not depend on the input.
-    """
+    """Compute the derivative of each entry of the mean by each input, zero for one not used."""
     if not inputs or not mean.requires_grad:
         return {name: x.new_zeros((*mean.shape, *x.shape)) for name, x in inputs.items()}
     with torch.enable_grad():
@@ -222,9 +218,8 @@ def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def stacked(columns: list[Tensor], value: Tensor, parameter: Tensor) -> Tensor:
     """Join the derivatives with respect to the entries of a parameter."""
-    if not columns:
-        return value.new_zeros((*value.shape, *parameter.shape))
-    return torch.stack(columns, -1).reshape((*value.shape, *parameter.shape))
+    joined = torch.stack(columns, -1) if columns else value.new_zeros(0)
+    return joined.reshape((*value.shape, *parameter.shape))
 
 
 def chunk_slices(replicas: int, chunks: int) -> list[slice]:

@@ -139,7 +139,8 @@ class Comparison:
             "reference" if difference is None else f"{difference:.1e}",
             f"{info['energy_evaluations']}",
             f"{info['seconds']:.2f}",
-            _megabytes(info["peak_memory"]),
+            # The resident set does not resolve less than one.
+            f"{info['peak_memory'] / 1e6:.1f}" if info["peak_memory"] >= 1e6 else "< 1",
             "-" if error is None else f"{error:.1e}",
         ]
 
@@ -215,11 +216,10 @@ def compare(
         group: the process group whose ranks share the chunks.
 
     Returns:
-        A :class:`Comparison`, which prints as a table. Its ``failures`` give the reason for
-        each method that does not apply (a stationary estimator to a path question, a path
-        score to a parameter that scales the noise), and for each method whose run fails (a
-        reconstruction error beyond its tolerance, numbers that are not finite or off the
-        lattice).
+        A :class:`Comparison`, which prints as a table. Its ``failures`` are methods that do not
+        apply (a stationary estimator to a path question, a path score to a parameter that scales
+        the noise), or whose run fails (a reconstruction error beyond its tolerance, numbers that
+        are not finite or off the lattice).
     """
     if not estimators:
         raise ValueError("compare needs at least one estimator.")
@@ -261,8 +261,7 @@ def norm_of(key: str) -> Callable[[GradientEstimate], float]:
 
 
 def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    scale = float(theirs.norm())
-    difference = float((mine - theirs).norm())
+    scale, difference = float(theirs.norm()), float((mine - theirs).norm())
     return difference / scale if scale > 0 else (0.0 if difference == 0 else math.inf)
 
 
@@ -277,11 +276,6 @@ def _number(value: torch.Tensor, stderr: torch.Tensor) -> str:
         return f"|{float(value.norm()):.6g}|"
     error = float(stderr)
     return f"{float(value):.8g}" if math.isnan(error) else f"{float(value):.5g} ± {error:.1g}"
-
-
-def _megabytes(count: int) -> str:
-    """Format bytes as megabytes; the resident set does not resolve less than one."""
-    return f"{count / 1e6:.1f}" if count >= 1e6 else "< 1"
 
 
 def _plain(value: Any) -> Any:

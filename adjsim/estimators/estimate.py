@@ -22,7 +22,8 @@ KNOWN = 0.2
 # A reversed path this far off has a gradient that is off by up to thirty times as much (clusters of
 # Lennard-Jones atoms, with friction and without).
 LARGE_RECONSTRUCTION_ERROR = 1e-3
-# The probability that halves of a run in equilibrium differ by more: that of four standard errors.
+# The probability that halves of a run in equilibrium differ by more, in some entry: that of four
+# standard errors.
 LARGE_DRIFT = 6.3e-5
 # Entries of one tensor that are printed.
 MOST_PRINTED = 100
@@ -146,7 +147,9 @@ class GradientEstimate:
                 f"it was cut off after {truncate:g}, which leaves out effects that last longer"
             )
         drift = info.get("equilibration")
-        if drift is not None and drift > self._largest_drift():
+        if drift is not None and drift > _student(
+            info["chunks"] - 1, 1 - LARGE_DRIFT / 2 / self.value.numel()
+        ):
             reasons.append(
                 f"the two halves of the run differ by {drift:.1f} standard errors: it had not "
                 "come to equilibrium"
@@ -165,11 +168,6 @@ class GradientEstimate:
             t * float(error.norm()) <= KNOWN * float(x.norm())
             for x, error in pairs or [(self.value, self.value_stderr)]
         )
-
-    def _largest_drift(self) -> float:
-        """Return the standard errors by which chance sets the halves of some entry apart."""
-        tail = LARGE_DRIFT / 2 / self.value.numel()
-        return _student(self.diagnostics["chunks"] - 1, 1 - tail)
 
     def __str__(self) -> str:
         leading, slope = self.value.ndim, "d value" if self.value.ndim else "d"
@@ -191,10 +189,7 @@ class GradientEstimate:
 def _rows(
     label: str, rest: str, value: Tensor, stderr: Tensor, leading: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield the label and the number of each entry.
-
-    The indices of the ``leading`` axes, those of the observable, follow the label.
-    """
+    """Yield label and number of each entry; the indices of ``leading`` axes follow the label."""
     flat = zip(value.flatten().tolist(), stderr.flatten().tolist(), strict=True)
     indices = product(*map(range, value.shape))
     for index, (x, error) in islice(zip(indices, flat, strict=True), MOST_PRINTED):

@@ -1,4 +1,4 @@
-"""Figures of comparisons, with one panel for each quantity, and animations of positions."""
+"""Figures of comparisons, with one panel for each quantity, and of fits."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def plot_sweep(
     estimates = [e for comparison in comparisons.values() for e in comparison.estimates.values()]
     if not estimates:
         raise ValueError(NOTHING_TO_PLOT)
-    parameters = list(estimates[0].grad)
-    panels = [_gradient(key, parameters, estimates, exact or {}, units) for key in parameters]
+    parameters, unit = list(estimates[0].grad), f" ({units})" if units else ""
+    panels = [_gradient(key, parameters, estimates, exact or {}, unit) for key in parameters]
     for key in parameters:
         error = _error_of(key)
         # Rows show the errors as bars, whose lengths are easy to compare.
         if len(comparisons) > 1 and any(error(e) > 0 for e in estimates):
             name = f"standard error of d/d {short_name(key, parameters)}"
-            panels.append(Panel(name, _with("standard error", units), error, scale="log"))
+            panels.append(Panel(name, f"standard error{unit}", error, scale="log"))
     lost = map(RECONSTRUCTION.number, estimates)
     if any(error is not None and error > 1e-6 for error in lost):
         panels.append(RECONSTRUCTION)
@@ -159,10 +159,7 @@ def _curves(panels: list[Panel], axis: str, comparisons: Mapping[float, Comparis
 
 
 def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> Figure:
-    """Draw each panel of one comparison, with a row for each method.
-
-    The rows of each estimand stand together, as in the table.
-    """
+    """Draw each panel of one comparison, with a row for each method, in the order of the table."""
     rows = comparison.ordered()
     places: dict[str, list[int]] = {}
     for i, (_, estimate) in enumerate(rows):
@@ -223,16 +220,12 @@ def _style(i: int, **more: Any) -> dict[str, Any]:
     return {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i}", **more}
 
 
-def _with(text: str, units: str) -> str:
-    return f"{text} ({units})" if units else text
-
-
 def _gradient(
     key: str,
     parameters: list[str],
     estimates: list[GradientEstimate],
     exact: Mapping[str, Mapping[float, Mapping[str, float]]],
-    units: str,
+    unit: str,
 ) -> Panel:
     slope, number, error = f"d/d {short_name(key, parameters)}", norm_of(key), _error_of(key)
     title = f"gradient {slope}"
@@ -240,15 +233,13 @@ def _gradient(
     noisy = any(error(e) > 0 for e in estimates)
     # In chaos the gradient grows by decades, and its size matters more than its sign.
     if sizes and max(sizes) > 1e3 * min(sizes) and not noisy:
-        return Panel(
-            f"|{title}|", _with(f"|{slope}|", units), lambda e: abs(number(e)), scale="log"
-        )
+        return Panel(f"|{title}|", f"|{slope}|{unit}", lambda e: abs(number(e)), scale="log")
     known = {
         kind: {x: grads[key] for x, grads in answers.items() if key in grads}
         for kind, answers in exact.items()
     }
-    label = _with(f"{slope}\n± 2 standard errors" if noisy else slope, units)
-    return Panel(title, label, number, error, exact=known)
+    label = f"{slope}\n± 2 standard errors" if noisy else slope
+    return Panel(title, f"{label}{unit}", number, error, exact=known)
 
 
 def _draw(axes: Axes, panel: Panel, comparisons: Mapping[float, Comparison]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -134,7 +135,9 @@ class Girsanov(ChunkedEstimator):
             seen = replicas.evaluate(trajectory)
             mean = seen.mean(0)
         values = seen.detach()
-        own = jacobian(mean, dynamics.trainable()) if average is None else path.explicit()
+        own = {name: grad / path.count for name, grad in path.total.items()}
+        if average is None:
+            own = jacobian(mean, dynamics.trainable())
         # <O S> and S are kept apart, since the control variate comes from the other chunks.
         OS = {name: outer_mean(values, scores) for name, scores in score.total.items()}
         extra = {"O": values, "OS": OS, "S": score.total, "explicit": own}
@@ -145,11 +148,9 @@ class Girsanov(ChunkedEstimator):
     ) -> dict[str, Any]:
         for i, part in enumerate(parts):
             others = [*parts[:i], *parts[i + 1 :]]
-            b = (
-                weighted_mean([p.value for p in others], [*sizes[:i], *sizes[i + 1 :]])
-                if others
-                else torch.zeros_like(part.value)
-            )
+            b = torch.zeros_like(part.value)
+            if others:
+                b = weighted_mean([p.value for p in others], [*sizes[:i], *sizes[i + 1 :]])
             for name in part.grad:
                 found = part.extra["OS"][name] - outer(b, part.extra["S"][name].mean(0))
                 part.grad[name] = part.extra["explicit"][name] + found
@@ -204,10 +205,7 @@ def _refuse_trained_diffusion(sde: SDE, simulation: Simulation[Any]) -> None:
 
 
 class _PathObserver:
-    """An observer that feeds the score with steps, and tests a time average at some of its states.
-
-    It also averages the explicit derivative of the averaged function over these states.
-    """
+    """An observer that feeds the score with steps, and tests and differentiates a time average."""
 
     def __init__(
         self,
@@ -218,7 +216,7 @@ class _PathObserver:
         momentum_check: _MomentumCheck | None,
     ) -> None:
         self.stepper, self.score, self.first = stepper, score, recorder.first
-        self.averaged = replicas.average and replicas.average.function
+        self.averaged = replicas.function if replicas.average else None
         self.momentum_check = None if self.averaged is None else momentum_check
         self.parameters, self.count = replicas.simulation.dynamics.trainable(), 0
         self.total: dict[str, Tensor] = {}
@@ -248,10 +246,8 @@ class _PathObserver:
         for name, grad in jacobian(mean, self.parameters).items():
             self.total[name] = self.total[name] + grad if name in self.total else grad
 
-    def explicit(self) -> dict[str, Tensor]:
-        return {name: grad / self.count for name, grad in self.total.items()}
 
-
+@dataclass(frozen=True)
 class _MomentumCheck:
     """A test of whether an observable depends on momenta, which have no path density under BAOAB.
 
@@ -259,8 +255,8 @@ class _MomentumCheck:
     dependence that does not change the value at the tested states.
     """
 
-    def __init__(self, observable: Observable[Any], times: Tensor) -> None:
-        self.observable, self.times = observable, times
+    observable: Observable[Any]
+    times: Tensor
 
     @classmethod
     def of(cls, simulation: Simulation[Any], observable: Observable[Any]) -> _MomentumCheck | None:
@@ -271,35 +267,27 @@ class _MomentumCheck:
     def refuse(self, final: AnyState, frames: AnyState | None, *, slopes: bool = False) -> None:
         """Refuse an observable whose value, or with ``slopes`` whose graph, has momenta."""
         found = depends_on(lambda state: self._seen(state, final, frames), final, "momentum")
-        if found or (slopes and self._has_slope(final, frames)):
+        if slopes and not found:
+            with torch.enable_grad():
+                moving = final._replace(momentum=momentum_of(final).detach().requires_grad_())
+                total, p = self._seen(moving, final, frames).sum(), momentum_of(moving)
+            slope = torch.autograd.grad(total, p, allow_unused=True) if total.requires_grad else ()
+            found = any(x is not None for x in slope)
+        if found:
             raise ValueError(
                 "Girsanov: under BAOAB only positions have a path density, and the observable "
                 "depends on momenta; use Splitting('OBABO', dt)."
             )
 
-    def _has_slope(self, final: AnyState, frames: AnyState | None) -> bool:
-        with torch.enable_grad():
-            moving = final._replace(momentum=momentum_of(final).detach().requires_grad_())
-            total = self._seen(moving, final, frames).sum()
-        if not total.requires_grad:
-            return False
-        return torch.autograd.grad(total, momentum_of(moving), allow_unused=True)[0] is not None
-
     def _seen(self, state: AnyState, final: AnyState, frames: AnyState | None) -> Tensor:
-        """Evaluate the observable with displaced momenta.
-
-        The displacements of the frames differ, so differences between frames change too.
-        """
+        """Evaluate the observable with displaced momenta."""
         if isinstance(self.observable, TimeAverage | Final):
             return self.observable.function(state)
         assert frames is not None
-        shares = (
-            torch.linspace(0.5, 1.0, len(momentum_of(frames)), dtype=torch.float64)
-            .to(momentum_of(state))
-            .square()
-        )
-        along = momentum_of(state) - momentum_of(final)
-        moved = momentum_of(frames) + shares.reshape(-1, 1, 1, 1) * along
+        p, moved = momentum_of(frames), momentum_of(state)
+        # Different displacements of the frames change differences between frames too.
+        shares = torch.linspace(0.5, 1.0, len(p), dtype=torch.float64).to(moved).square()
+        moved = p + shares.reshape(-1, 1, 1, 1) * (moved - momentum_of(final))
         return self.observable(
             Trajectory(self.times, frames._replace(momentum=moved), None, state, {})
         )

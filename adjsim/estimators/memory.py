@@ -1,9 +1,9 @@
 """Measurement of peak memory.
 
-On a GPU torch's allocator counts. On a CPU torch keeps no count, so the resident set of the process
-is sampled every millisecond, and compared with a baseline taken after freed memory has been
-returned to the system. The result is good to about a megabyte. For reliable figures measure in a
-new process, as the command line does.
+On a GPU torch's allocator counts. On a CPU the resident set of the process is sampled every
+millisecond, and compared with that after freed memory has been returned to the system. The result
+is good to about a megabyte. For reliable figures measure in a new process, as the command line
+does.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ import torch
 
 
 def release() -> None:
-    """Collect garbage, and return freed memory to the system.
-
-    A method that reuses freed memory would seem to need less. The call takes about 0.1 seconds.
-    """
+    """Collect garbage, and return freed memory to the system, which takes about 0.1 seconds."""
     gc.collect()
     _trim()
 

@@ -25,10 +25,9 @@ class Moments:
     compiled loop can average it. The cache of compiled loops is keyed by the averaged function, so
     one object serves all chunks.
 
-    u has the terms of the ``bath``, or not. The observable's mean at the start, rounded to
-    multiples of some hundred times its spread, is subtracted before products are taken, so that
-    they keep their digits. So the bits of products depend on the start, and all chunks need the
-    same.
+    u has the terms of the ``bath``, or not. The rounded mean of O at the start is subtracted before
+    products are taken, so that they keep their digits. So the bits of products depend on the start,
+    and all chunks need the same.
     """
 
     def __init__(
@@ -126,9 +125,8 @@ class Moments:
 
 
 def _offset(values: Tensor) -> Tensor:
-    """Round the mean over replicas, so that nearly all draws of the replicas give the same number.
+    """Round the mean over replicas, so that compiled loops, of which it is a constant, serve again.
 
-    It is a constant of compiled loops, which a new estimator with other starts can then use again.
     The values that remain are up to 128 spreads large, and their products lose 4 of 16 digits.
     """
     mean, spread = values.mean(0), values.std(0, correction=0)

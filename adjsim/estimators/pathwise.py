@@ -111,10 +111,7 @@ class Pathwise(ChunkedEstimator):
         return found
 
     def _run(self, replicas: Replicas[State], runs: list[Trajectory[State]]) -> Tensor:
-        """Run, append the parts of the run, and return the observable.
-
-        With ``truncate`` the graph is cut at the start of the last or of every part.
-        """
+        """Run, whole or in parts, append these, and return the observable."""
         if self.truncate is None:
             values, trajectory = replicas.observe(self.adjoint)
             runs.append(trajectory)

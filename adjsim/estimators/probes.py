@@ -53,11 +53,7 @@ def depends_on(function: Callable[[Any], Tensor], state: AnyState, name: str) ->
 def depends_on_bath(
     dynamics: Dynamics[State], function: Callable[[Any], Tensor], state: State
 ) -> bool:
-    """Return whether an observable depends on bath variables at these states.
-
-    It may not depend on a field without a stationary density, as the position of a Nose-Hoover
-    chain.
-    """
+    """Return whether an observable depends on bath variables, or refuse one without a density."""
     others = [
         name
         for name in state._fields
@@ -77,9 +73,8 @@ def depends_on_bath(
 def reduced_energy(dynamics: Dynamics[State], state: State, bath: bool) -> Tensor:
     """Compute the reduced energy, with or without the terms of the bath.
 
-    An observable that does not depend on the bath is statistically independent of the bath. The
-    bath's terms would then add nothing to the mean of a covariance, only to its variance. They are
-    left out by setting the bath's variables to zero, where the terms and their derivatives vanish.
+    Of an observable that does not depend on the bath, these add to a covariance's variance only.
+    They and their derivatives vanish where the bath's variables are zero.
     """
     density = density_of(dynamics)
     if not bath:

@@ -119,10 +119,7 @@ class Simulation(Generic[State]):
         )
 
     def refuse_captured_force(self, estimator: str) -> None:
-        """Refuse dynamics whose force reads a parameter other than from its module.
-
-        A value that is passed to the module would not reach such a force.
-        """
+        """Refuse dynamics whose force reads a parameter other than from its module."""
         reading = Reading(self.dynamics)
         with torch.enable_grad():
             copy = reading.bound([x.detach() for x in reading.tensors])

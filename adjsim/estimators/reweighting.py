@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Generic
 
 import torch
@@ -20,7 +21,7 @@ from adjsim.estimators.base import Chunk, Estimator, Request, jacobian, weighted
 from adjsim.estimators.probes import density_of, depends_on_bath, reduced_energy
 from adjsim.estimators.replicas import Observable, Replicas, Simulation
 from adjsim.estimators.score_function import check_stationary, common_burn_in, equilibration, outer
-from adjsim.estimators.sharing import Work, describe_estimate
+from adjsim.estimators.sharing import Work
 from adjsim.observables.averages import mean_with_error
 
 
@@ -77,7 +78,7 @@ class Reweighting(Estimator):
         replicas = replace(request.draw(), noise=None)
         source.set_state(state)
         seed = "none" if request.generator is None else tensor_fingerprint(state)
-        return {**describe_estimate(self, replicas, request.sizes), "the generator": seed}
+        return {**super().described(request, replicas), "the generator": seed}
 
     def chunks(self, request: Request[State], drawn: Replicas[State], work: Work) -> list[Chunk]:
         observable, samples, device = drawn.average, self._samples, drawn.device
@@ -92,16 +93,13 @@ class Reweighting(Estimator):
         if samples is None or sampled:
             samples = self._samples = self._sample(request, skip, device, work)
             bath = samples.depends_on_bath(observable, work.ranks)
-        kept, largest = samples, float(samples.log_weights(bath, alone).max())
-
-        def reweighted(i: int) -> Chunk:
-            return kept.reweighted(i, observable, bath, largest)
-
+        largest = float(samples.log_weights(bath, alone).max())
+        reweighted = partial(samples.reweighted, observable=observable, bath=bath, largest=largest)
         parts = alone.chunks(range(len(request.slices)), reweighted, device)
         for part in parts:
-            part.stats |= {"pairs": kept.pairs, "sampled": sampled}
+            part.stats |= {"pairs": samples.pairs, "sampled": sampled}
         if sampled:
-            parts[0].stats["energy_evaluations"] += kept.evaluations
+            parts[0].stats["energy_evaluations"] += samples.evaluations
         return parts
 
     def surrogate(self, observable: TimeAverage) -> Tensor:
@@ -129,10 +127,7 @@ class Reweighting(Estimator):
     def combine(
         self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
     ) -> dict[str, Any]:
-        """Linearise the ratio A/B of means over chunks.
-
-        The linearised values of the chunks average to the ratio, and their spread gives its error.
-        """
+        """Linearise the ratio A/B of means over chunks, whose spread then gives its error."""
         A, B = (weighted_mean([part.extra[key] for part in parts], sizes) for key in ("A", "B"))
         R = A / B
         for part in parts:
@@ -217,9 +212,9 @@ class Reweighting(Estimator):
 
 @dataclass
 class _Samples(Generic[State]):
-    """Frames of a rank's chunks, flattened over time and replicas, and their reduced energies.
+    """Frames of a rank's chunks, flattened over time and replicas.
 
-    The energies are those at sampling, without the terms of the bath and with them.
+    The reduced energies are those at sampling, without the terms of the bath and with them.
     """
 
     simulation: Simulation[State]
@@ -233,10 +228,7 @@ class _Samples(Generic[State]):
     boxes: list[Tensor]
 
     def serve(self, request: Request[State], skip: float, ranks: Ranks) -> bool:
-        """Return whether the samples are those that a request needs, at some parameters.
-
-        A box bounds the positions, which no weight can change.
-        """
+        """Return whether weights can turn the samples, of the same boxes, to those of a request."""
         now = boxes_of(request.simulation.dynamics)
         return (
             self.simulation is request.simulation
@@ -246,10 +238,8 @@ class _Samples(Generic[State]):
         )
 
     def depends_on_bath(self, observable: TimeAverage, ranks: Ranks) -> bool:
-        own = any(
-            depends_on_bath(self.simulation.dynamics, observable.function, state)
-            for state in self.states.values()
-        )
+        dynamics, states = self.simulation.dynamics, self.states.values()
+        own = any(depends_on_bath(dynamics, observable.function, state) for state in states)
         return any(ranks.exchange(own))
 
     def log_weight(self, i: int, bath: bool, dynamics: Dynamics[State] | None = None) -> Tensor:
@@ -269,8 +259,7 @@ class _Samples(Generic[State]):
     def reweighted(self, i: int, observable: TimeAverage, bath: bool, largest: float) -> Chunk:
         """Compute one chunk's means of w O and of w, and their derivatives.
 
-        Weights are relative to the largest of all chunks, which prevents overflow if a constant is
-        added to the energy, and does not change the ratio of the means.
+        Weights are relative to the largest of all chunks, so that none overflows.
         """
         parameters = self.simulation.dynamics.trainable()
         with torch.enable_grad():

@@ -72,30 +72,20 @@ class ScoreFunction(Estimator):
         dynamics, average = replicas.simulation.dynamics, replicas.average
         assert average is not None
         bath = depends_on_bath(dynamics, average.function, replicas.start)
-        final, runs, found = self._sample(replicas, average, self._moments(replicas, bath, about))
+        final, runs, found = self._sample(replicas, average, bath, about)
         if not bath and depends_on_bath(dynamics, average.function, final):
-            moments = self._moments(replicas, True, about)
-            _, more, found = self._sample(replicas, average, moments)
+            _, more, found = self._sample(replicas, average, True, about)
             runs += more
         return Chunk(found["O"], found["dO"], joined_stats(runs), found)
 
-    def _moments(self, replicas: Replicas[State], bath: bool, about: State) -> Moments:
-        """Make the moments about a start, or return the last ones if they are equal."""
-        function, last = replicas.function, self._known.get(bath)
-        assert function is not None
-        moments = Moments(replicas.simulation.dynamics, function, bath, about)
-        if last is None or not last.equals(moments):
-            last = self._known[bath] = moments
-        return last
-
     @torch.no_grad()
     def _sample(
-        self, replicas: Replicas[State], observable: TimeAverage, moments: Moments
+        self, replicas: Replicas[State], observable: TimeAverage, bath: bool, about: State
     ) -> tuple[State, list[dict[str, Any]], dict[str, Any]]:
-        """Run, and return the final state, the costs, and the moments.
-
-        The run has two parts, whose averages are compared to test for equilibrium.
-        """
+        """Run in two halves, and return the final state, the costs, and the moments."""
+        moments = Moments(replicas.simulation.dynamics, observable.function, bath, about)
+        known = self._known.setdefault(bath, moments)
+        moments = self._known[bath] = known if known.equals(moments) else moments
         skip = common_burn_in(self, self.burn_in, observable)
         steps = replicas.simulation.steps("ScoreFunction")
         last, first = steps.last, steps.first_averaged(skip)
@@ -121,7 +111,7 @@ class ScoreFunction(Estimator):
     ) -> dict[str, Any]:
         """Compute the covariance of every chunk about the means of all chunks.
 
-        The mean of these covariances is that of all samples, and their spread gives its error.
+        Their mean is the covariance of all samples, and their spread gives its error.
         """
         ess = ess_of([part.extra for part in parts], sizes)
         # Bessel's correction: the covariance about the sample mean is too small by the factor
@@ -155,10 +145,9 @@ def outer_mean(values: Tensor, grads: Tensor) -> Tensor:
 
 
 def ess_of(parts: list[dict[str, Any]], sizes: list[int]) -> float:
-    """Compute the effective sample size of the time averages, the minimum over entries.
+    """Compute the effective sample size of time averages, the smallest of all entries.
 
-    This is the variance of the observable over the variance of its mean, which comes from the
-    spread of the replicas' averages.
+    It is the variance of the observable over that of its mean over replicas.
     """
     each = torch.cat([part["each"] for part in parts])
     if len(each) < 2:

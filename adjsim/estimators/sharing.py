@@ -22,14 +22,13 @@ from adjsim.core.durable.manifest import (
     check_numbers,
     describe_module,
     describe_object,
-    tensor_fingerprint,
     versions,
 )
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.durable.store import Nested, Store, moved
 from adjsim.core.state import select
-from adjsim.core.trajectory import Final, TimeAverage
-from adjsim.estimators.replicas import Observable, Replicas, Simulation
+from adjsim.core.trajectory import TimeAverage
+from adjsim.estimators.replicas import Observable, Replicas, Simulation, state_function
 from adjsim.estimators.unchanged import Unchanged
 from adjsim.simulation.simulate import rates_at_start
 
@@ -48,10 +47,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Work:
-    """The ranks that share the parts of an estimate, and the store (or None) that keeps them.
-
-    ``unchanged`` checks, after each part, that the dynamics have not changed.
-    """
+    """The ranks that share the parts of an estimate, and the store (or None) that keeps them."""
 
     ranks: Ranks
     unchanged: Unchanged
@@ -109,8 +105,7 @@ def shared(
 ) -> Generator[Work, None, None]:
     """Check that all ranks compute the same, and hold the store while they do.
 
-    ``describe`` describes the computation, whose first replica tests whether its numbers are those
-    of the store.
+    The first replica tests whether numbers are those of the store.
     """
     simulation = replicas.simulation
     work = Work(ranks, Unchanged(simulation.dynamics))
@@ -151,7 +146,7 @@ def describe_computation(
 ) -> dict[str, str]:
     """Describe an estimate by all that its numbers depend on, but starts, chunks and seed."""
     settings = {name: x for name, x in vars(estimator).items() if not name.startswith("_")}
-    function = observable.function if isinstance(observable, TimeAverage | Final) else observable
+    function: Any = state_function(observable) or observable
     burn_in = f" after {observable.burn_in}" if isinstance(observable, TimeAverage) else ""
     return {
         "the computation": "an estimate",
@@ -163,15 +158,4 @@ def describe_computation(
         "the solver": describe_object(simulation.solver, "the solver"),
         "ts": describe_object(simulation.ts, "ts"),
         "compile": f"{simulation.compile}",
-    }
-
-
-def describe_estimate(estimator: Any, replicas: Replicas[Any], sizes: list[int]) -> dict[str, str]:
-    """Describe an estimate by all that its numbers depend on."""
-    starts = replicas.start._asdict().items()
-    return {
-        **describe_computation(estimator, replicas.simulation, replicas.observable),
-        **{f"{name} of the starts": tensor_fingerprint(x) for name, x in starts},
-        "the chunks": f"{sizes}",
-        "the seed": f"{replicas.noise and replicas.noise.seed}",
     }

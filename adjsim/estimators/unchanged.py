@@ -15,9 +15,8 @@ from adjsim.core.reading import Reading
 class Unchanged:
     """Refuses a module that another thread, or the observable, changes during an estimate.
 
-    Tensors are compared by their versions and contents, and other values by the key of compiled
-    loops, from the end of the first run on, since the first evaluation of a module may make tensors
-    and numbers.
+    Values other than tensors are compared from the end of the first run on, since the first
+    evaluation of a module may make some.
     """
 
     def __init__(self, module: nn.Module) -> None:

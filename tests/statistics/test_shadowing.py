@@ -14,7 +14,7 @@ from adjsim import TimeAverage
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.estimators.chaos.shadowing import Shadowing
 from adjsim.estimators.chaos.shadowing_sweep import (
-    Segments,
+    Cotangents,
     StepMap,
     averages,
     derivative,
@@ -146,7 +146,9 @@ def test_the_system_is_solved_as_by_a_dense_solve():
 
     half = random(count, replicas, basis, basis)
     metric = half @ half.mT + torch.eye(basis)
-    segments = Segments(
+    segments = Cotangents(
+        random(0),
+        random(0),
         metric,
         random(count, outputs, replicas, basis),
         random(count, replicas, basis, basis),
@@ -251,11 +253,10 @@ def test_intervals_cover_on_a_hyperbolic_map():
     assert 90 <= covered <= 99
     assert float(values.mean()) == pytest.approx(-0.5, abs=0.01)
     # With a combination that is not the smallest one the mean is another.
-    none = {"mixed": 0 * found.segments.mixed, "removed": 0 * found.segments.removed}
-    other = found._replace(segments=found.segments._replace(**none))
+    other = found._replace(mixed=0 * found.mixed, removed=0 * found.removed)
     lost = float(derivative(steps, states, other, 0.0, {"s": s})["s"])
     assert abs(lost + 0.5) > 4 * float(values.std()) / math.sqrt(values.numel())
-    rates = found.segments.triangles[..., 0, 0].abs().log().mean() / length
+    rates = found.triangles[..., 0, 0].abs().log().mean() / length
     # The exponent of the cat map: the logarithm of the square of the golden ratio.
     # A random vector takes a few of the 200 steps to turn into its direction.
     assert float(rates) == pytest.approx(2 * math.log((1 + math.sqrt(5)) / 2), rel=0.01)

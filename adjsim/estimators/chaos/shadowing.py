@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -119,7 +119,9 @@ class Shadowing(ChunkedEstimator):
             raise TypeError(f"Shadowing takes RungeKutta(method, dt), not {simulation.solver!r}.")
         self._count(simulation, observable)
 
-    def _count(self, simulation: Simulation[State], observable: TimeAverage) -> _Counts:
+    def _count(
+        self, simulation: Simulation[State], observable: TimeAverage
+    ) -> tuple[int, int, int]:
         """Count the steps of the burn-in, of a segment and of all segments."""
         steps = simulation.steps("Shadowing")
         dt = steps.dt
@@ -129,18 +131,18 @@ class Shadowing(ChunkedEstimator):
             raise ValueError(
                 f"segment = {self.segment:g} must be a multiple of the step, dt = {dt:g}."
             )
-        if (steps.last - skip) % length or steps.last - skip < 2 * length:
+        count = steps.last - skip
+        if count % length or count < 2 * length:
             raise ValueError(
-                f"the run after the burn-in takes {(steps.last - skip) * dt:g}, which must be two "
-                f"or more segments of {self.segment:g}, without a rest."
+                f"the run after the burn-in takes {count * dt:g}, which must be two or more "
+                f"segments of {self.segment:g}, without a rest."
             )
-        return _Counts(skip, length, steps.last - skip)
+        return skip, length, count
 
     def chunks(self, request: Request[State], drawn: Replicas[State], work: Work) -> list[Chunk]:
-        """Sweep all replicas at once, and take the derivatives of each chunk.
+        """Sweep all replicas at once, or with several ranks or a store each chunk alone.
 
-        With several ranks, or a store, each chunk has a sweep of its own, whose last bits can
-        differ: a matrix product may be rounded in another way for another number of rows.
+        The last bits can differ: a matrix product of fewer rows may be rounded in another way.
         """
         if work.ranks.size > 1 or work.store is not None:
             return super().chunks(request, drawn, work)
@@ -156,7 +158,8 @@ class Shadowing(ChunkedEstimator):
         solver = simulation.solver
         assert average is not None
         assert isinstance(solver, RungeKutta)
-        counts, begin = self._count(simulation, average), float(simulation.ts[0])
+        begin = float(simulation.ts[0])
+        skip, length, count = self._count(simulation, average)
         # What is computed is a reading, as in a run.
         with torch.enable_grad():
             reading, leaves, dynamics, _ = check_rates(
@@ -173,23 +176,23 @@ class Shadowing(ChunkedEstimator):
             )
         refuse_time(dynamics, simulation.ts, starts)
         steps, shape = step_map(dynamics, solver, begin, record, starts)
-        if counts.skip:
-            y = last_finite(trajectory(steps, y, counts.skip), 0, steps.h)
-        states = trajectory(steps, y, counts.steps)
-        last_finite(states, counts.skip, steps.h)
+        if skip:
+            y = last_finite(trajectory(steps, y, skip), 0, steps.h)
+        states = trajectory(steps, y, count)
+        last_finite(states, skip, steps.h)
         refuse_rest(steps, states)
         widths = [x.shape[-1] for x in starts]
-        for i in torch.linspace(0, counts.steps, 4, dtype=torch.float64).long().tolist():
+        for i in torch.linspace(0, count, 4, dtype=torch.float64).long().tolist():
             refuse_time(dynamics, simulation.ts, type(starts)._make(states[i].split(widths, -1)))
         mean = averages(steps, states)
-        found = sweep(steps, states, mean, counts.length, self.unstable)
+        found = sweep(steps, states, mean, length, self.unstable)
         growth = _growth(found)
         if growth > LARGEST_GROWTH:
             raise divergence(f"by a factor of {growth:.1g}", self.unstable)
         parameters = reading.trainable(leaves)
-        passes = counts.skip + 3 * counts.steps + 2 * counts.length * len(slices)
+        passes = skip + 3 * count + 2 * length * len(slices)
         evaluations = passes * len(solver.tableau.b)
-        sizes = found.segments.triangles.diagonal(dim1=-2, dim2=-1).abs()
+        sizes = found.triangles.diagonal(dim1=-2, dim2=-1).abs()
         parts: list[Chunk] = []
         for part in slices:
             grads = derivative(
@@ -209,7 +212,6 @@ class Shadowing(ChunkedEstimator):
     def combine(
         self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
     ) -> dict[str, Any]:
-        # (segments, replicas, M)
         rates = torch.cat([part.extra for part in parts], 1)
         exponents, errors, spread = _exponents(rates, self.segment)
         values, size = exponents.tolist(), exponents.abs()
@@ -248,14 +250,6 @@ class Shadowing(ChunkedEstimator):
         rest = f", burn_in={self.burn_in:g}" if self.burn_in else ""
         rest += f", penalty={self.penalty:g}" if self.penalty else ""
         return f"Shadowing({self.unstable}, {self.segment:g}{rest})"
-
-
-class _Counts(NamedTuple):
-    """Numbers of steps: of the burn-in, of a segment, and of all segments."""
-
-    skip: int
-    length: int
-    steps: int
 
 
 def _growth(found: Cotangents) -> float:

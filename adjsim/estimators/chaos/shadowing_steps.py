@@ -12,6 +12,7 @@ from adjsim.core.trajectory import TimeAverage
 from adjsim.core.typing import Times
 from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.chaos.shadowing_sweep import StepMap
+from adjsim.estimators.replicas import checked
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta, increment
 
 # The number of states of a run at which its rate is looked at.
@@ -24,11 +25,7 @@ SETTLED = 0.05
 def step_map(
     dynamics: Dynamics[Any], solver: RungeKutta, t: float, observable: TimeAverage, start: Any
 ) -> tuple[StepMap, torch.Size]:
-    """Write the steps of a dynamics as a map of the fields joined into one tensor.
-
-    The field does not depend on the time t. ``start`` has states of all replicas. The second result
-    is the shape of the observable of one system.
-    """
+    """Write the steps as a map of the joined fields; also return the shape of the observable."""
     kind = type(start)
     widths = [x.shape[-1] for x in start]
 
@@ -45,13 +42,8 @@ def step_map(
         return torch.cat(tuple(dynamics.drift(t, unpack(y))), -1).reshape(y.shape)
 
     def observe(y: Tensor) -> Tensor:
-        value, states = observable.function(unpack(y)), y.shape[:-1].numel()
-        if value.shape[:1] != (states,):
-            raise ValueError(
-                f"the observable has shape {tuple(value.shape)}; its leading axis must be the "
-                f"{states} states."
-            )
-        return value.reshape(*y.shape[:-1], -1)
+        states = unpack(y)
+        return checked(observable.function(states), states).reshape(*y.shape[:-1], -1)
 
     with torch.no_grad():
         shape = observable.function(start).shape[1:]
@@ -86,10 +78,7 @@ def refuse_rest(steps: StepMap, states: Tensor) -> None:
 
 @torch.no_grad()
 def refuse_time(dynamics: Dynamics[State], ts: Times, state: State) -> None:
-    """Refuse a field that depends on the time at a state.
-
-    The times are at random, so that no period is missed.
-    """
+    """Refuse a field that depends on the time, at random times, so that no period is missed."""
     begin, end = float(ts[0]), float(ts[-1])
     shares = torch.rand(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     first = dynamics.drift(begin, state)
@@ -103,10 +92,7 @@ def refuse_time(dynamics: Dynamics[State], ts: Times, state: State) -> None:
 
 
 def last_finite(states: Tensor, before: int, dt: float) -> Tensor:
-    """Return the last state, or refuse a run that left the finite numbers, naming the step.
-
-    ``before`` is the number of steps before the first of the states.
-    """
+    """Return the last state, or refuse a run that, after ``before`` steps, is not finite."""
     finite = torch.isfinite(states).flatten(1).all(1)
     if not bool(finite.all()):
         step = before + int((~finite).nonzero()[0])

@@ -11,20 +11,6 @@ import torch
 from torch import Tensor
 
 
-class Segments(NamedTuple):
-    """The sums over K segments of R trajectories, with M basis cotangents and m observables.
-
-    ``metric`` and ``mixed`` are the integrals C_i of ``W^T W`` and d_i of ``W^T v``. ``triangles``
-    are R_i of the orthonormalisation at the start of segment i, and ``removed`` the components b_i
-    taken from v there. C and R are ``(K, R, M, M)``, d and b ``(K, m, R, M)``.
-    """
-
-    metric: Tensor
-    mixed: Tensor
-    triangles: Tensor
-    removed: Tensor
-
-
 @dataclass(frozen=True)
 class StepMap:
     """The steps of a flow or a map on states ``(*batch, n)``, and an observable.
@@ -40,24 +26,26 @@ class StepMap:
 
 
 class Cotangents(NamedTuple):
-    """The cotangents at the ends of K segments, and the sums over the segments.
+    """The cotangents at the ends of K segments of R trajectories, and sums over the segments.
 
-    The basis W is ``(K, M, R, n)``, and the particular v ``(K, m, R, n)``.
+    The basis W is ``(K, M, R, n)``, and the particular v of m observables ``(K, m, R, n)``.
+    ``metric`` and ``mixed`` are the integrals C_i of ``W^T W`` and d_i of ``W^T v``. ``triangles``
+    are R_i of the orthonormalisation at the start of segment i, and ``removed`` the components b_i
+    taken from v there. C and R are ``(K, R, M, M)``, d and b ``(K, m, R, M)``.
     """
 
     basis: Tensor
     particular: Tensor
-    segments: Segments
+    metric: Tensor
+    mixed: Tensor
+    triangles: Tensor
+    removed: Tensor
 
     def of(self, part: slice) -> Cotangents:
         """Return the cotangents of some of the trajectories, contiguous in memory."""
-        metric, mixed, triangles, removed = self.segments
-        segments = (metric[:, part], mixed[:, :, part], triangles[:, part], removed[:, :, part])
-        return Cotangents(
-            self.basis[:, :, part].contiguous(),
-            self.particular[:, :, part].contiguous(),
-            Segments(*(x.contiguous() for x in segments)),
-        )
+        matrices = ("metric", "triangles")
+        parts = [x[:, part] if k in matrices else x[:, :, part] for k, x in self._asdict().items()]
+        return Cotangents(*(x.contiguous() for x in parts))
 
 
 def divergence(grew: str, unstable: int) -> RuntimeError:
@@ -91,9 +79,7 @@ def averages(steps: StepMap, states: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sweep(
-    steps: StepMap, states: Tensor, mean: Tensor, length: int, unstable: int, seed: int = 0
-) -> Cotangents:
+def sweep(steps: StepMap, states: Tensor, mean: Tensor, length: int, unstable: int) -> Cotangents:
     """Propagate the basis and the particular cotangents backward, ``length`` steps a segment.
 
     ::
@@ -102,9 +88,6 @@ def sweep(
 
     At the end ``v = f (<J> - J)/|f|^2``, and W is random, orthonormal and orthogonal to f. Where a
     segment begins, f is taken out of W, ``W = Q R``, ``b = Q^T v``, and Q and v - Q b go on.
-
-    Raises:
-        DivergenceError: a cotangent is not finite.
     """
     last, outputs = len(states) - 1, mean.shape[-1]
     v = states.new_zeros((outputs, *states.shape[1:]))
@@ -112,7 +95,7 @@ def sweep(
         f = steps.rate(states[last])
         away = (mean - steps.observe(states[last])).movedim(-1, 0).unsqueeze(-1)
         v = v + f * away / f.square().sum(-1, keepdim=True)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     # One draw for all trajectories, so that none depends on the number of others.
     drawn = torch.randn(unstable, 1, states.shape[-1], generator=generator, dtype=torch.float64)
     drawn = drawn.to(states).expand(-1, states.shape[1], -1)
@@ -132,8 +115,7 @@ def sweep(
         removed = torch.einsum("jrn,mrn->mrj", w, v)
         v = v - torch.einsum("jrn,mrj->mrn", w, removed)
         ends.append((*ended, metric, mixed, triangle, removed))
-    basis, particular, *sums = (torch.stack(x) for x in zip(*reversed(ends), strict=True))
-    return Cotangents(basis, particular, Segments(*sums))
+    return Cotangents(*(torch.stack(x) for x in zip(*reversed(ends), strict=True)))
 
 
 def derivative(
@@ -145,12 +127,12 @@ def derivative(
 ) -> dict[str, Tensor]:
     """Compute the shadowing derivatives of the averages, averaged over the trajectories.
 
-    With the cotangent ``v + W a`` at the end of each segment the segments are independent, so all
-    of them go backward at once, with one cotangent each. The results are ``(m, *parameter)``.
+    With the cotangent ``v + W a`` at their ends the segments are independent, so all of them go
+    backward at once. The results are ``(m, *parameter)``.
     """
     ends = found.particular
     if found.basis.shape[1]:
-        a = solve_segments(found.segments, penalty)
+        a = solve_segments(found, penalty)
         ends = ends + torch.einsum("kjrn,kmrj->kmrn", found.basis, a)
     parts = states[:-1].unflatten(0, (len(ends), -1))
     weight = 1 / ((len(states) - 1) * steps.h * states.shape[1])
@@ -172,7 +154,7 @@ def derivative(
     }
 
 
-def solve_segments(segments: Segments, penalty: float) -> Tensor:
+def solve_segments(found: Cotangents, penalty: float) -> Tensor:
     """Minimise the size of the combined cotangent along the trajectory.
 
     ::
@@ -183,7 +165,7 @@ def solve_segments(segments: Segments, penalty: float) -> Tensor:
     ``(E C^-1 E^T + penalty I) mu = -b - E C^-1 d``, a block-tridiagonal system with K - 1 blocks of
     size M, and ``a = -C^-1 (d + E^T mu)``, ``(K, m, R, M)``.
     """
-    metric, d, r, b = segments
+    _, _, metric, d, r, b = found
     count = len(metric)
     inverse = torch.linalg.inv(metric)
     # Vectors are columns from here on, with the observables as columns beside each other.
@@ -206,10 +188,8 @@ def solve_segments(segments: Segments, penalty: float) -> Tensor:
         multipliers[i] = torch.linalg.solve(
             pivots[i - 1], sides[i - 1] + carried[i] @ multipliers[i + 1]
         )
-    found = [
-        -inverse[i] @ (d[i] + multipliers[i + 1] - r[i].mT @ multipliers[i]) for i in range(count)
-    ]
-    return torch.stack(found).movedim(-1, 1)
+    a = [-inverse[i] @ (d[i] + multipliers[i + 1] - r[i].mT @ multipliers[i]) for i in range(count)]
+    return torch.stack(a).movedim(-1, 1)
 
 
 def _back(steps: StepMap, state: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,15 +22,6 @@ def flatten(fields: Iterable[Tensor], axes: int) -> Tensor:
     return torch.cat([x.reshape(*x.shape[:axes], -1) for x in fields], -1)
 
 
-def like_fields(flat: Tensor, state: AnyState, axes: int) -> list[Tensor]:
-    """Split the last axis of N numbers into fields of a state with so many axes of its batch."""
-    parts = flat.split([x.shape[axes:].numel() for x in state], -1)
-    return [
-        part.reshape(*flat.shape[:-1], *x.shape[axes:])
-        for part, x in zip(parts, state, strict=True)
-    ]
-
-
 def start_basis(state: AnyState, axes: int, count: int) -> Tensor:
     """Return random orthonormal columns ``(*batch, N, count)``, the same for every system."""
     first, generator = state[0], torch.Generator().manual_seed(0)
@@ -78,7 +69,8 @@ class TangentDriver:
     def push(self, number: int, state: State, columns: Tensor) -> tuple[State, Tensor]:
         """Take step number ``number``, and return the state after it and DPhi times columns."""
         axes, count = columns.ndim - 2, columns.shape[-1]
-        tangents = like_fields(columns.movedim(-1, 0), state, axes)
+        parts = columns.movedim(-1, 0).split([x.shape[axes:].numel() for x in state], -1)
+        tangents = [part.reshape(count, *x.shape) for part, x in zip(parts, state, strict=True)]
         with torch.enable_grad():
             before = self._copies(state, count)
             before = type(state)._make(x.requires_grad_() for x in before)
@@ -119,11 +111,7 @@ class TangentDriver:
 
 
 class TangentRecorder:
-    """An observer that reads a driver at given steps.
-
-    ``growth`` and ``triangles`` are those of the driver for each interval. ``bases`` are the
-    columns at each step.
-    """
+    """An observer that reads growth, triangles and basis of a driver at given steps."""
 
     def __init__(self, driver: TangentDriver, steps: Sequence[int], vectors: bool) -> None:
         self.driver, self.vectors = driver, vectors

@@ -164,8 +164,16 @@ def fit(
     runs = _Runs(simulation, observable, estimators, sizes, seeds)
     estimators[0].check(simulation, observable)
     if ranks.size > 1:
-        settings = {"iterations": f"{iterations}", "largest_change": f"{largest_change}"}
-        ranks.agree({**runs.describe(), **data.describe(), **settings})
+        about = {
+            **describe_computation(estimators[0], simulation, observable),
+            **data.describe(),
+            "the starts": describe_function(simulation.initial, "the starts"),
+            "the chunks": f"{sizes}",
+            "the seeds": f"{seeds}",
+            "iterations": f"{iterations}",
+            "largest_change": f"{largest_change}",
+        }
+        ranks.agree(about)
     history, begun = list[Iteration](), time.perf_counter()
     with progress_bar(progress and ranks.first) as bar:
         task = bar.add_task("fitting", total=iterations * len(sizes), doing="")
@@ -215,21 +223,9 @@ class _Runs(NamedTuple):
     sizes: list[int]
     seeds: list[int]
 
-    def describe(self) -> dict[str, str]:
-        """Describe the runs by everything that their numbers depend on."""
-        return {
-            **describe_computation(self.estimators[0], self.simulation, self.observable),
-            "the starts": describe_function(self.simulation.initial, "the starts"),
-            "the chunks": f"{self.sizes}",
-            "the seeds": f"{self.seeds}",
-        }
-
 
 class _Evaluation(NamedTuple):
-    """The curve at the present parameters, the step that it proposes, and the estimator's warnings.
-
-    ``doubts`` are reasons why the step may be wrong.
-    """
+    """The curve, the step that it proposes, and reasons not to trust the curve, or the step."""
 
     value: Tensor
     stderr: Tensor
@@ -279,8 +275,7 @@ def _evaluate(
         "replicas": sum(sizes),
         "equilibration": None,
     }
-    warnings = replace(found[0], diagnostics=info).warnings
-    doubts: list[str] = list(step.doubts)
+    warnings, doubts = replace(found[0], diagnostics=info).warnings, list(step.doubts)
     drifts: list[Any] = [made.diagnostics.get("drift") for made in found]
     if all(x is not None for x in drifts):
         doubts += _drifting(torch.stack(drifts).double().cpu(), data.weight, step.response)

@@ -47,10 +47,9 @@ class Target(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The step of the parameters, ``(p,)``, and their covariance.
+    """The step of the parameters, ``(p,)``, their covariance, and reasons to doubt the step.
 
-    ``response`` is the change of the parameters with the target, ``(p, n)``, and ``doubts`` are
-    reasons why the step may be wrong.
+    ``response`` is the change of the parameters with the target, ``(p, n)``.
     """
 
     change: Tensor
@@ -97,8 +96,7 @@ def gauss_newton(g: Tensor, J: Tensor, share: Tensor, target: Target) -> Step:
 def chance_of_drift(drift: Tensor, response: Tensor) -> float:
     """Compute the probability, at equilibrium, of as large a difference of the two halves of runs.
 
-    The difference of the curves of each chunk, ``(K, n)``, is one of the parameters, z = response
-    drift. Let m and C be the mean and the covariance of z over chunks. Then Hotelling's
+    With m and C, the mean and the covariance over chunks of z = response drift, Hotelling's
     T^2 = K m^T C^-1 m is distributed as p (K - 1) / (K - p) times F of p and K - p degrees of
     freedom. With no more chunks than parameters nothing is known, and the result is 1.
     """
@@ -118,12 +116,10 @@ def chance_of_drift(drift: Tensor, response: Tensor) -> float:
 
 
 def _inverse(M: Tensor) -> Tensor | None:
-    """Return the inverse of a matrix that is positive definite, and otherwise None.
-
-    It is scaled to ones on the diagonal first, since parameters have different units.
-    """
+    """Return the inverse of a matrix that is positive definite, and otherwise None."""
     if not bool((M.diagonal() > 0).all()):
         return None
+    # Scaled to ones on the diagonal, since parameters have different units.
     scale = M.diagonal().sqrt()
     units = scale * scale[:, None]
     eigenvalues, vectors = torch.linalg.eigh(M / units)
