@@ -317,7 +317,8 @@ def refuse_no_equation(solver: object, dynamics: Dynamics[Any], *, noise: bool =
                 "splitting."
             )
     if dynamics.stochastic and not noise:
+        steps = "EulerMaruyama(dt), StochasticHeun(dt)"
+        others = steps if dynamics.potential is None else "a splitting"
         raise TypeError(
-            f"{solves} has no noise, and {name} has: use SDESolver(dt=...), EulerMaruyama(dt) or a "
-            "splitting."
+            f"{solves} has no noise, and {name} has: use {others} or SDESolver(dt=...)."
         )
