@@ -22,13 +22,24 @@ def positive(name: str, value: float | int) -> float:
     return number
 
 
-def positions(what: str, position: PositionsLike, dim: int | None = None) -> Tensor:
-    """Convert positions ``(*batch, atoms, dim)``, and refuse another shape or dimension."""
+def points(name: str, value: Array, what: str) -> Tensor:
+    """Convert the numbers ``(n,)`` at which a distribution is evaluated."""
+    with outside_tracing():
+        at = as_tensor(name, value)
+    if at.ndim != 1 or len(at) == 0:
+        raise ValueError(f"{name} must be (n,) {what}; got shape {tuple(at.shape)}.")
+    return at
+
+
+def positions(
+    what: str, position: PositionsLike, dim: int | None = None, *, atoms: int = 1, least: int = 1
+) -> Tensor:
+    """Convert positions ``(*batch, atoms, dim)``; refuse too few atoms or another dimension."""
     q = as_tensor("position", position)
-    if q.ndim < 2 or q.shape[-2] == 0 or q.shape[-1] == 0:
+    if q.ndim < 2 or q.shape[-2] < atoms or q.shape[-1] < least:
         raise ValueError(
-            f"position of {what} must be (*batch, atoms, dim) of at least one atom; got shape "
-            f"{tuple(q.shape)}."
+            f"position of {what} must be (*batch, atoms, dim) with atoms >= {atoms} and dim >= "
+            f"{least}; got shape {tuple(q.shape)}."
         )
     if dim is not None and q.shape[-1] != dim:
         raise ValueError(f"{what} is for {dim} dimensions; position has {q.shape[-1]}.")

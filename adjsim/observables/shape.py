@@ -166,11 +166,9 @@ def distance_rmsd(
     Raises:
         ValueError: a reference of another size, an index out of range, a single atom.
     """
-    q = positions("distance_rmsd", position)
+    q = positions("distance_rmsd", position, atoms=2 if pairs is None else 1)
     y, cell = reference_like(q, reference), optional_box(box)
     if pairs is None:
-        if q.shape[-2] < 2:
-            raise ValueError("distance_rmsd needs at least two atoms; position has one.")
         now, then = (length(all_pairs(x, cell).vector.transpose(-1, -2)) for x in (q, y))
     else:
         first, second = members("pairs", pairs, 2, q).unbind(-1)

@@ -168,6 +168,7 @@ class _Sum(Evaluated):
     """The parts of a sum, which have one box."""
 
     kinds: ClassVar[tuple[str, str]]
+    refused: ClassVar[tuple[type, ...]] = ()
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
@@ -175,16 +176,13 @@ class _Sum(Evaluated):
         if not parts:
             raise ValueError(f"a sum of {summed} needs at least one part.")
         for part in parts:
-            if not self._takes(part):
+            if not isinstance(part, nn.Module) or isinstance(part, self.refused):
                 raise TypeError(
                     f"a part of a sum of {summed} is {kind}; got a {type(part).__name__}."
                 )
         self.parts = nn.ModuleList(_flat(parts))
         share_box(self)
         self.validate()
-
-    def _takes(self, part: Any) -> bool:
-        return isinstance(part, nn.Module)
 
     def terms(self) -> list[nn.Module]:
         return list(self.parts)
@@ -210,9 +208,7 @@ class SumPotential(_Sum, Potential):
     """
 
     kinds = "potentials", "a module with an energy"
-
-    def _takes(self, part: Any) -> bool:
-        return isinstance(part, nn.Module) and not isinstance(part, ForceField)
+    refused = (ForceField,)
 
     @property
     def box(self) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_indices, outside_inference_mode
 from adjsim.core.box import Periodic, nearest_image
-from adjsim.core.coordinates import Coordinate, Vector, combined, scaled, subtracted
+from adjsim.core.coordinates import Coordinate, Distance, Vector, combined, scaled, subtracted
 from adjsim.core.declared import Declaring
 from adjsim.core.layout import is_tracing
 from adjsim.core.parameters import register
@@ -43,9 +43,10 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
             between atoms of a term is to the nearest image.
 
     Attributes:
-        members: the number of atoms of a term.
-        steps: the places in a term, first and last, of each displacement; -1 is a fixed point.
-        coordinate: the internal coordinate of these displacements, see
+        members: the number of atoms of a term, by default 2.
+        steps: the places in a term, first and last, of each displacement, by default from atom 0 to
+            atom 1; -1 is a fixed point.
+        coordinate: the internal coordinate of these displacements, by default the distance, see
             :mod:`adjsim.core.coordinates`.
 
     Raises:
@@ -54,9 +55,9 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
             that the position does not have.
     """
 
-    members: ClassVar[int]
-    steps: ClassVar[tuple[tuple[int, int], ...]]
-    coordinate: ClassVar[type[Coordinate]]
+    members: ClassVar[int] = 2
+    steps: ClassVar[tuple[tuple[int, int], ...]] = ((0, 1),)
+    coordinate: ClassVar[type[Coordinate]] = Distance
     dim: ClassVar[int | None] = None
     within_molecules = True
 
@@ -113,10 +114,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
     def parameter_vjp(
         self, x: Coordinate, rate: Tensor, position: Tensor, v: Tensor
     ) -> DeferredVJP:
-        """Return the product of v with the derivative of the force by the parameters.
-
-        ``rate`` is the derivative of the coordinate along v.
-        """
+        """Return v times the force's derivative by parameters; x has the ``rate`` along v."""
         return DeferredVJP(self, self.slope, -rate, x.value)
 
     def virial(self, position: Positions) -> Tensor:
@@ -197,10 +195,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
     def register_term_parameter(
         self, name: str, value: Number, *, columns: tuple[int, ...] = (), **rule: Any
     ) -> None:
-        """Store a parameter: a number, one for each term or one for each type.
-
-        ``columns`` is the shape of the parameter of one term, and ``rule`` that of the number.
-        """
+        """Store a parameter; ``columns`` is its shape for one term, ``rule`` that of numbers."""
         register(self, name, value, **rule)
         self._columns[name] = columns
         count = self._check_parameter(name)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.coordinates import Coordinate, Distance, Vector, subtracted
+from adjsim.core.coordinates import Coordinate, Vector, subtracted
 from adjsim.core.declared import declared
 from adjsim.core.parameters import register
 from adjsim.core.rounding import UNROUNDED
@@ -22,8 +22,6 @@ class Restraint(BondedPotential):
 
     members = 1
     steps = ((-1, 0),)
-    coordinate = Distance
-
     shapes_of_declared = "a number, one for each restrained atom or one for each type"
 
     k: Tensor = declared("stiffness, energy / length^2")

@@ -38,10 +38,10 @@ class Selection(nn.Module):
     def transpose(self, x: Tensor, length: int | None = None) -> Tensor:
         """Sum ``(*batch, entries)`` to ``(*batch, count)``, with zeros behind up to a length."""
         total, rest = self._mapped(x, True), 0 if length is None else length - self.count
-        if rest > 0:
-            none = torch.zeros_like(total[..., :1]).expand(*total.shape[:-1], rest)
-            total = torch.cat([total, none], -1)
-        return total
+        if rest <= 0:
+            return total
+        none = torch.zeros_like(total[..., :1]).expand(*total.shape[:-1], rest)
+        return torch.cat([total, none], -1)
 
     def _mapped(self, x: Tensor, sums: bool) -> Tensor:
         # The index and the tables are all buffers of the module.

@@ -53,7 +53,12 @@ class SurfaceContact(nn.Module, ABC):
             )
         self.surface, self.penalty = surface, penalty
         with outside_inference_mode():
-            chosen = None if index is None else _mask(index)
+            chosen: Tensor | None = None
+            if index is not None:
+                # Which vertices, up to the last one of the index, are in it.
+                found = as_vertices(index)
+                chosen = torch.zeros(int(found.max()) + 1, dtype=torch.bool)
+                chosen[found] = True
             self.register_buffer("_chosen", chosen, persistent=False)
 
     @abstractmethod
@@ -295,11 +300,3 @@ def _joined(x: Vector, like: Tensor) -> Tensor:
     """Join coordinates to ``(*batch, atoms, dim)``, of which some may be constants."""
     row = (*like.shape[:-2], 1, like.shape[-2])
     return torch.cat([part.expand(row) for part in x], -2).transpose(-1, -2)
-
-
-def _mask(index: Array) -> Tensor:
-    """Return which vertices, up to the last one of the index, are in it."""
-    found = as_vertices(index)
-    chosen = torch.zeros(int(found.max()) + 1, dtype=torch.bool)
-    chosen[found] = True
-    return chosen

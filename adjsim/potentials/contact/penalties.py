@@ -13,8 +13,6 @@ from adjsim.potentials.products import Elementwise
 
 # Steps of the search for a gap: half of a digit in 53 remains.
 HALVINGS = 53
-
-
 # The rule of a number, or one for each vertex.
 VERTICES: dict[str, Any] = {
     "positive": True,

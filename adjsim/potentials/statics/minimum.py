@@ -277,8 +277,7 @@ class _Search:
 
         def energy(x: np.ndarray) -> tuple[float, np.ndarray]:
             q = place(x)
-            with torch.no_grad():
-                slope = -frame.restrict(force(self.potential, q))
+            slope = -frame.restrict(self.force(q))
             return (self._energy(q) - first) / work, slope * (length / work)
 
         options = {"maxiter": self.max_iterations, "ftol": 0.0, "gtol": 0.0, "maxcor": 30}
