@@ -17,7 +17,7 @@ from adjsim.core.parameters import register
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import ClosedForm
-from adjsim.potentials.bonded.selection import Selection
+from adjsim.potentials.bonded.selection import Selection, as_members
 from adjsim.potentials.products import DeferredVJP, Elementwise, Pullback, with_fewer_axes
 
 # Atoms of the largest system, which bounds the tables of atoms.
@@ -75,10 +75,13 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
         box: Array | None = None,
         **named: Number,
     ) -> None:
-        given = self.given(values, named)
+        numbers = self.given(values, named)
         super().__init__()
         with outside_inference_mode():
-            found = _checked_index(index, self.members)
+            given = as_indices("index", index)
+            column = self.members == 1 and given.ndim == 1
+            found = given.unsqueeze(-1) if column else given
+            found = as_members("index", found, self.members, MOST_ATOMS)
             # Tables are made of index and types, so these are not part of the saved state.
             self.register_buffer("index", found, persistent=False)
             self.register_buffer(
@@ -91,7 +94,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
             # The middle atom of an angle has no part in a spring between the ends.
             self.used = sorted({p for step in self.steps for p in step if p >= 0})
             self.atoms = Selection(found[:, self.used].T.flatten(), self._most + 1)
-        self.store(given, self.register_term_parameter)
+        self.store(numbers, self.register_term_parameter)
 
     def forward(self, position: Positions) -> Energies:
         return self.element(self.geometry(position).value).sum((-1, -2))
@@ -209,8 +212,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
         super().validate()
         self.check_settings()
         name, types, index = type(self).__name__, self.types, self.index
-        index = index if len(self.used) == self.members else index[:, self.used]
-        if not torch.equal(self.atoms.index.reshape(len(self.used), -1).T, index):
+        if not torch.equal(self.atoms.index.reshape(len(self.used), -1).T, index[:, self.used]):
             raise ValueError(f"the index of {name} has changed since it was made: make it again.")
         made: list[Any] = list(self.by_type.values())
         if not all(types is not None and torch.equal(x.index, types) for x in made):
@@ -261,32 +263,6 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
 def whole(vector: Vector) -> Tensor:
     """Join the coordinates of a vector, ``(*batch, dim, terms)``."""
     return vector[0] if len(vector) == 1 else torch.cat(list(vector), -2)
-
-
-def _checked_index(index: Array, members: int) -> Tensor:
-    found = as_indices("index", index)
-    if members == 1 and found.ndim == 1:
-        found = found.unsqueeze(-1)
-    if found.ndim != 2 or found.shape[1] != members or len(found) == 0:
-        raise ValueError(
-            f"index must be (terms, {members}), the atoms of each term, with at least one term; "
-            f"got shape {tuple(found.shape)}."
-        )
-    wrong = (found < 0) | (found >= MOST_ATOMS)
-    if bool(wrong.any()):
-        term, place = divmod(int(wrong.flatten().int().argmax()), members)
-        raise ValueError(
-            f"index must be atoms from 0 to {MOST_ATOMS - 1}; term {term} names atom "
-            f"{int(found[term, place])}."
-        )
-    ordered = found.sort(-1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
-    if bool(twice.any()):
-        term = int(twice.int().argmax())
-        raise ValueError(
-            f"the atoms of a term must be different; term {term} is {found[term].tolist()}."
-        )
-    return found
 
 
 def _checked_types(types: Array, index: Tensor) -> Tensor:

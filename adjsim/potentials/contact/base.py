@@ -91,17 +91,11 @@ class SurfaceContact(nn.Module, ABC):
         return torch.zeros_like(position)
 
     def largest_curvature(self, atoms: int, energy: float | None = None) -> Tensor:
-        """Compute the largest curvature of the penalty at each vertex, ``(atoms,)``.
-
-        See :meth:`Penalty.largest_curvature`. Vertices not in ``index`` have zero.
-        """
+        """Compute :meth:`Penalty.largest_curvature` of each vertex, ``(atoms,)``."""
         return self._masked(self.penalty.largest_curvature(energy).expand(atoms))
 
     def margin(self, position: Positions, t: Any = 0.0) -> Tensor | None:
-        """Compute how much lower the gap of each vertex may be, ``(*batch, atoms)``.
-
-        None: the penalty allows any gap.
-        """
+        """Compute how much lower each gap may be, ``(*batch, atoms)``; None: without a limit."""
         lowest = self.penalty.lowest
         if lowest is None:
             return None

@@ -178,10 +178,7 @@ class ElasticPotential(ClosedForm, inherits_forces=True):
         return _Strained(mu, lam, stretch, inverse, f, self.material(f))
 
     def element_numbers(self, x: Tensor) -> list[Tensor]:
-        """Compute V mu, V lambda, and s along each axis if the rest shape is stretched.
-
-        Each is ``(elements,)``, or a number.
-        """
+        """Compute V mu, V lambda and, of a stretched shape, s along each axis."""
         given = [self.youngs_modulus, self.poissons_ratio]
         if self.rest_stretch is not None:
             given += self.rest_stretch.unbind(-1)

@@ -70,11 +70,7 @@ class Matrix:
         )
 
     def cofactors(self) -> Matrix:
-        """Compute the derivative of the determinant, in two or three dimensions.
-
-        Its components are polynomials, so that it is finite for every matrix. In three dimensions
-        its rows are the vector products of the other two rows.
-        """
+        """Compute the derivative of the determinant, polynomials that are always finite."""
         if len(self) == 2:
             (a, b), (c, d) = self
             return Matrix([[d, -c], [-b, a]])

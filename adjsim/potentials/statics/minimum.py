@@ -16,6 +16,7 @@ from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import check_position
 from adjsim.core.typing import Positions, PositionsLike
 from adjsim.potentials.base import ForceField, force
+from adjsim.potentials.bonded.selection import check_range
 from adjsim.potentials.statics.curvature import (
     DENSE,
     DenseInverse,
@@ -144,12 +145,7 @@ def _free(fixed: Any, atoms: int) -> Tensor:
         free = ~mask
     elif len(given):
         index = as_indices("fixed", given).cpu().reshape(-1)
-        outside = index[(index < 0) | (index >= atoms)]
-        if len(outside):
-            raise ValueError(
-                f"fixed holds {int(outside[0])}, and there are {atoms} atoms, from 0 to "
-                f"{atoms - 1}."
-            )
+        check_range("fixed", index, atoms)
         free[index] = False
     if not bool(free.any()):
         raise ValueError("all atoms are fixed, so there is nothing to minimise: leave one free.")
@@ -211,10 +207,7 @@ class _Search:
         )
 
     def pseudo_inverse(self, q: Tensor, near: PseudoInverse | None = None) -> PseudoInverse:
-        """Make the pseudo-inverse of the Hessian at a position ``(atoms, dim)``.
-
-        The pattern of zeros of the pseudo-inverse at a position nearby is tried first.
-        """
+        """Make the pseudo-inverse of the Hessian, first with the zeros of that ``near`` q."""
         hessian = Hessian(self.potential, q, self.free)
         size, known = hessian.shape[0], near.matrix if isinstance(near, LocalInverse) else None
         if size > min(DENSE, LOCAL) and (near is None or known is not None):
