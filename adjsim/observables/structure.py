@@ -43,12 +43,8 @@ def radius_of_gyration(position: PositionsLike) -> Energies:
 
 
 def pair_distances(position: PositionsLike, box: Array | None = None) -> Tensor:
-    """Compute the distances of all pairs i<j, to the nearest image in a box.
-
-    The result is ``(*batch, atoms (atoms - 1) / 2)``.
-    """
-    cell = optional_box(box)
-    return all_pairs(as_tensor("position", position), cell).distance
+    """Compute the distances of pairs i<j to nearest images, ``(*batch, atoms (atoms - 1) / 2)``."""
+    return all_pairs(as_tensor("position", position), optional_box(box)).distance
 
 
 def nearest_neighbour_distance(position: PositionsLike, box: Array | None = None) -> Energies:

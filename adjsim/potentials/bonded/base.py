@@ -166,10 +166,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
         return [[x.squeeze(-2) for x in d] for d in moved]
 
     def _pulls(self, x: Coordinate, slope: Tensor, rounding: Rounding) -> list[Vector]:
-        """Compute minus the derivative of the energy by each displacement.
-
-        Rounded, they are added and subtracted exactly, so that a sum over atoms is zero.
-        """
+        """Compute minus the energy's slope by displacements, rounded so that sums are exact."""
         pulls, rounding = [scaled(-slope, g) for g in x.gradient], with_fewer_axes(rounding, 1)
         return [[rounding.round(part) for part in pull] for pull in pulls]
 

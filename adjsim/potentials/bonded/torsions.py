@@ -35,9 +35,6 @@ class PeriodicTorsion(DihedralTerm):
         index: ``(torsions, 4)``, the atoms of each torsion. Several terms may name the same atoms.
         {parameters}
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
-
-    Raises:
-        ValueError: a periodicity that is not a positive integer.
     """
 
     k: Tensor = declared("half the height of the barrier, energy")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.derived import has_values, replaced
+from adjsim.core.derived import has_values, own_tensors, replaced
 from adjsim.core.layout import is_tracing, materialise_contiguous
 from adjsim.core.parameters import check_numbers, refuse_unknown
 from adjsim.core.reading import read
@@ -107,12 +107,8 @@ class Actuated(ForceField):
         """Return the parameter of the potential that a signal replaces."""
         potential, kind = self.potential, type(self.potential).__name__
         # Buffers that are not saved, such as volumes, follow from the arguments.
-        derived = potential._non_persistent_buffers_set
-        numbers = {
-            key: x
-            for key, x in {**potential._parameters, **potential._buffers}.items()
-            if x is not None and x.is_floating_point() and key not in derived
-        }
+        derived, own = potential._non_persistent_buffers_set, own_tensors(potential)
+        numbers = {k: x for k, x in own.items() if x.is_floating_point() and k not in derived}
         if name in numbers:
             return numbers[name]
         if getattr(potential, name, False) is None:

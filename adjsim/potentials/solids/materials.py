@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from adjsim.potentials.solids.base import ElasticPotential, Material
-from adjsim.potentials.solids.matrices import Matrix
-from adjsim.potentials.solids.rotation import rotation, rotation_along
+from adjsim.potentials.solids.matrices import Matrix, rotation, rotation_along
 
 
 class StVenantKirchhoffMaterial(Material):
@@ -56,9 +55,7 @@ class StVenantKirchhoff(ElasticPotential):
     bar pressed below 58 % of its length loses its resistance, and an inverted element does not
     return. :class:`NeoHookean` has neither fault.
 
-    Args:
-        mesh, youngs_modulus, poissons_ratio, rest_stretch: see
-            :class:`~adjsim.potentials.ElasticPotential`.
+    Arguments and errors are those of :class:`~adjsim.potentials.ElasticPotential`.
     """
 
     material = StVenantKirchhoffMaterial
@@ -105,9 +102,7 @@ class CorotatedLinear(ElasticPotential):
     values R is not unique and the force jumps; there it is that of one of the possible rotations,
     and R counts as constant. Within about 1e-3 of the norm of F of such an F, R is approximate.
 
-    Args:
-        mesh, youngs_modulus, poissons_ratio, rest_stretch: see
-            :class:`~adjsim.potentials.ElasticPotential`.
+    Arguments and errors are those of :class:`~adjsim.potentials.ElasticPotential`.
     """
 
     material = CorotatedMaterial
@@ -160,9 +155,7 @@ class NeoHookean(ElasticPotential):
     step or refine the mesh where this happens. Linear tetrahedra are too stiff in bending, and
     close to ``poissons_ratio`` = 1/2 (locking); refine until the result does not change.
 
-    Args:
-        mesh, youngs_modulus, poissons_ratio, rest_stretch: see
-            :class:`~adjsim.potentials.ElasticPotential`.
+    Arguments and errors are those of :class:`~adjsim.potentials.ElasticPotential`.
     """
 
     material = NeoHookeanMaterial

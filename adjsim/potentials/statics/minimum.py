@@ -15,7 +15,7 @@ from adjsim.core.reading import Reading
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import check_position
 from adjsim.core.typing import Positions, PositionsLike
-from adjsim.potentials.base import ForceField, force
+from adjsim.potentials.base import force, with_energy
 from adjsim.potentials.bonded.selection import check_range
 from adjsim.potentials.statics.curvature import (
     DENSE,
@@ -82,16 +82,14 @@ def minimize(
 
     Args:
         potential: energy module.
-        position: where to start, ``(*batch, atoms, dim)``. The fixed atoms stay there, and
-            gradients reach their positions. The minimum does not depend on the start of the others.
+        position: where to start, ``(*batch, atoms, dim)`` as the result. The fixed atoms stay
+            there, and gradients reach their positions. The minimum does not depend on the start of
+            the others.
         fixed: the atoms that are held: a mask ``(atoms,)`` or numbers of atoms; None: no atom.
         tol: the largest residual force component, relative to the largest curvature times a length:
             the extent of the atoms, or the largest displacement. A force that is left since the
             coordinates are rounded is always allowed.
         max_iterations: the largest number of iterations of the minimiser.
-
-    Returns:
-        The minimum, ``(*batch, atoms, dim)``.
 
     Raises:
         TypeError: a force without an energy.
@@ -102,11 +100,7 @@ def minimize(
             of the derivative's digits); a parameter or a fixed atom pushes along a flat direction;
             a load moves all atoms together, and nothing holds them.
     """
-    if isinstance(potential, ForceField):
-        raise TypeError(
-            f"{type(potential).__name__} is a force that need not come from an energy, so there is "
-            "no energy to minimise; give a potential."
-        )
+    potential = with_energy(potential)
     tol, max_iterations = as_number("tol", tol), as_whole("max_iterations", max_iterations)
     if not tol > 0 or max_iterations < 1:
         raise ValueError(
