@@ -17,13 +17,6 @@ from adjsim.observables.distributions import (
     radial_distribution,
     smooth_radial_distribution,
 )
-from adjsim.observables.moments import (
-    density,
-    dipole,
-    gyration_tensor,
-    principal_moments,
-    straightness,
-)
 from adjsim.observables.neighbours import neighbour_pairs as neighbour_pairs
 from adjsim.observables.proximity import (
     closest_distances,
@@ -42,9 +35,14 @@ from adjsim.observables.shape import (
 from adjsim.observables.structure import (
     bond_order,
     coordination_number,
+    density,
+    dipole,
+    gyration_tensor,
     nearest_neighbour_distance,
     pair_distances,
+    principal_moments,
     radius_of_gyration,
+    straightness,
     structure_factor,
 )
 from adjsim.observables.thermodynamics import (

@@ -66,10 +66,8 @@ def mean_with_error(series: Array) -> Mean:
     if x.ndim == 2 and x.shape[1] > 1:
         means = x.mean(0)
         stderr = float(means.std(correction=1)) / means.numel() ** 0.5
-        variance = float(x.var(correction=1))
-        return Mean(
-            float(means.mean()), stderr, variance / stderr**2 if stderr > 0 else float("inf")
-        )
+        ess = float(x.var(correction=1)) / stderr**2 if stderr > 0 else float("inf")
+        return Mean(float(means.mean()), stderr, ess)
     x = x.flatten()
     ess = len(x) / autocorrelation_time(x)
     return Mean(float(x.mean()), float(x.std(correction=1)) / ess**0.5, ess)

@@ -11,7 +11,7 @@ from adjsim.core.arguments import as_number, as_tensor, as_whole
 from adjsim.core.coordinates import Dihedral
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, Energies, PositionsLike
-from adjsim.observables.members import length, members, positions, vectors
+from adjsim.observables.members import length, members, points, positions, vectors
 from adjsim.observables.neighbours import optional_box, refuse_not_finite
 
 
@@ -92,13 +92,12 @@ def ramachandran(phi: Array, psi: Array, at: Array, *, width: float | int) -> Te
     torus is one. From phi and psi, ``(*batch, n)``, and ``(points,)`` angles of both axes, the
     result is ``(*batch, points, points)``, phi first.
     """
-    first, points = _angles("phi", phi, at)
-    second, _ = _angles("psi", psi, at)
+    (first, place), (second, _) = _angles("phi", phi, at), _angles("psi", psi, at)
     if first.shape != second.shape:
         raise ValueError(
             f"phi and psi must have one shape; got {tuple(first.shape)} and {tuple(second.shape)}."
         )
-    a, b = _kernels(first, points, width), _kernels(second, points, width)
+    a, b = _kernels(first, place, width), _kernels(second, place, width)
     return a.transpose(-1, -2) @ b / first.shape[-1]
 
 
@@ -122,13 +121,9 @@ def dihedral_histogram(angles: Array, bins: int) -> Tensor:
 
 def _angles(name: str, angles: Array, at: Array) -> tuple[Tensor, Tensor]:
     x = as_tensor(name, angles)
-    with outside_tracing():
-        points = as_tensor("at", at)
     if x.ndim < 1 or x.shape[-1] == 0:
         raise ValueError(f"{name} must be (*batch, n) of at least one; got {tuple(x.shape)}.")
-    if points.ndim != 1 or len(points) == 0:
-        raise ValueError(f"at must be (points,) angles; got shape {tuple(points.shape)}.")
-    return x, points.to(x)
+    return x, points("at", at, "angles").to(x)
 
 
 def _kernels(angles: Tensor, at: Tensor, width: float | int) -> Tensor:

@@ -12,7 +12,7 @@ from adjsim.core.arguments import as_number, as_tensor
 from adjsim.core.box import checked_box, volume
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, PositionsLike
-from adjsim.observables.members import positive
+from adjsim.observables.members import points, positions, positive
 from adjsim.observables.neighbours import (
     PairVectors,
     optional_box,
@@ -42,13 +42,12 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
     Raises:
         ValueError: fewer than two atoms, no frames, edges out of range.
     """
-    q = refuse_not_finite(as_tensor("position", position).detach())
+    q = refuse_not_finite(_fluid("radial_distribution", position, box).detach())
     bounds = as_tensor("edges", edges).detach().double().cpu()
     if bounds.ndim != 1 or len(bounds) < 2 or not bool((bounds[1:] > bounds[:-1]).all()):
         raise ValueError(
             f"edges must be at least two increasing distances; got shape {tuple(bounds.shape)}."
         )
-    _check_fluid("radial_distribution", q, box)
     if q.numel() == 0:
         raise ValueError(f"radial_distribution needs a frame; position has shape {tuple(q.shape)}.")
     cell = checked_box(box, float(bounds[-1]))
@@ -77,19 +76,14 @@ def smooth_radial_distribution(
     :func:`radial_distribution` is the exact histogram. Memory is that of n numbers for each pair.
 
     Args:
-        position: ``(*batch, atoms, 3)``.
+        position, box: as for :func:`radial_distribution`, except that frames are not averaged.
         r: ``(n,)`` distances, up to half the smallest perpendicular width of the box. Beyond this
             width there are no nearest images, so within three kernel widths of it the estimate is
             too low (by 2 width/L at the end of a cube's range).
-        box: ``(3,)`` or ``(3, 3)``.
         width: standard deviation of the kernel, length.
     """
-    q, width = as_tensor("position", position), positive("width", width)
-    with outside_tracing():
-        at = as_tensor("r", r)
-    if at.ndim != 1 or len(at) == 0:
-        raise ValueError(f"r must be (n,) distances; got shape {tuple(at.shape)}.")
-    _check_fluid("smooth_radial_distribution", q, box)
+    q = _fluid("smooth_radial_distribution", position, box)
+    at, width = points("r", r, "distances"), positive("width", width)
     with outside_tracing():
         largest = float(at.detach().max())
         cell, atoms = checked_box(box, largest), q.shape[-2]
@@ -142,15 +136,20 @@ def angular_distribution(
     Raises:
         ValueError: an argument out of range, or a system where no atom has two neighbours.
     """
-    q, at = as_tensor("position", position), _angles(angles)
+    q = positions("angular_distribution", position, least=2)
+    at = points("angles", angles, "radians")
+    with outside_tracing():
+        if not bool(((at >= 0) & (at <= math.pi)).all()):
+            raise ValueError(
+                "angles must be radians between 0 and pi; got "
+                f"{float(at.min()):g} to {float(at.max()):g}."
+            )
     cutoff, width = as_number("cutoff", cutoff), as_number("width", width)
     start = 0.9 * cutoff if start is None else as_number("start", start)
     if not 0 < width <= math.pi / 8:
         raise ValueError(f"width must be positive and at most pi/8 radians; got {width}.")
     if not 0 <= start < cutoff:
         raise ValueError(f"start must be between 0 and the cutoff {cutoff:g}; got {start:g}.")
-    if q.shape[-1] < 2:
-        raise ValueError("angular_distribution is for two dimensions or more; position has one.")
     cell = optional_box(box, cutoff)
 
     def density(pairs: PairVectors) -> Tensor:
@@ -166,19 +165,6 @@ def angular_distribution(
 
     # There are many more triples than pairs, so the tree is used for small systems too.
     return sum_over_pairs(q, cell, cutoff, density, large=0)
-
-
-def _angles(angles: Array) -> Tensor:
-    with outside_tracing():
-        at = as_tensor("angles", angles)
-        if at.ndim != 1 or len(at) == 0:
-            raise ValueError(f"angles must be (n,) radians; got shape {tuple(at.shape)}.")
-        if not bool(((at >= 0) & (at <= math.pi)).all()):
-            raise ValueError(
-                "angles must be radians between 0 and pi; got "
-                f"{float(at.min()):g} to {float(at.max()):g}."
-            )
-        return at
 
 
 def _sum_of_kernels(at: Tensor, centre: Tensor, weight: Tensor, width: float) -> Tensor:
@@ -212,10 +198,7 @@ def _angle(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _bonds_at_one_atom(pairs: PairVectors) -> tuple[Tensor, Tensor, Tensor]:
-    """List all two pairs that share an atom, and the sign of the product of their directions.
-
-    It is -1 where the shared atom is first in one pair and second in the other.
-    """
+    """List all two pairs that share an atom; -1 where it is first in one, second in the other."""
     i, j = pairs.indices()
     count = len(i)
     atom = np.concatenate([i, j])
@@ -236,17 +219,11 @@ def _bonds_at_one_atom(pairs: PairVectors) -> tuple[Tensor, Tensor, Tensor]:
     return one, other, signs
 
 
-def _check_fluid(what: str, q: Tensor, box: Array | None) -> None:
-    """Refuse positions that are not those of several atoms in a box of three dimensions."""
+def _fluid(what: str, position: PositionsLike, box: Array | None) -> Tensor:
+    """Convert the positions of several atoms in three dimensions, and refuse no box."""
     if box is None:
         raise ValueError(
             f"{what} needs a periodic box, (3,) lengths or (3, 3) rows, whose volume gives the "
             "density; got None."
         )
-    if q.ndim < 2 or q.shape[-1] != 3:
-        raise ValueError(
-            f"{what} is for three dimensions; position must be (*batch, atoms, 3) and has shape "
-            f"{tuple(q.shape)}."
-        )
-    if q.shape[-2] < 2:
-        raise ValueError(f"{what} needs at least two atoms; position has {q.shape[-2]}.")
+    return positions(what, position, dim=3, atoms=2)

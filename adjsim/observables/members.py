@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_indices, as_number, as_tensor
+from adjsim.core.arguments import as_number, as_tensor
 from adjsim.core.box import nearest_image
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, Number, PositionsLike
 from adjsim.observables.neighbours import values_unknown
+from adjsim.potentials.bonded.selection import as_members
 
 
 def positive(name: str, value: float | int) -> float:
@@ -22,13 +23,24 @@ def positive(name: str, value: float | int) -> float:
     return number
 
 
-def positions(what: str, position: PositionsLike, dim: int | None = None) -> Tensor:
-    """Convert positions ``(*batch, atoms, dim)``, and refuse another shape or dimension."""
+def points(name: str, value: Array, what: str) -> Tensor:
+    """Convert the numbers ``(n,)`` at which a distribution is evaluated."""
+    with outside_tracing():
+        at = as_tensor(name, value)
+    if at.ndim != 1 or len(at) == 0:
+        raise ValueError(f"{name} must be (n,) {what}; got shape {tuple(at.shape)}.")
+    return at
+
+
+def positions(
+    what: str, position: PositionsLike, dim: int | None = None, *, atoms: int = 1, least: int = 1
+) -> Tensor:
+    """Convert positions ``(*batch, atoms, dim)``; refuse too few atoms or another dimension."""
     q = as_tensor("position", position)
-    if q.ndim < 2 or q.shape[-2] == 0 or q.shape[-1] == 0:
+    if q.ndim < 2 or q.shape[-2] < atoms or q.shape[-1] < least:
         raise ValueError(
-            f"position of {what} must be (*batch, atoms, dim) of at least one atom; got shape "
-            f"{tuple(q.shape)}."
+            f"position of {what} must be (*batch, atoms, dim) with atoms >= {atoms} and dim >= "
+            f"{least}; got shape {tuple(q.shape)}."
         )
     if dim is not None and q.shape[-1] != dim:
         raise ValueError(f"{what} is for {dim} dimensions; position has {q.shape[-1]}.")
@@ -79,31 +91,8 @@ def centred(x: Tensor, share: Tensor) -> Tensor:
 
 def members(name: str, index: Any, columns: int, q: Tensor) -> Tensor:
     """Convert the indices of atoms, ``(n, columns)``; the atoms of a row are different."""
-    atoms = q.shape[-2]
     with outside_tracing():
-        found = as_indices(name, index)
-        if found.ndim != 2 or found.shape[1] != columns or len(found) == 0:
-            raise ValueError(
-                f"{name} must be (n, {columns}) indices of atoms with n at least 1; got shape "
-                f"{tuple(found.shape)}."
-            )
-        check_range(name, found, atoms)
-        ordered = found.sort(-1).values
-        twice = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
-        if bool(twice.any()):
-            row = int(twice.nonzero()[0])
-            raise ValueError(f"{name}[{row}] names an atom twice: {found[row].tolist()}.")
-        return found.to(q.device)
-
-
-def check_range(name: str, index: Tensor, atoms: int) -> None:
-    """Refuse indices that are not those of an atom."""
-    outside = (index < 0) | (index >= atoms)
-    if bool(outside.any()):
-        raise ValueError(
-            f"{name} has the index {int(index[outside][0])}, and the {atoms} atoms are counted "
-            f"from 0 to {atoms - 1}."
-        )
+        return as_members(name, index, columns, q.shape[-2]).to(q.device)
 
 
 def vectors(q: Tensor, start: Tensor, end: Tensor, cell: Tensor | None) -> Tensor:

@@ -42,7 +42,7 @@ class PairVectors(NamedTuple):
         return (self.vector * self.vector).sum(-2).sqrt()
 
     def indices(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return i and j. They do not come from tensors of the position, so they are constants."""
+        """Return i and j, which are constants."""
         if self.found is None:
             return np.triu_indices(self.atoms, k=1)
         i, j = self.found.cpu().numpy()
@@ -168,10 +168,7 @@ def pair_matrix(q: Tensor, cell: Tensor | None) -> Tensor:
 
 
 def refuse_no_neighbours(weight: Tensor, what: str, distance: float) -> None:
-    """Raise if the weights of the neighbours of a system sum to zero, up to rounding errors.
-
-    While torch records or transforms the function, values are unknown, and the result is NaN.
-    """
+    """Refuse weights of neighbours that sum to zero; unknown values give NaN instead."""
     if not values_unknown() and not bool((weight.detach() > 1e-9).all()):
         raise ValueError(
             f"{what} found no neighbours within {distance:g} in a system: use a larger distance, "

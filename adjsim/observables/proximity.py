@@ -13,7 +13,6 @@ from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, Energies, Number, PositionsLike
 from adjsim.observables.members import (
     atom_weights,
-    check_range,
     length,
     members,
     nearest,
@@ -23,6 +22,7 @@ from adjsim.observables.members import (
     vectors,
 )
 from adjsim.observables.neighbours import optional_box, pair_matrix, values_unknown
+from adjsim.potentials.bonded.selection import check_range
 
 
 def contacts(
@@ -87,11 +87,7 @@ def native_contacts(
 
 
 def _cell(box: Array | None, limit: Tensor, known: bool = False) -> Tensor | None:
-    """Check the box, and that it has one image of an atom within the limit.
-
-    A limit that is computed while torch records the observable has no value yet, unless it is
-    ``known`` to be a constant.
-    """
+    """Check the box, and that it has one image within a limit whose value is ``known`` already."""
     if values_unknown() and not known:
         return optional_box(box)
     with outside_tracing():
@@ -142,9 +138,15 @@ def hydrogen_bonds(
     largest, smooth = as_number("angle", angle), positive("angular_width", angular_width)
     if not 0 < largest < math.pi:
         raise ValueError(f"angle must be between 0 and pi, in radians; got {largest}.")
-    bonds, ends = members("donors", donors, 2, q), _acceptors(acceptors, q)
-    cell = optional_box(box, limit)
+    bonds, cell = members("donors", donors, 2, q), optional_box(box, limit)
     with outside_tracing():
+        ends = as_indices("acceptors", acceptors)
+        if ends.ndim != 1 or len(ends) == 0:
+            raise ValueError(f"acceptors must be (m,) indices; got shape {tuple(ends.shape)}.")
+        check_range("acceptors", ends, q.shape[-2])
+        if len(ends.unique()) < len(ends):
+            raise ValueError(f"acceptors names an atom twice: {ends.tolist()}.")
+        ends = ends.to(q.device)
         rows = torch.arange(len(bonds), device=q.device).repeat_interleave(len(ends))
         to = ends.repeat(len(bonds))
         other = (to != bonds[rows, 0]) & (to != bonds[rows, 1])
@@ -156,17 +158,6 @@ def hydrogen_bonds(
     cosine = (d * h).sum(-1) / torch.where(sizes == 0, 1.0, sizes)
     straight = (cosine - math.cos(largest)) / (smooth * math.sin(largest))
     return (torch.sigmoid((limit - r) / width) * torch.sigmoid(straight)).sum(-1)
-
-
-def _acceptors(acceptors: Array, q: Tensor) -> Tensor:
-    with outside_tracing():
-        ends = as_indices("acceptors", acceptors)
-        if ends.ndim != 1 or len(ends) == 0:
-            raise ValueError(f"acceptors must be (m,) indices; got shape {tuple(ends.shape)}.")
-        check_range("acceptors", ends, q.shape[-2])
-        if len(ends.unique()) < len(ends):
-            raise ValueError(f"acceptors names an atom twice: {ends.tolist()}.")
-        return ends.to(q.device)
 
 
 def residue_distances(

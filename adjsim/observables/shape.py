@@ -92,10 +92,9 @@ def _deviation(q: Tensor, y: Tensor, w: Tensor, align: bool) -> Tensor:
 def aligned(position: PositionsLike, reference: Array, *, weights: Number | None = None) -> Tensor:
     """Move and turn a structure to the place where it is closest to a reference.
 
-    Rotation, translation and arguments are those of :func:`rmsd`. First and second derivatives are
-    those of the minimum, higher ones are not. A rotation that is not determined, as that of a
-    linear molecule about its axis, is arbitrary, and its derivative is taken as zero. So atoms with
-    a weight may not be on a line if others are not.
+    Rotation, translation, arguments and the order of right derivatives are those of :func:`rmsd`. A
+    rotation that is not determined, as that of a linear molecule about its axis, is arbitrary, and
+    its derivative is taken as zero. So atoms with a weight may not be on a line if others are not.
 
     Raises:
         ValueError: as :func:`rmsd`, or weights of too few atoms for a rotation of the others.
@@ -135,8 +134,10 @@ def flexibility(
     for _ in range(ALIGNMENTS):
         turned, before = _superposed(x, mean, w), mean
         mean = turned.mean(0)
-        if not values_unknown() and _converged(mean, before):
-            break
+        if not values_unknown():
+            moved, size = (x.detach().abs().max() for x in (mean - before, mean))
+            if bool(moved <= 10 * ROUNDING * torch.finfo(mean.dtype).eps * size):
+                break
     else:
         if not values_unknown():
             raise ValueError(
@@ -166,11 +167,9 @@ def distance_rmsd(
     Raises:
         ValueError: a reference of another size, an index out of range, a single atom.
     """
-    q = positions("distance_rmsd", position)
+    q = positions("distance_rmsd", position, atoms=2 if pairs is None else 1)
     y, cell = reference_like(q, reference), optional_box(box)
     if pairs is None:
-        if q.shape[-2] < 2:
-            raise ValueError("distance_rmsd needs at least two atoms; position has one.")
         now, then = (length(all_pairs(x, cell).vector.transpose(-1, -2)) for x in (q, y))
     else:
         first, second = members("pairs", pairs, 2, q).unbind(-1)
@@ -254,8 +253,3 @@ def _noise(w: Tensor, *structures: Tensor) -> Tensor:
     """Compute the mean square of the rounding errors below which an rmsd is zero."""
     squares = sum((w * x.detach() ** 2).sum((-1, -2)) for x in structures)
     return (ROUNDING * torch.finfo(w.dtype).eps) ** 2 * torch.as_tensor(squares)
-
-
-def _converged(mean: Tensor, before: Tensor) -> bool:
-    size, moved = mean.detach().abs().max(), (mean - before).detach().abs().max()
-    return bool(moved <= 10 * ROUNDING * torch.finfo(mean.dtype).eps * size)

@@ -101,23 +101,19 @@ def _masses(mass: Tensor, p: Tensor) -> Tensor:
 
 def _volume(potential: nn.Module) -> Tensor:
     """Return the volume of the box of a potential, which terms within molecules need not have."""
-    boxes: list[Tensor] = []
+    boxes, bare = list[Tensor](), list[nn.Module]()
     for part in terms_of(potential):
         box: Tensor | None = getattr(part, "box", None)
         if box is not None:
             boxes.append(box)
         elif not (isinstance(part, Potential) and part.within_molecules):
-            raise ValueError(
-                "pressure and stress need a potential with a periodic box, and "
-                f"{type(part).__name__} has none: make it with box=."
-            )
-    if not boxes:
+            bare.append(part)
+    if bare or not boxes:
+        name = type(bare[0] if bare else potential).__name__
         raise ValueError(
-            "pressure and stress need a potential with a periodic box, and no part of "
-            f"{type(potential).__name__} has one: make the nonbonded parts with box=."
+            f"pressure and stress need a potential with a periodic box, and {name} has none: make "
+            "it, or its nonbonded parts, with box=."
         )
-    if not all(torch.equal(box, boxes[0]) for box in boxes):
-        raise ValueError("the parts of the potential have different boxes.")
     return volume(boxes[0])
 
 

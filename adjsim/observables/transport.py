@@ -129,9 +129,8 @@ def diffusion_coefficient(
         ValueError: another shape, uneven times, a window of fewer than two lags of the run.
     """
     q = as_frames("position", position)
-    t, spacing = _even_times(times, len(q))
+    length, spacing = _even_times(times, len(q))
     start, stop = as_number("start", start), as_number("stop", stop)
-    length = float(t[-1] - t[0])
     if not 0 <= start < stop <= length * (1 + 1e-9):
         raise ValueError(
             f"start and stop must be lags with 0 <= start < stop <= {length:g}, the length of the "
@@ -180,8 +179,7 @@ def viscosity(
         stress: ``(time, *batch, dim, dim)``, energy/volume, such as :func:`adjsim.stress` of a
             trajectory. The sign does not matter.
         times: ``(time,)``, evenly spaced.
-        volume: the volume of the box.
-        kT: the temperature, energy; one number or ``(*batch,)``. It may carry a gradient.
+        volume, kT: as for :func:`adjsim.dielectric_constant`.
         stop: the largest upper limit of the integral, time, at most the length of the run.
 
     Raises:
@@ -194,8 +192,7 @@ def viscosity(
             f"stress must be (time, *batch, dim, dim) with dim 2 or 3; got shape {tuple(p.shape)}."
         )
     temperature = checked_temperature(kT, p, p.shape[1:-2])
-    t, spacing = _even_times(times, len(p))
-    stop, length = as_number("stop", stop), float(t[-1] - t[0])
+    (length, spacing), stop = _even_times(times, len(p)), as_number("stop", stop)
     if not spacing * (1 - 1e-9) <= stop <= length * (1 + 1e-9):
         raise ValueError(
             f"stop must be between {spacing:g}, the spacing of the frames, and {length:g}, the "
@@ -210,19 +207,20 @@ def viscosity(
     return size / ((dim - 1) * (dim + 2) * temperature) * integral
 
 
-def _even_times(times: Array, frames: int) -> tuple[Tensor, float]:
-    """Check that times belong to the frames and are evenly spaced, and return their spacing."""
+def _even_times(times: Array, frames: int) -> tuple[float, float]:
+    """Check that times belong to the frames and are evenly spaced; return length and spacing."""
     t = as_tensor("times", times).detach().double().cpu()
     if t.ndim != 1 or len(t) != frames or frames < 2:
         raise ValueError(
             f"times must be ({frames},), one for each of at least two frames; got shape "
             f"{tuple(t.shape)}."
         )
-    spacing = float(t[-1] - t[0]) / (frames - 1)
+    length = float(t[-1] - t[0])
+    spacing = length / (frames - 1)
     even = t[0] + spacing * torch.arange(frames, dtype=torch.float64)
     if not spacing > 0 or not bool(((t - even).abs() <= 1e-3 * spacing).all()):
         raise ValueError(
             "times must increase in even steps, since the mean is over time origins; got steps of "
             f"{float(t.diff().min()):g} to {float(t.diff().max()):g}. Save at evenly spaced times."
         )
-    return t, spacing
+    return length, spacing

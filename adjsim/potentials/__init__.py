@@ -16,9 +16,14 @@ from adjsim.potentials.base import (
     SumPotential as SumPotential,
     force,
 )
-from adjsim.potentials.bonded.angles import CosineAngle, HarmonicAngle, UreyBradley
 from adjsim.potentials.bonded.base import BondedPotential as BondedPotential
-from adjsim.potentials.bonded.bonds import HarmonicBond, MorseBond
+from adjsim.potentials.bonded.bonds_and_angles import (
+    CosineAngle,
+    HarmonicAngle,
+    HarmonicBond,
+    MorseBond,
+    UreyBradley,
+)
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.bonded.restraints import FlatBottomRestraint, PositionRestraint
 from adjsim.potentials.bonded.torsions import HarmonicImproper, PeriodicTorsion, RyckaertBellemans
@@ -86,9 +91,7 @@ from adjsim.potentials.signals.signals import (
 )
 from adjsim.potentials.solids.base import ElasticPotential as ElasticPotential
 from adjsim.potentials.solids.bending import HingeBending
-from adjsim.potentials.solids.corotated import CorotatedLinear
-from adjsim.potentials.solids.neo_hookean import NeoHookean
-from adjsim.potentials.solids.st_venant_kirchhoff import StVenantKirchhoff
+from adjsim.potentials.solids.materials import CorotatedLinear, NeoHookean, StVenantKirchhoff
 from adjsim.potentials.solvent import GeneralizedBorn
 
 __all__ = [

@@ -1,9 +1,7 @@
 """Forces from energies, and their vector-Jacobian products.
 
 A potential is any ``nn.Module`` that maps position ``(*batch, atoms, dim)`` to energy
-``(*batch,)``. Its force is ``-dU/dq``, by automatic differentiation or in closed form. A
-:class:`ForceField` is a force that need not come from an energy, and may depend on time. The
-adjoint also needs the vector-Jacobian product of a force, see :func:`force_vjp`.
+``(*batch,)``. Its force is ``-dU/dq``, by automatic differentiation or in closed form.
 """
 
 from __future__ import annotations
@@ -168,6 +166,7 @@ class _Sum(Evaluated):
     """The parts of a sum, which have one box."""
 
     kinds: ClassVar[tuple[str, str]]
+    refused: ClassVar[tuple[type, ...]] = ()
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
@@ -175,16 +174,13 @@ class _Sum(Evaluated):
         if not parts:
             raise ValueError(f"a sum of {summed} needs at least one part.")
         for part in parts:
-            if not self._takes(part):
+            if not isinstance(part, nn.Module) or isinstance(part, self.refused):
                 raise TypeError(
                     f"a part of a sum of {summed} is {kind}; got a {type(part).__name__}."
                 )
         self.parts = nn.ModuleList(_flat(parts))
         share_box(self)
         self.validate()
-
-    def _takes(self, part: Any) -> bool:
-        return isinstance(part, nn.Module)
 
     def terms(self) -> list[nn.Module]:
         return list(self.parts)
@@ -210,9 +206,7 @@ class SumPotential(_Sum, Potential):
     """
 
     kinds = "potentials", "a module with an energy"
-
-    def _takes(self, part: Any) -> bool:
-        return isinstance(part, nn.Module) and not isinstance(part, ForceField)
+    refused = (ForceField,)
 
     @property
     def box(self) -> Tensor | None:
@@ -258,8 +252,8 @@ class SumPotential(_Sum, Potential):
 class SumForce(_Sum, ForceField):
     """A sum of forces of energies and of force fields, ``F = -sum_k dU_k/dq + sum_j F_j(t, q)``.
 
-    It is written ``a + b``, where one of both is a :class:`ForceField`. Each part keeps its own
-    closed forms. The parameters of part k have names that begin with ``parts.k``.
+    It is written ``a + b``, where one of both is a :class:`ForceField`. Closed forms and names of
+    parameters are as in :class:`SumPotential`.
 
     Args:
         parts: energy modules and force fields. A sum among them is replaced by its parts.
@@ -320,17 +314,13 @@ def _sum_vjp(found: Sequence[tuple[Tensor, Pullback]]) -> tuple[Tensor, Pullback
 def force(
     potential: nn.Module, position: Positions, t: Any = 0.0, rounding: Rounding = UNROUNDED
 ) -> Positions:
-    """Compute the force ``-dU/dq`` of a potential at a position.
+    """Compute the force ``-dU/dq`` of a potential, differentiable when grad mode is on.
 
     Args:
         potential: an energy module, or a :class:`ForceField`.
-        position: ``(*batch, atoms, dim)``.
+        position: ``(*batch, atoms, dim)``, as the result.
         t: the time, which only a :class:`ForceField` reads.
         rounding: see :meth:`Potential.force`.
-
-    Returns:
-        ``(*batch, atoms, dim)``, differentiable in the position and the parameters when grad mode
-        is on.
 
     Raises:
         ValueError: the potential writes into the position that it is given.

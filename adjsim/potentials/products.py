@@ -82,9 +82,8 @@ def energy_vjp(
         refuse_unknown(smooth, potential, [q, *parameters], what)
     value = smooth.detach()
     if rounding.rounds:
-        # A derivative with a graph comes from other kernels, and may differ in the last bit.
         with torch.no_grad():
-            value = -derivative(potential, position)
+            value = derived_force(potential, position, rounding)
     return value, _pullback(smooth, q, parameters)
 
 

@@ -457,10 +457,10 @@ def bonds(*arguments, **options):
 
 
 WRONG = [
-    (bonds([[0, 1, 2]], 1.0, 1.0), r"\(terms, 2\).*got shape \(1, 3\)"),
-    (bonds([], 1.0, 1.0), "at least one term; got shape"),
-    (bonds([[0, 1], [2, 2]], 1.0, 1.0), r"term 1 is \[2, 2\]"),
-    (bonds([[0, -1]], 1.0, 1.0), "term 0 names atom -1"),
+    (bonds([[0, 1, 2]], 1.0, 1.0), r"\(n, 2\).*got shape \(1, 3\)"),
+    (bonds([], 1.0, 1.0), "with n at least 1; got shape"),
+    (bonds([[0, 1], [2, 2]], 1.0, 1.0), r"index\[1\] names an atom twice: \[2, 2\]"),
+    (bonds([[0, -1]], 1.0, 1.0), r"index\[0\] names atom -1"),
     (bonds([[0, 2**40]], 1.0, 1.0), "names atom 1099511627776"),
     (bonds([[0, 1.5]], 1.0, 1.0), "index must be integers"),
     (bonds([[0, 6]], 1.0, 1.0), "term 0 of HarmonicBond names atom 6 and position has 6 atoms"),
@@ -476,7 +476,7 @@ WRONG = [
     (bonds(BONDS, 1.0, 1.0, types=[0, 1, 0, 0, -1]), "numbered from 0; got -1"),
     (bonds(BONDS, math.nan, 1.0), "k is NaN"),
     (bonds(BONDS, 1.0, 1.0, box=[4.0, 4.0]), "box has 2 dimensions and position 3"),
-    (lambda: adjsim.HarmonicAngle([[0, 1, 0]], 1.0, 1.0), "must be different; term 0"),
+    (lambda: adjsim.HarmonicAngle([[0, 1, 0]], 1.0, 1.0), r"index\[0\] names an atom twice"),
     (lambda: adjsim.MorseBond(BONDS, 1.0, -1.0, 1.0), "width must be positive"),
     (
         lambda: adjsim.PeriodicTorsion(TORSIONS, 1.0, 0, 0.0),

@@ -410,7 +410,7 @@ def test_radii_that_outgrow_the_neighbour_list_are_refused():
     q = torch.tensor([[0.0, 0.0], [1.5, 0.0]])
     assert float(touching(q)) == 0
     touching.radius.mul_(2)
-    with pytest.raises(ValueError, match="has become 2, beyond the reach 1 of the neighbour list"):
+    with pytest.raises(ValueError, match="at least the largest sum of two radii, 2; it is 1"):
         touching(q)
     grown = ParticleContact(torch.nn.Parameter(torch.tensor(0.5)), 2.0)
     grown.radius.data.mul_(2)

@@ -15,8 +15,7 @@ from adjsim.meshes import Mesh
 from adjsim.potentials import CorotatedLinear, NeoHookean, StVenantKirchhoff
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.products import derivative
-from adjsim.potentials.solids.matrices import Matrix
-from adjsim.potentials.solids.rotation import rotation
+from adjsim.potentials.solids.matrices import Matrix, rotation
 from tests.bonded import close
 from tests.problems import parameter, slow_but
 from tests.suites import PotentialContract

@@ -294,8 +294,8 @@ def test_a_body_that_nothing_holds_falls_and_is_refused():
 @pytest.mark.parametrize(
     ("fixed", "message"),
     [
-        ([4], "fixed holds 4, and there are 4 atoms"),
-        ([-1], "fixed holds -1"),
+        ([4], r"fixed\[0\] names atom 4, and atoms are counted from 0 to 3"),
+        ([-1], r"fixed\[0\] names atom -1"),
         ([True], r"a mask of shape \(1,\); it must be \(4,\)"),
         ([0, 1, 2, 3], "all atoms are fixed"),
         ([0.5], "fixed must be integers"),
@@ -307,7 +307,7 @@ def test_fixed_atoms_that_do_not_exist_are_refused(fixed, message):
 
 
 def test_what_cannot_be_minimised_or_differentiated_again_is_refused():
-    with pytest.raises(TypeError, match="no energy to minimise"):
+    with pytest.raises(TypeError, match="potential must be a module with an energy"):
         minimize(adjsim.ForceField(), torch.ones(4, 2))
     k = parameter(1.0)
     q = minimize(adjsim.DoubleWell(k), torch.full((1, 1), 1.1))

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from adjsim.io._openmm.library import ENERGY, LENGTH, box_of_system, forces, plain
 from adjsim.io._openmm.types import Names, Types, types_of
-from adjsim.potentials.bonded.angles import HarmonicAngle
 from adjsim.potentials.bonded.base import BondedPotential
-from adjsim.potentials.bonded.bonds import HarmonicBond
+from adjsim.potentials.bonded.bonds_and_angles import HarmonicAngle, HarmonicBond
 from adjsim.potentials.bonded.torsions import PeriodicTorsion, RyckaertBellemans
 
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_indices, outside_inference_mode
 from adjsim.core.box import Periodic, nearest_image
-from adjsim.core.coordinates import Coordinate, Vector, combined, scaled, subtracted
+from adjsim.core.coordinates import Coordinate, Distance, Vector, combined, scaled, subtracted
 from adjsim.core.declared import Declaring
 from adjsim.core.layout import is_tracing
 from adjsim.core.parameters import register
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import ClosedForm
-from adjsim.potentials.bonded.selection import Selection
+from adjsim.potentials.bonded.selection import Selection, as_members
 from adjsim.potentials.products import DeferredVJP, Elementwise, Pullback, with_fewer_axes
 
 # Atoms of the largest system, which bounds the tables of atoms.
@@ -43,9 +43,10 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
             between atoms of a term is to the nearest image.
 
     Attributes:
-        members: the number of atoms of a term.
-        steps: the places in a term, first and last, of each displacement; -1 is a fixed point.
-        coordinate: the internal coordinate of these displacements, see
+        members: the number of atoms of a term, by default 2.
+        steps: the places in a term, first and last, of each displacement, by default from atom 0 to
+            atom 1; -1 is a fixed point.
+        coordinate: the internal coordinate of these displacements, by default the distance, see
             :mod:`adjsim.core.coordinates`.
 
     Raises:
@@ -54,9 +55,9 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
             that the position does not have.
     """
 
-    members: ClassVar[int]
-    steps: ClassVar[tuple[tuple[int, int], ...]]
-    coordinate: ClassVar[type[Coordinate]]
+    members: ClassVar[int] = 2
+    steps: ClassVar[tuple[tuple[int, int], ...]] = ((0, 1),)
+    coordinate: ClassVar[type[Coordinate]] = Distance
     dim: ClassVar[int | None] = None
     within_molecules = True
 
@@ -74,10 +75,13 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
         box: Array | None = None,
         **named: Number,
     ) -> None:
-        given = self.given(values, named)
+        numbers = self.given(values, named)
         super().__init__()
         with outside_inference_mode():
-            found = _checked_index(index, self.members)
+            given = as_indices("index", index)
+            column = self.members == 1 and given.ndim == 1
+            found = given.unsqueeze(-1) if column else given
+            found = as_members("index", found, self.members, MOST_ATOMS)
             # Tables are made of index and types, so these are not part of the saved state.
             self.register_buffer("index", found, persistent=False)
             self.register_buffer(
@@ -90,7 +94,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
             # The middle atom of an angle has no part in a spring between the ends.
             self.used = sorted({p for step in self.steps for p in step if p >= 0})
             self.atoms = Selection(found[:, self.used].T.flatten(), self._most + 1)
-        self.store(given, self.register_term_parameter)
+        self.store(numbers, self.register_term_parameter)
 
     def forward(self, position: Positions) -> Energies:
         return self.element(self.geometry(position).value).sum((-1, -2))
@@ -113,10 +117,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
     def parameter_vjp(
         self, x: Coordinate, rate: Tensor, position: Tensor, v: Tensor
     ) -> DeferredVJP:
-        """Return the product of v with the derivative of the force by the parameters.
-
-        ``rate`` is the derivative of the coordinate along v.
-        """
+        """Return v times the force's derivative by parameters; x has the ``rate`` along v."""
         return DeferredVJP(self, self.slope, -rate, x.value)
 
     def virial(self, position: Positions) -> Tensor:
@@ -165,10 +166,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
         return [[x.squeeze(-2) for x in d] for d in moved]
 
     def _pulls(self, x: Coordinate, slope: Tensor, rounding: Rounding) -> list[Vector]:
-        """Compute minus the derivative of the energy by each displacement.
-
-        Rounded, they are added and subtracted exactly, so that a sum over atoms is zero.
-        """
+        """Compute minus the energy's slope by displacements, rounded so that sums are exact."""
         pulls, rounding = [scaled(-slope, g) for g in x.gradient], with_fewer_axes(rounding, 1)
         return [[rounding.round(part) for part in pull] for pull in pulls]
 
@@ -197,10 +195,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
     def register_term_parameter(
         self, name: str, value: Number, *, columns: tuple[int, ...] = (), **rule: Any
     ) -> None:
-        """Store a parameter: a number, one for each term or one for each type.
-
-        ``columns`` is the shape of the parameter of one term, and ``rule`` that of the number.
-        """
+        """Store a parameter; ``columns`` is its shape for one term, ``rule`` that of numbers."""
         register(self, name, value, **rule)
         self._columns[name] = columns
         count = self._check_parameter(name)
@@ -214,8 +209,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
         super().validate()
         self.check_settings()
         name, types, index = type(self).__name__, self.types, self.index
-        index = index if len(self.used) == self.members else index[:, self.used]
-        if not torch.equal(self.atoms.index.reshape(len(self.used), -1).T, index):
+        if not torch.equal(self.atoms.index.reshape(len(self.used), -1).T, index[:, self.used]):
             raise ValueError(f"the index of {name} has changed since it was made: make it again.")
         made: list[Any] = list(self.by_type.values())
         if not all(types is not None and torch.equal(x.index, types) for x in made):
@@ -266,32 +260,6 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
 def whole(vector: Vector) -> Tensor:
     """Join the coordinates of a vector, ``(*batch, dim, terms)``."""
     return vector[0] if len(vector) == 1 else torch.cat(list(vector), -2)
-
-
-def _checked_index(index: Array, members: int) -> Tensor:
-    found = as_indices("index", index)
-    if members == 1 and found.ndim == 1:
-        found = found.unsqueeze(-1)
-    if found.ndim != 2 or found.shape[1] != members or len(found) == 0:
-        raise ValueError(
-            f"index must be (terms, {members}), the atoms of each term, with at least one term; "
-            f"got shape {tuple(found.shape)}."
-        )
-    wrong = (found < 0) | (found >= MOST_ATOMS)
-    if bool(wrong.any()):
-        term, place = divmod(int(wrong.flatten().int().argmax()), members)
-        raise ValueError(
-            f"index must be atoms from 0 to {MOST_ATOMS - 1}; term {term} names atom "
-            f"{int(found[term, place])}."
-        )
-    ordered = found.sort(-1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
-    if bool(twice.any()):
-        term = int(twice.int().argmax())
-        raise ValueError(
-            f"the atoms of a term must be different; term {term} is {found[term].tolist()}."
-        )
-    return found
 
 
 def _checked_types(types: Array, index: Tensor) -> Tensor:

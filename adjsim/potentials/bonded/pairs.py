@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_flag, describe_type, outside_inference_mode
 from adjsim.core.box import refuse_other_boxes
-from adjsim.core.coordinates import Distance, SquaredDistance
+from adjsim.core.coordinates import SquaredDistance
 from adjsim.core.declared import FINITE, declared, setting
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
@@ -39,8 +39,6 @@ class ScaledPairs(BondedPotential):
         TypeError: a potential that is not a pair potential.
     """
 
-    members = 2
-    steps = ((0, 1),)
     coordinate = SquaredDistance
 
     scale: Tensor = declared("factor of u")
@@ -168,10 +166,6 @@ class ExplicitPairs(BondedPotential):
         {parameters}
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
-
-    members = 2
-    steps = ((0, 1),)
-    coordinate = Distance
 
     epsilon: Tensor = declared("depth of the well, energy", depth=True)
     sigma: Tensor = declared("distance where the Lennard-Jones energy is zero")

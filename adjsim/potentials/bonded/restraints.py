@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.coordinates import Coordinate, Distance, Vector, subtracted
+from adjsim.core.coordinates import Coordinate, Vector, subtracted
 from adjsim.core.declared import declared
 from adjsim.core.parameters import register
 from adjsim.core.rounding import UNROUNDED
 from adjsim.core.typing import Number, Positions
 from adjsim.potentials.bonded.base import BondedPotential, whole
-from adjsim.potentials.bonded.bonds import HarmonicTerm
+from adjsim.potentials.bonded.bonds_and_angles import HarmonicTerm
 from adjsim.potentials.products import DeferredVJP
 
 
@@ -22,8 +22,6 @@ class Restraint(BondedPotential):
 
     members = 1
     steps = ((-1, 0),)
-    coordinate = Distance
-
     shapes_of_declared = "a number, one for each restrained atom or one for each type"
 
     k: Tensor = declared("stiffness, energy / length^2")

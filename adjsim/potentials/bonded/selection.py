@@ -38,15 +38,42 @@ class Selection(nn.Module):
     def transpose(self, x: Tensor, length: int | None = None) -> Tensor:
         """Sum ``(*batch, entries)`` to ``(*batch, count)``, with zeros behind up to a length."""
         total, rest = self._mapped(x, True), 0 if length is None else length - self.count
-        if rest > 0:
-            none = torch.zeros_like(total[..., :1]).expand(*total.shape[:-1], rest)
-            total = torch.cat([total, none], -1)
-        return total
+        if rest <= 0:
+            return total
+        none = torch.zeros_like(total[..., :1]).expand(*total.shape[:-1], rest)
+        return torch.cat([total, none], -1)
 
     def _mapped(self, x: Tensor, sums: bool) -> Tensor:
         # The index and the tables are all buffers of the module.
         tensors = [x for x in self._buffers.values() if x is not None]
         return (_Linear.apply if torch.is_grad_enabled() else _map)(x, sums, *tensors)
+
+
+def as_members(name: str, index: Any, columns: int, atoms: int) -> Tensor:
+    """Convert the indices of atoms, ``(n, columns)``; the atoms of a row are different."""
+    found = as_indices(name, index)
+    if found.ndim != 2 or found.shape[1] != columns or len(found) == 0:
+        raise ValueError(
+            f"{name} must be (n, {columns}) indices of atoms with n at least 1; got shape "
+            f"{tuple(found.shape)}."
+        )
+    check_range(name, found, atoms)
+    ordered = found.sort(-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+    if bool(twice.any()):
+        row = int(twice.nonzero()[0])
+        raise ValueError(f"{name}[{row}] names an atom twice: {found[row].tolist()}.")
+    return found
+
+
+def check_range(name: str, index: Tensor, atoms: int) -> None:
+    """Refuse indices that are not those of an atom."""
+    outside = (index < 0) | (index >= atoms)
+    if bool(outside.any()):
+        raise ValueError(
+            f"{name}[{int(outside.nonzero()[0, 0])}] names atom {int(index[outside][0])}, and "
+            f"atoms are counted from 0 to {atoms - 1}."
+        )
 
 
 def as_vertices(index: Array, name: str = "index") -> Tensor:

@@ -13,7 +13,7 @@ from adjsim.core.coordinates import Dihedral
 from adjsim.core.declared import declared
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
-from adjsim.potentials.bonded.bonds import HarmonicTerm
+from adjsim.potentials.bonded.bonds_and_angles import HarmonicTerm
 
 
 class DihedralTerm(BondedPotential):
@@ -35,9 +35,6 @@ class PeriodicTorsion(DihedralTerm):
         index: ``(torsions, 4)``, the atoms of each torsion. Several terms may name the same atoms.
         {parameters}
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
-
-    Raises:
-        ValueError: a periodicity that is not a positive integer.
     """
 
     k: Tensor = declared("half the height of the barrier, energy")

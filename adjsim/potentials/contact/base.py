@@ -10,8 +10,7 @@ With the gap g, the unit normal n and the curvature H of the surface (see
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from adjsim.potentials.contact.surfaces import Moving, Plane, Surface
 from adjsim.potentials.products import DeferredVJP, Pullback, Tensors, VJPSum
 
 
-class SurfaceContact(nn.Module, ABC):
+class SurfaceContact(nn.Module):
     """The base class of contacts with a surface, at rest or moving.
 
     All results are for all vertices. Those not in ``index`` have a gap and a normal, and no force.
@@ -36,8 +35,11 @@ class SurfaceContact(nn.Module, ABC):
     Attributes:
         surface: the surface, or a moving one.
         penalty: the energy of a vertex as a function of its gap.
+        kind, needed: the class of the surface, and the words for it in an error.
     """
 
+    kind: ClassVar[type]
+    needed: ClassVar[str]
     penalty: Penalty
     _chosen: Tensor | None
 
@@ -45,7 +47,8 @@ class SurfaceContact(nn.Module, ABC):
         self, surface: Surface | Moving, penalty: Penalty, *, index: Array | None = None
     ) -> None:
         super().__init__()
-        self._check_surface(surface)
+        if not isinstance(surface, self.kind):
+            raise TypeError(f"surface must be {self.needed}; got {describe_type(surface)}.")
         if not isinstance(penalty, Penalty):
             raise TypeError(
                 "penalty must be Quadratic(stiffness), Softplus(stiffness, width) or "
@@ -53,12 +56,13 @@ class SurfaceContact(nn.Module, ABC):
             )
         self.surface, self.penalty = surface, penalty
         with outside_inference_mode():
-            chosen = None if index is None else _mask(index)
+            chosen: Tensor | None = None
+            if index is not None:
+                # Which vertices, up to the last one of the index, are in it.
+                found = as_vertices(index)
+                chosen = torch.zeros(int(found.max()) + 1, dtype=torch.bool)
+                chosen[found] = True
             self.register_buffer("_chosen", chosen, persistent=False)
-
-    @abstractmethod
-    def _check_surface(self, surface: Any) -> None:
-        """Refuse a surface of the other kind, or no surface."""
 
     @property
     def _resting(self) -> Surface:
@@ -79,24 +83,18 @@ class SurfaceContact(nn.Module, ABC):
 
     def normal_force(self, position: Positions, t: Any = 0.0) -> Tensor:
         """Compute the size of the contact force on each vertex, ``(*batch, atoms)``, >= 0."""
-        return -self._slope(self._coordinate(self._relative(position, t))).squeeze(-2)
+        return -self._masked(self.penalty.slope(self.gap(position, t)))
 
     def surface_velocity(self, position: Positions, t: Any = 0.0) -> Positions:
         """Compute the velocity of the surface at each vertex, ``(*batch, atoms, dim)``."""
         return torch.zeros_like(position)
 
     def largest_curvature(self, atoms: int, energy: float | None = None) -> Tensor:
-        """Compute the largest curvature of the penalty at each vertex, ``(atoms,)``.
-
-        See :meth:`Penalty.largest_curvature`. Vertices not in ``index`` have zero.
-        """
+        """Compute :meth:`Penalty.largest_curvature` of each vertex, ``(atoms,)``."""
         return self._masked(self.penalty.largest_curvature(energy).expand(atoms))
 
     def margin(self, position: Positions, t: Any = 0.0) -> Tensor | None:
-        """Compute how much lower the gap of each vertex may be, ``(*batch, atoms)``.
-
-        None: the penalty allows any gap.
-        """
+        """Compute how much lower each gap may be, ``(*batch, atoms)``; None: without a limit."""
         lowest = self.penalty.lowest
         if lowest is None:
             return None
@@ -144,9 +142,6 @@ class SurfaceContact(nn.Module, ABC):
         chosen = torch.cat([self._chosen, self._chosen.new_zeros(rest)])
         return torch.where(chosen, x, fill)
 
-    def _slope(self, gap: Coordinate) -> Tensor:
-        return self._masked(self.penalty.slope(gap.value))
-
     def _push(self, x: Tensor) -> Tensor:
         """Compute the forces at positions relative to the surface."""
         return self.linearised(x, UNROUNDED)[0]
@@ -154,7 +149,7 @@ class SurfaceContact(nn.Module, ABC):
     def linearised(self, x: Tensor, rounding: Rounding) -> tuple[Tensor, Pullback]:
         # A vertex has one contribution, so there is no sum to round for.
         gap = self._coordinate(x)
-        slope = self._slope(gap)
+        slope = self._masked(self.penalty.slope(gap.value))
         (normal,) = gap.gradient
 
         def product(v: Tensor) -> tuple[Tensor, DeferredVJP]:
@@ -180,19 +175,9 @@ class Contact(SurfaceContact, ClosedForm, inherits_forces=True):
             another dimension than the surface, or without a vertex of the index.
     """
 
+    kind = Surface
+    needed = "a Surface at rest, such as Plane(normal, offset) (for Moving, use MovingContact)"
     surface: Surface
-
-    def _check_surface(self, surface: Any) -> None:
-        if isinstance(surface, Moving):
-            raise TypeError(
-                "Contact has an energy and its surface is at rest; got Moving(...). Use "
-                "MovingContact(surface, penalty)."
-            )
-        if not isinstance(surface, Surface):
-            raise TypeError(
-                "surface must be a Surface, such as Plane(normal, offset); got "
-                f"{describe_type(surface)}."
-            )
 
     def forward(self, position: Positions) -> Energies:
         gap = self._coordinate(position).value
@@ -213,14 +198,9 @@ class MovingContact(SurfaceContact, ForceField):
             ``(dim,)``.
     """
 
+    kind = Moving
+    needed = "Moving(surface, path) (for a surface at rest, use Contact)"
     surface: Moving
-
-    def _check_surface(self, surface: Any) -> None:
-        if not isinstance(surface, Moving):
-            raise TypeError(
-                f"surface must be Moving(surface, path); got {describe_type(surface)}. For a "
-                "surface at rest use Contact(surface, penalty)."
-            )
 
     def _shift(self, like: Tensor, t: Any) -> Tensor:
         found, dim = self.surface.path(t), self._resting.dim
@@ -295,11 +275,3 @@ def _joined(x: Vector, like: Tensor) -> Tensor:
     """Join coordinates to ``(*batch, atoms, dim)``, of which some may be constants."""
     row = (*like.shape[:-2], 1, like.shape[-2])
     return torch.cat([part.expand(row) for part in x], -2).transpose(-1, -2)
-
-
-def _mask(index: Array) -> Tensor:
-    """Return which vertices, up to the last one of the index, are in it."""
-    found = as_vertices(index)
-    chosen = torch.zeros(int(found.max()) + 1, dtype=torch.bool)
-    chosen[found] = True
-    return chosen

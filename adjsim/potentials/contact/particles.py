@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_number, as_tensor
+from adjsim.core.arguments import as_tensor
 from adjsim.core.declared import declared
 from adjsim.core.typing import Number
 from adjsim.potentials.pairs.base import PairPotential
@@ -44,15 +44,9 @@ class ParticleContact(PairPotential):
         self, radius: Number, *values: Number, cutoff: float | None = None, **options: Any
     ) -> None:
         found = as_tensor("radius", radius)
-        largest = _largest_reach(found)
         # A radius that is not positive is refused by its own rule.
-        if cutoff is None and not found.requires_grad and largest > 0:
+        if cutoff is None and not found.requires_grad and (largest := _largest_reach(found)) > 0:
             cutoff = largest
-        if cutoff is not None and as_number("cutoff", cutoff) < largest * (1 - 1e-12):
-            raise ValueError(
-                f"cutoff must be at least the largest sum of two radii, {largest:g}; got "
-                f"{cutoff:g}."
-            )
         super().__init__(found, *values, cutoff=cutoff, **options)
         self.validate()
 
@@ -62,9 +56,8 @@ class ParticleContact(PairPotential):
         largest = _largest_reach(self.radius)
         if self.cutoff is not None and largest > self.cutoff * (1 + 1e-12):
             raise ValueError(
-                f"the largest sum of two radii has become {largest:g}, beyond the reach "
-                f"{self.cutoff:g} of the neighbour list: give a larger cutoff, or a radius "
-                "that requires grad."
+                f"cutoff must be at least the largest sum of two radii, {largest:g}; it is "
+                f"{self.cutoff:g}: give a larger cutoff, or a radius that requires grad."
             )
 
     def pair_energy(self, s: Tensor) -> Tensor:

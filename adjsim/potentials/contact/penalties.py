@@ -13,8 +13,6 @@ from adjsim.potentials.products import Elementwise
 
 # Steps of the search for a gap: half of a digit in 53 remains.
 HALVINGS = 53
-
-
 # The rule of a number, or one for each vertex.
 VERTICES: dict[str, Any] = {
     "positive": True,
@@ -43,10 +41,7 @@ class Penalty(Elementwise, DeclaredModule):
         return None
 
     def largest_curvature(self, energy: float | None = None) -> Tensor:
-        """Compute the largest u'' where u is at most ``energy``; None: at any gap.
-
-        The result is a number, or ``(atoms,)`` if a parameter is.
-        """
+        """Compute the largest u'', a number or ``(atoms,)``, where u <= ``energy`` (None: any)."""
         raise TypeError(f"{type(self).__name__} has no largest_curvature(energy).")
 
     def _value(self, name: str, gap: Tensor) -> Tensor:
@@ -67,7 +62,7 @@ class _Sinking(Penalty):
     #: The largest curvature, in units of the stiffness.
     STIFFEST: ClassVar[float] = 1.0
 
-    stiffness: Tensor = declared("k, energy / length^2; a number or ``(atoms,)``", **VERTICES)
+    stiffness: Tensor = declared("k > 0, energy/length^2; a number or ``(atoms,)``", **VERTICES)
     depth: float | None = setting(
         "penetration beyond which a run stops with an error, length; None: no limit",
         POSITIVE,
@@ -96,9 +91,6 @@ class Quadratic(_Sinking):
 
     Args:
         {parameters}
-
-    Raises:
-        ValueError: numbers that are not positive and finite.
     """
 
     def element(self, gap: Tensor) -> Tensor:
@@ -121,15 +113,12 @@ class Softplus(_Sinking):
 
     Args:
         {parameters}
-
-    Raises:
-        ValueError: numbers that are not positive and finite.
     """
 
     #: The maximum over x of a^2 + ln(1 + exp(x)) a (1 - a), with a = 1 / (1 + exp(-x)).
     STIFFEST: ClassVar[float] = 1.0454
 
-    width: Tensor = declared("w, length; a number or ``(atoms,)``", **VERTICES)
+    width: Tensor = declared("w > 0, length; a number or ``(atoms,)``", **VERTICES)
 
     def _parts(self, gap: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         width = self._value("width", gap)

@@ -48,11 +48,7 @@ class Surface(DeclaredModule):
     dim: int
 
     def coordinate(self, x: Vector) -> Coordinate:
-        """Compute the gap of points, with its first and second derivative.
-
-        Args:
-            x: the coordinates of the points, dim tensors ``(*batch, 1, points)``.
-        """
+        """Compute the gap, with two derivatives, of points: dim tensors ``(*batch, 1, points)``."""
         raise TypeError(f"{type(self).__name__} has no coordinate(x).")
 
 
@@ -174,8 +170,7 @@ class Box(Centred):
             )
 
     def coordinate(self, x: Vector) -> Coordinate:
-        b = subtracted(x, _column(self.center, x))
-        return _BoxGap(b, _column(self.half_lengths, x))
+        return _BoxGap(subtracted(x, _column(self.center, x)), _column(self.half_lengths, x))
 
 
 class Inside(Surface):

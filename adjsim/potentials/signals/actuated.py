@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import describe_type, refuse_uncalled_class
-from adjsim.core.derived import has_values, replaced
+from adjsim.core.derived import has_values, own_tensors, replaced
 from adjsim.core.layout import is_tracing, materialise_contiguous
 from adjsim.core.parameters import check_numbers, refuse_unknown
 from adjsim.core.reading import read
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import ForceField, force, force_vjp, with_energy
+from adjsim.potentials.evaluated import as_module
 from adjsim.potentials.products import ParameterVJP, Pullback, Tensors, VJPSum
 
 
@@ -53,14 +53,7 @@ class Actuated(ForceField):
             raise ValueError(
                 "Actuated needs a signal for at least one parameter, such as length=signal."
             )
-        for name, signal in signals.items():
-            refuse_uncalled_class(name, signal)
-            if not isinstance(signal, nn.Module):
-                raise TypeError(
-                    f"{name} must be a module that maps a time to a value; got "
-                    f"{describe_type(signal)}. Signals such as PiecewiseLinear(times, values) do."
-                )
-        self.signals = nn.ModuleDict(signals)
+        self.signals = nn.ModuleDict({name: as_module(name, x) for name, x in signals.items()})
         self.validate()
         with torch.no_grad():
             self._values(0.0)
@@ -114,12 +107,8 @@ class Actuated(ForceField):
         """Return the parameter of the potential that a signal replaces."""
         potential, kind = self.potential, type(self.potential).__name__
         # Buffers that are not saved, such as volumes, follow from the arguments.
-        derived = potential._non_persistent_buffers_set
-        numbers = {
-            key: x
-            for key, x in {**potential._parameters, **potential._buffers}.items()
-            if x is not None and x.is_floating_point() and key not in derived
-        }
+        derived, own = potential._non_persistent_buffers_set, own_tensors(potential)
+        numbers = {k: x for k, x in own.items() if x.is_floating_point() and k not in derived}
         if name in numbers:
             return numbers[name]
         if getattr(potential, name, False) is None:

@@ -76,9 +76,6 @@ class PiecewiseLinear(_Nodes):
 
     Args:
         {parameters}
-
-    Raises:
-        ValueError: times that do not increase, or values of another length.
     """
 
     def forward(self, t: Any) -> Tensor:

@@ -112,7 +112,7 @@ class ElasticPotential(ClosedForm, inherits_forces=True):
                 f"{name} needs tetrahedra, or triangles with vertices of dim 2. A surface in space "
                 "is made of springs (HarmonicBond over mesh.edges()) and bending (HingeBending)."
             )
-        self.count = len(elements)
+        self.count = count = len(elements)
         with outside_inference_mode():
             corners = mesh.vertices[elements]
             sides = (corners[:, 1:] - corners[:, :1]).transpose(-1, -2)
@@ -122,7 +122,6 @@ class ElasticPotential(ClosedForm, inherits_forces=True):
             size = mesh.areas() if mesh.tetrahedra is None else mesh.volumes()
             self.register_buffer("volume", size, persistent=False)
             self.corners = Selection(elements.T.flatten(), len(mesh.vertices))
-        count, dim = self.count, mesh.dim
         rule: dict[str, Any] = {"shapes": [(), (count,)], "each": "one number for each element"}
         register(self, "youngs_modulus", youngs_modulus, positive=True, finite=True, **rule)
         advice = "A solid that is nearly incompressible has 0.49."
@@ -130,7 +129,7 @@ class ElasticPotential(ClosedForm, inherits_forces=True):
         if rest_stretch is None:
             self.register_buffer("rest_stretch", None)
             return
-        rule = {"shapes": [(dim,), (count, dim)], "each": "one row for each element"}
+        rule = {"shapes": [(mesh.dim,), (count, mesh.dim)], "each": "one row for each element"}
         register(self, "rest_stretch", rest_stretch, positive=True, finite=True, **rule)
 
     def forward(self, position: Positions) -> Energies:
@@ -178,10 +177,7 @@ class ElasticPotential(ClosedForm, inherits_forces=True):
         return _Strained(mu, lam, stretch, inverse, f, self.material(f))
 
     def element_numbers(self, x: Tensor) -> list[Tensor]:
-        """Compute V mu, V lambda, and s along each axis if the rest shape is stretched.
-
-        Each is ``(elements,)``, or a number.
-        """
+        """Compute V mu, V lambda and, of a stretched shape, s along each axis."""
         given = [self.youngs_modulus, self.poissons_ratio]
         if self.rest_stretch is not None:
             given += self.rest_stretch.unbind(-1)

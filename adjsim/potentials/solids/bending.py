@@ -9,7 +9,7 @@ from adjsim.core.arguments import outside_inference_mode
 from adjsim.core.coordinates import Fold
 from adjsim.core.typing import Number
 from adjsim.meshes import Mesh
-from adjsim.potentials.bonded.bonds import HarmonicTerm
+from adjsim.potentials.bonded.bonds_and_angles import HarmonicTerm
 from adjsim.potentials.bonded.torsions import DihedralTerm
 
 

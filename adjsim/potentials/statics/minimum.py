@@ -15,7 +15,8 @@ from adjsim.core.reading import Reading
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import check_position
 from adjsim.core.typing import Positions, PositionsLike
-from adjsim.potentials.base import ForceField, force
+from adjsim.potentials.base import force, with_energy
+from adjsim.potentials.bonded.selection import check_range
 from adjsim.potentials.statics.curvature import (
     DENSE,
     DenseInverse,
@@ -81,16 +82,14 @@ def minimize(
 
     Args:
         potential: energy module.
-        position: where to start, ``(*batch, atoms, dim)``. The fixed atoms stay there, and
-            gradients reach their positions. The minimum does not depend on the start of the others.
+        position: where to start, ``(*batch, atoms, dim)`` as the result. The fixed atoms stay
+            there, and gradients reach their positions. The minimum does not depend on the start of
+            the others.
         fixed: the atoms that are held: a mask ``(atoms,)`` or numbers of atoms; None: no atom.
         tol: the largest residual force component, relative to the largest curvature times a length:
             the extent of the atoms, or the largest displacement. A force that is left since the
             coordinates are rounded is always allowed.
         max_iterations: the largest number of iterations of the minimiser.
-
-    Returns:
-        The minimum, ``(*batch, atoms, dim)``.
 
     Raises:
         TypeError: a force without an energy.
@@ -101,11 +100,7 @@ def minimize(
             of the derivative's digits); a parameter or a fixed atom pushes along a flat direction;
             a load moves all atoms together, and nothing holds them.
     """
-    if isinstance(potential, ForceField):
-        raise TypeError(
-            f"{type(potential).__name__} is a force that need not come from an energy, so there is "
-            "no energy to minimise; give a potential."
-        )
+    potential = with_energy(potential)
     tol, max_iterations = as_number("tol", tol), as_whole("max_iterations", max_iterations)
     if not tol > 0 or max_iterations < 1:
         raise ValueError(
@@ -144,12 +139,7 @@ def _free(fixed: Any, atoms: int) -> Tensor:
         free = ~mask
     elif len(given):
         index = as_indices("fixed", given).cpu().reshape(-1)
-        outside = index[(index < 0) | (index >= atoms)]
-        if len(outside):
-            raise ValueError(
-                f"fixed holds {int(outside[0])}, and there are {atoms} atoms, from 0 to "
-                f"{atoms - 1}."
-            )
+        check_range("fixed", index, atoms)
         free[index] = False
     if not bool(free.any()):
         raise ValueError("all atoms are fixed, so there is nothing to minimise: leave one free.")
@@ -211,10 +201,7 @@ class _Search:
         )
 
     def pseudo_inverse(self, q: Tensor, near: PseudoInverse | None = None) -> PseudoInverse:
-        """Make the pseudo-inverse of the Hessian at a position ``(atoms, dim)``.
-
-        The pattern of zeros of the pseudo-inverse at a position nearby is tried first.
-        """
+        """Make the pseudo-inverse of the Hessian, first with the zeros of that ``near`` q."""
         hessian = Hessian(self.potential, q, self.free)
         size, known = hessian.shape[0], near.matrix if isinstance(near, LocalInverse) else None
         if size > min(DENSE, LOCAL) and (near is None or known is not None):
@@ -277,8 +264,7 @@ class _Search:
 
         def energy(x: np.ndarray) -> tuple[float, np.ndarray]:
             q = place(x)
-            with torch.no_grad():
-                slope = -frame.restrict(force(self.potential, q))
+            slope = -frame.restrict(self.force(q))
             return (self._energy(q) - first) / work, slope * (length / work)
 
         options = {"maxiter": self.max_iterations, "ftol": 0.0, "gtol": 0.0, "maxcor": 30}
