@@ -64,11 +64,9 @@ def kong(
     """
     sixth_i, sixth_j = sigma_i**6, sigma_j**6
     attraction = (epsilon_i * sixth_i).sqrt() * (epsilon_j * sixth_j).sqrt()
-    roots = [
-        (epsilon * sixth * sixth) ** (1 / 13)
-        for epsilon, sixth in ((epsilon_i, sixth_i), (epsilon_j, sixth_j))
-    ]
-    repulsion = ((roots[0] + roots[1]) / 2) ** 13
+    root_i = (epsilon_i * sixth_i * sixth_i) ** (1 / 13)
+    root_j = (epsilon_j * sixth_j * sixth_j) ** (1 / 13)
+    repulsion = ((root_i + root_j) / 2) ** 13
     return attraction * attraction / repulsion, (repulsion / attraction) ** (1 / 6)
 
 
