@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import adjsim
-from adjsim.potentials.learnt import MessagePassing
+from adjsim.potentials import MessagePassing
 from adjsim.potentials.learnt.graph import GraphPotential
 
 STEPS, DT, MASS, CUTOFF, HIDDEN, SPACING, ROUNDS = 200, 0.02, 10.0, 5.0, 32, 3.0, 3

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from adjsim.core.box import perpendicular_widths
 from adjsim.io import box_of
-from adjsim.potentials.pairs.lennard_jones import LennardJones
 from adjsim.potentials.pairs.noble import NOBLE_GASES, LennardJonesMixture, trainable_numbers
+from adjsim.potentials.pairs.powers import LennardJones
 from adjsim.potentials.pairs.truncation import ForceShifted, Shifted, Switched, Truncation
 
 # Made from the distance at which a switch starts.

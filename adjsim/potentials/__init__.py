@@ -58,8 +58,6 @@ from adjsim.potentials.learnt.networks import (
     RadialBasis as RadialBasis,
 )
 from adjsim.potentials.pairs.base import PairPotential as PairPotential
-from adjsim.potentials.pairs.lennard_jones import WCA, LennardJones
-from adjsim.potentials.pairs.mie import Mie, SoftSphere
 from adjsim.potentials.pairs.noble import (
     NOBLE_GASES as NOBLE_GASES,
     LennardJonesMixture,
@@ -67,6 +65,7 @@ from adjsim.potentials.pairs.noble import (
     kong as kong,
     lorentz_berthelot as lorentz_berthelot,
 )
+from adjsim.potentials.pairs.powers import WCA, LennardJones, Mie, SoftSphere
 from adjsim.potentials.pairs.radial import (
     Buckingham,
     GaussianCore,

@@ -18,8 +18,7 @@ from studies import commit
 
 import adjsim
 from adjsim.core.durable.files import replacing
-from adjsim.potentials import ForceShifted, Switched
-from adjsim.potentials.learnt import PairNetwork
+from adjsim.potentials import ForceShifted, PairNetwork, Switched
 
 HERE = Path(__file__).resolve().parent
 FILE = HERE / "structure_study.json"

@@ -24,8 +24,7 @@ import numpy as np
 import torch
 
 import adjsim
-from adjsim.potentials import ForceShifted, Switched
-from adjsim.potentials.learnt import PairNetwork
+from adjsim.potentials import ForceShifted, PairNetwork, Switched
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # a small system

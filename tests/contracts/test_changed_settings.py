@@ -19,8 +19,10 @@ from adjsim.potentials import (
     Gravity,
     HarmonicBond,
     Harmonics,
+    MessagePassing,
     Mie,
     NeoHookean,
+    PairNetwork,
     ParticleContact,
     ParticleMeshEwald,
     PeriodicTorsion,
@@ -31,7 +33,6 @@ from adjsim.potentials import (
     Switched,
     Wolf,
 )
-from adjsim.potentials.learnt import MessagePassing, PairNetwork
 from adjsim.potentials.pairs.noble import LennardJonesMixture
 from adjsim.potentials.pairs.tail import DispersionCorrection
 from tests.problems import parameter

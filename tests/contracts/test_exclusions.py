@@ -29,7 +29,7 @@ from adjsim.potentials import (
     Yukawa,
     tail_corrections,
 )
-from adjsim.potentials.pairs import dense, evaluators
+from adjsim.potentials.pairs import base, dense
 from adjsim.potentials.pairs.kernels import kernel as kernels
 from tests.contracts.test_pair_operator import DENSE, LISTED, cell, gas
 from tests.problems import parameter
@@ -59,7 +59,7 @@ def listed(monkeypatch):
 
 @pytest.fixture
 def by_torch(monkeypatch):
-    monkeypatch.setattr(evaluators, "unsupported", lambda pair, position: Refusal("a test"))
+    monkeypatch.setattr(base, "unsupported", lambda pair, position: Refusal("a test"))
 
 
 def vector(low: float, high: float, size: int = ATOMS) -> nn.Parameter:
@@ -506,7 +506,7 @@ def test_atoms_that_position_does_not_have_are_named(listed, monkeypatch):
             for function in (pair, pair.force, pair.virial):
                 with pytest.raises(ValueError, match=says):
                     function(q)
-        monkeypatch.setattr(evaluators, "unsupported", lambda pair, q, why=path: Refusal(why))
+        monkeypatch.setattr(base, "unsupported", lambda pair, q, why=path: Refusal(why))
     monkeypatch.undo()
     dynamics = adjsim.Hamiltonian(pair)
     with pytest.raises(ValueError, match=says):

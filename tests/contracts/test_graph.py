@@ -10,14 +10,14 @@ import adjsim
 from adjsim.adjoints.loops.compilation import CompileError
 from adjsim.core import neighbour_list
 from adjsim.core.box import checked_box
-from adjsim.potentials.base import force, force_vjp
-from adjsim.potentials.learnt import (
+from adjsim.potentials import (
     ForceModel,
     InPrecision,
     MessagePassing,
     PairNetwork,
     RadialBasis,
 )
+from adjsim.potentials.base import force, force_vjp
 from adjsim.potentials.learnt.graph import GraphForce, GraphPotential, find_edges
 from adjsim.potentials.learnt.mace import MACEPotential
 

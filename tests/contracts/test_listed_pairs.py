@@ -7,8 +7,9 @@ from torch import nn
 import adjsim
 from adjsim.core import box as _box, derived as _derived, neighbour_list
 from adjsim.core.refusal import Refusal
+from adjsim.core.rounding import UNROUNDED
 from adjsim.potentials import PairPotential
-from adjsim.potentials.pairs import dense, evaluators
+from adjsim.potentials.pairs import base, dense
 from tests.contracts.test_pair_operator import KINDS, box_of, cell, gas
 from tests.problems import parameter
 
@@ -22,7 +23,7 @@ def without_operator(monkeypatch):
     monkeypatch.setattr(_box, "LISTED", 0.0)
     _derived._known.clear()
     monkeypatch.setattr(_box, "LISTED_WITHOUT_BOX", 0)
-    monkeypatch.setattr(evaluators, "unsupported", lambda pair, position: Refusal("a test"))
+    monkeypatch.setattr(base, "unsupported", lambda pair, position: Refusal("a test"))
     neighbour_list._builds.clear()
 
 
@@ -69,7 +70,7 @@ def assert_equal_to_all_pairs(pair, position):
         lambda q: dense.energy(pair, q),
         lambda q: dense.force(pair, q),
         lambda q: dense.virial(pair, q),
-        lambda q: dense.force_vjp(pair, q),
+        lambda q: dense.force_vjp(pair, q, (), UNROUNDED),
     )
     for x, y in zip(listed, every, strict=True):
         assert (x is None) == (y is None)

@@ -136,7 +136,7 @@ def test_gradients_of_its_weights_through_50_steps(model):
 
 
 def test_a_batch_and_float32(model):
-    from adjsim.potentials.learnt import InPrecision
+    from adjsim.potentials import InPrecision
 
     potential, q = MACEPotential(model, NUMBERS, box=BOXES["cube"]), positions()
     both = torch.stack([q, q + 0.1 * torch.randn(8, 3, generator=torch.Generator().manual_seed(3))])

@@ -19,7 +19,7 @@ from adjsim.core import box as _box, derived as _derived
 from adjsim.potentials import ForceShifted, LennardJonesMixture, PairPotential, Switched
 from adjsim.potentials.pairs import dense, operator as pair_operator
 from adjsim.potentials.pairs.kernels import kernel as kernels
-from adjsim.potentials.pairs.kernels.merging import merge_pairs
+from adjsim.potentials.pairs.kernels.printing import merge_pairs
 from tests.problems import parameter
 
 LISTED, DENSE = 0.0, 1e9

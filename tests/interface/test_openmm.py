@@ -20,7 +20,7 @@ from adjsim.core.refusal import Refusal
 from adjsim.io import from_openmm, to_openmm
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.force_field import ForceFieldPotential
-from adjsim.potentials.pairs import evaluators
+from adjsim.potentials.pairs import base
 from tests.openmm_systems import (
     AMBER14,
     DATA,
@@ -160,7 +160,7 @@ SYSTEMS = given(
 @SYSTEMS
 def test_random_systems(seed, method, scaled, tilted):
     # Each system would compile kernels of its own.
-    with patch.object(evaluators, "unsupported", lambda *_: Refusal("left out")):
+    with patch.object(base, "unsupported", lambda *_: Refusal("left out")):
         check_random_system(seed, method, scaled, tilted)
 
 

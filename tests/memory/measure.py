@@ -17,7 +17,7 @@ import torch
 
 import adjsim
 from adjsim.io.systems import cluster
-from adjsim.potentials.learnt import MessagePassing
+from adjsim.potentials import MessagePassing
 from adjsim.potentials.learnt.graph import GraphPotential
 
 

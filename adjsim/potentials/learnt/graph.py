@@ -6,7 +6,6 @@ Edges are in a fixed order, so they are a function of the position to the last b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from adjsim.core.state import in_transform
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential
 from adjsim.potentials.evaluated import as_module
-from adjsim.potentials.products import Pullback, derivative, energy_vjp
+from adjsim.potentials.products import Pullback, Tensors, derivative, energy_vjp
 
 ADVICE = (
     "Wrap the potential in InPrecision(potential, dtype), or convert the model with "
@@ -47,10 +46,7 @@ class Edges(NamedTuple):
 def find_edges(
     position: Tensor, cutoff: float, box: Tensor | None = None, skin: float | None = None
 ) -> Edges:
-    """Find the edges of positions ``(*batch, atoms, dim)``, whatever the skin.
-
-    The box is one of :func:`~adjsim.core.box.checked_box`, and atoms may be outside of it.
-    """
+    """Find the edges of positions ``(*batch, atoms, dim)``, which may be outside of the box."""
     if is_tracing() or in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         raise ValueError(
             "a neighbour list depends on the values of positions, which compile=True and "
@@ -216,7 +212,7 @@ class GraphPotential(_GraphModel, Potential):
         return -derivative(strained, position.new_zeros(*batch, dim, dim))
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
+        self, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         return energy_vjp(self, position, parameters, rounding)
 

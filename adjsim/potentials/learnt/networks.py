@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential, with_energy
 from adjsim.potentials.evaluated import as_module
 from adjsim.potentials.pairs.base import PairPotential
-from adjsim.potentials.products import Pullback, energy_vjp
+from adjsim.potentials.products import Pullback, Tensors, energy_vjp
 
 
 class RadialBasis(nn.Module):
@@ -233,6 +232,6 @@ class InPrecision(Potential):
         return self.potential.virial(position.to(self.dtype)).to(position.dtype)
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
+        self, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         return energy_vjp(self, position, parameters, rounding)

@@ -29,7 +29,7 @@ from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs.formula import PairFormula
 from adjsim.potentials.pairs.kernels.exclusions import interacting
-from adjsim.potentials.products import DeferredVJP, Pullback
+from adjsim.potentials.products import DeferredVJP, Pullback, Tensors
 
 
 def energy(pair: PairFormula, position: Positions) -> Energies:
@@ -45,10 +45,7 @@ def force(pair: PairFormula, position: Positions, rounding: Rounding = UNROUNDED
 
 
 def force_vjp(
-    pair: PairFormula,
-    position: Positions,
-    parameters: Sequence[Tensor] = (),
-    rounding: Rounding = UNROUNDED,
+    pair: PairFormula, position: Positions, parameters: Tensors, rounding: Rounding
 ) -> tuple[Tensor, Pullback]:
     """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta), for any parameters."""
     with torch.no_grad():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,9 +42,11 @@ class PairFormula(Declaring, Periodic):
     species: Tensor | None
     exclusions: Tensor | None
     _operands: Mapping[str, Operand] | None = None
-    # The parameters of pairs, declared or registered by a constructor.
+    # The parameters of pairs: those declared without ``shapes``.
     _tables: tuple[str, ...] = ()
 
+    # The parameter of pairs that is the root of ``safe_distance``; None: one.
+    safe_length: ClassVar[str | None] = None
     shapes_of_declared = "a number or ``(atoms, atoms)``, symmetric"
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -81,7 +84,9 @@ class PairFormula(Declaring, Periodic):
             self.register_buffer("species", None)
             pairs = None if exclusions is None else checked_exclusions(exclusions)
             self.register_buffer("exclusions", pairs)
-        self.store(given, self.register_pair_parameter)
+        self.store(given, partial(register, self))
+        for name in self._tables:
+            check_symmetric(name, getattr(self, name))
         if type(self).__init__ is PairFormula.__init__:
             self.validate()
 
@@ -135,18 +140,9 @@ class PairFormula(Declaring, Periodic):
 
     def safe_distance(self, s: Tensor) -> Tensor:
         """Return a squared distance for excluded pairs, where u, u' and u'' are finite."""
-        return torch.ones((), dtype=s.dtype, device=s.device)
-
-    def register_pair_parameter(self, name: str, value: Number, **rule: Any) -> None:
-        """Store a parameter of pairs: a number, or ``(atoms, atoms)`` and symmetric.
-
-        A parameter whose rule has ``shapes`` is no parameter of pairs.
-        """
-        register(self, name, value, **rule)
-        if "shapes" not in rule:
-            check_symmetric(name, getattr(self, name))
-            if name not in self._tables:
-                self._tables = (*self._tables, name)
+        if self.safe_length is None:
+            return torch.ones((), dtype=s.dtype, device=s.device)
+        return self.pair_parameter(self.safe_length, s.detach()).detach() ** 2
 
     def pair_table(self, name: str) -> Tensor:
         """Return a parameter of pairs: a number, or a table with a row and a column a species.
@@ -161,10 +157,7 @@ class PairFormula(Declaring, Periodic):
         return value
 
     def pair_parameter(self, name: str, s: Tensor) -> Tensor:
-        """Return a parameter of every pair, to broadcast against the squared distances.
-
-        The squared distance may also be a scalar, the same for all pairs.
-        """
+        """Return a parameter of every pair, to broadcast against the squared distances s."""
         if self._operands is not None:
             operand = self._operands[name]
             return (operand if isinstance(operand, Tensor) else operand[0]).to(s)
@@ -182,10 +175,7 @@ class PairFormula(Declaring, Periodic):
         return value.to(s)
 
     def atom_parameter(self, name: str, s: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a parameter of either atom of every pair, such as their charges.
-
-        The parameter is ``(atoms,)``; the results broadcast against the squared distances.
-        """
+        """Return a parameter ``(atoms,)`` of either atom of every pair, to broadcast against s."""
         if self._operands is not None:
             first, second = self._operands[name]
             return first.to(s), second.to(s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs import dense
 from adjsim.potentials.pairs.kernels.kernel import ENERGY, FORCE, NUMBER, PRODUCT, SLOPES
 from adjsim.potentials.pairs.operator import PairOperator
-from adjsim.potentials.products import DeferredVJP, Pullback, VJPSum
+from adjsim.potentials.products import DeferredVJP, Pullback, Tensors, VJPSum
 
 
 def energy(operator: PairOperator, position: Positions) -> Energies:
@@ -41,15 +41,12 @@ def force(operator: PairOperator, position: Positions, rounding: Rounding = UNRO
 
 
 def force_vjp(
-    operator: PairOperator,
-    position: Positions,
-    parameters: Sequence[Tensor],
-    rounding: Rounding = UNROUNDED,
+    operator: PairOperator, position: Positions, parameters: Tensors, rounding: Rounding
 ) -> tuple[Tensor, Pullback]:
     """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta)."""
     if operator.printed or not operator.has(FORCE, PRODUCT, rounds=rounding.rounds):
         by_torch = operator.by_torch(operator.operands)
-        value, product = dense.force_vjp(by_torch, position, rounding=rounding)
+        value, product = dense.force_vjp(by_torch, position, (), rounding)
 
         def pullback_by_rows(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
             along, found = product(v)
@@ -83,15 +80,12 @@ def _gradients_by_rows(operator: PairOperator, deferred: DeferredVJP) -> list[Te
     wanted = [leaves[k] for k in operator.wanted]
     if not wanted:
         return []
-    found: list[Tensor] = []
-    grads = torch.autograd.grad(total, wanted, allow_unused=True)
-    for k, grad in zip(operator.wanted, grads, strict=True):
-        like = operator.operands[k]
-        if grad is None:
-            found.append(torch.zeros_like(like))
-        else:
-            found.append(grad.sum().reshape(like.shape) if like.numel() == 1 else grad)
-    return found
+    grads = torch.autograd.grad(total, wanted, materialize_grads=True)
+    likes = [operator.operands[k] for k in operator.wanted]
+    return [
+        grad.sum().reshape(like.shape) if like.numel() == 1 else grad
+        for like, grad in zip(likes, grads, strict=True)
+    ]
 
 
 def _propagate(
@@ -136,11 +130,11 @@ class PairForce(torch.autograd.Function):
         (v,), (position, _, _, _, *operands) = cotangents, ctx.saved_tensors
         operator: PairOperator = ctx.operator
         if torch.is_grad_enabled() or _is_batched(v):
-            along, *grads = _product(
-                lambda q, *values: dense.force(operator.by_torch(values), q),
-                (position, *operands),
-                v,
-            )
+            # Inputs may depend on each other (a position on the parameters of earlier steps), which
+            # torch.autograd.grad would follow.
+            along, *grads = torch.func.vjp(
+                lambda q, *values: dense.force(operator.by_torch(values), q), position, *operands
+            )[1](v)
         else:
             _, along, *found = operator.evaluate(PRODUCT, position, vector=v)
             grads = _of_all(operator, found)
@@ -161,11 +155,9 @@ class PairEnergy(torch.autograd.Function):
         (weight,), (position, _, _, _, *operands) = cotangents, ctx.saved_tensors
         operator: PairOperator = ctx.operator
         if torch.is_grad_enabled() or _is_batched(weight):
-            along, *grads = _product(
-                lambda q, *values: dense.energy(operator.by_torch(values), q),
-                (position, *operands),
-                weight,
-            )
+            along, *grads = torch.func.vjp(
+                lambda q, *values: dense.energy(operator.by_torch(values), q), position, *operands
+            )[1](weight)
         else:
             along, found = None, list[Tensor]()
             if ctx.needs_input_grad[1]:
@@ -186,14 +178,3 @@ def _is_batched(x: Tensor) -> bool:
     """Return whether a cotangent has a batch that torch hides, as in ``is_grads_batched``."""
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     return in_transform() or functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
-
-
-def _product(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], cotangent: Tensor
-) -> tuple[Tensor, ...]:
-    """Compute a vector-Jacobian product that can be differentiated.
-
-    Inputs may depend on each other (a position on the parameters of earlier steps), which
-    ``torch.autograd.grad`` would follow.
-    """
-    return torch.func.vjp(function, *inputs)[1](cotangent)

@@ -10,7 +10,6 @@ last bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs.formula import Operand, PairFormula, kind_of, misshapen, skin_of
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import ATOM, TABLE
-from adjsim.potentials.products import DeferredVJP, Pullback
+from adjsim.potentials.products import DeferredVJP, Pullback, Tensors
 
 # The squared distances on which a formula is checked, in units of the squared cutoff, and those on
 # which it is evaluated again: in another order, and without the smallest and the largest.
@@ -51,9 +50,9 @@ def applies(pair: PairFormula, position: Tensor, formula: str) -> bool:
 
     A list depends on the values of positions, so there is none while torch records or transforms.
     """
-    if any(recording()):
+    if any(recording()) or type(position) not in (Tensor, nn.Parameter):
         return False
-    if type(position) not in (Tensor, nn.Parameter) or position.is_meta or position.numel() == 0:
+    if position.is_meta or position.numel() == 0:
         return False
     if pair.box is not None and (pair.box.requires_grad or len(pair.box) != position.shape[-1]):
         return False
@@ -75,10 +74,7 @@ def force(pair: PairFormula, position: Positions, rounding: Rounding = UNROUNDED
 
 
 def force_vjp(
-    pair: PairFormula,
-    position: Positions,
-    parameters: Sequence[Tensor],
-    rounding: Rounding = UNROUNDED,
+    pair: PairFormula, position: Positions, parameters: Tensors, rounding: Rounding
 ) -> tuple[Tensor, Pullback]:
     """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta)."""
     with torch.no_grad():
@@ -91,7 +87,7 @@ def force_vjp(
 
     def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         with torch.no_grad():
-            w = near.differences(v)
+            w = _differences(v, near.i, near.j)
             dw = (near.d * w).sum(0)
             curvature = -4 * near.pair.truncated_curvature(near.s) * dw
             along = near.checked(near.sum_rows(curvature * near.d + weight * w))
@@ -144,9 +140,6 @@ class _Geometry:
         i, j, d, s = i[near], j[near], d.index_select(1, near), s.index_select(0, near)
         operands = _with_operands(pair, i, j, position.shape[-2])
         return cls(operands, i, j, d, s, position, finite)
-
-    def differences(self, x: Tensor) -> Tensor:
-        return _differences(x, self.i, self.j)
 
     def sum_rows(self, parts: Tensor) -> Tensor:
         """Sum ``(n, pairs)`` over the neighbours of each atom: ``(*batch, atoms, n)``."""

@@ -14,7 +14,7 @@ from adjsim.core.derived import derived
 from adjsim.core.parameters import describe
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.pairs.formula import check_symmetric
-from adjsim.potentials.pairs.lennard_jones import LennardJones
+from adjsim.potentials.pairs.powers import LennardJones
 
 MixingRule = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 # The rule of a number for each species.
@@ -64,11 +64,9 @@ def kong(
     """
     sixth_i, sixth_j = sigma_i**6, sigma_j**6
     attraction = (epsilon_i * sixth_i).sqrt() * (epsilon_j * sixth_j).sqrt()
-    roots = [
-        (epsilon * sixth * sixth) ** (1 / 13)
-        for epsilon, sixth in ((epsilon_i, sixth_i), (epsilon_j, sixth_j))
-    ]
-    repulsion = ((roots[0] + roots[1]) / 2) ** 13
+    root_i = (epsilon_i * sixth_i * sixth_i) ** (1 / 13)
+    root_j = (epsilon_j * sixth_j * sixth_j) ** (1 / 13)
+    repulsion = ((root_i + root_j) / 2) ** 13
     return attraction * attraction / repulsion, (repulsion / attraction) ** (1 / 6)
 
 

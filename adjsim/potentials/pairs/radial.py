@@ -57,6 +57,7 @@ class Morse(RadialPotential):
     depth: Tensor = declared("depth of the well, energy", 1.0)
     width: Tensor = declared("width of the well, length", 1.0, positive=True)
     distance: Tensor = declared("position of the minimum, length", 1.0, positive=True)
+    safe_length = "distance"
 
     def radial_energy(self, r: Tensor) -> Tensor:
         depth, _, e = self._exponential(r)
@@ -69,9 +70,6 @@ class Morse(RadialPotential):
     def radial_curvature(self, r: Tensor) -> Tensor:
         depth, width, e = self._exponential(r)
         return 2 * depth / (width * width) * e * (2 * e - 1)
-
-    def safe_distance(self, s: Tensor) -> Tensor:
-        return self.pair_parameter("distance", s.detach()).detach() ** 2
 
     def _exponential(self, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         depth, width, distance = (

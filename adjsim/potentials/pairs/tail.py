@@ -194,7 +194,14 @@ class DispersionCorrection(Potential):
         return self.lennard_jones.box
 
     def forward(self, position: Positions) -> Energies:
-        return self._energy().to(position).expand(position.shape[:-2])
+        assert self.lennard_jones.box is not None
+        epsilon, sigma = (self.lennard_jones.pair_table(name) for name in ("epsilon", "sigma"))
+        sixth = sigma**6
+        repulsion, attraction = self.integrals
+        mean = 4 * epsilon * sixth * (sixth * repulsion - attraction)
+        factor = 2 * math.pi * len(self.species) ** 2 / volume_of(self.lennard_jones.box)
+        energy = factor * (self.share.to(mean) * mean).sum()
+        return energy.to(position).expand(position.shape[:-2])
 
     def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
         return torch.zeros_like(position)
@@ -204,21 +211,10 @@ class DispersionCorrection(Potential):
         unit = torch.eye(3, dtype=position.dtype, device=position.device)
         return self.forward(position)[..., None, None] * unit
 
-    def _energy(self) -> Tensor:
-        assert self.lennard_jones.box is not None
-        epsilon, sigma = (self.lennard_jones.pair_table(name) for name in ("epsilon", "sigma"))
-        sixth = sigma**6
-        repulsion, attraction = self.integrals
-        mean = 4 * epsilon * sixth * (sixth * repulsion - attraction)
-        factor = 2 * math.pi * len(self.species) ** 2
-        return factor / volume_of(self.lennard_jones.box) * (self.share.to(mean) * mean).sum()
-
 
 def _integral(n: int, begin: float, cutoff: float) -> float:
     """Integrate (1 - S(r)) r^(2 - n) from the start of the switch to infinity."""
     beyond = cutoff ** (3 - n) / (n - 3)
-    if begin == cutoff:
-        return beyond
     # The integrand is smooth within the switch, so that Gauss-Legendre nodes converge at once.
     nodes, weights = np.polynomial.legendre.leggauss(NODES)
     x = (1 + nodes) / 2

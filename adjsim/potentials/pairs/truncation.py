@@ -18,8 +18,7 @@ from adjsim.core.arguments import as_number
 class Untruncated(Protocol):
     """The energy of a pair before it is truncated, its derivatives du/ds, and the cutoff."""
 
-    @property
-    def cutoff(self) -> float | None: ...
+    cutoff: float | None
 
     def pair_energy(self, s: Tensor) -> Tensor: ...
 

@@ -12,6 +12,8 @@ from torch.autograd import forward_ad
 
 from adjsim.core.state import in_transform
 
+Product = Callable[[Tensor], tuple[Tensor, Tensor]]
+
 
 class ChargeSum(ABC):
     """A part of the energy of charges ``(atoms,)``, with its derivatives in closed form."""
@@ -21,9 +23,7 @@ class ChargeSum(ABC):
         """Compute the energy, ``(*batch,)``."""
 
     @abstractmethod
-    def linearised(
-        self, position: Tensor, charge: Tensor
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    def linearised(self, position: Tensor, charge: Tensor) -> tuple[Tensor, Product]:
         """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dcharge)."""
 
     @abstractmethod

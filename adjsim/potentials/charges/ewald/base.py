@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.charges.coulomb import DampedCoulomb
-from adjsim.potentials.charges.ewald.autograd import ChargeSum, force_of
+from adjsim.potentials.charges.ewald.autograd import ChargeSum, Product, force_of
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, partners_of
 from adjsim.potentials.pairs.formula import ATOMS, SHIFTED
 from adjsim.potentials.products import ParameterVJP, Pullback, VJPSum
@@ -161,10 +161,6 @@ class EwaldSum(Declaring, Periodic, Potential):
         """The number of atoms."""
         return len(self.charge)
 
-    def lengths(self) -> list[float]:
-        """Return the lengths of the rows of the cell."""
-        return self.cell.norm(dim=1).tolist()
-
     def reciprocal(self, position: Tensor) -> ChargeSum:
         """Return the sum in reciprocal space."""
         raise TypeError(f"{type(self).__name__} has no reciprocal(position).")
@@ -194,7 +190,7 @@ class EwaldSum(Declaring, Periodic, Potential):
         with torch.enable_grad():
             charge = self._charges(position)
         refuse_unknown(charge, self, parameters, f"the force of {type(self).__name__}")
-        products: list[Callable[[Tensor], tuple[Tensor, Tensor]]] = []
+        products: list[Product] = []
         with torch.no_grad():
             for part in self._parts(position):
                 more, product = part.linearised(position, charge.detach())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.box import volume
 from adjsim.core.derived import derived
 from adjsim.core.typing import Number
-from adjsim.potentials.charges.ewald.autograd import ChargeSum
+from adjsim.potentials.charges.ewald.autograd import ChargeSum, Product
 from adjsim.potentials.charges.ewald.base import EwaldSum, three_numbers
 
 # OpenMM searches the number of waves from here, upwards or downwards.
@@ -69,7 +68,8 @@ class Ewald(EwaldSum):
         """The largest wave number along each row of the box."""
         if self.given_kmax is not None:
             return self.given_kmax
-        return tuple(wave_number(self.alpha * d, self.tolerance) for d in self.lengths())
+        lengths: list[float] = self.cell.norm(dim=1).tolist()
+        return tuple(wave_number(self.alpha * d, self.tolerance) for d in lengths)
 
     @derived("cell", "kmax")
     def vectors(self) -> Tensor:
@@ -79,11 +79,11 @@ class Ewald(EwaldSum):
         numbers = torch.tensor(integers, dtype=torch.float64).reshape(-1, 3)
         return 2 * math.pi * numbers.to(self.cell.device) @ torch.linalg.inv(self.cell).T
 
-    @derived("cell", "vectors", "alpha", "constant")
+    @derived("volume", "vectors", "alpha", "constant")
     def weight(self) -> Tensor:
         """The factor of ``|S(k)|^2`` of each wave."""
         square = (self.vectors * self.vectors).sum(-1)
-        factor = 4 * math.pi * self.constant / volume(self.cell)
+        factor = 4 * math.pi * self.constant / self.volume
         return factor * torch.exp(-square / (4 * self.alpha**2)) / square
 
     def reciprocal(self, position: Tensor) -> Waves:
@@ -126,9 +126,7 @@ class Waves(ChargeSum):
     def energy(self, position: Tensor, charge: Tensor) -> Tensor:
         return self._energies(position, charge).sum(-1)
 
-    def linearised(
-        self, position: Tensor, charge: Tensor
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    def linearised(self, position: Tensor, charge: Tensor) -> tuple[Tensor, Product]:
         cos, sin = self._waves(position)
         real, imaginary = charge @ cos, charge @ sin
 

@@ -13,14 +13,13 @@ derivative is -F_{n+1}. It is smooth, so two atoms at one place have a finite fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from adjsim.core.box import nearest_image
-from adjsim.potentials.charges.ewald.autograd import ChargeSum
+from adjsim.potentials.charges.ewald.autograd import ChargeSum, Product
 
 # Below x = 1 the alternating series of 20 terms is exact to the last bit, since its first missing
 # term is 1 / (20! 45). Above, F_2 follows from F_0 with a loss of at most a digit.
@@ -46,9 +45,7 @@ class ExcludedPairs(ChargeSum):
         f = torch.where(self.partners == itself, 0.0, self._functions(s)[0])
         return -0.5 * (self._products(charge) * f).sum((-1, -2))
 
-    def linearised(
-        self, position: Tensor, charge: Tensor
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    def linearised(self, position: Tensor, charge: Tensor) -> tuple[Tensor, Product]:
         d, s = self._geometry(position)
         _, first, second = self._functions(s)
         products = self._products(charge)

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_whole
-from adjsim.core.box import volume
 from adjsim.core.derived import derived
 from adjsim.core.layout import is_tracing
 from adjsim.core.typing import Number
-from adjsim.potentials.charges.ewald.autograd import ChargeSum
+from adjsim.potentials.charges.ewald.autograd import ChargeSum, Product
 from adjsim.potentials.charges.ewald.base import EwaldSum, three_numbers
 from adjsim.potentials.charges.ewald.direct import wave_virial
 from adjsim.potentials.charges.ewald.spreading import gather, moduli, spread
@@ -88,7 +87,7 @@ class ParticleMeshEwald(EwaldSum):
         """The number of mesh points along each row of the box."""
         if self.given_grid is not None:
             return self.given_grid
-        return mesh_size(self.alpha, self.lengths(), self.tolerance, self.order)
+        return mesh_size(self.alpha, self.cell.norm(dim=1).tolist(), self.tolerance, self.order)
 
     @derived("cell", "grid", "alpha", "order", "constant")
     def influence(self) -> Tensor:
@@ -122,7 +121,7 @@ class ParticleMeshEwald(EwaldSum):
         x, y, z = (moduli(self.order, n) for n in self.grid)
         product = (x[:, None, None] * y[:, None] * z).to(square.device)
         safe = torch.where(square > 0, square, 1.0)
-        factor = 4 * math.pi * self.constant / volume(self.cell)
+        factor = 4 * math.pi * self.constant / self.volume
         found = factor * torch.exp(-square / (4 * self.alpha**2)) / safe
         return torch.where(square > 0, found / product, 0.0)
 
@@ -151,9 +150,7 @@ class Mesh(ChargeSum):
         q = self._spread(self._at(position), charge.unsqueeze(-1))
         return 0.5 * (q * self._potential(q)).sum((-1, -2, -3)).reshape(position.shape[:-2])
 
-    def linearised(
-        self, position: Tensor, charge: Tensor
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    def linearised(self, position: Tensor, charge: Tensor) -> tuple[Tensor, Product]:
         settings = self.influence, self.to_mesh, self.shape, self.order
         if not is_tracing():
             value, phi = self.force_and_potential(position, charge)
@@ -226,11 +223,7 @@ _SYMMETRIC = [[0, 1, 2], [1, 3, 4], [2, 4, 5]]
 def mesh_size(
     alpha: float, lengths: Sequence[float], tolerance: float, order: int
 ) -> tuple[int, ...]:
-    """Choose the number of mesh points along each row of the cell, as OpenMM does.
-
-    It is ``2 alpha d / (3 tolerance^(1/5))``, rounded up, with d the length of the row. There are
-    at least six points, and as many as the order.
-    """
+    """Choose the numbers of mesh points, as documented in :class:`ParticleMeshEwald`."""
     least = max(SMALLEST_MESH, order)
     factor = 2 * alpha / (3 * tolerance**0.2)
     return tuple(max(math.ceil(factor * length), least) for length in lengths)

@@ -86,9 +86,10 @@ def spread(u: Tensor, coefficients: Tensor, shape: Sequence[int], order: int) ->
 
     The coefficients are ``(systems, atoms, 1)`` c, or ``(systems, atoms, 4)`` c, c_x, c_y, c_z.
     """
-    operator = operator_of(order, u, coefficients)
-    if operator is not None:
-        return operator.spread(u, coefficients, shape)
+    library = _library_of(order, u, coefficients)
+    if library is not None:
+        result = torch.zeros((len(u), *shape), dtype=u.dtype)
+        return _call(library.spread, order, u, coefficients.shape[-1], shape, coefficients, result)
     base = u.detach().floor()
     x, y, z = derivatives(order, u - base, min(coefficients.shape[-1] - 1, 1)).unbind(-3)
     c = coefficients.unsqueeze(-1)
@@ -108,9 +109,10 @@ def spread(u: Tensor, coefficients: Tensor, shape: Sequence[int], order: int) ->
 
 def gather(u: Tensor, mesh: Tensor, degree: int, order: int) -> Tensor:
     """Gather a mesh and its derivatives up to a degree of 2, by columns of :data:`ORDERS`."""
-    operator = operator_of(order, u, mesh)
-    if operator is not None:
-        return operator.gather(u, mesh, COLUMNS[degree])
+    library = _library_of(order, u, mesh)
+    if library is not None:
+        result = torch.empty((*u.shape[:-1], COLUMNS[degree]), dtype=u.dtype)
+        return _call(library.gather, order, u, COLUMNS[degree], mesh.shape[1:], mesh, result)
     base = u.detach().floor()
     x, y, z = derivatives(order, u - base, degree).unbind(-3)
     local = mesh.reshape(-1)[_points(base, mesh.shape[1:], order)]
@@ -139,46 +141,31 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(-1) * b.unsqueeze(-2)
 
 
-class MeshOperator:
-    """Spreading and gathering with splines of one order, for one type of numbers."""
-
-    def __init__(self, order: int, dtype: torch.dtype) -> None:
-        source = files("adjsim.potentials.charges.ewald").joinpath("spreading.cpp").read_text()
-        text = f"#define REAL {TYPES[dtype]}\n#define ORDER {order}\n{source}"
-        self.order, self.dtype, self._library = order, dtype, compiled(text, threads=True)
-
-    def spread(self, u: Tensor, coefficients: Tensor, shape: Sequence[int]) -> Tensor:
-        mesh = torch.zeros((len(u), *shape), dtype=self.dtype)
-        self._call(self._library.spread, u, coefficients.shape[-1], shape, coefficients, mesh)
-        return mesh
-
-    def gather(self, u: Tensor, mesh: Tensor, columns: int) -> Tensor:
-        found = torch.empty((*u.shape[:-1], columns), dtype=self.dtype)
-        self._call(self._library.gather, u, columns, mesh.shape[1:], mesh, found)
-        return found
-
-    def _call(
-        self, function: Any, u: Tensor, columns: int, shape: Sequence[int], given: Tensor,
-        result: Tensor,
-    ) -> None:  # fmt: skip
-        u, given = (x.detach().resolve_neg().contiguous() for x in (u, given))
-        atoms, points = u.shape[-2], u.numel() // 3 * self.order**3
-        threads = torch.get_num_threads() if points >= PARALLEL_POINTS else 1
-        counts = (ctypes.c_int64(n) for n in (len(u), atoms, columns, threads))
-        pointers = (ctypes.c_void_p(x.data_ptr()) for x in (u, given, result))
-        function(*counts, (ctypes.c_int64 * 3)(*shape), *pointers)
+def _call(
+    function: Any, order: int, u: Tensor, columns: int, shape: Sequence[int], given: Tensor,
+    result: Tensor,
+) -> Tensor:  # fmt: skip
+    u, given = (x.detach().resolve_neg().contiguous() for x in (u, given))
+    atoms, points = u.shape[-2], u.numel() // 3 * order**3
+    threads = torch.get_num_threads() if points >= PARALLEL_POINTS else 1
+    counts = (ctypes.c_int64(n) for n in (len(u), atoms, columns, threads))
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (u, given, result))
+    function(*counts, (ctypes.c_int64 * 3)(*shape), *pointers)
+    return result
 
 
 @functools.cache
-def _operator(order: int, dtype: torch.dtype) -> MeshOperator | None:
+def _library(order: int, dtype: torch.dtype) -> ctypes.CDLL | None:
+    source = files("adjsim.potentials.charges.ewald").joinpath("spreading.cpp").read_text()
+    text = f"#define REAL {TYPES[dtype]}\n#define ORDER {order}\n{source}"
     try:
-        return MeshOperator(order, dtype)
+        return compiled(text, threads=True)
     except CompilerError:
         return None
 
 
-def operator_of(order: int, *tensors: Tensor) -> MeshOperator | None:
-    """Return the operator for these tensors; None: torch operations are needed."""
+def _library_of(order: int, *tensors: Tensor) -> ctypes.CDLL | None:
+    """Return the library for these tensors; None: torch operations are needed."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return None
     if in_transform() or is_tracing() or torch.compiler.is_compiling():
@@ -188,4 +175,4 @@ def operator_of(order: int, *tensors: Tensor) -> MeshOperator | None:
         x.device.type == "cpu" and x.dtype == dtype and type(x) in (Tensor, torch.nn.Parameter)
         for x in tensors
     )
-    return _operator(order, dtype) if usable and dtype in (torch.float32, torch.float64) else None
+    return _library(order, dtype) if usable and dtype in (torch.float32, torch.float64) else None

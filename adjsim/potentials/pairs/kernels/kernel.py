@@ -53,17 +53,8 @@ class PairInputs(NamedTuple):
 class KernelSpec:
     """The parts of a kernel other than its formulas.
 
-    Attributes:
-        mode: what it computes, see :data:`OUTPUTS`.
-        dtype: the type of all numbers.
-        dim: the number of dimensions, up to three.
-        image: the kind of box.
-        cutoff: None: all pairs.
-        skin: how far beyond the cutoff a neighbour list reaches; None: all pairs are evaluated.
-        rounds: whether contributions to the force are rounded to a grid.
-        kinds: for each operand, a number, a table by species or a number for each atom.
-        gradients: the operands with respect to which derivatives are computed.
-        excluded: whether there are exclusions, which are an argument of the kernel.
+    ``kinds`` are those of the operands, and ``gradients`` the operands with respect to which
+    derivatives are computed. Without a ``skin`` all pairs are evaluated, and no neighbour list.
     """
 
     mode: str

@@ -1,4 +1,9 @@
-"""The call of a kernel from a printed loop."""
+"""Kernels in compiled steps: the call from a printed loop, and forces taken from products.
+
+A backward step needs the force at a position before it knows the vector of the product there, so it
+asks for the force and then for the product, which computes the force again. In a trace both are
+known, and the force is taken from the product.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.fx import GraphModule, Node
+from torch.fx.passes.tools_common import legalize_graph
 
 from adjsim.compiler.calls import (
     CALLS,
@@ -18,7 +25,19 @@ from adjsim.compiler.calls import (
     pointer_to,
 )
 from adjsim.compiler.values import TYPES, UnprintableError, Value
-from adjsim.potentials.pairs.kernels.kernel import KERNELS, OUTPUTS, PairInputs, pairs, text
+from adjsim.potentials.pairs.kernels.kernel import (
+    FORCE,
+    KERNELS,
+    OUTPUTS,
+    PRODUCT,
+    PairInputs,
+    pairs,
+    text,
+)
+
+_OPERATOR = pairs._opoverload
+# The arguments other than the vector.
+_SAME = tuple(i for i, name in enumerate(PairInputs._fields) if name != "vector")
 
 
 class PairCall(Call):
@@ -36,12 +55,10 @@ class PairCall(Call):
         if dtypes != {self.kernel.spec.dtype} or not integers <= {torch.int64}:
             raise UnprintableError("pairs of mixed types")
         fields: list[Any] = [self._field(value) for value in x[:2]]
-        stored: list[Any] = [self._dense(value) for value in (x.weight, *x[4:], *x.operands)]
-        (position, vector), (weight, box, species, exclusions, spacing, *operands) = fields, stored
-        numbers = box, species, exclusions, spacing
-        self.arguments: Any = PairInputs(position, vector, weight, operands, *numbers)
-        found = (position, vector, weight, *numbers, *operands)
-        self.inputs = tuple(value for value in found if value is not None)
+        stored: list[Any] = [value and in_order(value, store) for value in (x.weight, *x[4:])]
+        operands: list[Any] = [in_order(value, store) for value in x.operands]
+        self.arguments: Any = PairInputs._make([*fields, stored[0], operands, *stored[1:]])
+        self.inputs = tuple(y for y in (*fields, *stored, *operands) if y is not None)
         self.outputs = tuple(map(self.output, outputs))
         self.addresses = (self.kernel.address, *self.kernel.list_addresses)
         self.declarations = f"#define REAL {TYPES[self.kernel.spec.dtype]}\n{text('call.h')}"
@@ -52,14 +69,8 @@ class PairCall(Call):
         results = dict(zip(names, self.outputs, strict=False))
         fields = {"position": x.position, "vector": x.vector, **results}
         energy = fields.pop("energy", None)
-        pointers = {
-            "box": x.box,
-            "spacing": x.spacing,
-            "weight": x.weight,
-            "energy": energy,
-            "species": x.species,
-            "exclusions": x.exclusions,
-        }
+        read = "box", "spacing", "weight", "species", "exclusions"
+        pointers = {"energy": energy, **{name: getattr(x, name) for name in read}}
         members = {
             **spec.numbers(torch.Size(self.batch).numel(), x),
             **{name: self._view(y) for name, y in fields.items() if y is not None},
@@ -90,10 +101,6 @@ class PairCall(Call):
             self._store(value, fill=False)
         return value
 
-    def _dense(self, value: Value | None) -> Value | None:
-        """Store a value with its axes in order."""
-        return None if value is None else in_order(value, self._store)
-
     def _system_stride(self, address: Address) -> int | None:
         """Return the distance of systems in memory; None if it is not the same for all."""
         axes = [(n, address.strides[a]) for a, n in enumerate(self.batch) if n > 1]
@@ -116,4 +123,52 @@ def _list(values: Iterable[Value]) -> str:
     return ", ".join([*map(pointer_to, values), "nullptr"])
 
 
-CALLS[pairs._opoverload] = PairCall
+CALLS[_OPERATOR] = PairCall
+
+
+def merge_pairs(graph: GraphModule) -> None:
+    """Take forces from the products at the same position, unless the vector depends on them."""
+    calls = [node for node in graph.graph.nodes if node.target is _OPERATOR]
+    products = [node for node in calls if _mode(node) == PRODUCT]
+    changed = False
+    for force in [node for node in calls if _mode(node) == FORCE]:
+        same = (x for x in products if _same(force, x) and not _depends(x, force))
+        if (product := next(same, None)) is not None:
+            force.replace_all_uses_with(product)
+            graph.graph.erase_node(force)
+            changed = True
+    if changed:
+        legalize_graph(graph)
+        graph.recompile()
+
+
+def _mode(node: Node) -> str:
+    return KERNELS[str(node.args[-1])].spec.mode
+
+
+def _same(force: Node, product: Node) -> bool:
+    kernels = KERNELS[str(force.args[-1])], KERNELS[str(product.args[-1])]
+    return kernels[0].shares_force(kernels[1]) and all(
+        _origin(force.args[i]) == _origin(product.args[i]) for i in _SAME
+    )
+
+
+def _origin(x: Any) -> Any:
+    """Return the node of which an argument is a copy without history."""
+    if isinstance(x, (list, tuple)):
+        return [_origin(y) for y in x]
+    while isinstance(x, Node) and x.target is torch.ops.aten.detach.default:
+        x = x.args[0]
+    return x
+
+
+def _depends(node: Node, on: Node) -> bool:
+    seen, todo = {node}, [node]
+    while todo:
+        for before in todo.pop().all_input_nodes:
+            if before is on:
+                return True
+            if before not in seen:
+                seen.add(before)
+                todo.append(before)
+    return False
