@@ -226,14 +226,14 @@ def test_a_signal_ends_a_sweep_with_one_line(tmp_path, capfd, monkeypatch):
 def test_signals_end_a_run_with_one_line(number, tmp_path, capfd, monkeypatch):
     """The signal comes in the middle of a step, and the process would end after it."""
     expected = numbers(*run_of(500, "exact"))
-    advance = adjsim.adjoints.sweep.eager.EagerDriver.advance
+    advance = adjsim.adjoints.sweep.passes.EagerDriver.advance
 
     def interrupted(self, state, start, stop):
         if start == 123:
             os.kill(os.getpid(), number)
         return advance(self, state, start, stop)
 
-    monkeypatch.setattr(adjsim.adjoints.sweep.eager.EagerDriver, "advance", interrupted)
+    monkeypatch.setattr(adjsim.adjoints.sweep.passes.EagerDriver, "advance", interrupted)
     # A process that was started in the background may ignore the signal, and then goes on doing so.
     before = signal.signal(number, signal.SIG_DFL)
     try:
