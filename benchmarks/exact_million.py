@@ -19,7 +19,7 @@ from torch import nn
 import adjsim
 from adjsim.adjoints import Adjoint, ReversibleAdjoint
 from adjsim.adjoints.base import Result
-from adjsim.adjoints.sweep.exact_inversion import ExactInversion, Fingerprints
+from adjsim.adjoints.reversible import ExactInversion, Fingerprints
 from adjsim.adjoints.sweep.history import Rewind, SweepStart
 from adjsim.adjoints.sweep.passes import run_swept
 from adjsim.adjoints.sweep.stepper import Stepper

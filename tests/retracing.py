@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from adjsim.adjoints.sweep.eager import EagerDriver
-from adjsim.adjoints.sweep.exact_inversion import Fingerprints
+from adjsim.adjoints.reversible import Fingerprints
 from adjsim.adjoints.sweep.history import SweepStart
+from adjsim.adjoints.sweep.passes import EagerDriver
 from adjsim.adjoints.sweep.recorder import CotangentGrowth, Recorder, RecordSweep
 from adjsim.adjoints.sweep.stepper import prepare
 from adjsim.core.noise import Noise

@@ -1,4 +1,8 @@
-"""The reversible adjoint, which undoes steps by the inverses of their flows."""
+"""The reversible adjoint, which undoes steps by the inverses of their flows.
+
+Plain runs are undone in floating point, from :class:`Resets`. Exact runs are undone bit for bit,
+which :class:`Fingerprints` verify.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,14 @@ from typing import Any
 import torch
 
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
-from adjsim.adjoints.sweep.error_budget import ErrorBudget
-from adjsim.adjoints.sweep.exact_inversion import Fingerprints
-from adjsim.adjoints.sweep.history import History, Rewind, SweepStart
+from adjsim.adjoints.sweep.history import ErrorBudget, History, Rewind, SweepStart
 from adjsim.adjoints.sweep.passes import run_swept
 from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.arguments import as_number, as_whole
+from adjsim.core.durable.stateful import Entries
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, magnitudes, select
-from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.buffer import Spill, fingerprint
 from adjsim.dynamics.moves import Reflection, Scale, Shear
 from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.clock import Clock, VaryingClock
@@ -113,8 +116,7 @@ def _spacing(
 class Resets(History):
     """The states from which a reversed run continues: the start, saved frames and checkpoints.
 
-    An error budget, if there is one, determines the checkpoints instead of ``every``. A sweep
-    raises if relative errors are above ``tol``. The report receives the error, and what is stored.
+    An error budget, if there is one, determines the checkpoints instead of ``every``.
     """
 
     def __init__(
@@ -169,10 +171,7 @@ class Resets(History):
 
 
 class FloatInversion(Rewind):
-    """Earlier states, recovered by inverting the moves in floating point, and their error.
-
-    ``known`` has the true states, by step.
-    """
+    """Earlier states by inversion in floating point, compared with the ``known`` states by step."""
 
     def __init__(self, history: Resets, known: Mapping[int, AnyState], final: AnyState) -> None:
         super().__init__(final)
@@ -215,4 +214,91 @@ class FloatInversion(Rewind):
             f"{'Give the solver exact=True, pass' if exact else 'Pass'} checkpoint_every={fewer} "
             f"to ReversibleAdjoint, or use CheckpointAdjoint(){single}. If the force is random, or "
             "reads a value that has changed since the run, make it reproducible."
+        )
+
+
+class Fingerprints(History):
+    """The stored data of a run on a lattice, with fingerprints that verify its reversal.
+
+    Fingerprints (128 bits) are of state and information buffers. The buffers are empty at the
+    start, so the fingerprint of the start also verifies that they are empty again.
+    """
+
+    def __init__(self, stepper: Stepper, every: int | None, run: Run[State]) -> None:
+        super().__init__(stepper, every)
+        self.run = run
+        self.spills: dict[int, Sequence[Spill]] = {}
+        self.fingerprints: dict[int, bytes] = {}
+
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+        if spills:
+            self.spills[step] = spills
+        if step in self.stepper.clock.saves or self.is_regular(step):
+            self.fingerprints[step] = fingerprint(state)
+        if step == self.stepper.clock.last:
+            self.store(step, state)
+
+    def state(self) -> dict[str, Any]:
+        spills = [
+            [step, [list(vars(x).values()) for x in found]] for step, found in self.spills.items()
+        ]
+        fingerprints = Entries(list(self.fingerprints.items()))
+        return {**super().state(), "spills": Entries(spills), "fingerprints": fingerprints}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self.spills = {step: [Spill(*x) for x in found] for step, found in state["spills"]}
+        self.fingerprints = dict(state["fingerprints"])
+
+    def rewind(self, given: SweepStart) -> Rewind:
+        return ExactInversion(self)
+
+
+class ExactInversion(Rewind):
+    """Earlier states of a run on a lattice, recovered by inverting its moves exactly."""
+
+    error = 0.0
+
+    def __init__(self, history: Fingerprints) -> None:
+        self.history, last = history, history.stepper.clock.last
+        super().__init__(self._before_spill(last, history.checkpoints[last]))
+
+    def restore(self, step: int, state: AnyState) -> AnyState:
+        known = self.history.fingerprints.get(step)
+        if known is not None and fingerprint(state) != known:
+            raise ReconstructionError(
+                f"reversing an exact run did not recover the state of step {step}, so the gradient "
+                f"would be wrong. {self._cause(step, state)}"
+            )
+        return self._before_spill(step, state)
+
+    def _before_spill(self, step: int, state: AnyState) -> AnyState:
+        lattice = self.history.stepper.plan.lattice
+        assert lattice is not None
+        return lattice.refill(state, self.history.spills.get(step, ()))
+
+    def _cause(self, step: int, state: AnyState) -> str:
+        """Say what had other bits in the backward pass, after computing the drift here twice."""
+        history = self.history
+        run, t = history.run, history.stepper.clock.time(step)
+        here: Any = history.stepper.from_lattice(state)
+        with torch.no_grad():
+            drifts = [fingerprint(run.dynamics.drift(t, here)) for _ in range(2)]
+        if drifts[0] != drifts[1]:
+            return (
+                "The force is random or comes from nondeterministic kernels: computed twice at one "
+                "position it has different bits. Make it reproducible (see "
+                "torch.use_deterministic_algorithms), or use CheckpointAdjoint() with exact=False."
+            )
+        if run.compile:
+            return (
+                "The force is reproducible without compile=True. So the compiled loops of both "
+                "passes differ in the last bits of a result, or a value that the force reads has "
+                "changed since the run. Leave compile=True out, or use CheckpointAdjoint() with "
+                "exact=False."
+            )
+        return (
+            "The force is not random, so it depends on a value that has changed since the run (a "
+            "plain attribute, a mode, the number of threads). Keep the value until the backward "
+            "pass, or use CheckpointAdjoint() with exact=False."
         )

@@ -19,6 +19,7 @@ from adjsim.compiler.values import (
     Index,
     Indices,
     Reinterpreted,
+    Store,
     Value,
     View,
     dense_copy,
@@ -56,7 +57,7 @@ class Call(ABC):
 
 # From an operator to a function that makes its call, from the operator's arguments as values, the
 # example tensors of its outputs, and a function that stores a value.
-CALLS: dict[Any, Callable[[Sequence[Any], Sequence[torch.Tensor], Callable[..., None]], Call]] = {}
+CALLS: dict[Any, Callable[[Sequence[Any], Sequence[torch.Tensor], Store], Call]] = {}
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Address:
         return Address(self.pointer, self.strides[::-1])
 
 
-def in_order(value: Value, store: Callable[..., None]) -> Value:
+def in_order(value: Value, store: Store) -> Value:
     """Return a value stored with its axes in order and without padding, itself if it is."""
     rows = row_major(value.shape)
     address = address_of(value)

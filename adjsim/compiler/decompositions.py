@@ -18,10 +18,10 @@ COMPOSITE = (
     "native_layer_norm", "native_layer_norm_backward", "repeat", "silu", "silu_backward", "sinc",
     "softplus", "softplus_backward", "tanh_backward", "threshold", "threshold_backward",
 )  # fmt: skip
-
-
 # Longest axis of which the maximum is printed.
 LONGEST = 64
+Axes = Sequence[int] | None
+Dtype = torch.dtype | None
 
 
 @cache
@@ -42,13 +42,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def _sum(
-    x: Tensor,
-    dim: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def _sum(x: Tensor, dim: Axes = None, keepdim: bool = False, *, dtype: Dtype = None) -> Tensor:
     """Sum one axis after the other, the last first.
 
     So the order of the terms does not depend on the memory order, and a sum over all pairs can
@@ -61,13 +55,7 @@ def _sum(
     return x.sum(long[-1], keepdim=True, dtype=dtype).sum(axes, keepdim=keepdim)
 
 
-def _mean(
-    x: Tensor,
-    dim: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def _mean(x: Tensor, dim: Axes = None, keepdim: bool = False, *, dtype: Dtype = None) -> Tensor:
     if not (dtype or x.dtype).is_floating_point or not x.numel():
         return NotImplemented
     total = x.sum(list(dim or range(x.ndim)), keepdim=keepdim, dtype=dtype)

@@ -197,7 +197,7 @@ class Lowering:
         shape, dtype = tuple(meta.shape), meta.dtype
         view = VIEWS.get(base)
         if view is not None:
-            return View(shape, dtype, (args[0],), map=view(args[0].shape, shape, *args[1:]))
+            return View(shape, dtype, (args[0],), map=view(args[0].shape, *args[1:]))
         if base in ("view", "_unsafe_view", "reshape") and dtype == args[0].dtype:
             return reshaped(self.store, args[0], meta)
         if base in COPIES:
@@ -249,7 +249,7 @@ class Lowering:
                 continue
             if base == "stack":
                 row = (*shape[:axis], 1, *shape[axis + 1 :])
-                part = View(row, dtype, (part,), map=unsqueezed((), row, axis))
+                part = View(row, dtype, (part,), map=unsqueezed(part.shape, axis))
             # A concatenation that is read here alone needs no memory of its own.
             merged = isinstance(part, Joined) and part.axis == axis and len(source.users) == 1
             parts += part.operands if merged else (part,)
@@ -312,7 +312,7 @@ class Lowering:
         if short == shape:
             return value
         self._store_if_needed(value, node)
-        return View(shape, meta.dtype, (value,), map=expanded(short, shape))
+        return View(shape, meta.dtype, (value,), map=expanded(short))
 
 
 def _overwrites_its_own(node: Node) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 
 from adjsim.compiler.rows import stored_examples
-from adjsim.compiler.to_cpp import Compiled, Parts, last_inputs
+from adjsim.compiler.to_cpp import Compiled, Parts, Results, last_inputs
 
 # The thresholds make Inductor compute intermediate values of pairs of atoms inside the loop over
 # pairs, without storing them; values of single atoms are stored, see materialise(). With the C++
@@ -90,14 +90,10 @@ def compile_with_inductor(
     with tracing(TracingContext(like[0].fake_mode)):
         compiled: Any = inductor(graph, like, options=options)
 
-    def run_loop(
-        constants: Sequence[Tensor], carry: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def run_loop(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> Results:
         return list(compiled(*constants, *carry)[:carry_size]), []
 
-    def run_iterations(
-        constants: Sequence[Tensor], carry: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def run_iterations(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> Results:
         at_start, _ = last_inputs((start, body), constants)
         k, *state = start.graph(*constants, *carry, *at_start)
         found = [torch.empty((capacity, *x.shape), dtype=x.dtype, device=k.device) for x in rows]

@@ -31,13 +31,7 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 @dataclass(frozen=True)
 class LoopInvariant:
-    """The evaluation of an operator of a constant.
-
-    Attributes:
-        number: which of the constants is its first argument.
-        settings: its other arguments.
-        example: a tensor of the shape and type of its value.
-    """
+    """An operator whose first argument is the constant ``number``, and an example of its value."""
 
     operator: Any
     number: int

@@ -58,9 +58,6 @@ def compiled(source: str, threads: bool) -> ctypes.CDLL:
     """Load the library of a source, and compile it if it is not cached.
 
     ``threads`` is whether it has loops that threads share.
-
-    Raises:
-        CompilerError: there is no C++ compiler, or it rejects the source.
     """
     compiler, flags = _compiler(), _flags(threads)
     try:

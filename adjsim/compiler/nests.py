@@ -40,7 +40,6 @@ class Task:
 
     Attributes:
         value: the value whose elements are written to the buffer, or summed into it.
-        axes: the axes of the value that are summed.
         begin: the index in the buffer at which a part of a concatenated buffer begins.
         lanes: the number of partial sums, 1 or LANES; None: the nest chooses it.
     """
@@ -54,8 +53,10 @@ class Task:
     @cached_property
     def kept(self) -> list[int]:
         """The axes of the value longer than one and not summed, outermost in memory first."""
-        strides = self._strides
-        return sorted((a for a in self._loop_axes if a not in self.axes), key=lambda a: -strides[a])
+        dropped = self.axes if len(self.buffer.shape) < len(self.value.shape) else ()
+        strides = iter(self.buffer.strides)
+        step = [0 if a in dropped else next(strides) for a in range(len(self.value.shape))]
+        return sorted((a for a in self._loop_axes if a not in self.axes), key=lambda a: -step[a])
 
     @cached_property
     def summed(self) -> list[int]:
@@ -70,21 +71,8 @@ class Task:
         )
 
     @property
-    def work(self) -> int:
-        """The number of elements to compute."""
-        return self.value.numel
-
-    @property
     def _loop_axes(self) -> list[int]:
         return [a for a, n in enumerate(self.value.shape) if n > 1]
-
-    @property
-    def _strides(self) -> list[int]:
-        """The strides of the buffer, in the order of the value's axes."""
-        if len(self.buffer.shape) == len(self.value.shape):
-            return list(self.buffer.strides)
-        rest = iter(self.buffer.strides)
-        return [0 if a in self.axes else next(rest) for a in range(len(self.value.shape))]
 
     def index(self, kept: Sequence[str], summed: Sequence[str]) -> Indices:
         """Build the index of the value from the names of the loop variables."""

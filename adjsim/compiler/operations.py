@@ -150,9 +150,6 @@ def pointwise(
     """Return the operands of an elementwise operation, and the printer of its expression.
 
     ``base`` is its name without the overload. It is computed in the type ``dtype``.
-
-    Raises:
-        UnprintableError: the operation is not supported.
     """
 
     def printed(function: Printer, *arguments: Any) -> tuple[list[Value], Printer]:

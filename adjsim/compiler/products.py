@@ -8,12 +8,21 @@ A, B and C.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from adjsim.compiler.calls import Call, address_of, in_place, stored_address
-from adjsim.compiler.values import TYPES, Pointwise, UnprintableError, Value, View, dense_copy
+from adjsim.compiler.values import (
+    TYPES,
+    Pointwise,
+    Store,
+    UnprintableError,
+    Value,
+    View,
+    dense_copy,
+)
 from adjsim.compiler.views import slicing
 
 # Products of more multiplications are left to torch, whose libraries divide them into blocks for
@@ -127,9 +136,7 @@ void product(int64_t M, int64_t N, int64_t K, const T* a, int64_t am, int64_t ak
 """
 
 
-def sum_of_products(
-    left: Value, right: Value, example: torch.Tensor, store: Callable[..., None]
-) -> Pointwise:
+def sum_of_products(left: Value, right: Value, example: Tensor, store: Store) -> Pointwise:
     """Return a product of small inner length, each element by a sum that is not stored."""
     (rows, inner), columns = left.shape, right.shape[1]
     address = address_of(right)
@@ -157,17 +164,11 @@ def sum_of_products(
 
 
 class MatrixProduct(Call):
-    """The product of two matrices.
-
-    Raises:
-        UnprintableError: a product of integers, or a large one.
-    """
+    """The product of two matrices of floating point, up to :data:`LARGEST`."""
 
     declarations = DECLARATIONS
 
-    def __init__(
-        self, left: Value, right: Value, example: torch.Tensor, store: Callable[..., None]
-    ) -> None:
+    def __init__(self, left: Value, right: Value, example: Tensor, store: Store) -> None:
         (self.rows, self.inner), self.columns = left.shape, right.shape[1]
         self.dtype = example.dtype
         if not self.dtype.is_floating_point:
@@ -213,7 +214,7 @@ class MatrixProduct(Call):
         return stride == 1 and length == self._padded(length)
 
 
-def _stored(value: Value, store: Callable[..., None]) -> Value:
+def _stored(value: Value, store: Store) -> Value:
     if address_of(value) is None and (part := in_place(value)) is not None:
         return part
     if address_of(value) is None:

@@ -9,14 +9,14 @@ provides, except for matrices of two rows.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjsim.compiler.calls import CALLS, Call, in_order, pointer_to
-from adjsim.compiler.values import TYPES, UnprintableError, Value
+from adjsim.compiler.values import TYPES, Store, UnprintableError, Value
 from adjsim.core.layout import is_tracing
 
 # Rows of the largest matrices, of which a system needs two on the stack: 64 kilobytes of float64.
@@ -162,17 +162,11 @@ def _(matrix: Tensor, wanted: Tensor) -> Tensor:
 
 
 class SystemsCall(Call):
-    """A call for the systems of a batch, of which the matrices are ``values[0]``.
-
-    Raises:
-        UnprintableError: large matrices, or numbers of other types.
-    """
+    """A call for the systems of a batch, of which the matrices are ``values[0]``."""
 
     declarations = DECLARATIONS
 
-    def __init__(
-        self, values: Sequence[Value], outputs: Sequence[Tensor], store: Callable[..., None]
-    ) -> None:
+    def __init__(self, values: Sequence[Value], outputs: Sequence[Tensor], store: Store) -> None:
         matrix = values[0]
         self.dtype, self.rows = matrix.dtype, matrix.shape[-1]
         self.systems = torch.Size(matrix.shape[:-2]).numel()
@@ -199,9 +193,7 @@ class SolveCall(SystemsCall):
 class NegativeEigenvalueCall(SystemsCall):
     """The test for negative eigenvalues."""
 
-    def __init__(
-        self, values: Sequence[Value], outputs: Sequence[Tensor], store: Callable[..., None]
-    ) -> None:
+    def __init__(self, values: Sequence[Value], outputs: Sequence[Tensor], store: Store) -> None:
         super().__init__(values, outputs, store)
         self.addresses = (_lapack("dgeev" if self.dtype == torch.float64 else "sgeev"),)
 

@@ -1,8 +1,7 @@
 """Compilation of a loop of steps to one C++ function.
 
-The parts of the loop are graphs: its start, its condition, its body and its end. The carry (the
-tensors that each iteration takes from the one before) is in two sets of buffers. An iteration reads
-one set and writes the other.
+The carry (the tensors that each iteration takes from the one before) is in two sets of buffers. An
+iteration reads one set and writes the other.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from adjsim.compiler.values import TYPES, Body, Buffer, UnprintableError, make_b
 from adjsim.compiler.views import Checked
 
 # A compiled loop of constants and carry, which returns the final carry and the rows.
-Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
+Results = tuple[list[Tensor], list[Tensor]]
+Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]
 # Constants with more elements are read in place, without copying them to padded rows.
 COPY_LIMIT = 65_536
 # The last parameters of each function of a program.
@@ -91,9 +91,7 @@ def compile_to_cpp(
     functions = (ctypes.c_void_p * max(1, len(text.addresses)))(*text.addresses)
     memory = RowMemory(capacity, rows)
 
-    def loop(
-        constants: Sequence[Tensor], carry: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def loop(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> Results:
         results = [torch.empty(x.shape, dtype=x.dtype) for x in carry]
         stored = memory.take()
         fixed = last_inputs((parts.start, parts.body), constants)
@@ -124,7 +122,6 @@ class _CppLoop:
     Attributes:
         parallel: whether it has a loop that threads share.
         fixed: the number of inputs after the constants: captured tensors and values of constants.
-        addresses: the addresses of the functions that it calls.
     """
 
     def __init__(

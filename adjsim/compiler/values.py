@@ -26,6 +26,8 @@ CHEAP = 4
 # that a loop over a row consists of whole vectors.
 LANES = 8
 LONG = 64
+# Gives a value a buffer: :meth:`adjsim.compiler.graph.Lowering.store`.
+Store = Callable[..., None]
 
 
 class UnprintableError(Exception):
@@ -347,7 +349,6 @@ class Body:
     Attributes:
         name: the prefix of its variables.
         own: the stored values that this loop itself computes, at the places where it reads them.
-        reads: the buffers and offsets that are read.
     """
 
     name: str

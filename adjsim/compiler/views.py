@@ -1,10 +1,9 @@
 """Views, and the splitting, reshaping and indexing of values.
 
-A view is a map of indices, from the index of one of its elements to its index in the operand. Each
-entry of :data:`VIEWS` makes the map from the operand's shape, the view's shape and the arguments of
-torch's operation. ``store`` is :meth:`adjsim.compiler.graph.Lowering.store`, which gives a value a
-buffer. Indices that are constants of a loop are checked once, before the loop; others where they
-are computed.
+A view is a map from the index of one of its elements to its index in the operand. Each entry of
+:data:`VIEWS` makes the map from the operand's shape and the arguments of torch's operation.
+Indices that are constants of a loop are checked once, before the loop; others where they are
+computed.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from adjsim.compiler.values import (
     Indices,
     Joined,
     Reinterpreted,
+    Store,
     UnprintableError,
     Value,
     View,
@@ -34,7 +34,6 @@ from adjsim.compiler.values import (
 )
 
 IndexMap = Callable[[Indices], Indices]
-Store = Callable[..., None]
 
 
 def selecting(axis: int, at: int) -> IndexMap:
@@ -47,18 +46,18 @@ def slicing(axis: int, start: int, step: int) -> IndexMap:
     return lambda index: (*index[:axis], index[axis] * step + start, *index[axis + 1 :])
 
 
-def _permute(old: Sequence[int], new: Sequence[int], order: Sequence[int]) -> IndexMap:
+def _permute(old: Sequence[int], order: Sequence[int]) -> IndexMap:
     places = [axis % len(old) for axis in order]
     return lambda index: tuple(index[places.index(axis)] for axis in range(len(old)))
 
 
-def _transpose(old: Sequence[int], new: Sequence[int], a: int, b: int) -> IndexMap:
+def _transpose(old: Sequence[int], a: int, b: int) -> IndexMap:
     order = list(range(len(old)))
     order[a], order[b] = order[b], order[a]
-    return _permute(old, new, order)
+    return _permute(old, order)
 
 
-def _squeeze(old: Sequence[int], new: Sequence[int], axes: Any = None) -> IndexMap:
+def _squeeze(old: Sequence[int], axes: Any = None) -> IndexMap:
     axes = range(len(old)) if axes is None else [axes] if isinstance(axes, int) else axes
     gone = {axis % len(old) for axis in axes if old[axis] == 1}
 
@@ -69,25 +68,24 @@ def _squeeze(old: Sequence[int], new: Sequence[int], axes: Any = None) -> IndexM
     return map
 
 
-def unsqueezed(old: Sequence[int], new: Sequence[int], axis: int) -> IndexMap:
+def unsqueezed(old: Sequence[int], axis: int) -> IndexMap:
     """Map the index of a tensor with a new axis to the operand's index."""
-    axis %= len(new)
+    axis %= len(old) + 1
     return lambda index: (*index[:axis], *index[axis + 1 :])
 
 
-def expanded(old: Sequence[int], new: Sequence[int], *_: Any) -> IndexMap:
+def expanded(old: Sequence[int], *_: Any) -> IndexMap:
     """Map the index of a tensor expanded along axes to the operand's index."""
     return lambda index: broadcast(index, tuple(old))
 
 
-def _select(old: Sequence[int], new: Sequence[int], axis: int, at: int) -> IndexMap:
+def _select(old: Sequence[int], axis: int, at: int) -> IndexMap:
     axis %= len(old)
     return selecting(axis, at % old[axis])
 
 
 def _slice(
     old: Sequence[int],
-    new: Sequence[int],
     axis: int = 0,
     start: int | None = None,
     end: int | None = None,
@@ -100,7 +98,7 @@ def _slice(
 VIEWS: dict[str, Callable[..., IndexMap]] = {
     "permute": _permute,
     "transpose": _transpose,
-    "t": lambda old, new: _permute(old, new, range(len(old))[::-1]),
+    "t": lambda old: _permute(old, range(len(old))[::-1]),
     "squeeze": _squeeze,
     "unsqueeze": unsqueezed,
     "expand": expanded,
@@ -246,7 +244,7 @@ def scattered(store: Store, base: str, meta: Tensor, x: Value, patch: Value, *ar
     if base == "select_scatter":
         start = args[1] % shape[axis]
         stop, row = start + 1, (*shape[:axis], 1, *shape[axis + 1 :])
-        patch = View(row, x.dtype, (patch,), map=unsqueezed((), shape, axis))
+        patch = View(row, x.dtype, (patch,), map=unsqueezed(patch.shape, axis))
     else:
         start, stop, step = slice(*(*args[1:4], None, None, None)[:3]).indices(shape[axis])
         if step != 1:

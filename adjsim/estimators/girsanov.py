@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.sweep.eager import EagerDriver
+from adjsim.adjoints.sweep.passes import EagerDriver
 from adjsim.adjoints.sweep.recorder import Recorder, Recording
 from adjsim.adjoints.sweep.stepper import Stepper, prepare
 from adjsim.core.reading import Reading

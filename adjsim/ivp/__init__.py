@@ -1,7 +1,7 @@
 """SciPy's initial value problem solver, with gradients."""
 
 from adjsim.ivp.events import GrazingError
-from adjsim.ivp.result import DenseSolution as DenseSolution, OdeResult
+from adjsim.ivp.piecewise import DenseSolution as DenseSolution, OdeResult
 from adjsim.ivp.solve import solve_ivp
 
 __all__ = [

@@ -153,11 +153,7 @@ class ColumnSolution(DenseColumns):
     def solve(
         self, times: Tensor, first_step: float | None, store: bool, refuse_jumps: bool
     ) -> Tensor:
-        """Take all steps, and return the states ``(n, times, batch)`` at sorted times.
-
-        ``store`` says whether the history is needed later, ``refuse_jumps`` whether a jump of the
-        right-hand side is an error.
-        """
+        """Take all steps, and return the states ``(n, times, batch)`` at sorted times."""
         state = self.stepper.start(self.begin, self.start.detach().double(), first_step)
         reads = ColumnReads(times, self.direction)
         found = state.y[:, None].expand(-1, len(times), -1).clone()
@@ -219,7 +215,8 @@ class ColumnSolution(DenseColumns):
             cotangent = found[0] + by_start
             for total, x in zip(sums, found[1:], strict=True):
                 total += x
-        at_start = reads.cotangents(cotangents, reads.up_to(self.begin), self.begin, self.begin, 0)
+        rows = reads.between(-torch.inf * self.direction, self.begin)
+        at_start = reads.cotangents(cotangents, rows, self.begin, self.begin, 0)
         return [cotangent + at_start[0], *sums]
 
     def _step(self, before: Point, after: Point) -> Step:

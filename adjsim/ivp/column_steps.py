@@ -202,10 +202,6 @@ class ColumnReads:
         numbers = (first + k for k in range(int((last - first).max())))
         return [(number.clamp(max=len(self.times) - 1), number < last) for number in numbers]
 
-    def up_to(self, begin: Tensor) -> list[Row]:
-        """Return the rows of times that are not after ``begin``."""
-        return self.between(-torch.inf * self.direction, begin)
-
     def _passed(self, t: Tensor) -> Tensor:
         return torch.searchsorted(self._sorted, (self.direction * t)[:, None], right=True)[:, 0]
 

@@ -32,7 +32,7 @@ from adjsim.ivp.column_solution import (
 from adjsim.ivp.column_steps import ColumnStepper, Step
 from adjsim.ivp.dormand_prince import DormandPrince
 from adjsim.ivp.march import ENDED
-from adjsim.ivp.result import OdeResult
+from adjsim.ivp.piecewise import OdeResult
 from adjsim.ivp.rhs import RightHandSide, as_times, check_tolerance, to_numpy
 from adjsim.ivp.rodas4 import Rodas4
 

@@ -94,7 +94,6 @@ class _Side(NamedTuple):
 
     Attributes:
         outward: the speed at which the solution moves away from the surface into this side.
-        flow: the rate of the state on this side.
         shift: the displacement of the state from the surface into this side.
     """
 

@@ -29,7 +29,6 @@ class March(NamedTuple):
     Attributes:
         t, y: the saved times and states ``(n, times)``.
         ends, interpolants: the times between the interpolants, and these if they are stored.
-        roots: the roots of each event.
         status: 0 at the end, 1 at a terminal event, -1 if the solver failed.
     """
 

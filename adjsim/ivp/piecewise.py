@@ -1,9 +1,9 @@
-"""Solution of an initial value problem piece by piece, from reset to reset."""
+"""Solution of an initial value problem piece by piece, from reset to reset, and its result."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.integrate import OdeSolution
+from scipy.optimize import OptimizeResult
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from adjsim.ivp.events import Event, GrazingCheck
 from adjsim.ivp.forward_states import (
@@ -24,7 +26,7 @@ from adjsim.ivp.forward_states import (
 )
 from adjsim.ivp.jumps import DiscontinuityCheck
 from adjsim.ivp.march import March, check_times, march
-from adjsim.ivp.rhs import Array, as_state, to_numpy
+from adjsim.ivp.rhs import Array, as_state, as_times, to_numpy
 from adjsim.ivp.sweep import AdjointSettings
 
 ADJOINTS = ("interpolate", "checkpoint", "backsolve")
@@ -56,10 +58,6 @@ class Piece:
         if self.path is None:
             return values
         return rhs.connected(values, self.start, partial(self._backward, self.path, times, states))
-
-    def states_at(self, times: Tensor, states: Array) -> Tensor:
-        """Connect states also to the times, if these require grad."""
-        return self.settings.rhs.with_time_derivative(self.states(to_numpy(times), states), times)
 
     def _backward(self, path: Path, times: Array, states: Array, cotangent: Tensor) -> list[Tensor]:
         """Return the cotangents of the initial state and of the parameters."""
@@ -173,7 +171,10 @@ class PiecewiseSolve:
         path = self._path(t0, start) if wants_gradient else None
         every = (path, grazing, rate_check, jumps)
         observers = [x for x in every if callable(x)] if wants_gradient else []
-        eval_times = self._eval_times(t0)
+        eval_times = self.t_eval
+        if eval_times is not None and self.times:
+            # The time of a reset belongs to the piece before it.
+            eval_times = eval_times[self.sign * eval_times.detach() > self.sign * t0]
         known = {"vectorized": self.rhs.vectorized, **self.options}
         method: Any = self.method
         solver = method(batched_rate, t0, to_numpy(start), self.final_time, **known)
@@ -199,12 +200,6 @@ class PiecewiseSolve:
             return Checkpointed(self.method)
         options = self.settings.solver_options(self.options["atol"])
         return Backsolved(begin, to_numpy(start), self.method, self.rhs.rate, options)
-
-    def _eval_times(self, begin: float) -> Tensor | None:
-        """Return the evaluation times of a piece; that of a reset belongs to the piece before."""
-        if self.t_eval is None or not self.times:
-            return self.t_eval
-        return self.t_eval[self.sign * self.t_eval.detach() > self.sign * begin]
 
     def _stop(self, found: March) -> tuple[Event | None, float]:
         """Return the event that ended a piece, if any, and the end time."""
@@ -263,7 +258,7 @@ def _warn_loose() -> None:
     warnings.warn(
         "a gradient at rtol = 1e-3 or looser has errors like the solution: a few per cent, or "
         "more. Pass a smaller rtol, such as 1e-6.",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
@@ -278,3 +273,70 @@ def _with_rate_at_start(rates: Rates, t0: float, start: Array, rate_after: Array
         return rate_after.reshape(y.shape) if at_start else rates(t, y)
 
     return found
+
+
+class OdeResult(OptimizeResult):
+    """The result of :func:`solve_ivp`: SciPy's fields, with torch tensors.
+
+    A copy, and a result from a file, have no gradient.
+    """
+
+    def __copy__(self) -> OdeResult:
+        return OdeResult(self)
+
+    def __reduce__(self) -> Any:
+        fields = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, dict(self))
+        return OdeResult, (fields,)
+
+
+class DenseSolution:
+    """The solution as a differentiable function of time.
+
+    Called with a time or times ``(k,)`` it returns the state ``(n,)`` or states ``(n, k)``. At the
+    time of a reset it returns the state before the reset. A copy, and a solution from a file, have
+    no gradient.
+
+    Args:
+        pieces: the pieces between resets, each with its interpolants; None: they have no gradient.
+        like: a state.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[OdeSolution, Piece | None]], like: Tensor) -> None:
+        self._pieces, self._like = pieces, like
+        begin, end = float(pieces[0][0].ts[0]), float(pieces[-1][0].ts[-1])
+        self._sign = 1.0 if end >= begin else -1.0
+        self.t_min, self.t_max = min(begin, end), max(begin, end)
+
+    def __call__(self, t: Any) -> Tensor:
+        times = as_times(t, self._like)
+        if times.ndim > 1:
+            raise ValueError(f"t must be a time or times (k,); got shape {tuple(times.shape)}.")
+        outside = bool(((times < self.t_min) | (times > self.t_max)).any())
+        if outside and torch.is_grad_enabled() and any(x and x.path for _, x in self._pieces):
+            raise ValueError(
+                f"there is no gradient outside of [{self.t_min:g}, {self.t_max:g}]: call the "
+                "solution under torch.no_grad()."
+            )
+        flat = times.reshape(-1)
+        at = flat.detach().cpu().numpy()
+        ends = [self._sign * inside.ts[-1] for inside, _ in self._pieces[:-1]]
+        numbers = np.searchsorted(ends, self._sign * at, side="left")
+        found = [self._like.new_zeros((len(self._like), 0))]
+        for number in np.unique(numbers):
+            inside, piece = self._pieces[number]
+            members = np.flatnonzero(numbers == number)
+            states = inside(at[members])
+            if piece is None:
+                found.append(torch.as_tensor(states).to(self._like))
+                continue
+            connected, rhs = piece.states(at[members], states), piece.settings.rhs
+            found.append(rhs.with_time_derivative(connected, flat[members]))
+        states = torch.cat(found, 1)[:, np.argsort(np.argsort(numbers, kind="stable"))]
+        return states[:, 0] if times.ndim == 0 else states
+
+    def __copy__(self) -> DenseSolution:
+        return DenseSolution(self._pieces, self._like)
+
+    def __reduce__(self) -> Any:
+        # The gradient needs fun, which may be a local function, and the graph of the start.
+        return DenseSolution, ([(inside, None) for inside, _ in self._pieces], self._like)

@@ -1,8 +1,4 @@
-"""The right-hand side of an ordinary differential equation, for SciPy and for the adjoint.
-
-SciPy calls it with float64 NumPy arrays, and it calls the user's function with torch tensors. For
-the adjoint it computes vector-Jacobian products with respect to the state and the parameters.
-"""
+"""The right-hand side of an ordinary differential equation, for SciPy and for the adjoint."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ import scipy.integrate
 import torch
 from scipy.integrate import BDF, DOP853, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from adjsim.core.arguments import outside_inference_mode
 from adjsim.ivp.columns import COLUMN_METHODS, SMALLEST_RTOL, check_columns, solve_columns
 from adjsim.ivp.events import Event
 from adjsim.ivp.march import LSODA
-from adjsim.ivp.piecewise import ADJOINTS, PiecewiseSolve
-from adjsim.ivp.result import DenseSolution, OdeResult
+from adjsim.ivp.piecewise import ADJOINTS, DenseSolution, OdeResult, PiecewiseSolve
 from adjsim.ivp.rhs import RightHandSide, as_state, as_times, check_tolerance, to_numpy
 from adjsim.ivp.sweep import AdjointSettings
 
@@ -25,6 +25,7 @@ METHODS: dict[str, type[OdeSolver]] = {
 }
 
 
+@outside_inference_mode()
 def solve_ivp(
     fun: Callable[..., Any],
     t_span: Any,
@@ -142,14 +143,10 @@ def solve_ivp(
     estimators. For the gradient of the discrete steps use :func:`~adjsim.simulate`. Where ``fun``
     has a kink, the gradient is that of the side on which the steps fell.
     """
-    if torch.is_inference_mode_enabled():
-        # Events with a reset need derivatives, which can be recorded under no_grad but not in
-        # inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            return solve_ivp(
-                fun, t_span, y0, method, t_eval, dense_output, events, vectorized, _plain(args),
-                params=params, adjoint=adjoint, **options,
-            )  # fmt: skip
+    made = {id(x) for x in tree_leaves(args) if isinstance(x, Tensor) and x.is_inference()}
+    if made:
+        # Inference tensors cannot be differentiated, which events with a reset need.
+        args = tree_map(lambda x: x.clone() if id(x) in made else x, args)
     if args is not None and not isinstance(args, Sequence):
         raise TypeError(
             "Supplied 'args' cannot be unpacked: args must be a tuple; got "
@@ -209,11 +206,6 @@ def solve_ivp(
         message=final.message,
         success=True,
     )
-
-
-def _plain(tree: Any) -> Any:
-    """Copy inference tensors, which cannot be differentiated, to ordinary tensors."""
-    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x, tree)
 
 
 def _solver(method: Any) -> type[OdeSolver]:

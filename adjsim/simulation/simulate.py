@@ -1,7 +1,4 @@
-"""The function :func:`simulate`, which checks its arguments and runs the adjoint.
-
-The store of a run knows it by its description and by its rates at the start.
-"""
+"""The function :func:`simulate`, which checks its arguments and runs the adjoint."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ from adjsim.adjoints.loops.compilation import LoopSpec, compile_loop
 from adjsim.compiler import library
 from adjsim.compiler.invariants import transposed
 from adjsim.compiler.mathematics import FUNCTIONS, TANH
-from adjsim.compiler.rows import RowMemory
-from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
+from adjsim.compiler.to_cpp import Part, Parts, RowMemory, compile_to_cpp
 from adjsim.compiler.values import UnprintableError
 
 SHAPES = [(1,), (5,), (13, 3), (2, 7, 64), (3, 13, 13), (20, 6, 3)]

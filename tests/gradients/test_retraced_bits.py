@@ -12,7 +12,7 @@ from torch import nn
 import adjsim
 from adjsim.adjoints import CompileError, ReconstructionError, ReversibleAdjoint
 from adjsim.adjoints.loops import compilation as loops
-from adjsim.adjoints.sweep.exact_inversion import Fingerprints
+from adjsim.adjoints.reversible import Fingerprints
 from adjsim.core.reading import Reading
 from adjsim.core.rounding import Rounding
 from adjsim.io import from_openmm

@@ -54,20 +54,19 @@ def run_of(steps, kind, store=None, **options):
 )
 def test_interrupted_runs_end_with_the_same_bits(kind, tmp_path, monkeypatch):
     """A run that is killed after some saves forward, and after every save backward."""
-    steps, after = 520, saves.Saves.after
+    steps, save = 520, saves.SavedStates.save
     expected = numbers(*run_of(steps, kind))
     forward, backward = [], []
 
-    def killed(self, step, *state):
-        written = self._written
-        after(self, step, *state)
-        known = backward if "way back" in self.where else forward
-        if self._written != written and step not in known:
+    def killed(self, about):
+        save(self, about)
+        known, step = forward if self.name == saves.FORWARD else backward, about["step"]
+        if step not in known:
             known.append(step)
             if known is backward or len(known) in (2, 3, 200):
                 raise KilledError
 
-    monkeypatch.setattr(saves.Saves, "after", killed)
+    monkeypatch.setattr(saves.SavedStates, "save", killed)
     attempts, found = 0, None
     while found is None:
         attempts += 1
@@ -227,14 +226,14 @@ def test_a_signal_ends_a_sweep_with_one_line(tmp_path, capfd, monkeypatch):
 def test_signals_end_a_run_with_one_line(number, tmp_path, capfd, monkeypatch):
     """The signal comes in the middle of a step, and the process would end after it."""
     expected = numbers(*run_of(500, "exact"))
-    advance = adjsim.adjoints.sweep.eager.EagerDriver.advance
+    advance = adjsim.adjoints.sweep.passes.EagerDriver.advance
 
     def interrupted(self, state, start, stop):
         if start == 123:
             os.kill(os.getpid(), number)
         return advance(self, state, start, stop)
 
-    monkeypatch.setattr(adjsim.adjoints.sweep.eager.EagerDriver, "advance", interrupted)
+    monkeypatch.setattr(adjsim.adjoints.sweep.passes.EagerDriver, "advance", interrupted)
     # A process that was started in the background may ignore the signal, and then goes on doing so.
     before = signal.signal(number, signal.SIG_DFL)
     try:

@@ -19,8 +19,7 @@ def run_end(
 ) -> RunEnd | None:
     """Describe the end of a run, from which another can go on; None for steps of varying size.
 
-    ``state`` is the last state of the steps, and ``force`` the force with which the next step
-    begins, if it is not evaluated again.
+    ``force`` is the force with which the next step begins, if it is not evaluated again.
     """
     clock, noise = stepper.clock, run.noise
     lattice, growth = stepper.plan.lattice, stepper.buffer_growth
@@ -46,12 +45,7 @@ def describe_solver(solver: SteppingSolver) -> str:
 
 
 def check_continues(end: RunEnd | None, state: Any, ts: Any, solver: Any, generator: Any) -> RunEnd:
-    """Check the arguments of a run that goes on from the end of another; return this end.
-
-    Raises:
-        TypeError: a run, or a solver, without steps of a fixed size.
-        ValueError: another start, time, solver or noise than those of the run.
-    """
+    """Check the arguments of a run that goes on from the end of another; return this end."""
     if end is None or not isinstance(solver, SteppingSolver):
         raise TypeError(
             "continues= takes a trajectory of steps of a fixed size, such as those of Splitting."

@@ -44,15 +44,10 @@ class AttributeState(Stateful):
 
 @dataclass(eq=False)
 class Saves:
-    """The saves of one pass over the steps of a run, forward or backward.
+    """The saves of one pass over the steps of a run, forward or backward, up to the step ``end``.
 
-    Attributes:
-        interruption: signals that end the run.
-        name: the name of the pass in the store.
-        objects: what is saved besides the state of the steps and their evaluations.
-        end: the step with which the pass ends.
-        where: describes a step, for the line that ends an interrupted run.
-        divisible: whether steps may be divided in any way.
+    ``objects`` are saved besides the state of the steps. ``where`` describes a step, for the line
+    that ends an interrupted run. The driver of ``divisible`` steps may stop after any of them.
     """
 
     saving: Saving
@@ -70,10 +65,7 @@ class Saves:
         self._pace, self._advanced = 1, (self.end, 0.0)
 
     def begin(self, state: State, step: int) -> tuple[State, int, int]:
-        """Return the state, the step and the spilled bits of the last save.
-
-        Without a save, return those with which the pass begins.
-        """
+        """Return the state, step and spilled bits of the last save, or else those given."""
         found = self._states.load(state[0].device)
         if found is None:
             return state, step, 0
@@ -84,10 +76,7 @@ class Saves:
         return type(state)._make(found["state"]), found["step"], found["spilled"]
 
     def after(self, step: int, state: AnyState, spilled: int = 0) -> None:
-        """Save the pass after it has reached a step, if it is due.
-
-        In a sweep no products of forces may be outstanding.
-        """
+        """Save the pass at a step if it is due; in a sweep no product may be outstanding."""
         late = time.monotonic() - self._written >= self.saving.every
         if late or self.interruption.requested or step == self.end:
             about = {

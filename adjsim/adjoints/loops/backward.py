@@ -24,11 +24,7 @@ from adjsim.solvers.base import StepContext
 
 
 class BackwardCarry(NamedTuple):
-    """The carry of the backward pass.
-
-    These are sums of the cotangents of coefficients and parameters, the cotangents of the fields,
-    the norms of those that outputs have given to the fields, and the state.
-    """
+    """The carry: cotangents, and the norms ``injected`` of those that outputs have given."""
 
     coefficients: dict[tuple[str, str], Tensor]
     parameters: dict[str, Tensor]
@@ -105,17 +101,14 @@ class _TracedSweep:
         )
 
     def traverse(self, k: Tensor) -> None:
-        """Run the backward pass over step number k."""
-        context = self.runner.context(self.constants, k, self.forces)
-        self.state = self.plan.backward(self.state, context, self.sums)
-
-    def traverse_stored(self, k: Tensor) -> None:
-        """Run the backward pass over step number k, from the stored state before it."""
-        context = self.runner.context(self.constants, k, self.forces)
-        start = self.runner.state_before(self.constants, k)
-        before = self.plan.intermediate_states(start, context, slice(-1))
-        tensors, counted = self.runner.saved_by(self.constants, k), self.report.energy_evaluations
-        saved = SavedTensors(tensors)
+        """Run the backward pass over step number k, from the state before it if it is stored."""
+        runner, constants = self.runner, self.constants
+        context, before, tensors = runner.context(constants, k, self.forces), None, list[Tensor]()
+        if runner.keeps_states:
+            start = runner.state_before(constants, k)
+            before = self.plan.intermediate_states(start, context, slice(-1))
+            tensors = runner.saved_by(constants, k)
+        counted, saved = self.report.energy_evaluations, SavedTensors(tensors)
         with saved.hooks() if tensors else nullcontext():
             self.state = self.plan.backward(self.state, context, self.sums, before)
         if tensors:
@@ -187,9 +180,6 @@ def _specify(runner: LoopRunner, loop: Loop) -> LoopSpec[LoopConstants, Backward
     def start(constants: LoopConstants, carry: BackwardCarry) -> tuple[Tensor, BackwardCarry]:
         return (constants.steps.clone() if shared else constants.steps - 1), carry
 
-    def more(k: Tensor, count: Tensor) -> Tensor:
-        return k >= 0
-
     def body(
         constants: LoopConstants, k: Tensor, carry: BackwardCarry
     ) -> tuple[Tensor, BackwardCarry, tuple[()]]:
@@ -200,16 +190,13 @@ def _specify(runner: LoopRunner, loop: Loop) -> LoopSpec[LoopConstants, Backward
             sweep.traverse_unless(k == 0, late, k - 1)
         else:
             sweep.add_average(None)
-            if runner.keeps_states:
-                sweep.traverse_stored(k)
-            else:
-                sweep.traverse(k)
+            sweep.traverse(k)
         found = sweep.carry()
         loop.evaluations_per_step = sweep.report.energy_evaluations
         loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
         return k - 1, found, ()
 
-    return LoopSpec(start, more, body)
+    return LoopSpec(start, lambda k, count: k >= 0, body)
 
 
 def _sum(known: Tensor | None, like: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A :class:`LoopSpec` defines the loop by its parts. Each part is traced by runnin
 record their operations. The graphs are printed as one C++ function (:mod:`adjsim.compiler`), which
 a compiler takes about a second to compile. On a GPU, without a C++ compiler, and for operations
 that are not supported in C++, torch's Inductor compiles them instead
-(:mod:`adjsim.compiler.inductor`). In either case no iteration returns to Python.
+(:mod:`adjsim.compiler.inductor`).
 """
 
 from __future__ import annotations
@@ -85,11 +85,7 @@ def compile_loop(
             returns the constants to use.
         exact: whether results must have the same bits in every loop.
         short: whether contiguous rows are shorter than a vector.
-        what: a description of the loop, for errors.
         capacity: the largest number of steps of a loop that stores rows.
-
-    Raises:
-        CompileError: the loop cannot be compiled.
     """
     constants_list, carry_list = leaves(constants), leaves(carry)
     constants_size, carry_size = len(constants_list), len(carry_list)

@@ -42,7 +42,6 @@ class LoopConstants(NamedTuple):
         begin: the time of step 0.
         coefficients: the coefficients, by letter and name.
         parameters: all tensors of the dynamics.
-        spacings: the spacings of a lattice.
         noise: the noise of its steps; empty without noise.
         average: in a backward loop, the cotangent of a time average at each step; else empty.
         states: in a backward loop that reads stored states, the fields of the states before its
@@ -70,8 +69,7 @@ class Loop:
         fixed_evaluations: energy evaluations outside of its iterations.
         evaluations_per_step: energy evaluations in each iteration.
         constants: the tensors that it has captured.
-        seconds: the time of its calls since the last check;
-            infinite before the first.
+        seconds: the time of its calls since the last check; infinite before the first.
         check_seconds: the shortest time of a check; 0 before the first.
         rounding: the largest difference that rounding is known to make in one step, for each tensor
             of the carry; empty where none is known.
@@ -99,7 +97,6 @@ class LoopKind:
 
     Attributes:
         differentiates: whether autograd runs in it, so that parameters and coefficients are leaves.
-        backward: whether it is a loop of the backward pass.
         uncompiled: specifies the same steps without compilation; None: ``specify``.
     """
 
@@ -139,11 +136,7 @@ class LoopCheck:
         return self._agree(self._compiled(other), self._compiled(self.loop))
 
     def learn(self, what: str) -> None:
-        """Take the difference of the two ways for rounding.
-
-        Raises:
-            RuntimeError: they differ by more than rounding makes them.
-        """
+        """Take the difference of the two ways for rounding; refuse one that is too large."""
         found = _differences(self._compiled(self.loop), self.expected)
         near = mapped(lambda x: perturbed(x, COARSE), self.carry)
         noise = _differences(self.uncompiled(near), self.expected)

@@ -120,11 +120,7 @@ class LoopRunner:
         report.compiled_forward = report.compiled_backward = None
 
     def boundaries(self, wanted: set[int]) -> list[int]:
-        """Choose the steps after which loops have to end.
-
-        These are the wanted steps, the step before the first of a time average, and the steps after
-        which finiteness or the buffers of an exact run are checked.
-        """
+        """Choose the steps after which loops have to end, among them the wanted ones."""
         last, growth = self.clock.last, self.stepper.buffer_growth
         found = {*wanted, last, *range(FINITE_EVERY, last, FINITE_EVERY)}
         if self.recorder.average is not None:
@@ -273,8 +269,7 @@ class LoopRunner:
     ) -> Generator[LoopConstants, None, None]:
         """Make a context that runs the dynamics of a trace with the tensors of ``constants``.
 
-        Where autograd runs in the loop, tensors that need a gradient are leaves. The dynamics run
-        inside the context ``capture``.
+        Where autograd runs in the loop, tensors that need a gradient are leaves.
         """
         if differentiates:
             parameters = mapped(Tensor.detach, constants.parameters)
@@ -318,12 +313,7 @@ class LoopRunner:
         return (kind, *fixed, shapes, sizes, wanted, torch.get_num_threads())
 
     def _check(self, loop: Loop, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
-        """Check a loop that an earlier run has compiled, and return it, or a new one.
-
-        Raises:
-            RuntimeError: a value has changed that the loop does not read anew, and this run has
-                begun with its old value.
-        """
+        """Check a loop that an earlier run has compiled, and return it, or a new one."""
         one, traced = constants._replace(steps=torch.ones_like(constants.steps)), self._traced()
         spec = (kind.uncompiled or kind.specify)(traced, Loop())
 

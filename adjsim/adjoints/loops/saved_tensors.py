@@ -59,14 +59,10 @@ class SavedTensors:
 
     def hooks(self) -> saved_tensors_hooks:
         """Return the context in which autograd saves tensors here."""
-        return saved_tensors_hooks(self._save, self._restore)
+        return saved_tensors_hooks(lambda x: _Saved(x, x._version, self._number(x)), self._restore)
 
     def finish(self) -> None:
-        """Replace recomputed nodes of a backward step by reads of saved tensors.
-
-        Raises:
-            RuntimeError: the step has not read all that the forward step has saved.
-        """
+        """Replace recomputed nodes of a backward step by reads of saved tensors."""
         tensors = self.saved_tensors or ()
         if len(self._held) != len(tensors):
             raise RuntimeError(_OTHERS)
@@ -80,9 +76,6 @@ class SavedTensors:
                 read = node.graph.call_function(torch.ops.aten.permute.default, (row, axes))
             read.meta = dict(node.meta)
             node.replace_all_uses_with(read)
-
-    def _save(self, x: Tensor) -> _Saved:
-        return _Saved(x, x._version, self._number(x))
 
     def _number(self, x: Tensor) -> int | None:
         """Return the number of the row that holds a tensor; None if it is computed again."""

@@ -11,15 +11,11 @@ move by move, so that the inverse and the product share their work. The sweep su
 of the coefficients and returns them as cotangents of inputs; autograd propagates them to the
 parameters once, at the end. The sweep needs the memory of one step and of the
 :class:`~adjsim.adjoints.sweep.history.History`.
-
-The run uses a copy of the dynamics whose parameters are leaves, forward and backward. So autograd
-reaches the user's own tensors, with their hooks and graphs, once. A change of these tensors between
-forward and backward has no effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,22 +24,67 @@ from torch.linalg import vector_norm as norm
 
 from adjsim.adjoints.base import Result
 from adjsim.adjoints.durable.run_end import run_end
-from adjsim.adjoints.durable.saves import FORWARD, held_saves, name_of_sweep
+from adjsim.adjoints.durable.saves import FORWARD, AttributeState, Saves, held_saves, name_of_sweep
 from adjsim.adjoints.loops.backward import BackwardLoops
 from adjsim.adjoints.loops.forward import ForwardLoops
 from adjsim.adjoints.loops.runner import LoopRunner
-from adjsim.adjoints.sweep.eager import EagerDriver
-from adjsim.adjoints.sweep.history import History, SweepStart
+from adjsim.adjoints.sweep.history import History, Rewind, SweepStart
 from adjsim.adjoints.sweep.recorder import CotangentGrowth, Recorder, Recording, RecordSweep
-from adjsim.adjoints.sweep.stepper import Inputs, Stepper, prepare
+from adjsim.adjoints.sweep.stepper import Inputs, Stepper, naming, prepare
 from adjsim.core.autocast import autocast_state, restored_autocast
 from adjsim.core.box import refuse_trained_box
+from adjsim.core.progress import with_progress
 from adjsim.core.run_report import RunReport
 from adjsim.core.second_derivative import refuse_second_derivative
-from adjsim.core.state import State
+from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import RunEnd
 from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.run import Run
+
+# Steps of a sweep after which no product is outstanding, so that the sweep can be saved there. Also
+# done without a store, so that both runs sum in the same order.
+SETTLE_EVERY = 256
+
+
+class EagerDriver(AttributeState):
+    """Runs steps one by one, in Python."""
+
+    divisible = True
+    # The first force of a run is evaluated again.
+    force = None
+
+    def __init__(self, stepper: Stepper, inputs: Inputs, forces: ForceEvaluator) -> None:
+        self.stepper, self.inputs, self.forces = stepper, inputs, forces
+
+    def stops(self, wanted: set[int]) -> Sequence[int]:
+        return range(1, self.stepper.clock.last + 1)
+
+    def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
+        for step in range(start, stop):
+            state = self.stepper.step(step, state, self.inputs, self.forces)
+        return state, stop
+
+    def sweep(
+        self, saved: RecordSweep, rewind: Rewind, progress: bool, saves: Saves | None = None
+    ) -> AnyState:
+        """Propagate the cotangents from the last state to the start, and return the start."""
+        stepper, cotangents = self.stepper, saved.sums
+        state, last = saved.begin(rewind.final, saves, stepper)
+        for step in with_progress(range(last, 0, -1), "backward", last, progress):
+            saved.accumulate(step, stepper.from_lattice(state))
+            context = stepper.context(step - 1, self.inputs, self.forces)
+            before = rewind.before(step)
+            with naming(step):
+                state = stepper.plan.backward(state, context, cotangents, before)
+            state = rewind.restore(step - 1, state)
+            if (step - 1) % SETTLE_EVERY == 0:
+                cotangents.complete()
+                saved.growth.observe(cotangents)
+                self.forces.forget()
+                if saves is not None:
+                    saves.after(step - 1, state)
+        return state
 
 
 def run_forward(
@@ -54,10 +95,7 @@ def run_forward(
     runner: LoopRunner | None,
     history: History | None = None,
 ) -> Result[State]:
-    """Run all steps, by compiled loops if there is a runner of them.
-
-    A history, if there is one, stores what a sweep needs.
-    """
+    """Run all steps, in compiled loops if there is a runner; the history is for a sweep."""
     recording = Recording(Recorder(run.bound_record, stepper.clock), stepper)
     budget, rows = (None, None) if history is None else (history.error_budget, history.state_rows)
     if runner is None:

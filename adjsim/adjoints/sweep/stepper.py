@@ -43,9 +43,7 @@ class StepNoise:
     """The noise of a run's steps.
 
     Attributes:
-        batch: the shape of the batch.
         shape: the shape of one draw for one system, such as ``(atoms, dim)``.
-        like: a field, for its dtype and device.
         end: the number of steps whose draws the run uses.
     """
 
@@ -111,7 +109,6 @@ class Stepper:
 
     Attributes:
         kind: the class of the states of the dynamics.
-        noise: the noise of the steps; None without noise.
         buffer_growth: how the buffers of an exact run fill; None for any other run.
         varying: what depends on the size of a step; None if all steps have one size.
         buffers: the buffers at the start of a run that goes on from another.
@@ -124,10 +121,6 @@ class Stepper:
     buffer_growth: BufferGrowth | None = None
     varying: VaryingSteps | None = None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def state_of(self, fields: Iterable[Tensor]) -> AnyState:
-        """Make a state of the steps from its fields."""
-        return self.plan.kind(self.kind)._make(fields)
 
     def to_lattice(self, state: AnyState) -> AnyState:
         """Convert the start to one of the steps: with copies, or on a lattice with buffers."""
@@ -176,12 +169,6 @@ class Stepper:
         """Run all steps from a start on the lattice, call the observers, and return the last state.
 
         With saves, the run goes on from the last one. The messages of errors name the step.
-
-        Raises:
-            FloatingPointError: a number is not finite, the two copies of a state have moved apart,
-                or a run with a thermostat has blown up.
-            ValueError: a state that the dynamics excludes.
-            OverflowError: a number is outside of the lattice of an exact run.
         """
         last, lattice = self.clock.last, self.plan.lattice
         observed = {k for observer in observers for k in observer.stops(self) if 0 < k <= last}
@@ -231,14 +218,12 @@ class _StateChecks:
             if not self._is_sound(state):
                 self._raise_unsound(step)
             self.good, self.step = detached(state), step
-            self._check_noise(step)
-
-    def _check_noise(self, step: int) -> None:
-        t = self.stepper.clock.time(step)
-        try:
-            self.dynamics.check_noise(t, self.stepper.from_lattice(self.good))
-        except ValueError as reason:
-            raise ValueError(f"{reason} This was found after step {step} (t = {t:g}).") from reason
+            t = self.stepper.clock.time(step)
+            try:
+                self.dynamics.check_noise(t, self.stepper.from_lattice(self.good))
+            except ValueError as reason:
+                text = f"{reason} This was found after step {step} (t = {t:g})."
+                raise ValueError(text) from reason
 
     @torch.no_grad()
     def _refusal(self, state: AnyState, step: int) -> ValueError | None:
