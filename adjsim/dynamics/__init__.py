@@ -13,7 +13,7 @@ from adjsim.dynamics.fields.base import FieldState
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.dynamics.fields.sde import SDE
 from adjsim.dynamics.hamiltonian import Hamiltonian
-from adjsim.dynamics.heat import HeatLimit as HeatLimit
+from adjsim.dynamics.masses import HeatLimit as HeatLimit
 from adjsim.dynamics.massive import MassiveDynamics as MassiveDynamics
 from adjsim.dynamics.mechanics.mechanics import Mechanics
 from adjsim.dynamics.moves import GeneralFlow as GeneralFlow, Scale as Scale, Shear as Shear

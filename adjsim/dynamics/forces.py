@@ -104,7 +104,7 @@ class ForceEvaluator:
         if value is None:
             value = self.forces.force(t, position)
             self.count()
-            self.count_backward((value,), 1)
+            count_backward(self.report, (value,))
             self._position, self._value = position, value
         return value
 
@@ -126,10 +126,6 @@ class ForceEvaluator:
     def count(self, passes: int = 1) -> None:
         """Add passes over the energy, or evaluations of a drift."""
         self.report.energy_evaluations += passes
-
-    def count_backward(self, values: Iterable[Tensor], passes: int) -> None:
-        """Count backpropagation through values as so many passes."""
-        count_backward(self.report, values, passes)
 
     def refuse_unknown(self, output: Tensor, known: list[Tensor], what: str) -> None:
         """Refuse a value that depends on a tensor neither in ``known`` nor a parameter."""

@@ -1,6 +1,6 @@
 """Forward steps in compiled loops whose iterations are those of Newton's method.
 
-A step takes several iterations (:mod:`adjsim.solvers.implicit.newton_iteration`). A loop ends early
+A step takes several iterations (:mod:`adjsim.solvers.implicit.field`). A loop ends early
 at a step that its iterations do not solve. This step is run without compilation, which raises the
 reason, or finds a solution from which the loop goes on.
 """
@@ -19,8 +19,7 @@ from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.stepper import naming
 from adjsim.core.state import AnyState
 from adjsim.solvers.base import StepContext
-from adjsim.solvers.implicit.field import ImplicitField
-from adjsim.solvers.implicit.newton_iteration import Newton, first_iteration, iterate
+from adjsim.solvers.implicit.field import ImplicitField, Newton, first_iteration, iterate
 
 
 class IteratedCarry(NamedTuple):

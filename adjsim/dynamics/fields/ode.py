@@ -13,12 +13,12 @@ from adjsim.dynamics.terms import Term
 
 
 class Rate(Term[Any]):
-    """The whole right-hand side, Y: ``dy/dt = fun(t, y)``, without a flow in closed form."""
+    """The whole drift, Y, without a flow in closed form, and the draws of noise of an SDE."""
 
     advances_time = True
 
-    def __init__(self, name: str, fun: Callable[..., Any]) -> None:
-        self.name, self.fun = name, fun
+    def __init__(self, name: str, fun: Callable[..., Any], draws: int = 0) -> None:
+        self.name, self.fun, self.draws = name, fun, draws
 
     def drift(self, t: Any, state: AnyState) -> Mapping[str, Tensor]:
         rates = dict(zip(state._fields, evaluated(self.name, self.fun, t, state), strict=True))

@@ -17,15 +17,6 @@ from adjsim.dynamics.terms import Term
 NOISES = ("diagonal", "scalar", "additive", "general")
 
 
-class NoisyRate(Rate):
-    """The whole right-hand side, Y: ``dy = drift(t, y) dt + diffusion(t, y) dW``.
-
-    Its diffusion may be a matrix, and is that of the :class:`SDE`.
-    """
-
-    draws = 1
-
-
 class SDE(FieldDynamics):
     """A stochastic differential equation of any vector field::
 
@@ -96,7 +87,7 @@ class SDE(FieldDynamics):
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
-        return {"Y": NoisyRate(self.drift_name, self.drift_fun)}
+        return {"Y": Rate(self.drift_name, self.drift_fun, draws=1)}
 
     def amplitudes(self, t: Any, state: AnyState) -> tuple[Tensor, ...]:
         """Evaluate the diffusion, by field."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,7 @@ from adjsim.core.parameters import register
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, MomentumState, PhaseState
 from adjsim.core.typing import Number, Seed
-from adjsim.dynamics.heat import HeatLimit
-from adjsim.dynamics.masses import Masses
+from adjsim.dynamics.masses import HeatLimit
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.moves import GeneralFlow
 from adjsim.dynamics.sources import Source
@@ -66,9 +65,13 @@ class Rescaling(Thermostat[MomentumState]):
                 f"at most {coordinates}, or None."
             )
 
-    @property
-    def bath(self) -> Bath:
-        return Bath(self.masses, self.kT, self.dof)
+    def degrees(self, position: Tensor) -> float:
+        """Count the degrees of freedom of one system, by default those of mobile atoms."""
+        return self.masses.dof(position) if self.dof is None else self.dof
+
+    def target(self, position: Tensor) -> Tensor:
+        """Compute twice the mean kinetic energy of one system, ``dof kT``."""
+        return self.degrees(position) * self.kT.to(position)
 
 
 class Relaxing(Rescaling[PhaseState]):
@@ -91,46 +94,27 @@ class Relaxing(Rescaling[PhaseState]):
         return 1 / float(self.tau.detach().min())
 
 
-@dataclass(frozen=True)
-class Bath:
-    """A bath at a temperature; without ``dof`` the degrees of freedom are those of mobile atoms."""
-
-    masses: Masses
-    kT: Tensor
-    dof: float | None
-
-    def degrees(self, position: Tensor) -> float:
-        """Count the degrees of freedom of one system."""
-        return self.masses.dof(position) if self.dof is None else self.dof
-
-    def target(self, position: Tensor) -> Tensor:
-        """Compute twice the mean kinetic energy of one system, ``dof kT``."""
-        return self.degrees(position) * self.kT.to(position)
-
-
 class Rescale(Term[PhaseState]):
     """The base class of terms that scale all momenta of a system by one factor, R."""
 
-    def __init__(self, bath: Bath) -> None:
-        self.bath = bath
+    def __init__(self, thermostat: Rescaling[Any]) -> None:
+        self.thermostat = thermostat
 
     def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
-        return {"1/m": 1 / self.bath.masses(state.momentum)}
+        return {"1/m": 1 / self.thermostat.masses(state.momentum)}
 
 
 class Relax(Rescale):
     """The base class of rescalings that relax the kinetic energy in a time tau."""
 
-    def __init__(self, bath: Bath, tau: Tensor) -> None:
-        super().__init__(bath)
-        self.tau = tau
+    thermostat: Relaxing
 
     def relaxation(self, p: Tensor, supply: Tensor) -> dict[str, Tensor]:
         """Compute the drift ``(supply/T - 1) p / (2 tau)``, zero for momenta that are all zero."""
-        T = twice_kinetic(p, 1 / self.bath.masses(p))
+        T = twice_kinetic(p, 1 / self.thermostat.masses(p))
         moving = T > 0
         excess = torch.where(moving, supply / torch.where(moving, T, 1.0) - 1, 0.0)
-        return {"momentum": excess * p / (2 * self.tau.to(p))}
+        return {"momentum": excess * p / (2 * self.thermostat.tau.to(p))}
 
 
 def rescaling(

@@ -24,20 +24,18 @@ class WeakCoupling(Relax):
 
         K' = a K + (1 - a) K_0        a = exp(-h/tau)        p' = sqrt(K'/K) p
         K  = (K' - (1 - a) K_0)/a                            p  = sqrt(K/K') p'
-
-    Momenta that are all zero stay zero.
     """
 
     def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
-        return self.relaxation(state.momentum, self.bath.target(state.position))
+        return self.relaxation(state.momentum, self.thermostat.target(state.position))
 
     def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
-        exponent = -h / self.tau.to(state.position)
+        exponent = -h / self.thermostat.tau.to(state.position)
         return {
             **super().coefficients(h, state),
             "decay": torch.exp(exponent),
             # expm1 keeps the digits of 1 - a where h/tau is small.
-            "supply": -torch.expm1(exponent) * self.bath.target(state.position),
+            "supply": -torch.expm1(exponent) * self.thermostat.target(state.position),
         }
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
@@ -87,4 +85,4 @@ class Berendsen(Relaxing):
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
-        return {**self.motion, "R": WeakCoupling(self.bath, self.tau)}
+        return {**self.motion, "R": WeakCoupling(self)}

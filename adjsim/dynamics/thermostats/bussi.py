@@ -44,8 +44,6 @@ class StochasticRescale(Relax):
     Where u < 0 this inverse takes the wrong root. At equilibrium that has the probability
     I(dof/2, 1/2) / 2 a step, with I the regularised incomplete beta function at 1 - c. It is less
     than (h/tau)^(dof/2).
-
-    The product follows by automatic differentiation. Momenta that are all zero stay zero.
     """
 
     draws = 1
@@ -56,24 +54,24 @@ class StochasticRescale(Relax):
 
     def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
         """Compute the drift in the sense of Ito, ``((1 - 1/dof) K_0/K - 1) p / (2 tau)``."""
-        p, dof = state.momentum, self.bath.degrees(state.position)
-        return self.relaxation(p, (dof - 1) * self.bath.kT.to(p))
+        p, dof = state.momentum, self.thermostat.degrees(state.position)
+        return self.relaxation(p, (dof - 1) * self.thermostat.kT.to(p))
 
     def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
-        position = state.position
-        exponent = -h / self.tau.to(position)
+        position, thermostat = state.position, self.thermostat
+        exponent = -h / thermostat.tau.to(position)
         entry = torch.arange(math.prod(position.shape[-2:]), device=position.device)
-        others = (entry > 0) & (entry < self.bath.degrees(position))
+        others = (entry > 0) & (entry < thermostat.degrees(position))
         return {
             **super().coefficients(h, state),
             "decay": torch.exp(exponent / 2),
             # expm1 keeps the digits of 1 - c where h/tau is small.
-            "noise": torch.sqrt(-torch.expm1(exponent) * self.bath.kT.to(position)),
+            "noise": torch.sqrt(-torch.expm1(exponent) * thermostat.kT.to(position)),
             "others": others.to(position.dtype).reshape(position.shape[-2:]),
         }
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
-        signed = self.bath.degrees(state.position) == 1
+        signed = self.thermostat.degrees(state.position) == 1
         return (rescaling(_signed_factor if signed else _factor, _inverse, (Random(),)),)
 
 
@@ -148,7 +146,7 @@ class Bussi(Relaxing):
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
-        return {**self.motion, "R": StochasticRescale(self.bath, self.tau)}
+        return {**self.motion, "R": StochasticRescale(self)}
 
     def stationary_density(self) -> Canonical:
         return Canonical(self)

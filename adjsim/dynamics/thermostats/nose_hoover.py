@@ -20,7 +20,7 @@ from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficients, Field, Linearised, MoveContext, unbroadcast
 from adjsim.dynamics.starts import check_shape
 from adjsim.dynamics.terms import Term
-from adjsim.dynamics.thermostats.base import Bath, Rescaling
+from adjsim.dynamics.thermostats.base import Rescaling
 
 
 class ChainState(NamedTuple):
@@ -56,8 +56,8 @@ class Chain(Term[ChainState]):
              = exp(-h v_{j+1}) b_j + h exp(-h v_{j+1}/2) G_j
     """
 
-    def __init__(self, bath: Bath, tau: Tensor, length: int) -> None:
-        self.bath, self.tau, self.length = bath, tau, length
+    def __init__(self, thermostat: NoseHooverChain) -> None:
+        self.thermostat, self.length = thermostat, thermostat.length
 
     def drift(self, t: Any, state: ChainState) -> Mapping[str, Tensor]:
         c = self.coefficients(0.0, state)
@@ -73,14 +73,14 @@ class Chain(Term[ChainState]):
 
     def coefficients(self, h: float, state: ChainState) -> dict[str, Tensor]:
         Q, target = self.links(state.position)
-        m = self.bath.masses(state.momentum)
+        m = self.thermostat.masses(state.momentum)
         return {"1/Q": 1 / Q, "h/Q": h / Q, "target": target, "1/m": 1 / m}
 
     def links(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Compute masses of the links and means of twice their kinetic energies."""
         count = torch.ones(self.length, 1, 1, dtype=position.dtype, device=position.device)
-        count[0] = self.bath.degrees(position)
-        kT, tau = self.bath.kT.to(position), self.tau.to(position)
+        count[0] = self.thermostat.degrees(position)
+        kT, tau = self.thermostat.kT.to(position), self.thermostat.tau.to(position)
         return count * (kT * tau**2), count * kT
 
     def moves(self, h: float, state: ChainState) -> Sequence[Move]:
@@ -250,7 +250,7 @@ class NoseHooverChain(Rescaling[ChainState]):
 
     @property
     def chain(self) -> Chain:
-        return Chain(self.bath, self.tau, self.length)
+        return Chain(self)
 
     def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
         bath = position.new_zeros((*position.shape[:-2], self.length, 1, 1))

@@ -33,7 +33,7 @@ class SetKineticEnergy(Rescale):
         return {}
 
     def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
-        target = self.bath.target(state.position)
+        target = self.thermostat.target(state.position)
         return {**super().coefficients(h, state), "target": target}
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
@@ -68,4 +68,4 @@ class VelocityRescale(Rescaling[PhaseState]):
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
-        return {**self.motion, "R": SetKineticEnergy(self.bath)}
+        return {**self.motion, "R": SetKineticEnergy(self)}

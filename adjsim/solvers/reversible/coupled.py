@@ -20,8 +20,7 @@ from adjsim.core.tableaus import Tableau
 from adjsim.core.trajectory import RunEnd
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import simple_fraction
-from adjsim.dynamics.copies import Copies, copy_name
-from adjsim.dynamics.lattice import typical_sizes
+from adjsim.dynamics.copies import Copies
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Coefficients
 from adjsim.solvers.base import (
@@ -184,16 +183,14 @@ class Coupled(SteppingSolver):
         refuse_no_equation(self, dynamics)
         assert self.rate is not None
         h = self.steps if isinstance(self.steps, float) else None
-        names = state._fields
-        copied = tuple(map(copy_name, names))
+        copies = Copies(dynamics, t, state, typical, partial(self._remedy, dynamics, end))
+        names, copied = state._fields, copies.names
         increment = partial(Increment, dynamics, self.tableau, h, type(state))
         forward, backward = list[Move](), list[Move]()
         for i, (name, copy) in enumerate(zip(names, copied, strict=True)):
             added = Shear(name, increment(copied, i, weight="1-c"))
             forward += [Scale(name, Coefficient("c")), added]
             backward.append(Shear(copy, increment(names, i, direction=-1, sign=-1)))
-        sizes = {} if in_transform() else typical_sizes(dynamics, t, state, typical)
-        copies = Copies(state, sizes, partial(self._remedy, dynamics, end))
         stages = (Stage(LETTER, tuple(forward), 0.0), Stage(LETTER, tuple(backward), 1.0))
         return StepPlan(stages, typical, self.order, copies=copies)
 
