@@ -43,13 +43,11 @@ class Cotangents:
         return tuple(self._state)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the cotangent of a field."""
         if name == "position":
             self._take_products()
         return self._state[name]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        """Replace the cotangent of a field."""
         self._state[name] = value
 
     def add(self, name: str, value: Tensor, link: int | None = None) -> None:
@@ -72,10 +70,7 @@ class Cotangents:
         add_to(self.parameter_sums, name, self._present(value))
 
     def add_function(self, value: Tensor, leaves: Any, cotangent: Tensor) -> dict[str, Tensor]:
-        """Differentiate a value, and add the products for the state's leaves and the parameters.
-
-        Returns the products for the leaves, by field, where there are any.
-        """
+        """Differentiate a value, add the products, and return those for the leaves by field."""
         if not value.requires_grad:
             return {}
         found = torch.autograd.grad(

@@ -53,10 +53,7 @@ class _Constant(Source):
 
 @dataclass(frozen=True)
 class Field:
-    """The value of another field, or of one of its links.
-
-    A link is an entry of the field's third-to-last axis.
-    """
+    """The value of another field, or of a link of it, an entry of its third-to-last axis."""
 
     name: str
     link: int | None = None
@@ -206,11 +203,7 @@ class Function(Differentiated):
 
 @dataclass(frozen=True)
 class FunctionOfTime(Differentiated):
-    """The value of ``function(t, like)``, differentiated automatically.
-
-    It reads modules of the dynamics. ``like`` is the detached first field of the state (the
-    position), for shape, dtype and device.
-    """
+    """The value of ``function(t, like)``; ``like`` is the first field, detached, for its shape."""
 
     function: Callable[[Tensor, Tensor], Tensor]
     reads = ()

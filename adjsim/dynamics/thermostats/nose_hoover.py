@@ -273,7 +273,6 @@ class NoseHooverChain(Rescaling[ChainState]):
         return Canonical(self, {"bath_momentum": lambda state: self.chain.links(state.position)[0]})
 
     def invariant(self, state: ChainState) -> Energies:
-        """Compute the extended energy."""
         Q, target = self.chain.links(state.position)
         bath = (state.bath_momentum**2 / (2 * Q) + target * state.bath_position).sum((-1, -2, -3))
         return self.kinetic_energy(state) + self.potential(state.position) + bath

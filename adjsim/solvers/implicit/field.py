@@ -19,7 +19,7 @@ from adjsim.core.layout import is_tracing, outside_tracing
 from adjsim.core.second_derivative import once_differentiable
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents, add_each
-from adjsim.dynamics.fields.base import FieldDynamics
+from adjsim.dynamics.fields.ode import FieldDynamics
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import MoveContext, Time
 from adjsim.solvers.base import TimeInStep
@@ -102,11 +102,6 @@ class ImplicitField(Move):
     def end(self, y: Tensor, x: Tensor) -> Tensor:
         """Compute y', the end of the step."""
         return x + (1 / self.theta - 1) * (x - y)
-
-    def inner(self, t: Tensor, end: Tensor) -> tuple[Tensor, int]:
-        """Compute x from the end of the step, and the number of evaluations of f."""
-        b = (1 - self.theta) * self.h
-        return (end, 0) if b == 0 else self._newton(t, end, -b)
 
     def solve(self, t: Tensor, y: Tensor) -> tuple[Tensor, int]:
         """Solve ``x = y + a f(t, x)`` with its derivative, and count the evaluations of f."""
@@ -230,7 +225,8 @@ class ImplicitField(Move):
         """Propagate back; from the state before, by one linear system and without a step."""
         t, end = self._time(after, context), self.joined(after)
         if before is None:
-            x, evaluations = self.inner(t, end)
+            b = (1 - self.theta) * self.h
+            x, evaluations = (end, 0) if b == 0 else self._newton(t, end, -b)
             context.forces.count(evaluations)
         else:
             x = self._between(before, after)

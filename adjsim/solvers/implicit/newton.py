@@ -236,10 +236,7 @@ def solve_position(
 def _advance(
     x: Tensor, step: Tensor, left: Tensor, residual: Product
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Take a step, halved where it would make the residual larger.
-
-    Returns the position, its residual, the length of the step, and whether it was taken whole.
-    """
+    """Take a step, halved where the residual grows; return x, residual, length, and if whole."""
     share = torch.ones_like(largest(x))
     # Below this length the residual is rounding.
     short = largest(step) <= torch.finfo(x.dtype).eps ** 0.5 * largest(x)

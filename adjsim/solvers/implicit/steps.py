@@ -24,7 +24,7 @@ from adjsim.core.state import (
 )
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.cotangents import Cotangents
-from adjsim.dynamics.fields.base import FieldDynamics
+from adjsim.dynamics.fields.ode import FieldDynamics
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.mechanics.prescribed import PrescribedStream
@@ -356,9 +356,7 @@ class ImplicitMidpoint(ImplicitSolver):
     ``compile=True`` up to n = 64, except for ReversibleAdjoint.
 
     Args:
-        dt: the step h, time.
-        tol: largest error of the position of a step, relative to the largest coordinate. It is
-            raised to four times machine epsilon.
+        dt, tol: as for :class:`BackwardEuler`.
 
     Raises:
         RuntimeError: as :class:`BackwardEuler`, with a curvature of 4 m/h^2.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -33,14 +34,17 @@ from adjsim.solvers.base import (
     refuse_no_equation,
 )
 from adjsim.solvers.clock import SMALLER, Clock, VaryingClock, check_dt
-from adjsim.solvers.reversible.increment import Increment, reversed_growth
+from adjsim.solvers.reversible.increment import AHEAD, Increment, reversed_growth
 from adjsim.solvers.reversible.varying_coupling import VaryingCoupling, steps_within
-from adjsim.solvers.runge_kutta.adaptive_steps import AdaptiveSteps, look_ahead
+from adjsim.solvers.runge_kutta.adaptive_steps import (
+    Adaptive,
+    AdaptiveSteps,
+    RecordedTimes,
+    StepTimes,
+    look_ahead,
+)
 from adjsim.solvers.runge_kutta.runge_kutta import find_tableau
-from adjsim.solvers.runge_kutta.step_sizes import Adaptive, RecordedTimes, StepTimes
 
-# Steps along which the rate is estimated.
-AHEAD = 256
 # The estimated rate over the strongest contraction.
 MARGIN = 1.5
 # The smallest estimated rate times dt: the coupling 0.999 of McCallum and Foster.
@@ -166,14 +170,14 @@ class Coupled(SteppingSolver):
             rate = self._suggest(dynamics, state, float(times[0]), sizes)
         solver = Coupled(self.method, self.steps, rate=rate, exact=self.exact)
         if isinstance(self.steps, Adaptive):
-            return solver._record(dynamics, state, times.tolist(), _mean(sizes))
+            return solver._record(dynamics, state, times.tolist(), fmean(sizes))
         return solver
 
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         steps = self.steps
         if isinstance(steps, Adaptive) or self.rate is None:
             raise TypeError(f"{self!r} has no steps before a run: see resolved().")
-        typical = _mean(steps.following(t, AHEAD)) if isinstance(steps, StepTimes) else steps
+        typical = fmean(steps.following(t, AHEAD)) if isinstance(steps, StepTimes) else steps
         return self._plan(dynamics, state, t, typical, math.inf)
 
     def _plan(
@@ -325,10 +329,6 @@ class Coupled(SteppingSolver):
         rate = "" if self.rate is None else f", rate={self.rate:g}"
         exact = ", exact=True" if self.exact else ""
         return f"Coupled({self.method!r}, dt={size}{rate}{exact})"
-
-
-def _mean(sizes: Sequence[float]) -> float:
-    return math.fsum(sizes) / len(sizes)
 
 
 def coupling(rate: float, dt: float) -> Fraction:

@@ -19,8 +19,8 @@ from adjsim.dynamics.forces import count_backward
 from adjsim.dynamics.sources import Differentiated, Linearised, MoveContext, Time
 from adjsim.solvers.runge_kutta.runge_kutta import increment
 
-# Parts of the first steps, of which the strongest contraction counts.
-PARTS = 4
+# Steps along which growth is estimated, and their parts, of which the strongest counts.
+AHEAD, PARTS = 256, 4
 
 
 @dataclass(frozen=True)

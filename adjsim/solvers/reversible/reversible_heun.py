@@ -15,21 +15,19 @@ from adjsim.core.state import AnyState, State
 from adjsim.core.tableaus import TABLEAUS
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.copies import LARGEST_DISTANCE, Copies
-from adjsim.dynamics.fields.base import FieldDynamics
+from adjsim.dynamics.fields.ode import FieldDynamics
 from adjsim.dynamics.fields.sde import SDE
 from adjsim.dynamics.moves import Reflection, Shear
 from adjsim.dynamics.sources import MoveContext, Time
 from adjsim.solvers.base import LETTER, Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
-from adjsim.solvers.reversible.increment import Increment, reversed_growth
+from adjsim.solvers.reversible.increment import AHEAD, Increment, reversed_growth
 from adjsim.solvers.runge_kutta.runge_kutta import increment
 
 EULER = TABLEAUS["euler"]
 # With noise the copies of a good run differ by about (diffusion dW)^2, which is large for a few of
 # many replicas; copies that move apart reach any limit.
 LARGEST_NOISY_DISTANCE = 1.0
-# Steps along which the contraction of the drift is estimated for an error message.
-AHEAD = 256
 
 
 @dataclass(frozen=True)
