@@ -28,6 +28,8 @@ from adjsim.solvers.implicit.newton import UnsolvedStepError
 # Largest number of Newton iterations, and of shares of one of them that are tried, each half of the
 # one before.
 ITERATIONS, HALVINGS = 60, 12
+# Iterations after which a compiled loop leaves a step to a run without compilation.
+LOOP_ITERATIONS = 60
 COUPLED = (
     "implicit steps solve each system of the batch alone, and in this field systems depend on each "
     "other: put what is coupled on the last axis of y."
@@ -346,7 +348,7 @@ def iterate(
     failed = (
         singular
         | ~(largest(change) < torch.inf).all()
-        | (number > ITERATIONS)
+        | (number > LOOP_ITERATIONS)
         # Of the matrix of the last change, as in a step that is not compiled.
         | has_negative_eigenvalue_if(linear.matrix, ended)
     )
