@@ -1,7 +1,7 @@
 """Equations of motion, as sums of terms."""
 
 from adjsim.core.refusal import Refusal as Refusal
-from adjsim.core.state import PhaseState
+from adjsim.core.state import FieldState, PhaseState
 from adjsim.dynamics.base import Dynamics as Dynamics
 from adjsim.dynamics.density import (
     Canonical as Canonical,
@@ -9,12 +9,10 @@ from adjsim.dynamics.density import (
     StationaryDensity as StationaryDensity,
 )
 from adjsim.dynamics.esh import ESH, ESHState, canonical_weights as canonical_weights
-from adjsim.dynamics.fields.base import FieldState
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.dynamics.fields.sde import SDE
-from adjsim.dynamics.hamiltonian import Hamiltonian
-from adjsim.dynamics.heat import HeatLimit as HeatLimit
-from adjsim.dynamics.massive import MassiveDynamics as MassiveDynamics
+from adjsim.dynamics.masses import HeatLimit as HeatLimit
+from adjsim.dynamics.massive import Hamiltonian, MassiveDynamics as MassiveDynamics
 from adjsim.dynamics.mechanics.mechanics import Mechanics
 from adjsim.dynamics.moves import GeneralFlow as GeneralFlow, Scale as Scale, Shear as Shear
 from adjsim.dynamics.sources import (

@@ -1,9 +1,6 @@
 """Physics as a sum of terms.
 
-A :class:`~adjsim.dynamics.terms.Term` is one summand of the equations of motion, named by a letter.
-It has a drift, and, if it can be solved alone, the moves of its flow over a time h. Continuous
-solvers sum the drifts, and splittings compose the flows. Both come from the same term. A
-:class:`Dynamics` is a module that owns the physical numbers and lists its terms.
+Continuous solvers sum the drifts of the terms, and splittings compose their flows.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from adjsim.core.state import (
 from adjsim.core.typing import Energies, PositionsLike, Seed
 from adjsim.dynamics.density import StationaryDensity
 from adjsim.dynamics.forces import add_to
-from adjsim.dynamics.heat import HeatLimit
+from adjsim.dynamics.masses import HeatLimit
 from adjsim.dynamics.starts import as_start, check_potential
 from adjsim.dynamics.terms import Term
 from adjsim.potentials import SurfaceContact
@@ -201,5 +198,5 @@ class Dynamics(nn.Module, Generic[State]):
 
 
 def named_rates(what: str, rates: AnyState) -> dict[str, Tensor]:
-    """Return the fields of a drift or a diffusion by descriptions of them."""
+    """Return the fields of a drift or a diffusion by their descriptions."""
     return {f"the {what} of {name}": rate for name, rate in rates._asdict().items()}

@@ -1,40 +1,46 @@
-"""States with a second copy of every field, which some reversible steps need."""
+"""States with a second copy of every field, which some reversible steps need, and field sizes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adjsim.core.state import AnyState
+from adjsim.core.state import AnyState, State, detached, in_transform
+from adjsim.dynamics.base import Dynamics
 
 # The distance between the copies, as a share of the size of a field, above which a run stops. The
 # copies of an accurate run differ by the error of its steps.
 LARGEST_DISTANCE = 0.1
+# Steps over which the drift at the start shows how large a field becomes.
+AHEAD = 256
 
 
 class Copies:
     """The second copy z of a state y, in fields named ``<field>_copy``.
 
     A run starts with equal copies, and users see y alone. It stops where the distance between the
-    copies is above ``limit``, a share of the size of a field: the given one for each system, or the
-    largest entry if that is larger. ``remedy`` maps a state, its time and what to use where steps
-    are too long to the reason and the way out.
+    copies is above ``limit``, a share of the size of a field: the typical one of each system, or
+    the largest entry if that is larger. ``remedy`` maps a state, its time and what to use where
+    steps are too long to the reason and the way out.
     """
 
     def __init__(
         self,
-        state: AnyState,
-        sizes: Mapping[str, Tensor],
+        dynamics: Dynamics[State],
+        t: float,
+        state: State,
+        dt: float,
         remedy: Callable[[Any, float, str], str],
         limit: float = LARGEST_DISTANCE,
     ) -> None:
         self.kind: type[Any] = type(state)
-        self.sizes, self.remedy, self.limit = sizes, remedy, limit
+        self.remedy, self.limit = remedy, limit
+        self.sizes = {} if in_transform() else typical_sizes(dynamics, t, state, dt)
         self.names: tuple[str, ...] = tuple(map(copy_name, self.kind._fields))
         self.both: type[Any] = extended(self.kind, "WithCopy", self.names)
 
@@ -80,3 +86,22 @@ def extended(kind: type[Any], suffix: str, added: tuple[str, ...]) -> Any:
     names: tuple[str, ...] = (*kind._fields, *added)
     fields = [(name, Tensor) for name in names]
     return NamedTuple(kind.__name__ + suffix, fields)
+
+
+def typical_sizes(
+    dynamics: Dynamics[State], t: float, state: State, dt: float
+) -> dict[str, Tensor]:
+    """Estimate the largest entry of each field, for each system and link, from the start at t."""
+    start = detached(state)
+    with torch.no_grad():
+        known_scales = dynamics.characteristic_scales(t, start, AHEAD * dt)
+        rates = dynamics.drift(t, start)._asdict()
+    found, axes = {}, tuple(range(-dynamics.system_axes, 0))
+    for name, value in start._asdict().items():
+        sizes = [value.abs(), AHEAD * dt * rates[name].abs()]
+        if name in known_scales:
+            sizes.append(known_scales[name].detach().abs().expand_as(value))
+        largest = torch.stack(sizes).amax(0)
+        largest = largest.amax(axes, keepdim=True) if value.ndim >= state[0].ndim else largest
+        found[name] = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
+    return found

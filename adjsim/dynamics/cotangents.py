@@ -43,39 +43,34 @@ class Cotangents:
         return tuple(self._state)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the cotangent of a field."""
         if name == "position":
             self._take_products()
         return self._state[name]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        """Replace the cotangent of a field."""
         self._state[name] = value
 
     def add(self, name: str, value: Tensor, link: int | None = None) -> None:
         """Add to the cotangent of a field, or of one link of it."""
         old = self._state[name]
-        self._state[name] = replace_link(old, link, select_link(old, link) + value)
+        self._state[name] = replace_link(old, link, select_link(old, link) + self._present(value))
 
     def add_to_force(self, force: LinearForce, value: Tensor) -> None:
         """Add to the cotangent of a force."""
         if force.cotangent is None:
             self._forces.append(force)
-        force.accumulate(value)
+        force.accumulate(self._present(value))
 
     def add_coefficient(self, letter: str, name: str, value: Tensor) -> None:
         """Add to the cotangent of a coefficient."""
-        add_to(self.coefficient_sums, (letter, name), value)
+        add_to(self.coefficient_sums, (letter, name), self._present(value))
 
     def add_parameter(self, name: str, value: Tensor) -> None:
         """Add to the cotangent of a parameter."""
-        add_to(self.parameter_sums, name, value)
+        add_to(self.parameter_sums, name, self._present(value))
 
     def add_function(self, value: Tensor, leaves: Any, cotangent: Tensor) -> dict[str, Tensor]:
-        """Differentiate a value, and add the products for the state's leaves and the parameters.
-
-        Returns the products for the leaves, by field, where there are any.
-        """
+        """Differentiate a value, add the products, and return those for the leaves by field."""
         if not value.requires_grad:
             return {}
         found = torch.autograd.grad(
@@ -106,6 +101,10 @@ class Cotangents:
         self._state = dict(state["fields"])
         self.coefficient_sums = {(a, n): value for a, n, value in state["coefficients"]}
         self.parameter_sums = dict(state["parameters"])
+
+    def _present(self, value: Tensor) -> Tensor:
+        """Return what a part of the sweep contributes."""
+        return value
 
     def _take_products(self) -> None:
         for force in self._forces:
@@ -146,18 +145,6 @@ class CotangentsUnless(Cotangents):
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         super().__setitem__(name, torch.where(self.absent, self._state[name], value))
-
-    def add(self, name: str, value: Tensor, link: int | None = None) -> None:
-        super().add(name, self._present(value), link)
-
-    def add_to_force(self, force: LinearForce, value: Tensor) -> None:
-        super().add_to_force(force, self._present(value))
-
-    def add_coefficient(self, letter: str, name: str, value: Tensor) -> None:
-        super().add_coefficient(letter, name, self._present(value))
-
-    def add_parameter(self, name: str, value: Tensor) -> None:
-        super().add_parameter(name, self._present(value))
 
     def _take_products(self) -> None:
         # Products of forces belong to all parts; absent parts have added zero to their cotangents.

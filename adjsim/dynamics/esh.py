@@ -47,11 +47,9 @@ class Glide(Term[ESHState]):
 
 
 class Turn(Term[ESHState]):
-    """The turn of the direction, E, at fixed position, with d = atoms x dim::
+    """The turn of the direction, E, at fixed position.
 
-        du/ds = (1 - u u^T) F/d        dr/ds = u . F/d
-
-    Its exact flow, with ``e = F/|F|`` and ``delta = h |F|/d``, is::
+    Its exact flow, with ``e = F/|F|``, ``delta = h |F|/d`` and d = atoms x dim, is::
 
         Z  = cosh delta + (u.e) sinh delta
         u' = (u + e (sinh delta + (u.e)(cosh delta - 1))) / Z
@@ -130,7 +128,6 @@ class ESH(Dynamics[ESHState]):
         return {"A": Glide(), "E": Turn(self.potential)}
 
     def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
-        """Return a start at speed 1 along the momentum, or along a random direction."""
         if _size(position) < 2:
             raise ValueError(
                 "ESH needs at least two dimensions in all (atoms x dim): in one the direction "
@@ -148,7 +145,6 @@ class ESH(Dynamics[ESHState]):
         check_shape(state, "log_speed", tuple(state[0].shape[:-2]))
 
     def invariant(self, state: ESHState) -> Energies:
-        """Compute ``U + d r``."""
         return self.potential(state.position) + _size(state.position) * state.log_speed
 
 

@@ -15,10 +15,7 @@ from adjsim.potentials.products import DeferredVJP, ParameterVJP, VJPSum
 
 
 class LinearForce:
-    """A force at one position, and the sum of the cotangents of all moves that read it.
-
-    Products are linear in the cotangent, so one is taken, of the sum.
-    """
+    """A force at a position, with one product, of the sum of the cotangents of its readers."""
 
     def __init__(self, evaluator: ForceEvaluator, position: Tensor, t: Any) -> None:
         self._evaluator, parameters = evaluator, list(evaluator.parameters.values())
@@ -30,10 +27,7 @@ class LinearForce:
         self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
 
     def product(self) -> tuple[Tensor, list[DeferredVJP], dict[str, Tensor]]:
-        """Take the product of the cotangent for the position and the parameters.
-
-        That for the parameters is the sum of deferred products and of a dict by name.
-        """
+        """Take the product for the position; those for parameters are deferred, or by name."""
         cotangent, self.cotangent = self.cotangent, None
         assert cotangent is not None
         along, found = self._pullback(cotangent)
@@ -104,7 +98,7 @@ class ForceEvaluator:
         if value is None:
             value = self.forces.force(t, position)
             self.count()
-            self.count_backward((value,), 1)
+            count_backward(self.report, (value,))
             self._position, self._value = position, value
         return value
 
@@ -126,10 +120,6 @@ class ForceEvaluator:
     def count(self, passes: int = 1) -> None:
         """Add passes over the energy, or evaluations of a drift."""
         self.report.energy_evaluations += passes
-
-    def count_backward(self, values: Iterable[Tensor], passes: int) -> None:
-        """Count backpropagation through values as so many passes."""
-        count_backward(self.report, values, passes)
 
     def refuse_unknown(self, output: Tensor, known: list[Tensor], what: str) -> None:
         """Refuse a value that depends on a tensor neither in ``known`` nor a parameter."""

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.rounding import LARGEST, UNROUNDED, Rounding, power_of_two, straight_through
-from adjsim.core.state import AnyState, State, detached, in_transform
+from adjsim.core.state import AnyState, State, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import (
     FULL,
@@ -47,7 +47,7 @@ from adjsim.dynamics.buffer import (
     refill,
     spill,
 )
-from adjsim.dynamics.copies import Copies, copy_name, extended
+from adjsim.dynamics.copies import Copies, copy_name, extended, typical_sizes
 from adjsim.dynamics.cotangents import select_link
 from adjsim.dynamics.moves import Move, Reflection, Scale, Shear, replace_field
 from adjsim.dynamics.sources import Coefficient, Coefficients, Force, MoveContext
@@ -56,8 +56,6 @@ from adjsim.potentials.base import Potential
 # The factor by which a field may outgrow its scale. Scaled fields get a finer lattice, since a
 # scale by n/d has an error of up to n units.
 ROOM, ROOM_SCALED = 2.0**11, 2.0**7
-# Steps over which the drift at the start shows how large a field becomes.
-AHEAD = 256
 # Largest number of steps between two checks of the buffers.
 LONGEST_WAIT = 4096
 # The denominator of factors that depend on the state.
@@ -304,22 +302,3 @@ def _check_force(potential: nn.Module | None) -> None:
             "UNROUNDED, and round each contribution with rounding.round before it sums them (see "
             "adjsim.potentials.Potential.force); so must its force_vjp."
         )
-
-
-def typical_sizes(
-    dynamics: Dynamics[State], t: float, state: State, dt: float
-) -> dict[str, Tensor]:
-    """Estimate the largest entry of each field, for each system and link, from the start at t."""
-    start = detached(state)
-    with torch.no_grad():
-        known_scales = dynamics.characteristic_scales(t, start, AHEAD * dt)
-        rates = dynamics.drift(t, start)._asdict()
-    found, axes = {}, tuple(range(-dynamics.system_axes, 0))
-    for name, value in start._asdict().items():
-        sizes = [value.abs(), AHEAD * dt * rates[name].abs()]
-        if name in known_scales:
-            sizes.append(known_scales[name].detach().abs().expand_as(value))
-        largest = torch.stack(sizes).amax(0)
-        largest = largest.amax(axes, keepdim=True) if value.ndim >= state[0].ndim else largest
-        found[name] = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
-    return found

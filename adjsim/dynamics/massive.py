@@ -1,4 +1,4 @@
-"""Dynamics with masses."""
+"""Dynamics with masses, and Newton's equations at constant energy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_tensor
 from adjsim.core.parameters import NumberRule, register
-from adjsim.core.state import AnyState, MomentumState, momentum_of, position_of
+from adjsim.core.state import AnyState, MomentumState, PhaseState, momentum_of, position_of
 from adjsim.core.typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.masses import PER_ATOM, Masses
@@ -71,3 +71,31 @@ class MassiveDynamics(Dynamics[MomentumState]):
             return {}
         momentum = self.masses.thermal(state.momentum, kT)
         return {"momentum": momentum, "position": time * momentum / self.masses(state.momentum)}
+
+
+class Hamiltonian(MassiveDynamics[PhaseState]):
+    """Microcanonical dynamics (NVE): ``dq/dt = p/m``, ``dp/dt = F(q)``.
+
+    Terms: A (stream), B (kick). Schemes: "BAB" (velocity Verlet), "ABA" (position Verlet). The
+    invariant is the energy ``sum p^2/2m + U(q)``. It samples one energy shell; for averages at a
+    temperature use a thermostat. ``init`` needs the momentum, which no temperature determines.
+
+    Args:
+        potential: energy module, or a force field (without an invariant).
+        mass: see :class:`~adjsim.dynamics.MassiveDynamics`.
+    """
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return self.motion
+
+    def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
+        if p is None:
+            raise ValueError(
+                "Hamiltonian.init needs the momentum: NVE has no temperature to draw it from. "
+                "thermal_momentum(position, kT, generator) draws one."
+            )
+        return position, p
+
+    def invariant(self, state: PhaseState) -> Energies:
+        return self.kinetic_energy(state) + self.potential(state.position)

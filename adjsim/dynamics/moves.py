@@ -13,9 +13,6 @@ computed once a run) and lambda the cotangent of the result::
 
 The inverse and the product need g(x) (or f(x)) at the same x, which the move leaves unchanged. So a
 backward move evaluates it once. A :class:`GeneralFlow` is any other flow, given by a function.
-
-Moves are pure: (state, coefficients, noise, time) in, state out. A source
-(:mod:`adjsim.dynamics.sources`) defines g or f.
 """
 
 from __future__ import annotations
@@ -90,10 +87,7 @@ class Coupling(Move):
 
 @dataclass(frozen=True)
 class Shear(Coupling):
-    """A shear ``y' = y + c g(x)`` of a field, or of one link.
-
-    A link is an entry of the field's third-to-last axis.
-    """
+    """A shear ``y' = y + c g(x)`` of a field, or of a link, an entry of its third-to-last axis."""
 
     field: str
     source: Source

@@ -1,11 +1,4 @@
-"""Sources: the values that shears add and scales multiply by.
-
-A *source* is a value that depends on the state, the coefficients and the step's noise, together
-with its vector-Jacobian product: another field (:class:`Field`), the force (:class:`Force`), a
-coefficient (:class:`Coefficient`), the noise (:class:`Random`), the time (:class:`Time`), a sum of
-these (:class:`Combination`), or any function of fields (:class:`Function`) or of the time
-(:class:`FunctionOfTime`).
-"""
+"""Sources: the values that shears add and scales multiply by, with their products."""
 
 from __future__ import annotations
 
@@ -45,11 +38,7 @@ class MoveContext(NamedTuple):
 
 @runtime_checkable
 class Source(Protocol):
-    """The interface of a source.
-
-    ``value`` returns the value. ``vjp`` returns the value and a function that takes the value's
-    cotangent and adds to the cotangents of the fields and coefficients that the value depends on.
-    """
+    """The interface of a source: its value, and with it the function that takes its cotangent."""
 
     def value(self, state: AnyState, context: MoveContext) -> Tensor: ...
     def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised: ...
@@ -64,10 +53,7 @@ class _Constant(Source):
 
 @dataclass(frozen=True)
 class Field:
-    """The value of another field, or of one of its links.
-
-    A link is an entry of the field's third-to-last axis.
-    """
+    """The value of another field, or of a link of it, an entry of its third-to-last axis."""
 
     name: str
     link: int | None = None
@@ -217,11 +203,7 @@ class Function(Differentiated):
 
 @dataclass(frozen=True)
 class FunctionOfTime(Differentiated):
-    """The value of ``function(t, like)``, differentiated automatically.
-
-    It reads modules of the dynamics. ``like`` is the detached first field of the state (the
-    position), for shape, dtype and device.
-    """
+    """The value of ``function(t, like)``; ``like`` is the first field, detached, for its shape."""
 
     function: Callable[[Tensor, Tensor], Tensor]
     reads = ()

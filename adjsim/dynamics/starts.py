@@ -62,10 +62,7 @@ def standard_normal(
 
 
 def check_potential(potential: nn.Module | None, position: Tensor) -> None:
-    """Refuse a potential of the wrong shape, or that writes, and a start without a finite energy.
-
-    A force field has to have a finite force. An energy in eV must not tell of wrong units.
-    """
+    """Refuse a potential of the wrong shape, or that writes, and a start without finite energy."""
     if potential is None:
         return
     # A copy, to find a potential that writes into its argument.

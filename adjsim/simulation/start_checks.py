@@ -22,7 +22,7 @@ from adjsim.core.reading import Reading
 from adjsim.core.state import State, detached, in_transform
 from adjsim.core.trajectory import Record, TimeAverage
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.fields.base import FieldDynamics
+from adjsim.dynamics.fields.ode import FieldDynamics
 from adjsim.solvers.run import bound_record
 
 # The state of the generators, and the identity and the version of each tensor of a module.

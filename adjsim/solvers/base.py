@@ -34,10 +34,7 @@ LETTER = "Y"
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of a step that belongs to one letter, and begins after the share ``elapsed`` of dt.
-
-    Its draws are ``noise[first_draw : first_draw + draws]``.
-    """
+    """The part of a step that belongs to a letter, and begins after the share ``elapsed`` of dt."""
 
     letter: str
     moves: Sequence[Move]
@@ -114,10 +111,7 @@ class StepPlan:
         before: Sequence[State] | None = None,
         part: slice = slice(None),
     ) -> State:
-        """Reverse moves of one step, and propagate the cotangents back through them.
-
-        ``before`` has the states before each move; None: the moves' inverses compute them.
-        """
+        """Reverse moves with their cotangents, by their inverses if ``before`` is not known."""
         for i in reversed(range(len(self.moves))[part]):
             stage, move = self.moves[i]
             known = None if before is None else before[i]
@@ -226,10 +220,7 @@ class VaryingSteps(Protocol):
 
 
 class SteppingSolver(ABC):
-    """The base class of solvers that take steps, of size dt if all have one size.
-
-    ``exact`` is whether steps run on a lattice.
-    """
+    """The base class of solvers that take steps, on a lattice if ``exact``."""
 
     exact: bool = False
     dt: float
@@ -247,10 +238,7 @@ class SteppingSolver(ABC):
     def plan(
         self, dynamics: Dynamics[State], state: State, t: float, lattice: Lattice | None = None
     ) -> StepPlan:
-        """List the moves of a step, for runs from a start like this one at the time t.
-
-        An exact run makes its lattice, where it is not known.
-        """
+        """List the moves of a step, for runs from a start like this one at the time t."""
         plan = self.plain_plan(dynamics, state, t)
         if not self.exact:
             return plan

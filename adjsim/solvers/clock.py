@@ -29,10 +29,7 @@ class Saves:
 
 @dataclass(frozen=True)
 class Clock(Saves):
-    """The times of a run on a grid of steps of size dt.
-
-    A run that is continued has made the number of steps ``before`` since ``begin``.
-    """
+    """The times of steps of size dt; a run that goes on has made ``before`` since ``begin``."""
 
     begin: float
     dt: float
@@ -76,11 +73,9 @@ class VaryingClock(Saves):
         return self.time(step + 1) - self.time(step)
 
     def time(self, step: int) -> float:
-        """Return the time after a number of steps."""
         return float(self.ends.numpy()[step])
 
     def time_in_step(self, step: int) -> Callable[[float], float]:
-        """Return the time in step number ``step`` as a function of the share that has passed."""
         return lambda share: (
             self.time(step + 1) if share == 1 else self.time(step) + share * self.size(step)
         )

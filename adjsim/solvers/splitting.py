@@ -70,8 +70,7 @@ class Splitting(SteppingSolver):
         return StepPlan(tuple(stages), self.dt, self.order, draws)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
-        terms = dynamics.terms
-        shares = self._shares(dynamics)
+        terms, shares = dynamics.terms, self._shares(dynamics)
         return {letter: terms[letter].coefficients(h, state) for letter, h in shares.items()}
 
     def check(self, plan: StepPlan, dynamics: Dynamics[State], state: State, t: float) -> None:

@@ -9,8 +9,7 @@ import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, TimeAverage
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.solvers.reversible.coupled import Coupled
-from adjsim.solvers.runge_kutta.adaptive_steps import look_ahead
-from adjsim.solvers.runge_kutta.step_sizes import Adaptive, StepTimes
+from adjsim.solvers.runge_kutta.adaptive_steps import Adaptive, StepTimes, look_ahead
 from tests.flows import DrivenPendulum, Linear, Lorenz
 from tests.gradients.test_table import agree
 from tests.order.test_adaptive import VanDerPol

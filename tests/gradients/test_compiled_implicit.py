@@ -167,7 +167,7 @@ def test_a_step_that_is_not_compiled_goes_on(monkeypatch):
     """
     results, left = [], []
     for most in (60, 1):
-        monkeypatch.setattr("adjsim.solvers.implicit.newton_iteration.ITERATIONS", most)
+        monkeypatch.setattr("adjsim.solvers.implicit.field.LOOP_ITERATIONS", most)
         dynamics = ODE(Net())
         y = start((4,)).requires_grad_()
 

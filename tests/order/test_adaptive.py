@@ -18,7 +18,7 @@ from adjsim.core.step_control import next_factor
 from adjsim.core.tableaus import TABLEAUS, Tableau
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.solvers.reversible.coupled import Coupled
-from adjsim.solvers.runge_kutta.step_sizes import Adaptive, StepTimes
+from adjsim.solvers.runge_kutta.adaptive_steps import Adaptive, StepTimes
 from tests.flows import DrivenPendulum, Linear, Lorenz
 
 PAIRS = {"bogacki-shampine": RK23, "dormand-prince": RK45}

@@ -1,6 +1,6 @@
 """Forward steps in compiled loops, whose iterations are steps or, in implicit steps, Newton's.
 
-An implicit step takes several iterations (:mod:`adjsim.solvers.implicit.newton_iteration`). A loop
+An implicit step takes several iterations (:mod:`adjsim.solvers.implicit.field`). A loop
 ends early at a step that its iterations do not solve. This step is run without compilation, which
 raises the reason, or finds a solution from which the loop goes on.
 """
@@ -27,8 +27,7 @@ from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, position_of
 from adjsim.dynamics.base import Dynamics
 from adjsim.solvers.base import StepContext
-from adjsim.solvers.implicit.field import ImplicitField
-from adjsim.solvers.implicit.newton_iteration import Newton, first_iteration, iterate
+from adjsim.solvers.implicit.field import ImplicitField, Newton, first_iteration, iterate
 
 
 class ForwardCarry(NamedTuple):

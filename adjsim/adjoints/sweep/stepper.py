@@ -18,7 +18,7 @@ from adjsim.core.state import AnyState, State, detached, in_transform, position_
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import BufferGrowth, Spill
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.dynamics.heat import HeatLimit
+from adjsim.dynamics.masses import HeatLimit
 from adjsim.dynamics.sources import Coefficients
 from adjsim.dynamics.starts import describe_force_not_finite
 from adjsim.solvers.base import StepContext, SteppingSolver, StepPlan, VaryingSteps

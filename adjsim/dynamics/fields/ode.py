@@ -1,24 +1,182 @@
-"""Ordinary differential equations of any vector field."""
+"""Ordinary differential equations of any vector field, and what they share with stochastic ones."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from adjsim.core.state import AnyState
-from adjsim.dynamics.fields.base import FieldDynamics, evaluated, refuse_shape, register_function
+from adjsim.core.arguments import as_tensor, describe_type, refuse_uncalled_class
+from adjsim.core.state import AnyState, FieldState, as_state, check_fields, in_transform, is_finite
+from adjsim.core.typing import Seed
+from adjsim.dynamics.base import Dynamics, named_rates
 from adjsim.dynamics.terms import Term
 
 
+class FieldDynamics(Dynamics[Any]):
+    """The base class of ``ODE`` and ``SDE``, whose states have fields ``(*batch, n)``."""
+
+    state_type = FieldState
+    system_axes = 1
+    potential = None
+    drift_name = "fun"
+
+    def __init__(self) -> None:
+        # Dynamics.__init__ takes a potential.
+        nn.Module.__init__(self)
+
+    def init(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, y: Any, momentum: None = None, generator: Seed = None
+    ) -> Any:
+        """Make a start from y, ``(*batch, n)``, or from a named tuple of such fields of one batch.
+
+        Integers become float64. A momentum is refused, and nothing is drawn.
+        """
+        if momentum is not None:
+            raise ValueError(
+                f"{type(self).__name__} has no momentum: give everything that moves in y."
+            )
+        state = as_state(y)
+        if hasattr(state, "_fields"):
+            # A named tuple of tensors is safe to load.
+            torch.serialization.add_safe_globals([type(state)])
+        else:
+            state = FieldState(as_tensor("y", y))
+        self.check(state)
+        return state
+
+    def check(self, state: AnyState) -> None:
+        if not isinstance(state, tuple) or not hasattr(state, "_fields") or not state:
+            raise TypeError(
+                f"{type(self).__name__} steps a FieldState, or a named tuple of tensors, not a "
+                f"{type(state).__name__}: make the start with init(y)."
+            )
+        check_fields(state)
+        for name, x in zip(state._fields, state, strict=True):
+            if x.ndim < 1 or x.numel() == 0:
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}; it must be (*batch, n) with entries. One "
+                    "number is (1,)."
+                )
+            if x.shape[:-1] != state[0].shape[:-1]:
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)} and {state._fields[0]} "
+                    f"{tuple(state[0].shape)}; the axes before the last are the batch and must be "
+                    "equal."
+                )
+
+    def check_rates(self, t: float, state: AnyState) -> dict[str, Tensor]:
+        return self.checked("drift", self.drift_name, self.drift, t, state)
+
+    def checked(
+        self, what: str, name: str, rates: Callable[[Any, Any], AnyState], t: float, state: AnyState
+    ) -> dict[str, Tensor]:
+        """Return the fields of a drift or a diffusion at the start, by descriptions of them."""
+        if in_transform():
+            return named_rates(what, rates(t, state))
+        start = type(state)._make(x.clone() for x in state)
+        written = [x._version for x in start]
+        try:
+            found = rates(t, start)
+        except RuntimeError as error:
+            y = state[0]
+            for own, x in [*self.named_parameters(), *self.named_buffers()]:
+                if x.is_floating_point() and (x.dtype, x.device) != (y.dtype, y.device):
+                    raise TypeError(
+                        f"{name} failed at the start ({error}): {own} is {x.dtype} on {x.device}, "
+                        f"and the start {y.dtype} on {y.device}. Give both the same dtype and "
+                        "device."
+                    ) from error
+            raise
+        for field, x, before in zip(state._fields, start, written, strict=True):
+            if x._version != before:
+                raise ValueError(
+                    f"{name} writes into {field} (an operation in place, such as y *= 2, or an "
+                    "assignment to y[...]), and y is the state of the run: compute new tensors."
+                )
+        named = named_rates(what, found)
+        for description, rate in named.items():
+            if not is_finite(rate):
+                raise ValueError(f"{description} has NaN or infinite entries at the start.")
+        return named
+
+
+def register_function(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    """Store a function of (t, y); a module, or the module of a bound method, is registered."""
+    refuse_uncalled_class(name, function)
+    if not callable(function):
+        raise TypeError(
+            f"{name} must be a function of (t, y) or a module; got {describe_type(function)}."
+        )
+    setattr(module, name, function)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
+        setattr(module, f"{name}_module", owner)
+    try:
+        signature = inspect.signature(
+            function.forward if isinstance(function, nn.Module) else function
+        )
+    except (TypeError, ValueError):
+        # A function written in C has no signature.
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as reason:
+        given = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(
+            f"{name} is called with the time and the state, {name}(t, y), and {given} takes "
+            f"{signature}: wrap it in a module whose forward takes (t, y); it may ignore t."
+        ) from reason
+
+
+def evaluated(
+    what: str, function: Callable[..., Any], t: Any, state: AnyState
+) -> tuple[Tensor, ...]:
+    """Evaluate a function of (t, y), and return its value as one tensor a field."""
+    single = isinstance(state, FieldState)
+    time = torch.as_tensor(t, dtype=state[0].dtype, device=state[0].device)
+    value = function(time, state.y if single else state)
+    values = (value,) if single else value
+    if not isinstance(values, tuple) or len(values) != len(state):
+        names = ", ".join(state._fields)
+        raise TypeError(
+            f"{what} must return a tuple of {len(state)} tensors ({names}), or the named tuple of "
+            f"the state; got {describe_type(value)}."
+        )
+    for name, x in zip(state._fields, values, strict=True):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{what} must return a tensor for {name}; got {describe_type(x)}.")
+    return values
+
+
+def refuse_shape(what: str, name: str, value: Tensor, expected: tuple[int, ...], y: Tensor) -> None:
+    """Refuse a value of another shape, device or dtype than expected."""
+    if value.shape != expected:
+        raise ValueError(
+            f"{what} maps {name} of shape {tuple(y.shape)} to {tuple(value.shape)}; it must be "
+            f"{tuple(expected)}."
+        )
+    if value.device != y.device:
+        raise ValueError(
+            f"{what} maps {name} on {y.device} to {value.device}: move the module or the start."
+        )
+    if value.dtype != y.dtype:
+        raise ValueError(
+            f"{what} maps {name} of {y.dtype} to {value.dtype}: give the start and the module the "
+            "same dtype."
+        )
+
+
 class Rate(Term[Any]):
-    """The whole right-hand side, Y: ``dy/dt = fun(t, y)``, without a flow in closed form."""
+    """The whole drift, Y, without a flow in closed form, and the draws of noise of an SDE."""
 
     advances_time = True
 
-    def __init__(self, name: str, fun: Callable[..., Any]) -> None:
-        self.name, self.fun = name, fun
+    def __init__(self, name: str, fun: Callable[..., Any], draws: int = 0) -> None:
+        self.name, self.fun, self.draws = name, fun, draws
 
     def drift(self, t: Any, state: AnyState) -> Mapping[str, Tensor]:
         rates = dict(zip(state._fields, evaluated(self.name, self.fun, t, state), strict=True))

@@ -10,20 +10,16 @@ import torch
 from torch import Tensor
 
 from adjsim.core.state import AnyState, in_transform
-from adjsim.dynamics.fields.base import FieldDynamics, evaluated, refuse_shape, register_function
-from adjsim.dynamics.fields.ode import Rate
+from adjsim.dynamics.fields.ode import (
+    FieldDynamics,
+    Rate,
+    evaluated,
+    refuse_shape,
+    register_function,
+)
 from adjsim.dynamics.terms import Term
 
 NOISES = ("diagonal", "scalar", "additive", "general")
-
-
-class NoisyRate(Rate):
-    """The whole right-hand side, Y: ``dy = drift(t, y) dt + diffusion(t, y) dW``.
-
-    Its diffusion may be a matrix, and is that of the :class:`SDE`.
-    """
-
-    draws = 1
 
 
 class SDE(FieldDynamics):
@@ -96,7 +92,7 @@ class SDE(FieldDynamics):
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
-        return {"Y": NoisyRate(self.drift_name, self.drift_fun)}
+        return {"Y": Rate(self.drift_name, self.drift_fun, draws=1)}
 
     def amplitudes(self, t: Any, state: AnyState) -> tuple[Tensor, ...]:
         """Evaluate the diffusion, by field."""
@@ -167,22 +163,15 @@ class SDE(FieldDynamics):
             return
         with torch.enable_grad():
             start = type(state)._make(y.detach().requires_grad_() for y in state)
-            found = self.amplitudes(t, start)
-        if _depends(found, start):
+            found = [g.sum() for g in self.amplitudes(t, start) if g.requires_grad]
+            if not found:
+                return
+            slopes = torch.autograd.grad(torch.stack(found).sum(), tuple(start), allow_unused=True)
+        if any(slope is not None and bool((slope != 0).any()) for slope in slopes):
             raise ValueError(
                 "noise='additive' is noise whose diffusion does not depend on y, and this one "
                 "does: use noise='general', or 'diagonal' for one Brownian motion an entry."
             )
-
-
-@torch.enable_grad()
-def _depends(values: tuple[Tensor, ...], state: AnyState) -> bool:
-    """Return whether values depend on the fields of a state."""
-    tracked = [value.sum() for value in values if value.requires_grad]
-    if not tracked:
-        return False
-    slopes = torch.autograd.grad(torch.stack(tracked).sum(), tuple(state), allow_unused=True)
-    return any(slope is not None and bool((slope != 0).any()) for slope in slopes)
 
 
 def describe_cross_terms(sde: SDE, t: float, state: AnyState) -> str | None:

@@ -77,10 +77,7 @@ class Prescribed(Placement):
 
 
 class PrescribedStream(Stream[PhaseState]):
-    """Streaming, A, where prescribed vertices follow their path, dq/dt = dpath/dt.
-
-    The flow adds ``h p/m``, and ``path(t + h) - path(t)`` to prescribed vertices, of infinite mass.
-    """
+    """Streaming, A, whose flow adds ``path(t + h) - path(t)`` to prescribed vertices."""
 
     def __init__(self, masses: Masses, prescribed: Prescribed) -> None:
         super().__init__(masses)

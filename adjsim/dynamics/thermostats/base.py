@@ -13,8 +13,7 @@ from adjsim.core.parameters import register
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, MomentumState, PhaseState
 from adjsim.core.typing import Number, Seed
-from adjsim.dynamics.heat import HeatLimit
-from adjsim.dynamics.masses import Masses
+from adjsim.dynamics.masses import HeatLimit, Masses
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.moves import GeneralFlow
 from adjsim.dynamics.sources import Source

@@ -24,8 +24,6 @@ class WeakCoupling(Relax):
 
         K' = a K + (1 - a) K_0        a = exp(-h/tau)        p' = sqrt(K'/K) p
         K  = (K' - (1 - a) K_0)/a                            p  = sqrt(K/K') p'
-
-    Momenta that are all zero stay zero.
     """
 
     def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:

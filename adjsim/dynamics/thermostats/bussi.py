@@ -44,8 +44,6 @@ class StochasticRescale(Relax):
     Where u < 0 this inverse takes the wrong root. At equilibrium that has the probability
     I(dof/2, 1/2) / 2 a step, with I the regularised incomplete beta function at 1 - c. It is less
     than (h/tau)^(dof/2).
-
-    The product follows by automatic differentiation. Momenta that are all zero stay zero.
     """
 
     draws = 1

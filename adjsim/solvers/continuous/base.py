@@ -1,7 +1,4 @@
-"""The base of solvers from other libraries, which take the summed drift and diffusion.
-
-These libraries have both gradients: backpropagation through the solve, and the continuous adjoint.
-"""
+"""The base of solvers from other libraries, which take the summed drift and diffusion."""
 
 from __future__ import annotations
 
@@ -124,17 +121,11 @@ class ContinuousSolver(ABC):
 
 
 class VectorField(torch.nn.Module, Generic[State]):
-    """The drift of a run on tuples of fields, which counts passes over the energy.
+    """The drift of a run on tuples of fields, and with it the function of a time average.
 
-    A continuous adjoint differentiates the drift with respect to the values of the run, so autograd
-    passes one accumulated gradient to the user's parameters, and their hooks run once.
-
-    Args:
-        run, report: the run, and the report that receives the evaluations.
-        average: a time average, which is integrated with the drift.
-        unit: the step, if time is counted in steps.
-        backsolve: the options of the continuous adjoint, or None. With it the drift is refused if
-            it depends on tensors that are not registered.
+    Time is in units of the step ``unit``, if it has one. A continuous adjoint, of the options
+    ``backsolve``, differentiates with respect to the values of the run, so autograd passes one
+    accumulated gradient to the user's parameters, and their hooks run once.
     """
 
     def __init__(

@@ -179,10 +179,7 @@ class _Equation(torch.nn.Module):
 
 
 class _StepNoise:
-    """The increments of a Brownian motion over whole steps, as a function of the step number.
-
-    They are those of a splitting in which each stochastic letter occurs once.
-    """
+    """The increments of whole steps, those of a splitting with each stochastic letter once."""
 
     levy_area_approximation = "space-time"
 

@@ -1,4 +1,10 @@
-"""Implicit steps of any vector field, by Newton's method and the implicit function theorem."""
+"""Implicit steps of any vector field, by Newton's method and the implicit function theorem.
+
+A compiled loop cannot contain another whose length depends on numbers. So there a step takes as
+many iterations of the loop as it needs (:func:`iterate`). Each evaluates the field and its Jacobian
+at one point: at the next iterate of the step, or, where the last change was small, at the end of
+the step, from which the next step begins.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +14,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adjsim.compiler.systems import has_negative_eigenvalue, solve
+from adjsim.compiler.systems import has_negative_eigenvalue, has_negative_eigenvalue_if, solve
 from adjsim.core.layout import is_tracing, outside_tracing
 from adjsim.core.second_derivative import once_differentiable
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents, add_each
-from adjsim.dynamics.fields.base import FieldDynamics
+from adjsim.dynamics.fields.ode import FieldDynamics
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import MoveContext, Time
-from adjsim.solvers.base import LETTER, Stage, StepPlan
+from adjsim.solvers.base import TimeInStep
 from adjsim.solvers.implicit.newton import UnsolvedStepError
 
 # Largest number of Newton iterations, and of shares of one of them that are tried, each half of the
 # one before.
 ITERATIONS, HALVINGS = 60, 12
+# Iterations after which a compiled loop leaves a step to a run without compilation.
+LOOP_ITERATIONS = 60
 COUPLED = (
     "implicit steps solve each system of the batch alone, and in this field systems depend on each "
     "other: put what is coupled on the last axis of y."
@@ -96,11 +104,6 @@ class ImplicitField(Move):
     def end(self, y: Tensor, x: Tensor) -> Tensor:
         """Compute y', the end of the step."""
         return x + (1 / self.theta - 1) * (x - y)
-
-    def inner(self, t: Tensor, end: Tensor) -> tuple[Tensor, int]:
-        """Compute x from the end of the step, and the number of evaluations of f."""
-        b = (1 - self.theta) * self.h
-        return (end, 0) if b == 0 else self._newton(t, end, -b)
 
     def solve(self, t: Tensor, y: Tensor) -> tuple[Tensor, int]:
         """Solve ``x = y + a f(t, x)`` with its derivative, and count the evaluations of f."""
@@ -224,7 +227,8 @@ class ImplicitField(Move):
         """Propagate back; from the state before, by one linear system and without a step."""
         t, end = self._time(after, context), self.joined(after)
         if before is None:
-            x, evaluations = self.inner(t, end)
+            b = (1 - self.theta) * self.h
+            x, evaluations = (end, 0) if b == 0 else self._newton(t, end, -b)
             context.forces.count(evaluations)
         else:
             x = self._between(before, after)
@@ -277,10 +281,78 @@ def largest(x: Tensor) -> Tensor:
     return x.abs().amax(-1)
 
 
-def field_plan(
-    dynamics: FieldDynamics, state: AnyState, h: float, theta: float, tol: float, order: int
-) -> StepPlan:
-    """Return the implicit step of a vector field."""
-    widths = tuple(x.shape[-1] for x in state)
-    move = ImplicitField(dynamics, type(state), widths, h, theta, tol)
-    return StepPlan((Stage(LETTER, (move,), theta),), h, order)
+class Newton(NamedTuple):
+    """The iterate of Newton's method in a step, and the change from there, ``(*batch, n)``.
+
+    The residual at x has the norm ``size``, and may be ``rounded``; ``share`` of the change is
+    tried next, each ``(*batch,)``. The step has had ``number`` iterations, halvings included, and
+    ``ended`` says that the change is its last.
+    """
+
+    x: Tensor
+    change: Tensor
+    rounded: Tensor
+    share: Tensor
+    size: Tensor
+    number: Tensor
+    ended: Tensor
+
+
+class Iterated(NamedTuple):
+    """The state before the step that goes on, or begins, and its iteration.
+
+    ``done`` says that the next step begins, and ``failed`` that the step is left to a run without
+    compilation: Newton's method does not converge, the solution does not continue those of smaller
+    steps, or systems depend on each other.
+    """
+
+    state: AnyState
+    newton: Newton
+    done: Tensor
+    failed: Tensor
+
+
+def first_iteration(steps: ImplicitField, state: AnyState) -> Newton:
+    """Return the beginning of a step."""
+    y = steps.joined(state)
+    share = torch.ones_like(y[..., 0])
+    number = torch.zeros((), dtype=torch.int64, device=y.device)
+    size = torch.full_like(share, torch.inf)
+    return Newton(y, torch.zeros_like(y), share > 1, share, size, number, number > 0)
+
+
+def iterate(
+    steps: ImplicitField, now: TimeInStep, later: TimeInStep, state: AnyState, newton: Newton
+) -> Iterated:
+    """Run one iteration of the step after a state, with the times in this and the next step."""
+    x, change, rounded, share, size, number, done = newton
+    y = steps.joined(state)
+    trial = x + share.unsqueeze(-1) * change
+    end = steps.end(y, trial)
+    y, point = torch.where(done, end, y), torch.where(done, end, trial)
+    t = torch.where(done, later(steps.theta), now(steps.theta)).to(y.dtype)
+    linear = steps.linear(t, point, steps.a)
+    residual = y + steps.a * linear.rate.detach() - point
+    found, singular = solve(linear.matrix, residual)
+    length = residual.square().sum(-1).sqrt()
+    near = steps.near(largest(y), x, change, rounded)
+    worse = ~(length <= size) & ~near & (share > 0.5 ** (HALVINGS - 1)) & ~done
+    rejected = worse.unsqueeze(-1)
+    x, change = torch.where(rejected, x, point), torch.where(rejected, change, found)
+    rounded = torch.where(worse, rounded, steps.rounded(y, point, linear.matrix, residual))
+    share, size = torch.where(worse, share / 2, 1.0), torch.where(worse, size, length)
+    number = torch.where(done, 1, number + 1)
+    # A change that is rejected is neither small nor from a residual that is rounding.
+    trial = x + share.unsqueeze(-1) * change
+    ended = steps.ends(largest(y), trial, change, rounded).all()
+    failed = (
+        singular
+        | ~(largest(change) < torch.inf).all()
+        | (number > LOOP_ITERATIONS)
+        # Of the matrix of the last change, as in a step that is not compiled.
+        | has_negative_eigenvalue_if(linear.matrix, ended)
+    )
+    if y.ndim > 1:
+        failed = failed | (ended & linear.coupled(steps.a))
+    new = Newton(x, change, rounded, share, size, number, ended)
+    return Iterated(steps.state(y), new, done, failed)

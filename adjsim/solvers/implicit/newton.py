@@ -18,7 +18,7 @@ near atoms alone, and follows from some dozens of products
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,13 +115,15 @@ class StepMatrix:
         return w.reshape(b.shape), refused
 
     def _iterated(self, b: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        found = conjugate_gradients(self._transposed, b, share, self.factors, limit=PATIENCE)
-        if not found.left:
-            return found.x, found.refused
+        x, refused, left = conjugate_gradients(
+            self._transposed, b, share, self.factors, limit=PATIENCE
+        )
+        if not left:
+            return x, refused
         own = step_factors(self.forces, self.x, self.a, self.root)
         self.factors = self.factors if own is None else own
-        again = conjugate_gradients(self._transposed, b, share, self.factors, start=found.x)
-        return again.x, found.refused | again.refused
+        x, more, _ = conjugate_gradients(self._transposed, b, share, self.factors, start=x)
+        return x, refused | more
 
     def _transposed(self, w: Tensor) -> Tensor:
         _, pullback = force_vjp(self.forces.potential, self.x, [], self.t)
@@ -234,10 +236,7 @@ def solve_position(
 def _advance(
     x: Tensor, step: Tensor, left: Tensor, residual: Product
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Take a step, halved where it would make the residual larger.
-
-    Returns the position, its residual, the length of the step, and whether it was taken whole.
-    """
+    """Take a step, halved where the residual grows; return x, residual, length, and if whole."""
     share = torch.ones_like(largest(x))
     # Below this length the residual is rounding.
     short = largest(step) <= torch.finfo(x.dtype).eps ** 0.5 * largest(x)
@@ -254,14 +253,6 @@ def _advance(
     return trial, found, largest(step), share == 1
 
 
-class Iterated(NamedTuple):
-    """A solution, the systems whose matrix is not positive, and whether one has not converged."""
-
-    x: Tensor
-    refused: Tensor
-    left: bool
-
-
 def conjugate_gradients(
     product: Product,
     b: Tensor,
@@ -270,12 +261,13 @@ def conjugate_gradients(
     *,
     start: Tensor | None = None,
     limit: int | None = None,
-) -> Iterated:
+) -> tuple[Tensor, Tensor, bool]:
     """Solve a symmetric positive system for each system of a batch, ``(*batch, atoms, dim)``.
 
     It stops where a direction has no positive curvature, at a residual of this share of b, or after
     ``limit`` products (None: 20 for each coordinate, and 100). ``precondition`` is a symmetric
-    positive approximate inverse.
+    positive approximate inverse. Returns the solution, which systems have a matrix that is not
+    positive, and whether one has not converged.
     """
     nearly: Product = (lambda r: r) if precondition is None else precondition
     x = torch.zeros_like(b) if start is None else start
@@ -299,7 +291,7 @@ def conjugate_gradients(
         size, along_z = dot(r, r), torch.where(active, found, along_z)
     # Without any step, b itself is the direction of steepest descent.
     x = torch.where(refused & (dot(x, x) == 0), b, x)
-    return Iterated(x, refused, bool(((size > target) & ~refused).any()))
+    return x, refused, bool(((size > target) & ~refused).any())
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:

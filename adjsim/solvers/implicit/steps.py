@@ -24,16 +24,16 @@ from adjsim.core.state import (
 )
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.cotangents import Cotangents
-from adjsim.dynamics.fields.base import FieldDynamics
+from adjsim.dynamics.fields.ode import FieldDynamics
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.mechanics.prescribed import PrescribedStream
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients, MoveContext, unbroadcast
 from adjsim.dynamics.terms import Kick, Stream
-from adjsim.solvers.base import Stage, SteppingSolver, StepPlan, refuse_no_equation
+from adjsim.solvers.base import LETTER, Stage, SteppingSolver, StepPlan, refuse_no_equation
 from adjsim.solvers.clock import check_dt
-from adjsim.solvers.implicit.field import field_plan
+from adjsim.solvers.implicit.field import ImplicitField
 from adjsim.solvers.implicit.newton import (
     StepMatrix,
     UnsolvedStepError,
@@ -241,7 +241,9 @@ class ImplicitSolver(SteppingSolver):
             )
         if isinstance(dynamics, FieldDynamics):
             refuse_no_equation(self, dynamics)
-            return field_plan(dynamics, state, self.dt, self.theta, self.tol, self.order)
+            widths = tuple(x.shape[-1] for x in state)
+            step = ImplicitField(dynamics, type(state), widths, self.dt, self.theta, self.tol)
+            return StepPlan((Stage(LETTER, (step,), self.theta),), self.dt, self.order)
         assert dynamics.potential is not None
         letters, draws = self._others(dynamics), 0
         stages = list[Stage]()
@@ -354,9 +356,7 @@ class ImplicitMidpoint(ImplicitSolver):
     ``compile=True`` up to n = 64, except for ReversibleAdjoint.
 
     Args:
-        dt: the step h, time.
-        tol: largest error of the position of a step, relative to the largest coordinate. It is
-            raised to four times machine epsilon.
+        dt, tol: as for :class:`BackwardEuler`.
 
     Raises:
         RuntimeError: as :class:`BackwardEuler`, with a curvature of 4 m/h^2.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,8 +21,7 @@ from adjsim.core.tableaus import Tableau
 from adjsim.core.trajectory import RunEnd
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import simple_fraction
-from adjsim.dynamics.copies import Copies, copy_name
-from adjsim.dynamics.lattice import typical_sizes
+from adjsim.dynamics.copies import Copies
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Coefficients
 from adjsim.solvers.base import (
@@ -34,14 +34,17 @@ from adjsim.solvers.base import (
     refuse_no_equation,
 )
 from adjsim.solvers.clock import SMALLER, Clock, VaryingClock, check_dt
-from adjsim.solvers.reversible.increment import Increment, reversed_growth
+from adjsim.solvers.reversible.increment import AHEAD, Increment, reversed_growth
 from adjsim.solvers.reversible.varying_coupling import VaryingCoupling, steps_within
-from adjsim.solvers.runge_kutta.adaptive_steps import AdaptiveSteps, look_ahead
+from adjsim.solvers.runge_kutta.adaptive_steps import (
+    Adaptive,
+    AdaptiveSteps,
+    RecordedTimes,
+    StepTimes,
+    look_ahead,
+)
 from adjsim.solvers.runge_kutta.runge_kutta import find_tableau
-from adjsim.solvers.runge_kutta.step_sizes import Adaptive, RecordedTimes, StepTimes
 
-# Steps along which the rate is estimated.
-AHEAD = 256
 # The estimated rate over the strongest contraction.
 MARGIN = 1.5
 # The smallest estimated rate times dt: the coupling 0.999 of McCallum and Foster.
@@ -167,14 +170,14 @@ class Coupled(SteppingSolver):
             rate = self._suggest(dynamics, state, float(times[0]), sizes)
         solver = Coupled(self.method, self.steps, rate=rate, exact=self.exact)
         if isinstance(self.steps, Adaptive):
-            return solver._record(dynamics, state, times.tolist(), _mean(sizes))
+            return solver._record(dynamics, state, times.tolist(), fmean(sizes))
         return solver
 
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         steps = self.steps
         if isinstance(steps, Adaptive) or self.rate is None:
             raise TypeError(f"{self!r} has no steps before a run: see resolved().")
-        typical = _mean(steps.following(t, AHEAD)) if isinstance(steps, StepTimes) else steps
+        typical = fmean(steps.following(t, AHEAD)) if isinstance(steps, StepTimes) else steps
         return self._plan(dynamics, state, t, typical, math.inf)
 
     def _plan(
@@ -184,16 +187,14 @@ class Coupled(SteppingSolver):
         refuse_no_equation(self, dynamics)
         assert self.rate is not None
         h = self.steps if isinstance(self.steps, float) else None
-        names = state._fields
-        copied = tuple(map(copy_name, names))
+        copies = Copies(dynamics, t, state, typical, partial(self._remedy, dynamics, end))
+        names, copied = state._fields, copies.names
         increment = partial(Increment, dynamics, self.tableau, h, type(state))
         forward, backward = list[Move](), list[Move]()
         for i, (name, copy) in enumerate(zip(names, copied, strict=True)):
             added = Shear(name, increment(copied, i, weight="1-c"))
             forward += [Scale(name, Coefficient("c")), added]
             backward.append(Shear(copy, increment(names, i, direction=-1, sign=-1)))
-        sizes = {} if in_transform() else typical_sizes(dynamics, t, state, typical)
-        copies = Copies(state, sizes, partial(self._remedy, dynamics, end))
         stages = (Stage(LETTER, tuple(forward), 0.0), Stage(LETTER, tuple(backward), 1.0))
         return StepPlan(stages, typical, self.order, copies=copies)
 
@@ -328,10 +329,6 @@ class Coupled(SteppingSolver):
         rate = "" if self.rate is None else f", rate={self.rate:g}"
         exact = ", exact=True" if self.exact else ""
         return f"Coupled({self.method!r}, dt={size}{rate}{exact})"
-
-
-def _mean(sizes: Sequence[float]) -> float:
-    return math.fsum(sizes) / len(sizes)
 
 
 def coupling(rate: float, dt: float) -> Fraction:

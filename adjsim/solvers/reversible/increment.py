@@ -15,11 +15,12 @@ from adjsim.core.state import AnyState, State, detached
 from adjsim.core.tableaus import Tableau
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.forces import count_backward
 from adjsim.dynamics.sources import Differentiated, Linearised, MoveContext, Time
 from adjsim.solvers.runge_kutta.runge_kutta import increment
 
-# Parts of the first steps, of which the strongest contraction counts.
-PARTS = 4
+# Steps along which growth is estimated, and their parts, of which the strongest counts.
+AHEAD, PARTS = 256, 4
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Increment(Differentiated):
 
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
         value = super().value(state, context)
-        context.forces.count_backward((value,), len(self.tableau.b))
+        count_backward(context.forces.report, (value,), len(self.tableau.b))
         return value
 
     def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:

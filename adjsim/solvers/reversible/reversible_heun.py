@@ -11,26 +11,23 @@ from typing import Any
 from torch import Tensor
 
 from adjsim.core.arguments import as_flag
-from adjsim.core.state import AnyState, State, in_transform
+from adjsim.core.state import AnyState, State
 from adjsim.core.tableaus import TABLEAUS
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.copies import LARGEST_DISTANCE, Copies, copy_name
-from adjsim.dynamics.fields.base import FieldDynamics
+from adjsim.dynamics.copies import LARGEST_DISTANCE, Copies
+from adjsim.dynamics.fields.ode import FieldDynamics
 from adjsim.dynamics.fields.sde import SDE
-from adjsim.dynamics.lattice import typical_sizes
 from adjsim.dynamics.moves import Reflection, Shear
 from adjsim.dynamics.sources import MoveContext, Time
 from adjsim.solvers.base import LETTER, Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
-from adjsim.solvers.reversible.increment import Increment, reversed_growth
+from adjsim.solvers.reversible.increment import AHEAD, Increment, reversed_growth
 from adjsim.solvers.runge_kutta.runge_kutta import increment
 
 EULER = TABLEAUS["euler"]
 # With noise the copies of a good run differ by about (diffusion dW)^2, which is large for a few of
 # many replicas; copies that move apart reach any limit.
 LARGEST_NOISY_DISTANCE = 1.0
-# Steps along which the contraction of the drift is estimated for an error message.
-AHEAD = 256
 
 
 @dataclass(frozen=True)
@@ -89,16 +86,14 @@ class ReversibleHeun(SteppingSolver):
                 f"ReversibleHeun is for SDE and ODE; for {type(dynamics).__name__} use a "
                 "splitting, which is reversible too."
             )
-        names = state._fields
-        copied = tuple(map(copy_name, names))
+        limit = LARGEST_NOISY_DISTANCE if dynamics.stochastic else LARGEST_DISTANCE
+        copies = Copies(dynamics, t, state, self.dt, partial(self._remedy, dynamics), limit)
+        names, copied = state._fields, copies.names
         shears = [
             Shear(name, HalfIncrement(dynamics, EULER, self.dt, type(state), copied, i))
             for i, name in enumerate(names)
         ]
         mirrored = [Reflection(copy, name) for name, copy in zip(names, copied, strict=True)]
-        sizes = {} if in_transform() else typical_sizes(dynamics, t, state, self.dt)
-        limit = LARGEST_NOISY_DISTANCE if dynamics.stochastic else LARGEST_DISTANCE
-        copies = Copies(state, sizes, partial(self._remedy, dynamics), limit)
         draws, order = (1, 1) if dynamics.stochastic else (0, 2)
         stages = (
             Stage(LETTER, (*shears, *mirrored), 0.0, 0, draws),

@@ -12,6 +12,7 @@ from torch import Tensor
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.forces import count_backward
 from adjsim.dynamics.moves import GeneralFlow
 from adjsim.dynamics.sources import Coefficients, MoveContext, Random, Source, Time
 from adjsim.solvers.base import LETTER, Stage, StepPlan
@@ -26,7 +27,7 @@ class DriftMove(GeneralFlow):
     def flow(self, state: State, context: MoveContext) -> State:
         context.forces.count(self.evaluations)
         after = super().flow(state, context)
-        context.forces.count_backward(after, self.evaluations)
+        count_backward(context.forces.report, after, self.evaluations)
         return after
 
     def backward(
