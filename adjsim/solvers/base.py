@@ -305,8 +305,6 @@ def refuse_no_equation(solver: object, dynamics: Dynamics[Any], *, noise: bool =
                 "splitting."
             )
     if dynamics.stochastic and not noise:
-        steps = "EulerMaruyama(dt), StochasticHeun(dt)"
-        others = steps if dynamics.potential is None else "a splitting"
-        raise TypeError(
-            f"{solves} has no noise, and {name} has: use {others} or SDESolver(dt=...)."
-        )
+        steps = ", EulerMaruyama(dt) or StochasticHeun(dt)"
+        others = steps if dynamics.potential is None else " or a splitting"
+        raise TypeError(f"{solves} has no noise, and {name} has: use SDESolver(dt=...){others}.")

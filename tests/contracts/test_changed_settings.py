@@ -256,7 +256,7 @@ def graph():
         (
             lambda: ParticleContact(0.9, 1.0),
             lambda x: setattr(x, "cutoff", 1.5),
-            "beyond the reach 1.5",
+            r"at least the largest sum of two radii, 1\.8; it is 1\.5",
         ),
         (
             lambda: adjsim.LennardJones(1.0, 1.0),
@@ -297,7 +297,7 @@ def test_a_signal_may_not_move_a_number_out_of_its_range():
     signal = PiecewiseLinear([0.0, 1.0], [0.3, 0.5])
     potential = Actuated(ParticleContact(0.3, 1.0, cutoff=0.7), radius=signal)
     adjsim.force(potential, positions(), 0.0)
-    with pytest.raises(ValueError, match=r"beyond the reach 0\.7"):
+    with pytest.raises(ValueError, match=r"largest sum of two radii, 1; it is 0\.7"):
         adjsim.force(potential, positions(), 1.0)
 
 

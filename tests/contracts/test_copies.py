@@ -65,7 +65,7 @@ MODULES = {
 BASES = {
     "BondedPotential", "Contact", "Controller", "Dynamics", "ElasticPotential", "ForceField",
     "MassiveDynamics", "MovingContact", "PairPotential", "Penalty", "Potential", "RadialPotential",
-    "SeparablePotential", "Signal", "Surface", "Term", "Truncation",
+    "SeparablePotential", "Signal", "Surface", "SurfaceContact", "Term", "Truncation",
 }  # fmt: skip
 ELSEWHERE = {
     # tests/interface/test_copies.py and test_copies_of_estimators.py

@@ -845,7 +845,7 @@ REFUSED = [
     (lambda: Final(3.0), TypeError, "Final takes a function"),
     (lambda: adjsim.velocity_autocorrelation(Q[None], 1.5), ValueError, "lags must be an integer"),
     (
-        lambda: adjsim.radial_distribution(Q, [1.0], [4.0, 4.0, 4.0]),
+        lambda: adjsim.radial_distribution(Q.new_zeros(4, 3), [1.0], [4.0, 4.0, 4.0]),
         ValueError,
         "edges must be at least two increasing",
     ),
