@@ -35,11 +35,10 @@ class SurfaceContact(nn.Module):
     Attributes:
         surface: the surface, or a moving one.
         penalty: the energy of a vertex as a function of its gap.
-        kind, needed: the class of the surface, and the words for it in an error.
     """
 
-    kind: ClassVar[type]
-    needed: ClassVar[str]
+    _kind: ClassVar[type]
+    _needed: ClassVar[str]
     penalty: Penalty
     _chosen: Tensor | None
 
@@ -47,8 +46,8 @@ class SurfaceContact(nn.Module):
         self, surface: Surface | Moving, penalty: Penalty, *, index: Array | None = None
     ) -> None:
         super().__init__()
-        if not isinstance(surface, self.kind):
-            raise TypeError(f"surface must be {self.needed}; got {describe_type(surface)}.")
+        if not isinstance(surface, self._kind):
+            raise TypeError(f"surface must be {self._needed}; got {describe_type(surface)}.")
         if not isinstance(penalty, Penalty):
             raise TypeError(
                 "penalty must be Quadratic(stiffness), Softplus(stiffness, width) or "
@@ -175,8 +174,8 @@ class Contact(SurfaceContact, ClosedForm, inherits_forces=True):
             another dimension than the surface, or without a vertex of the index.
     """
 
-    kind = Surface
-    needed = "a Surface at rest, such as Plane(normal, offset) (for Moving, use MovingContact)"
+    _kind = Surface
+    _needed = "a Surface at rest, such as Plane(normal, offset) (for Moving, use MovingContact)"
     surface: Surface
 
     def forward(self, position: Positions) -> Energies:
@@ -198,8 +197,8 @@ class MovingContact(SurfaceContact, ForceField):
             ``(dim,)``.
     """
 
-    kind = Moving
-    needed = "Moving(surface, path) (for a surface at rest, use Contact)"
+    _kind = Moving
+    _needed = "Moving(surface, path) (for a surface at rest, use Contact)"
     surface: Moving
 
     def _shift(self, like: Tensor, t: Any) -> Tensor:
