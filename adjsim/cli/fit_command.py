@@ -290,6 +290,8 @@ def _job(context: typer.Context, given: FitParameters, system: System, temperatu
     if dynamics not in BATHS:
         raise ValueError(f"unknown thermostat '{dynamics}'; choose one of {', '.join(BATHS)}.")
     refuse_misplaced(context, dynamics)
+    if temperature == 0:
+        raise ValueError("--temperature must be positive for a fit; got 0.")
     tau = 50 * given.dt if given.tau is None else given.tau
     bath = BathSettings(temperature, tau, friction, *memory_kernel(friction, None, None))
     job = job_of(system, dynamics, SCHEMES[dynamics], given.dt, bath, given.seed)

@@ -135,7 +135,7 @@ class Job:
 
     @property
     def pairs(self) -> str:
-        """How pairs are evaluated."""
+        """The way in which pairs are evaluated, in words."""
         return self.system.potential.path(self.system.position)
 
     def steps(self, horizon: float) -> int:

@@ -84,7 +84,7 @@ def order_of(position: Tensor, box: Tensor) -> Order:
 
 @dataclass(frozen=True)
 class Preparation:
-    """How the starts of a fit were made from a structure of this order.
+    """The way in which the starts of a fit were made from a structure of this order.
 
     ``temperature`` is that of the melting, in the units of the command line, None: it was not
     melted. Of all melted ``starts``, ``ordered`` have long-range order again.

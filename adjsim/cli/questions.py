@@ -1,4 +1,4 @@
-"""What estimators are asked on the command line, and a test problem with an exact answer."""
+"""Estimators of the command line, their observables, and a problem with an exact answer."""
 
 from __future__ import annotations
 

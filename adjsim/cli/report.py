@@ -22,7 +22,7 @@ from adjsim.estimators.figures import plot_sweep
 
 @dataclass(frozen=True)
 class Comparing:
-    """What is compared.
+    """The settings of a comparison on the command line.
 
     Attributes:
         record: the settings, for the JSON file.

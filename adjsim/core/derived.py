@@ -33,7 +33,7 @@ OWN = frozenset({"_rules", READING, MADE, SOURCE})
 
 @dataclass(frozen=True)
 class Made:
-    """What a copy of a module was made with.
+    """The values and tensors that a copy of a module was made with.
 
     Attributes:
         values: the derived values that are no tensors; the others are buffers of the copy.

@@ -131,7 +131,7 @@ class Cotangents:
 
 
 class CotangentsUnless(Cotangents):
-    """The same cotangents, to which a part of a sweep contributes unless it is absent.
+    """A view of cotangents for a part of a sweep, which contributes unless it is absent.
 
     ``absent`` is a boolean number. An absent part may have been evaluated where its derivatives are
     not finite, so zero replaces its contributions.

@@ -44,7 +44,7 @@ from adjsim.estimators.sharing import Chunk, Work, describe_computation, same_ge
 
 @dataclass(frozen=True)
 class Request(Generic[State]):
-    """What an estimator is asked for: an observable of replicas in chunks."""
+    """The question to an estimator: an observable of replicas in chunks."""
 
     simulation: Simulation[State]
     observable: Observable[State]

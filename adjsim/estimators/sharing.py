@@ -1,4 +1,4 @@
-"""How the chunks of an estimate are shared among ranks, and kept in a store.
+"""The chunks of an estimate, shared among ranks and kept in a store.
 
 The starts and the noise of a chunk do not depend on who runs it, and the chunks are combined in
 their own order on every rank. So values, gradients and standard errors are the same bits for any

@@ -208,7 +208,7 @@ class StepPlan:
 
 @runtime_checkable
 class VaryingSteps(Protocol):
-    """What depends on the size of a step, where steps differ in size."""
+    """The numbers that depend on the size of a step, where steps differ in size."""
 
     def coefficients(self, h: float) -> dict[str, Coefficients]:
         """Return each letter's coefficients of a step of size h."""

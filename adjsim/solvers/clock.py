@@ -38,7 +38,7 @@ class Clock(Saves):
 
     @property
     def smaller(self) -> str:
-        """What to use where steps are too long, for error messages."""
+        """The advice of an error where steps are too long."""
         return f"a smaller dt (it is {self.dt:g})"
 
     def time(self, step: float) -> float:

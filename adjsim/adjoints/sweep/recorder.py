@@ -133,7 +133,7 @@ class Recording(AttributeState):
 
 
 class CotangentGrowth(AttributeState):
-    """How much the cotangents of a state grow in one backward sweep.
+    """The growth of the cotangents of a state in one backward sweep.
 
     Let ``c_i`` be the cotangents that the outputs have given to a field so far: those of the final
     state, of saved frames, and of a recorded function. Without growth the cotangent lambda of the

@@ -1,1 +1,1 @@
-"""How the forces of an ``openmm.System`` are read and written, one file a kind."""
+"""Readers and writers of the forces of an ``openmm.System``, one file a kind."""

@@ -34,7 +34,7 @@ from adjsim.potentials.pairs.truncation import SwitchedDistance, Truncation, Uns
 UNITS = np.array([1.0, LENGTH, ENERGY])
 """Our units of a charge, sigma and epsilon in OpenMM's."""
 SAME = 1e-9
-"""How far, relative, the numbers of a 1-4 pair may be from their combination: rounding alone."""
+"""The relative difference of a 1-4 pair from its combination that rounding makes."""
 METHODS = ("NoCutoff", "CutoffNonPeriodic", "CutoffPeriodic", "Ewald", "PME", "LJPME")
 ORDER = 5
 """The order of OpenMM's splines."""

@@ -115,7 +115,7 @@ class DampedCoulomb(Coulomb):
 
     def damping(self, r: Tensor) -> tuple[Any, Any]:
         """Return alpha and ``2 alpha / sqrt(pi)``, numbers or tensors like r."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no damping(r).")
 
     def radial_energy(self, r: Tensor) -> Tensor:
         return self._products(r) * torch.erfc(self.damping(r)[0] * r) / r

@@ -138,7 +138,7 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
 
 
 class PairEvaluator:
-    """How a potential is evaluated, for positions of one shape and type.
+    """The kernel, list or sum of all pairs that evaluates positions of one shape and type.
 
     The potential keeps its evaluators, and is an argument of their methods, since a reference to it
     would be a cycle.

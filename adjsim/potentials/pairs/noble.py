@@ -120,7 +120,7 @@ class LennardJonesMixture(LennardJones):
 
     @derived("mixing")
     def is_symmetric(self) -> bool:
-        """That the rule gives one finite number for each pair of species; others are refused."""
+        """Refuse a mixing rule without one finite number for each pair of species."""
         e, s = self.epsilon.detach(), self.sigma.detach()
         mixed = self.mixing(e[:, None], s[:, None], e, s)
         for name, value in zip(("epsilon", "sigma"), mixed, strict=True):

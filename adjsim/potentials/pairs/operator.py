@@ -46,7 +46,7 @@ Kernels = dict[tuple[str, bool, tuple[int, ...]], Kernel | Refusal]
 
 @dataclass(frozen=True)
 class PairForm:
-    """What the operator of a potential has in common for all values of its tensors.
+    """The parts of a potential's operator that do not depend on the values of its tensors.
 
     ``names`` are those of its operands, the tensors that its formulas may read; ``spec`` is that of
     the kernel of the force, ``key`` the key of the formulas, and ``kernels`` those made so far.

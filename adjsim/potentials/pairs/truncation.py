@@ -1,4 +1,4 @@
-"""How a pair potential ends at its cutoff.
+"""Truncations: the energy of a pair close to its cutoff.
 
 With u(s) the energy of a pair, s the squared distance and c the squared cutoff, a truncation gives
 the energy v(s) for s < c, and its derivatives v' and v''. Beyond the cutoff the energy is zero.
@@ -28,7 +28,7 @@ class Untruncated(Protocol):
 
 
 class Truncation:
-    """How the energy of a pair ends at the cutoff.
+    """The base class of truncations, by which the energy of a pair ends at its cutoff.
 
     ``energy``, ``slope`` and ``curvature`` take a :class:`~adjsim.potentials.PairPotential` with a
     cutoff, and squared distances s below the squared cutoff. v(s) is the energy with the cutoff.

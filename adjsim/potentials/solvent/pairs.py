@@ -49,7 +49,7 @@ SPACING = 2.0**-46
 
 
 class BornPairs:
-    """What energy and force of one position have in common, for a GeneralizedBorn."""
+    """The pairs and radii of one position, from which a GeneralizedBorn has energy and force."""
 
     def __init__(self, numbers: Any, position: Tensor, rounding: Rounding = UNROUNDED) -> None:
         atoms = len(numbers.charge)
