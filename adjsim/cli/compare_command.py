@@ -3,48 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import typer
 
 from adjsim.cli.compare_parameters import CompareParameters
-from adjsim.cli.job import Job, adjoints_of, estimators_of, job_of
+from adjsim.cli.job import Job, adjoints_of, estimator_names, job_of
 from adjsim.cli.models import SCHEMES, BathSettings
 from adjsim.cli.options import (
     check_numbers,
-    estimator_names,
-    is_given,
     memory_kernel,
-    observable_named,
     refuse,
     refuse_misplaced,
     resumable,
     sweep_of,
 )
 from adjsim.cli.parameters import command_of
-from adjsim.cli.quantities import QUANTITIES
-from adjsim.cli.questions import (
-    ESTIMATORS,
-    HARMONIC,
-    HARMONIC_DT,
-    HARMONIC_TITLE,
-    Question,
-    harmonic_well,
-)
 from adjsim.cli.report import Comparing, report_comparison, settings_of
 from adjsim.cli.sweep import Sweep, run_sweep
 from adjsim.core.durable.files import check_writable
 from adjsim.core.durable.ranks import RankError, Ranks
 from adjsim.core.durable.store import StoreError
 from adjsim.io.systems import Cutoff, System, cluster, structure
-
-# Options that both presets take; the others define the system of lj13.
-COMMON = (
-    "preset", "estimators", "observable", "horizon", "replicas", "seed", "output", "store",
-    "compile_runs",
-)  # fmt: skip
 
 
 def compare_command(context: typer.Context, given: CompareParameters) -> None:
@@ -54,16 +34,14 @@ def compare_command(context: typer.Context, given: CompareParameters) -> None:
     respect to epsilon and sigma (and kT, tau, friction, rates and strengths of a thermostat), from
     the same starts and the same noise.
 
-    Estimators (--estimators, or the preset harmonic): gradients of means, with error bars. The mean
-    along a path and the mean at equilibrium are two questions, and the table shows their answers
-    apart.
+    Estimators (--estimators): gradients of means, with error bars. The mean along a path and the
+    mean at equilibrium are two questions, and the table shows their answers apart.
 
     Writes compare.png and compare.json into the output folder.
     """
     try:
         check_numbers(context)
-        make = _of_atoms if given.preset == "lj13" else _of_harmonic
-        found = make(context, given, estimator_names(given.estimators))
+        found = _comparing(context, given, estimator_names(given.estimators))
         ranks = Ranks.of()
         if ranks.first:
             check_writable(given.output)
@@ -88,7 +66,7 @@ def compare_command(context: typer.Context, given: CompareParameters) -> None:
         raise typer.Exit(1)
 
 
-def _of_atoms(context: typer.Context, given: CompareParameters, names: list[str]) -> Comparing:
+def _comparing(context: typer.Context, given: CompareParameters, names: list[str]) -> Comparing:
     """Return a comparison on the cluster, or on the structure of a file."""
     model = given.dynamics or ("langevin" if names else "hamiltonian")
     ending = Cutoff(given.cutoff, given.truncation, given.switch_start, given.skin)
@@ -97,8 +75,9 @@ def _of_atoms(context: typer.Context, given: CompareParameters, names: list[str]
     if model not in SCHEMES:
         raise ValueError(f"unknown dynamics '{model}'; choose one of {', '.join(SCHEMES)}.")
     refuse_misplaced(context, model)
-    job, dt = _job_of(given, system, model)
-    name = observable_named(QUANTITIES, given.preset, given.observable)
+    job = _job_of(given, system, model)
+    name = given.observable
+    record = {**settings_of(job), "observable": name}
     brief = model == "overdamped"
     if names:
         if given.adjoint:
@@ -110,21 +89,19 @@ def _of_atoms(context: typer.Context, given: CompareParameters, names: list[str]
         # table shows one set of parameters.
         job.freeze_bath()
         horizon = "400" if given.structure_file else "0.4" if brief else "10"
-        sweep = _sweep(given, dt, horizon, 64)
-        return _of_estimators(given, names, partial(job.question, name), dt, sweep, job)
+        methods, sweep = (
+            job.estimators(names, name, given.compile_runs),
+            _sweep(given, job, horizon, 64),
+        )
+        return Comparing(job, job.question(name), methods, sweep, record)
     horizons = "5,10,20,40" if given.exact else "0.1,0.2,0.4,0.8" if brief else "1,2,4"
     adjoints = adjoints_of(given.adjoint, model, given.exact)
-    return Comparing(
-        job.final(name),
-        job.adjoints(adjoints, name, given.compile_runs),
-        _sweep(given, dt, "200,400,800" if given.structure_file else horizons, 1),
-        {**settings_of(job), "observable": name},
-        job,
-        next(iter(adjoints)),
-    )
+    methods = job.adjoints(adjoints, name, given.compile_runs)
+    sweep = _sweep(given, job, "200,400,800" if given.structure_file else horizons, 1)
+    return Comparing(job, job.final(name), methods, sweep, record, next(iter(adjoints)))
 
 
-def _job_of(given: CompareParameters, system: System, model: str) -> tuple[Job, float]:
+def _job_of(given: CompareParameters, system: System, model: str) -> Job:
     """Return the runs of a system, and their step in the units of the command line."""
     small = 0.0005 if model == "overdamped" else 0.005
     dt = _first(given.dt, 4.0 if given.structure_file else small)
@@ -135,50 +112,17 @@ def _job_of(given: CompareParameters, system: System, model: str) -> tuple[Job, 
     kernel = memory_kernel(rate, given.rates, given.strengths)
     bath = BathSettings(temperature, _first(given.tau, 50 * dt), rate, *kernel)
     scheme = given.scheme or SCHEMES[model]
-    return job_of(system, model, scheme, dt, bath, given.seed, given.exact, given.distance), dt
+    return job_of(system, model, scheme, dt, bath, given.seed, given.exact, given.distance)
 
 
 def _first(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _of_harmonic(context: typer.Context, given: CompareParameters, names: list[str]) -> Comparing:
-    """Return a comparison of estimators on the test problem."""
-    if given.preset != "harmonic":
-        raise ValueError(f"unknown preset '{given.preset}'; choose one of lj13, harmonic.")
-    misplaced = [name for name in context.params if name not in COMMON and is_given(context, name)]
-    if misplaced:
-        option = misplaced[0].removesuffix("_file").replace("_", "-")
-        raise ValueError(f"--{option} is for the preset lj13, not for {given.preset}.")
-    ask = partial(harmonic_well, observable_named(HARMONIC, given.preset, given.observable))
-    sweep = _sweep(given, HARMONIC_DT, "10", 4096)
-    return _of_estimators(given, names or list(ESTIMATORS), ask, HARMONIC_DT, sweep, None)
-
-
-def _of_estimators(
-    given: CompareParameters,
-    names: list[str],
-    ask: Callable[[], Question],
-    dt: float,
-    sweep: Sweep,
-    job: Job | None,
-) -> Comparing:
-    question = ask()
-    record: dict[str, Any] = {
-        "preset": given.preset,
-        "title": job.title if job else HARMONIC_TITLE,
-        "seed": given.seed,
-        "observable": question.title,
-        **(settings_of(job) if job else {}),
-    }
-    methods = estimators_of(names, ask, dt, given.seed, given.compile_runs)
-    return Comparing(question, methods, sweep, record, job)
-
-
-def _sweep(given: CompareParameters, dt: float, horizons: str, replicas: int) -> Sweep:
+def _sweep(given: CompareParameters, job: Job, horizons: str, replicas: int) -> Sweep:
     # An error bar needs two replicas.
     counts, least = given.replicas or [str(replicas)], min(replicas, 2)
-    return sweep_of(given.horizon or [horizons], dt, counts, least)
+    return sweep_of(given.horizon or [horizons], job.dt, counts, least)
 
 
 compare = command_of(CompareParameters, compare_command)

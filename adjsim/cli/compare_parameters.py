@@ -5,36 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from adjsim.cli.job import ADJOINTS
+from adjsim.cli.job import ADJOINTS, ESTIMATORS
 from adjsim.cli.models import SCHEMES
 from adjsim.cli.options import SEED, STORE, SWITCH_START, TAU, TRUNCATION, output
-from adjsim.cli.parameters import argument, option
+from adjsim.cli.parameters import option
 from adjsim.cli.quantities import QUANTITIES
-from adjsim.cli.questions import ESTIMATORS, HARMONIC
 
 
 @dataclass(frozen=True)
 class CompareParameters:
     """The options of the command ``compare``."""
 
-    preset: str = argument(
-        "lj13",
-        "lj13 (a Lennard-Jones cluster, or the system of --structure), or harmonic, a test problem "
-        "with an exact answer, on which estimators are compared.",
-        metavar="[PRESET]",
-    )
     estimators: list[str] | None = option(
         None,
         f"Estimators to compare: all, or some of {', '.join(ESTIMATORS)} (repeat the option, or "
-        "separate names by commas). With lj13 they estimate the gradient of the mean over the "
-        "second half of the run with respect to epsilon and sigma.",
-        show_default="all; for lj13 none: adjoints are compared",
+        "separate names by commas). They estimate the gradient of the mean over the second half of "
+        "the run with respect to epsilon and sigma.",
+        show_default="none: adjoints are compared",
     )
-    observable: str | None = option(
-        None,
-        f"Observable: {', '.join(QUANTITIES)} for lj13; {', '.join(HARMONIC)} for harmonic.",
-        show_default="the first",
-    )
+    observable: str = option("energy", f"Observable: {', '.join(QUANTITIES)}.")
     structure_file: Path | None = option(
         None,
         "Start from this structure (any file ASE reads: xyz, extxyz, pdb, cif) instead of the "
@@ -91,7 +80,7 @@ class CompareParameters:
         "Length of the run, a time that is a multiple of dt. Several horizons (repeat the option, "
         "or separate them by commas) are the x-axis of the figure.",
         show_default="1,2,4 (overdamped 0.1,0.2,0.4,0.8; exact 5,10,20,40), or 200,400,800 fs "
-        "for a structure; with --estimators 10 (overdamped 0.4), or 400 fs; for harmonic 10",
+        "for a structure; with --estimators 10 (overdamped 0.4), or 400 fs",
     )
     temperature: float | None = option(
         None,
@@ -127,7 +116,7 @@ class CompareParameters:
         "Number of replicas to average over, each with its own momenta and noise. Several numbers "
         "(repeat the option, or separate them by commas) are the x-axis of the figure instead of "
         "the horizon.",
-        show_default="1; with --estimators 64; for harmonic 4096",
+        show_default="1; with --estimators 64",
     )
     compile_runs: bool = option(
         False,

@@ -21,13 +21,21 @@ from adjsim.adjoints import (
 from adjsim.cli.models import NO_EQUATION, NO_INVERSE, BathSettings, model_of, solver_of
 from adjsim.cli.options import listed
 from adjsim.cli.quantities import Quantity, quantity_of
-from adjsim.cli.questions import ESTIMATORS, Question
-from adjsim.cli.sweep import Method
+from adjsim.cli.sweep import Method, Question
 from adjsim.core.state import AnyState, position_of
 from adjsim.core.trajectory import Final, TimeAverage
 from adjsim.dynamics import Dynamics, MassiveDynamics, OverdampedLangevin
 from adjsim.dynamics.starts import check_potential
-from adjsim.estimators import Pathwise, Simulation
+from adjsim.estimators import (
+    Estimator,
+    FiniteDifference,
+    ForwardSensitivity,
+    Girsanov,
+    Pathwise,
+    Reweighting,
+    ScoreFunction,
+    Simulation,
+)
 from adjsim.estimators.replicas import Observable
 from adjsim.io.systems import System
 from adjsim.simulation.simulate import simulate
@@ -41,14 +49,14 @@ ADJOINTS: dict[str, Adjoint] = {
     "backsolve": BacksolveAdjoint(),
 }
 PLAIN = "reversible, plain"
-
-
-def estimators_of(
-    names: list[str], question: Callable[[], Question], step: float, seed: int, compile: bool
-) -> list[Method]:
-    """Make the methods that estimate the gradient of a question."""
-    settings = (question, step, seed, compile)
-    return [Method(name, ESTIMATORS[name], *settings) for name in dict.fromkeys(names)]
+ESTIMATORS: dict[str, Callable[[], Estimator]] = {
+    "pathwise": partial(Pathwise, CheckpointAdjoint()),
+    "forward-sensitivity": ForwardSensitivity,
+    "finite-difference": FiniteDifference,
+    "girsanov": Girsanov,
+    "score-function": ScoreFunction,
+    "reweighting": Reweighting,
+}
 
 
 def job_of(
@@ -129,8 +137,8 @@ class Job:
         scheme = f"{self.scheme} exact" if self.solver.exact else self.scheme
         return (
             f"{self.system.name}, {type(self.model).__name__}, {scheme} at dt = "
-            f"{self.solver.dt / self.system.time:g}, "
-            f"{self.temperature:g} {self.system.temperature_name}, {self.pairs}{ending}"
+            f"{self.dt:g}, {self.temperature:g} {self.system.temperature_name}, {self.pairs}"
+            f"{ending}"
         )
 
     @property
@@ -138,8 +146,13 @@ class Job:
         """The way in which pairs are evaluated, in words."""
         return self.system.potential.path(self.system.position)
 
+    @property
+    def dt(self) -> float:
+        """The step in the units of the command line."""
+        return self.solver.dt / self.system.time
+
     def steps(self, horizon: float) -> int:
-        return round(horizon * self.system.time / self.solver.dt)
+        return round(horizon / self.dt)
 
     @property
     def continuous(self) -> ODESolver | SDESolver:
@@ -153,11 +166,16 @@ class Job:
 
     def adjoints(self, adjoints: dict[str, Adjoint], quantity: str, compile: bool) -> list[Method]:
         """Make the methods that compute adjoint gradients of the observable at the horizon."""
-        settings = (self.solver.dt / self.system.time, self.seed, compile)
+        settings = (self.dt, self.seed, compile)
         return [
             Method(name, partial(Pathwise, adjoint), partial(self.final, quantity, name), *settings)
             for name, adjoint in adjoints.items()
         ]
+
+    def estimators(self, names: list[str], quantity: str, compile: bool) -> list[Method]:
+        """Make the methods that estimate the gradient of the mean of the observable."""
+        settings = (partial(self.question, quantity), self.dt, self.seed, compile)
+        return [Method(name, ESTIMATORS[name], *settings) for name in dict.fromkeys(names)]
 
     def final(self, name: str, adjoint: str = "direct") -> Question:
         """Ask for an observable at the horizon, with the solver of an adjoint."""
@@ -192,6 +210,18 @@ class Job:
             return Simulation(self.model, self.initial, times, solver=solver)
 
         return Question(f"{quantity.title}{which}", simulation, observable, quantity.unit)
+
+
+def estimator_names(requested: list[str] | None) -> list[str]:
+    names = listed(requested or [])
+    if names == ["all"]:
+        return list(ESTIMATORS)
+    for name in names:
+        if name not in ESTIMATORS:
+            raise ValueError(
+                f"unknown estimator '{name}'; choose from {', '.join(ESTIMATORS)}, or all."
+            )
+    return names
 
 
 def adjoints_of(requested: list[str] | None, dynamics: str, exact: bool) -> dict[str, Adjoint]:

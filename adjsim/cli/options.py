@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import typer
 
 from adjsim.cli.parameters import option
-from adjsim.cli.questions import ESTIMATORS
 from adjsim.cli.sweep import Sweep
 from adjsim.core.durable.interruption import ending_at_once
 from adjsim.core.trajectory import check_times, step_numbers
@@ -86,28 +85,6 @@ def check_numbers(context: typer.Context) -> None:
 def listed(entries: Iterable[str]) -> list[str]:
     """Return the values of a repeated option, of which each may be several between commas."""
     return [part.strip() for entry in entries for part in entry.split(",")]
-
-
-def observable_named(known: Iterable[str], preset: str, observable: str | None) -> str:
-    """Return an observable of a preset by its name, or the first."""
-    names = list(known)
-    if observable is not None and observable not in names:
-        raise ValueError(
-            f"unknown observable '{observable}' of {preset}; choose from {', '.join(names)}."
-        )
-    return observable or names[0]
-
-
-def estimator_names(requested: list[str] | None) -> list[str]:
-    names = listed(requested or [])
-    if names == ["all"]:
-        return list(ESTIMATORS)
-    for name in names:
-        if name not in ESTIMATORS:
-            raise ValueError(
-                f"unknown estimator '{name}'; choose from {', '.join(ESTIMATORS)}, or all."
-            )
-    return names
 
 
 def sweep_of(horizons: list[str], dt: float, replicas: list[str], least: int) -> Sweep:

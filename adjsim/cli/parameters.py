@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, cleandoc
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -15,11 +15,6 @@ P = TypeVar("P")
 def option(default: Any, help: str, *names: str, **settings: Any) -> Any:
     """Declare a field of a data class as an option; MISSING: the option has to be given."""
     return field(default=default, metadata={"typer": typer.Option(*names, help=help, **settings)})
-
-
-def argument(default: Any, help: str, **settings: Any) -> Any:
-    """Declare a field of a data class as an argument."""
-    return field(default=default, metadata={"typer": typer.Argument(help=help, **settings)})
 
 
 def command_of(kind: type[P], run: Callable[[typer.Context, P], None]) -> Callable[..., None]:
@@ -36,7 +31,12 @@ def command_of(kind: type[P], run: Callable[[typer.Context, P], None]) -> Callab
     def command(context: typer.Context, **values: Any) -> None:
         run(context, kind(**values))
 
-    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    # The lines of a paragraph are joined, so that the help breaks them at the terminal's width.
+    paragraphs = cleandoc(run.__doc__ or "").split("\n\n")
+    command.__name__, command.__doc__ = (
+        run.__name__,
+        "\n\n".join(" ".join(text.split()) for text in paragraphs),
+    )
     command.__annotations__ = {part.name: part.annotation for part in parts}
     command.__signature__ = Signature(parts)
     return command

@@ -44,6 +44,8 @@ def quantity_of(
     name: str, system: System, model: Dynamics[Any], distance: float | None
 ) -> Quantity:
     """Make an observable by its name; ``distance`` is that of g(r), None: near its first peak."""
+    if name not in QUANTITIES:
+        raise ValueError(f"unknown observable '{name}'; choose from {', '.join(QUANTITIES)}.")
     if distance is not None and name != "rdf":
         raise ValueError(f"--distance is for --observable rdf, not for {name}.")
     return QUANTITIES[name](system, model, distance)
@@ -54,10 +56,6 @@ def _energy(system: System, model: Dynamics[Any], distance: float | None) -> Qua
     return Quantity(
         "potential energy per atom", lambda state: system.potential(state.position) / atoms
     )
-
-
-def _gyration(system: System, model: Dynamics[Any], distance: float | None) -> Quantity:
-    return Quantity("radius of gyration", lambda state: radius_of_gyration(state.position))
 
 
 def _displacement(system: System, model: Dynamics[Any], distance: float | None) -> Quantity:
@@ -135,10 +133,9 @@ def _require_box(name: str, system: System) -> Tensor:
     return box.clone()
 
 
-# The first is the default.
 QUANTITIES: dict[str, Callable[[System, Dynamics[Any], float | None], Quantity]] = {
     "energy": _energy,
-    "gyration": _gyration,
+    "gyration": lambda *_: Quantity("radius of gyration", lambda x: radius_of_gyration(x.position)),
     "rdf": _radial,
     "msd": _displacement,
     "pressure": _pressure,

@@ -13,8 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from adjsim.cli.job import PLAIN, Job
-from adjsim.cli.questions import HARMONIC_TITLE, Question
-from adjsim.cli.sweep import Method, Sweep
+from adjsim.cli.sweep import Method, Question, Sweep
 from adjsim.core.durable.files import replacing
 from adjsim.estimators.compare import Comparison
 from adjsim.estimators.figures import plot_sweep
@@ -26,38 +25,27 @@ class Comparing:
 
     Attributes:
         record: the settings, for the JSON file.
-        job: the runs of a system of atoms; None for the test problem.
         reference: the adjoint with which the others are compared; None: estimators are compared.
     """
 
+    job: Job
     question: Question
     methods: list[Method]
     sweep: Sweep
     record: dict[str, Any]
-    job: Job | None = None
     reference: str | None = None
 
 
 def report_comparison(found: Comparing, results: dict[float, Comparison], output: Path) -> bool:
     """Print the tables, and write compare.png and compare.json; False: there are no numbers."""
-    question, sweep = found.question, found.sweep
-    exact = None if question.exact is None else question.exact()
-    time = "reduced units" if found.job is None else found.job.system.time_name
-    runs, slopes = list[dict[str, Any]](), dict[float, dict[str, float]]()
-    title = HARMONIC_TITLE if found.job is None else found.job.title
-    show(f"{title}, seed {found.record['seed']}. Value: {question.title}.")
+    job, question, sweep = found.job, found.question, found.sweep
+    time, runs = job.system.time_name, list[dict[str, Any]]()
+    show(f"{job.title}, seed {job.seed}. Value: {question.title}.")
     for x, (horizon, replicas) in sweep.points().items():
-        unit = f" {time} ({found.job.steps(horizon)} steps)" if found.job else ""
-        heading = f"\nhorizon {horizon:g}{unit}" + f", {replicas} replicas" * (replicas > 1)
-        run = dict[str, Any]()
-        if exact is not None:
-            value, slopes[x] = exact
-            known = ", ".join(f"d/d {name} {slope:.6g}" for name, slope in slopes[x].items())
-            heading += f"\nequilibrium, by quadrature: {value:.6g}, {known}"
-            run = {"answer": {"value": value, "grad": slopes[x]}}
-        show(heading)
-        _table(results[x], found.job)
-        runs.append({"horizon": horizon, "replicas": replicas, **run, "methods": results[x].rows()})
+        copies = f", {replicas} replicas" * (replicas > 1)
+        show(f"\nhorizon {horizon:g} {time} ({job.steps(horizon)} steps){copies}")
+        _table(results[x], job)
+        runs.append({"horizon": horizon, "replicas": replicas, "methods": results[x].rows()})
     for remark in _remarks(found):
         show(remark)
     if not any(comparison.estimates for comparison in results.values()):
@@ -65,7 +53,7 @@ def report_comparison(found: Comparing, results: dict[float, Comparison], output
     label = f"horizon / {time}" if sweep.axis == "horizon" else sweep.axis
     base = "eV, angstrom, amu" if time == "fs" else "reduced units"
     units = f"{question.unit}, {base}" if question.unit else base
-    figure = plot_sweep(results, label, {"stationary": slopes}, units)
+    figure = plot_sweep(results, label, units)
     write_files(output / "compare", figure, {**found.record, "runs": runs})
     return True
 
@@ -73,7 +61,7 @@ def report_comparison(found: Comparing, results: dict[float, Comparison], output
 def _remarks(found: Comparing) -> Iterator[str]:
     """Explain adjoints that differ from the others."""
     names, job = [method.name for method in found.methods], found.job
-    if job is not None and "backsolve" in names:
+    if "backsolve" in names:
         solver, other = repr(job.continuous), "the exact flow"
         if job.model.stochastic:
             solver = "the midpoint rule of SDESolver at this dt"
@@ -97,7 +85,7 @@ def settings_of(job: Job) -> dict[str, Any]:
         "dynamics": type(job.model).__name__,
         "scheme": job.scheme,
         "exact": job.solver.exact,
-        "dt": job.solver.dt / job.system.time,
+        "dt": job.dt,
         "temperature": job.temperature,
         "units": {"time": job.system.time_name, "temperature": job.system.temperature_name},
         "seed": job.seed,
@@ -125,7 +113,7 @@ def show(what: Any) -> None:
     Console(width=width, highlight=False).print(what, soft_wrap=isinstance(what, str))
 
 
-def _table(comparison: Comparison, job: Job | None) -> None:
+def _table(comparison: Comparison, job: Job) -> None:
     if comparison.estimates:
         show(comparison.table())
     for remark in comparison.remarks():
@@ -133,5 +121,5 @@ def _table(comparison: Comparison, job: Job | None) -> None:
     # The title has the path of most methods. A transform or another dtype takes another path.
     for name, estimate in comparison.estimates.items():
         for path in (estimate.diagnostics.get("pairs") or {}).values():
-            if job is not None and path != job.pairs:
+            if path != job.pairs:
                 show(f"{name}: pairs by another path: {path}.")

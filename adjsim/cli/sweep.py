@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from adjsim.cli.process import ProcessDied, run_in_process
-from adjsim.cli.questions import Question
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.progress import progress_bar
-from adjsim.estimators import Estimator
+from adjsim.estimators import Estimator, Simulation
 from adjsim.estimators.compare import Comparison, compare
+from adjsim.estimators.replicas import Observable
 
 
 @dataclass
@@ -34,6 +35,19 @@ class Sweep:
             count if self.axis == "replicas" else horizon: (horizon, count)
             for horizon, count in product(self.horizons, self.replicas)
         }
+
+
+@dataclass(frozen=True)
+class Question:
+    """A simulation and an observable, as functions of the horizon.
+
+    ``unit`` is that of the observable, where it is not one of the system's own units.
+    """
+
+    title: str
+    simulation: Callable[[float], Simulation[Any]]
+    observable: Callable[[float], Observable[Any]]
+    unit: str = ""
 
 
 @dataclass(frozen=True)

@@ -55,11 +55,6 @@ class ModuleCache(Generic[V]):
         with self._lock:
             return [used.value for used in self._values.pop(module, {}).values()]
 
-    def count(self, module: nn.Module) -> int:
-        """Count the values of a module."""
-        with self._lock:
-            return len(self._values.get(module, ()))
-
 
 def version_of(x: Tensor) -> int:
     """Return how often torch has counted a write to a tensor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -19,22 +19,17 @@ from adjsim.estimators.fit.fit import Fit
 __all__ = ["plot_fit", "plot_sweep"]
 
 MARKERS = "osD^v<>P"
-EXACT_STYLES: dict[str, dict[str, Any]] = {
-    "path": {"color": "k", "ls": "--", "lw": 1},
-    "stationary": {"color": "k", "ls": ":", "lw": 1.4},
-}
 
 
 @dataclass
 class Panel:
-    """One panel: its title, quantity and label with units, error bar, scale, and exact values."""
+    """One panel: its title, quantity and label with units, error bar, and scale."""
 
     title: str
     label: str
     number: Callable[[GradientEstimate], float | None]
     error: Callable[[GradientEstimate], float] | None = None
     scale: str = "linear"
-    exact: dict[str, dict[float, float]] = field(default_factory=dict)
 
     def bar(self, estimate: GradientEstimate) -> float:
         """Return two standard errors, or zero where there are none."""
@@ -59,10 +54,7 @@ RECONSTRUCTION = Panel(
 
 
 def plot_sweep(
-    comparisons: Mapping[float, Comparison],
-    axis: str = "horizon",
-    exact: Mapping[str, Mapping[float, Mapping[str, float]]] | None = None,
-    units: str = "",
+    comparisons: Mapping[float, Comparison], axis: str = "horizon", units: str = ""
 ) -> Figure:
     """Plot gradient (with two standard errors), error, time and memory of each method.
 
@@ -71,8 +63,6 @@ def plot_sweep(
             replicas. One comparison is drawn with a row for each method.
         axis: the name of this quantity, and its unit if it has one. "replicas" are drawn on a
             logarithmic axis.
-        exact: known gradients, by estimand ("path" or "stationary"), by the same quantity and by
-            parameter.
         units: the units of the gradients, for their labels.
 
     Raises:
@@ -82,7 +72,7 @@ def plot_sweep(
     if not estimates:
         raise ValueError(NOTHING_TO_PLOT)
     parameters, unit = list(estimates[0].grad), f" ({units})" if units else ""
-    panels = [_gradient(key, parameters, estimates, exact or {}, unit) for key in parameters]
+    panels = [_gradient(key, parameters, estimates, unit) for key in parameters]
     for key in parameters:
         error = _error_of(key)
         # Rows show the errors as bars, whose lengths are easy to compare.
@@ -95,7 +85,7 @@ def plot_sweep(
     panels += COSTS
     if len(comparisons) == 1:
         ((x, comparison),) = comparisons.items()
-        return _rows(panels, f"{axis} = {x:g}", x, comparison)
+        return _rows(panels, f"{axis} = {x:g}", comparison)
     return _curves(panels, axis, comparisons)
 
 
@@ -158,13 +148,12 @@ def _curves(panels: list[Panel], axis: str, comparisons: Mapping[float, Comparis
     return figure
 
 
-def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> Figure:
+def _rows(panels: list[Panel], title: str, comparison: Comparison) -> Figure:
     """Draw each panel of one comparison, with a row for each method, in the order of the table."""
     rows = comparison.ordered()
-    places: dict[str, list[int]] = {}
-    for i, (_, estimate) in enumerate(rows):
-        places.setdefault(estimate.estimand, []).append(i)
-    labels = [f"{name} ({e.estimand})" if len(places) > 1 else name for name, e in rows]
+    kinds = [estimate.estimand for _, estimate in rows]
+    borders = [i for i in range(1, len(rows)) if kinds[i] != kinds[i - 1]]
+    labels = [f"{name} ({e.estimand})" if borders else name for name, e in rows]
     figure, assigned = _assigned(panels, (3.2, 1.0 + 0.36 * len(rows)), (1.4, 0.8), sharey=True)
     figure.suptitle(title)
     for axes, panel in assigned:
@@ -176,14 +165,8 @@ def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> 
             bar = error if math.isfinite(error) else 0.0
             axes.errorbar(value, i, xerr=bar or None, ms=6, mfc="none", capsize=3, **_style(i))
             ends += [value - bar, value + bar]
-        for kind, style in EXACT_STYLES.items():
-            if x in panel.exact.get(kind, {}) and kind in places:
-                answer = panel.exact[kind][x]
-                low, high = places[kind][0] - 0.4, places[kind][-1] + 0.4
-                axes.plot([answer] * 2, [low, high], label=f"exact ({kind})", **style)
-                ends.append(answer)
-        for first, *_ in list(places.values())[1:]:
-            axes.axhline(first - 0.5, color="0.8", lw=0.8, zorder=0)
+        for i in borders:
+            axes.axhline(i - 0.5, color="0.8", lw=0.8, zorder=0)
         axes.set(title=panel.title, xlabel=panel.label, ylim=(len(rows) - 0.5, -0.5))
         axes.set_yticks(range(len(rows)), labels)
         if panel.scale == "log":
@@ -195,9 +178,6 @@ def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> 
             axes.xaxis.set_minor_locator(NullLocator())
         else:
             _readable(axes, ends, panel.scale == "from zero")
-    known = figure.axes[0].get_legend_handles_labels()
-    if known[0]:
-        figure.legend(*known, loc="outside lower center", ncols=2, fontsize="small")
     return figure
 
 
@@ -221,11 +201,7 @@ def _style(i: int, **more: Any) -> dict[str, Any]:
 
 
 def _gradient(
-    key: str,
-    parameters: list[str],
-    estimates: list[GradientEstimate],
-    exact: Mapping[str, Mapping[float, Mapping[str, float]]],
-    unit: str,
+    key: str, parameters: list[str], estimates: list[GradientEstimate], unit: str
 ) -> Panel:
     slope, number, error = f"d/d {short_name(key, parameters)}", norm_of(key), _error_of(key)
     title = f"gradient {slope}"
@@ -234,12 +210,8 @@ def _gradient(
     # In chaos the gradient grows by decades, and its size matters more than its sign.
     if sizes and max(sizes) > 1e3 * min(sizes) and not noisy:
         return Panel(f"|{title}|", f"|{slope}|{unit}", lambda e: abs(number(e)), scale="log")
-    known = {
-        kind: {x: grads[key] for x, grads in answers.items() if key in grads}
-        for kind, answers in exact.items()
-    }
     label = f"{slope}\n± 2 standard errors" if noisy else slope
-    return Panel(title, f"{label}{unit}", number, error, exact=known)
+    return Panel(title, f"{label}{unit}", number, error)
 
 
 def _draw(axes: Axes, panel: Panel, comparisons: Mapping[float, Comparison]) -> None:
@@ -261,13 +233,6 @@ def _draw(axes: Axes, panel: Panel, comparisons: Mapping[float, Comparison]) -> 
             axes.errorbar(xs, values, bars, capsize=2, ms=4, lw=1, **style)
         else:
             axes.plot(xs, values, ms=11 - 2.2 * (i % 4), mfc="none", mew=1.4, **style)
-    for kind, style in EXACT_STYLES.items():
-        known = panel.exact.get(kind, {})
-        xs = sorted(known)
-        if len({known[x] for x in xs}) == 1:
-            axes.axhline(known[xs[0]], label=f"exact ({kind})", **style)
-        elif xs:
-            axes.plot(xs, [known[x] for x in xs], label=f"exact ({kind})", **style)
     if panel.scale == "log":
         axes.set_yscale("log")
     elif panel.scale == "symlog":

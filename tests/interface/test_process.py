@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 from adjsim import CheckpointAdjoint, Pathwise, ReversibleAdjoint
 from adjsim.cli import process
 from adjsim.cli.app import app
-from adjsim.cli.job import ADJOINTS, PLAIN, Job, estimators_of
+from adjsim.cli.job import ADJOINTS, PLAIN, Job
 from adjsim.cli.models import BathSettings, model_of, solver_of
-from adjsim.cli.questions import harmonic_well
 from adjsim.cli.sweep import Method, Sweep, run_sweep
 from adjsim.io.systems import cluster
 
@@ -121,10 +120,6 @@ def test_a_method_that_dies_is_listed_with_its_reason():
     assert "killed: its process was ended by SIGKILL" in str(result)
 
 
-def estimators(names, ask=None):
-    return estimators_of(names, ask or partial(harmonic_well, "square"), 0.01, 0, False)
-
-
 # Made in the test, so that a process that imports this file has run nothing.
 @pytest.mark.parametrize(
     ("make", "horizon", "replicas"),
@@ -144,13 +139,17 @@ def estimators(names, ask=None):
             marks=pytest.mark.marathon,
         ),
         (lambda: job().adjoints({"lost": ReversibleAdjoint(tol=1e-30)}, "energy", False), 0.1, 1),
-        (lambda: estimators(["pathwise", "score-function"]), 0.2, 32),
         (
-            lambda: estimators(
-                ["score-function"], partial(job("langevin", "BAOAB").question, "msd")
+            lambda: job("langevin", "BAOAB").estimators(
+                ["pathwise", "score-function"], "energy", False
             ),
-            0.2,
-            32,
+            0.1,
+            4,
+        ),
+        (
+            lambda: job("langevin", "BAOAB").estimators(["score-function"], "msd", False),
+            0.1,
+            4,
         ),
     ],
     ids=["nose-hoover", "langevin", "lost", "estimators", "unfit"],
@@ -233,7 +232,7 @@ def test_nothing_is_left_of_a_command_that_is_stopped(tmp_path, number):
 
 def test_estimators_of_the_command_line_begin_anew():
     """Each use of a method makes its estimator: what one has sampled is not there for the next."""
-    (method,) = estimators(["pathwise"])
+    (method,) = job().estimators(["pathwise"], "energy", False)
     made = method.make()
     assert isinstance(made, Pathwise)
     assert isinstance(made.adjoint, CheckpointAdjoint)

@@ -192,7 +192,6 @@ def test_observables_are_compiled(command, tmp_path, observable):
         ),
         (["--structure", "nan.xyz"], "'nan.xyz': atom 1 (Kr) is at (nan, 0, 0), which is not fini"),
         (["--structure", "iron.extxyz"], "The first such atom is number 2"),
-        (["harmonic", "--switch-start", "2"], "--switch-start is for the preset lj13, not for"),
     ],
 )
 def test_command_line_refuses_in_one_line(command, tmp_path, options, says):

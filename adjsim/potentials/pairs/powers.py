@@ -32,10 +32,6 @@ class LennardJones(PairPotential):
     )
     safe_length = "sigma"
 
-    def pair_parameters(self, s: Tensor) -> tuple[Tensor, Tensor]:
-        """Return epsilon and sigma of every pair, to broadcast against the squared distances."""
-        return self.pair_parameter("epsilon", s), self.pair_parameter("sigma", s)
-
     def pair_energy(self, s: Tensor) -> Tensor:
         epsilon, x, _ = self._sixth(s)
         return 4 * epsilon * x * (x - 1)
@@ -50,9 +46,8 @@ class LennardJones(PairPotential):
 
     def _sixth(self, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute epsilon, (sigma/r)^6 and 1/r^2."""
-        epsilon, sigma = self.pair_parameters(s)
-        inverse = 1 / s
-        ratio = sigma**2 * inverse
+        epsilon, inverse = self.pair_parameter("epsilon", s), 1 / s
+        ratio = self.pair_parameter("sigma", s) ** 2 * inverse
         return epsilon, ratio * ratio * ratio, inverse
 
 
