@@ -757,7 +757,7 @@ def test_without_a_compiler_torch_is_taken(monkeypatch):
         raise CompilerError("no C++ compiler was found")
 
     monkeypatch.setattr(kernels, "compiled", refuse)
-    monkeypatch.setattr(pair_operator, "_kernels_of", lambda *_: {})
+    monkeypatch.setattr(pair_operator, "_kernels_of", lambda *_: pair_operator.Kernels())
     pair = adjsim.LennardJones(parameter(1.0), 1.0)
     q = torch.tensor([[0.0, 0.0], [1.3, 0.0]], dtype=torch.float64)
     assert "no C++ compiler" in pair.path(q)

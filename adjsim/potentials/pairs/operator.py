@@ -9,12 +9,13 @@ whatever its skin.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from adjsim.compiler.values import UnprintableError
 from adjsim.core.cache_key import UninspectableError, cache_key
@@ -23,7 +24,7 @@ from adjsim.core.layout import is_tracing
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.potentials.pairs.formula import Operand, PairFormula, kind_of, misshapen, skin_of
-from adjsim.potentials.pairs.kernels.formulas import OTHER, Slot, check_elementwise, printed, trace
+from adjsim.potentials.pairs.kernels.formulas import OTHER, Slot, printed, trace, trace_elementwise
 from adjsim.potentials.pairs.kernels.kernel import (
     ATOM,
     ENERGY,
@@ -40,8 +41,17 @@ from adjsim.potentials.pairs.kernels.kernel import (
     evaluate,
 )
 
-# Kernels of a potential by mode, rounding and gradients, or the reason why there is none.
-Kernels = dict[tuple[str, bool, tuple[int, ...]], Kernel | Refusal]
+
+@dataclass
+class Kernels:
+    """The kernels of the formulas of a class, for one layout of a force.
+
+    ``graph`` is the trace of slope, energy and curvature, once they have been found elementwise,
+    and ``made`` has kernels by mode, rounding and gradients, or the reason why there is none.
+    """
+
+    graph: GraphModule | None = None
+    made: dict[tuple[str, bool, tuple[int, ...]], Kernel | Refusal] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class PairForm:
     """The parts of a potential's operator that do not depend on the values of its tensors.
 
     ``names`` are those of its operands, the tensors that its formulas may read; ``spec`` is that of
-    the kernel of the force, ``key`` the key of the formulas, and ``kernels`` those made so far.
+    the kernel of the force, and ``key`` the key of the formulas.
     """
 
     names: tuple[str, ...]
@@ -92,7 +102,7 @@ def form_of(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
 @lru_cache(maxsize=256)
 def _kernels_of(key: Any, shapes: Any, spec: KernelSpec) -> Kernels:
     """Return the kernels of formulas and the layout of a force, which a class shares."""
-    return {}
+    return Kernels()
 
 
 def _operand_of(pair: PairFormula, name: str, position: Tensor) -> Tensor:
@@ -175,7 +185,8 @@ class PairOperator:
     def kernel(self, mode: str, rounds: bool = False) -> Kernel | Refusal:
         """Return the kernel of a mode, or the reason why there is none."""
         gradients = self.wanted if mode in (PRODUCT, SLOPES) else ()
-        known = self.form.kernels.get((mode, rounds, gradients))
+        made = self.form.kernels.made
+        known = made.get((mode, rounds, gradients))
         if known is None:
             if _formula_key(self.pair) != self.form.key:
                 raise RuntimeError(
@@ -188,7 +199,7 @@ class PairOperator:
                 known = self._compiled(spec)
             except UnprintableError as error:
                 known = Refusal(str(error))
-            self.form.kernels[mode, rounds, gradients] = known
+            made[mode, rounds, gradients] = known
         return known
 
     def _compiled(self, spec: KernelSpec) -> Kernel:
@@ -201,17 +212,18 @@ class PairOperator:
             slots[name, 0] = kind
             if kind == ATOM:
                 slots[name, 1] = OTHER
-        if not self.form.kernels:
-            check_elementwise([slope, energy, curvature], slots, spec.dtype)
-        force = printed(trace([slope], list(slots), spec.dtype), spec.dtype)
-        if spec.mode == FORCE:
-            return Kernel(spec, force, force)
-        formulas, differentiated = {
-            PRODUCT: ([slope, curvature], slope),
-            ENERGY: ([energy], None),
-            SLOPES: ([], energy),
-        }[spec.mode]
+        graph = self.form.kernels.graph
+        if graph is None:
+            graph = trace_elementwise([slope, energy, curvature], slots, spec.dtype)
+            self.form.kernels.graph = graph
+        force = printed(graph, spec.dtype, [0])
         wanted = [(self.form.names[k], 0) for k in spec.gradients]
+        if not wanted:
+            chosen = {FORCE: [0], PRODUCT: [0, 2], ENERGY: [1], SLOPES: []}[spec.mode]
+            return Kernel(spec, printed(graph, spec.dtype, chosen), force)
+        formulas, differentiated = {PRODUCT: ([slope, curvature], slope), SLOPES: ([], energy)}[
+            spec.mode
+        ]
         graph = trace(
             formulas, list(slots), spec.dtype, differentiated=differentiated, wanted=wanted
         )

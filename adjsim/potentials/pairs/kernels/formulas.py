@@ -34,28 +34,24 @@ _FILLED: dict[str, float | None] = {
 _BOOLEAN = {"where", *LOGICAL, *BITWISE}
 
 
-# The lengths of the axes of pairs for which the same formulas are expected.
-_SIZES = (6, 11)
+# The length of a row of pairs, and of the axes of a matrix of pairs.
+_ROW, _AXIS = 8, 11
 
 
-def check_elementwise(
+def trace_elementwise(
     formulas: Sequence[Formula], kinds: Mapping[Slot, str], dtype: torch.dtype
-) -> None:
-    """Refuse formulas that depend on the shape of the squared distances or of operands.
+) -> GraphModule:
+    """Trace formulas, and refuse those that depend on the shape of their operands.
 
-    A kernel evaluates one pair at a time. So the formulas have to be the same for one row of pairs
-    and for matrices of pairs of different sizes, where numbers are scalars.
+    A kernel evaluates one pair at a time. So the formulas have to be the same for a row of pairs
+    and for a matrix of pairs with axes of another length, where numbers are scalars.
     """
-
-    def shapes(size: int) -> list[tuple[int, ...]]:
-        shape = {NUMBER: (), TABLE: (size, size), ATOM: (size, 1), OTHER: (size,)}
-        return [(size, size), *(shape[kind] for kind in kinds.values())]
-
-    graphs = [
-        trace(formulas, list(kinds), dtype, shapes=made) for made in (None, *map(shapes, _SIZES))
-    ]
-    if len({printed(graph, dtype) for graph in graphs}) > 1:
+    shape = {NUMBER: (), TABLE: (_AXIS, _AXIS), ATOM: (_AXIS, 1), OTHER: (_AXIS,)}
+    shapes = [(_AXIS, _AXIS), *(shape[kind] for kind in kinds.values())]
+    row, matrix = (trace(formulas, list(kinds), dtype, shapes=x) for x in (None, shapes))
+    if printed(row, dtype) != printed(matrix, dtype):
         raise UnprintableError("its formulas depend on the shape of their operands")
+    return row
 
 
 def trace(
@@ -107,7 +103,7 @@ def trace(
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         examples = [
             torch.full(shape, 1.1, dtype=dtype, device="cpu")
-            for shape in shapes or [(8,)] * (1 + len(slots))
+            for shape in shapes or [(_ROW,)] * (1 + len(slots))
         ]
         try:
             graph = make_fx(outputs, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
@@ -123,13 +119,18 @@ def trace(
     return graph
 
 
-def printed(graph: GraphModule, dtype: torch.dtype) -> str:
-    """Print a trace as the C++ function ``functions(s, operands, results)``."""
+def printed(graph: GraphModule, dtype: torch.dtype, chosen: Sequence[int] | None = None) -> str:
+    """Print a trace as the C++ function ``functions(s, operands, results)``.
+
+    Its results are the ``chosen`` outputs of the trace; None: all of them.
+    """
     lines: list[str] = []
     texts: dict[Node, str] = {}
     constants: set[Node] = set()
     inputs = chain(["s"], (f"operands[{k}]" for k in count()))
-    needed = _needed(graph)
+    (outputs,) = graph.graph.output_node().args
+    results = outputs if chosen is None else [outputs[i] for i in chosen]
+    needed = _needed(results)
     for node in graph.graph.nodes:
         if node.op == "placeholder":
             texts[node] = next(inputs)
@@ -143,8 +144,7 @@ def printed(graph: GraphModule, dtype: torch.dtype) -> str:
             kind = "Mask" if node.meta["val"].dtype == torch.bool else "V"
             text, texts[node] = _expression(node, texts, dtype), f"t{len(lines)}"
             lines.append(f"  const {kind} {texts[node]} = {text};")
-        elif node.op == "output":
-            lines += [f"  results[{i}] = {texts[x]};" for i, x in enumerate(node.args[0])]
+    lines += [f"  results[{i}] = {texts[x]};" for i, x in enumerate(results)]
     return "\n".join(
         [
             "static inline __attribute__((always_inline))",
@@ -155,10 +155,9 @@ def printed(graph: GraphModule, dtype: torch.dtype) -> str:
     )
 
 
-def _needed(graph: GraphModule) -> set[Node]:
+def _needed(results: Sequence[Node]) -> set[Node]:
     """Collect the nodes that results depend on; a tensor like another needs only its shape."""
-    found: set[Node] = set()
-    todo = [node for node in graph.graph.nodes if node.op == "output"]
+    found, todo = set[Node](), list(results)
     while todo:
         node = todo.pop()
         if node not in found:
