@@ -26,8 +26,9 @@ T = TypeVar("T")
 
 START = "forkserver" if sys.platform == "linux" else "spawn"
 # Modules that the server imports. They are given by name, since adjsim.cli.job imports this module.
-# Torch imports the second at the first call of autograd.grad with grad_outputs.
-PRELOAD = ["adjsim.cli.job", "torch.fx.experimental.symbolic_shapes"]
+# Torch imports the others at the first call of autograd.grad with grad_outputs, and at the first
+# trace of a formula.
+PRELOAD = ["adjsim.cli.job", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
 
 
 class ProcessDied(RuntimeError):

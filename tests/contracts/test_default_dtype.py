@@ -223,6 +223,7 @@ def test_a_control_acts_for_the_whole_step(under_both):
     under_both(computed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["esh", pytest.param("rayleigh", marks=pytest.mark.marathon)])
 def test_compiled_steps(name, under_both):
     def computed() -> list[Tensor]:

@@ -46,6 +46,7 @@ def brownian():
     return position, velocity, dt * torch.arange(frames, dtype=torch.float64), rate, variance
 
 
+@pytest.mark.slow
 def test_diffusion_of_an_ornstein_uhlenbeck_velocity(brownian):
     """D = kT/(m g), less the part of the slope that the window is too early for."""
     position, velocity, times, rate, variance = brownian

@@ -137,7 +137,11 @@ def test_stiff_fields(name, solver):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("adjoint", [DirectAdjoint(), CheckpointAdjoint(3)], ids=["direct", "ck"])
+@pytest.mark.parametrize(
+    "adjoint",
+    [pytest.param(DirectAdjoint(), marks=pytest.mark.slow), CheckpointAdjoint(3)],
+    ids=["direct", "ck"],
+)
 def test_averages(adjoint):
     def square(state):
         return state.y.square().mean()
@@ -160,6 +164,7 @@ def test_averages(adjoint):
         torch.testing.assert_close(found, expected, **CLOSE)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_compiled_goes_on(monkeypatch):
     """Steps that a loop leaves are run by themselves; nothing else changes.
 

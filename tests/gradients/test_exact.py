@@ -295,6 +295,7 @@ def test_twenty_thousand_chaotic_steps():
         assert float((mine - direct).norm()) <= 1e-9 * float(direct.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "make"),
     [
@@ -380,6 +381,7 @@ def test_any_units(name, units):
     assert all(torch.equal(a, b) for a, b in zip(before, back, strict=True))
 
 
+@pytest.mark.slow
 def test_starts_without_a_scale_of_their_own():
     """At the origin, at rest: the forces and the temperature say how large things will be."""
     zeros = torch.zeros(1, 2)
@@ -653,6 +655,7 @@ def test_buffers_of_conservative_and_thermostatted_runs():
             assert 0 < run.stats["buffer_bits"] < 0.02
 
 
+@pytest.mark.slow
 def test_single_particles_cost_little_more():
     """A hundred systems of one degree of freedom, which spill one by one."""
     dynamics = adjsim.Langevin(adjsim.DoubleWell(1.0), friction=1.0)

@@ -217,6 +217,7 @@ def simulation(potential):
 SQUARE = adjsim.Final(lambda state: (state.position**2).sum((-1, -2)))
 
 
+@pytest.mark.slow
 def test_estimators_on_a_parameter_that_is_not_read_from_its_module():
     expected = adjsim.Pathwise()(simulation(Listed()), SQUARE, replicas=64, generator=0).grad[
         "potential.k"

@@ -161,6 +161,7 @@ def close(mine, theirs):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_a_change_that_no_inspection_finds_compiles_again(monkeypatch):
     dynamics = adjsim.Hamiltonian(ComputesName())
     close(end(dynamics, True), end(dynamics, False))
@@ -172,6 +173,7 @@ def test_a_change_that_no_inspection_finds_compiles_again(monkeypatch):
     assert run(dynamics, True).stats["compile_seconds"] == 0.0
 
 
+@pytest.mark.slow
 def test_a_change_before_the_backward_pass_is_refused(monkeypatch):
     """The loops of an earlier run would give the gradient of the new value for a run of the old."""
     dynamics = adjsim.Hamiltonian(ComputesName())

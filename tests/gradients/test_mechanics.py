@@ -39,7 +39,7 @@ def is_marathon(name, implicit):
 
 
 def is_short(name, implicit):
-    return (name, implicit) in [("friction", None), ("prescribed", ImplicitMidpoint)]
+    return (name, implicit) == ("friction", None)
 
 
 def rollout(dynamics, adjoint, *, scheme=None, exact=False, compile=False, implicit=None):

@@ -375,6 +375,7 @@ def test_threads(shared):
                 assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_time_averages_keep_their_digits():
     """Of true and false, of integers, and of many float32 numbers."""
     dynamics = adjsim.Hamiltonian(adjsim.Harmonic(1.0))

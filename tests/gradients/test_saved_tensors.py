@@ -211,6 +211,7 @@ class InPlace(nn.Module):
         return product + h
 
 
+@pytest.mark.slow
 def test_saved_tensors_that_are_changed_in_place_are_refused():
     """As torch refuses them without compilation."""
     with pytest.raises(adjsim.CompileError, match="modified by an inplace operation"):

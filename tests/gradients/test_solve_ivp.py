@@ -181,6 +181,7 @@ def test_table(method, adjoint, output):
         torch.testing.assert_close(mine, slope(output, seed), rtol=rtol, atol=rtol + 1e-7)
 
 
+@pytest.mark.slow
 def test_the_table_can_fail():
     """Every input matters to some output, and every output depends on most inputs."""
     sizes = {

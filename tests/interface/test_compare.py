@@ -483,7 +483,7 @@ def test_version_of_the_readme_data():
     ),
 )
 def test_command_line_on_stochastic_dynamics(command, tmp_path, options, parameters, refused):
-    done = command(*options, "--horizon", "0.2", "--output", "out")
+    done = command(*options, "--horizon", "0.05", "--output", "out")
     assert done.exit_code == 0, done.output
     (horizon,) = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
     methods = {row["method"]: row for row in horizon["methods"]}

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.problems import slow_but
+
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^\.\. code-block:: python\n\n((?:   .*\n|\n)+)", re.MULTILINE)
 
@@ -30,16 +32,19 @@ def test_sessions_print_what_the_page_shows():
 
 @pytest.mark.parametrize(
     "page",
-    [
-        "index",
-        "initial_value_problems",
-        "extending",
-        "molecules",
-        "mechanics",
-        "vector_fields",
-        "coming_from",
-        "scaling",
-    ],
+    slow_but(
+        lambda page: page in ("index", "coming_from", "scaling", "molecules"),
+        [
+            "index",
+            "initial_value_problems",
+            "extending",
+            "molecules",
+            "mechanics",
+            "vector_fields",
+            "coming_from",
+            "scaling",
+        ],
+    ),
 )
 def test_blocks_of_code_run(page, capsys, monkeypatch):
     # Files are named as from the root of the repository.

@@ -76,6 +76,7 @@ def test_a_run_that_is_not_cut_off_does_not_say_so():
         assert any("cut off" in reason for reason in found.warnings) == said
 
 
+@pytest.mark.slow
 def test_runs_in_equilibrium_are_not_accused():
     """Of three chunks, the halves of one entry in thirteen differ by more than four errors."""
     dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(1.0)), kT=1.0, friction=1.0)
@@ -185,6 +186,7 @@ def test_the_surrogate_of_a_parameter_with_axes(shape):
         assert torch.equal(found, grad[index])
 
 
+@pytest.mark.slow
 def test_an_estimator_that_is_used_again_reads_the_dynamics_it_is_given():
     """One observable, one estimator, two dynamics."""
     estimator, observable = adjsim.ScoreFunction(burn_in=1.0), adjsim.TimeAverage(squared)

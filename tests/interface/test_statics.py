@@ -278,6 +278,7 @@ def test_an_elastic_beam_under_gravity(cells, monkeypatch):
     assert float(slope) == pytest.approx((sags[0] - sags[1]) / (2 * h), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_body_that_nothing_holds_falls_and_is_refused():
     """Held by a weak spring, it has a minimum, however far below."""
     mesh = meshes.box([1.0, 1.0, 1.0], [1, 1, 1])

@@ -33,6 +33,7 @@ def test_reversible_is_flat_under_friction_too(problem):
     assert growth("reversible", 800, problem) - growth("reversible", 200, problem) < 4 * MB
 
 
+@pytest.mark.slow
 def test_exact_reversal_is_flat_up_to_what_friction_takes():
     """Friction dt = 0.05 spills 0.07 bits a step for each of 2,496 degrees of freedom: 9 kB in 400
     steps, whose states take 16 MB. Measured peaks are 9.4, 10.8, 11.1 and 12.3 MB at 100, 500,
@@ -50,6 +51,7 @@ def test_a_graph_model_by_reversal_is_flat_in_the_steps():
     assert growth("direct", 50, "graph") > 50 * MB
 
 
+@pytest.mark.slow
 def test_checkpoint_grows_as_the_root():
     """Sixteen times the steps, four times the memory; linear growth would be sixteen.
 
@@ -65,6 +67,7 @@ def test_the_score_function_is_flat_in_the_samples():
     assert growth("score", 500, 2048) - growth("score", 100, 2048) < 4 * MB
 
 
+@pytest.mark.slow
 def test_pathwise_by_reversal_is_flat_in_the_steps():
     """Of a time average over 2,048 replicas. The frames of 400 more steps take 39 MB."""
     assert growth("pathwise", 500, 2048) - growth("pathwise", 100, 2048) < 6 * MB

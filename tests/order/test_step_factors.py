@@ -44,9 +44,8 @@ def counting(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(
-    "lead", [pytest.param((), marks=pytest.mark.slow), (2,)], ids=["single", "batch"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("lead", [(), (2,)], ids=["single", "batch"])
 def test_factors_spare_products_and_change_no_solution(lead, monkeypatch):
     x = bent(1e-3, lead)
     b = right_hand_side(x)

@@ -54,7 +54,7 @@ def solver_of(scheme, dt):
 @pytest.mark.parametrize(
     ("name", "scheme", "order"),
     slow_but(
-        lambda name, scheme, order: scheme == "EulerMaruyama",
+        lambda name, scheme, order: scheme == "LeimkuhlerMatthews",
         [
             ("langevin", "BAOAB", 1),
             ("langevin", "BAO", 1),

@@ -166,6 +166,7 @@ def compared(store):
     return {name: bits(x) for name, x in found.estimates.items()}, found.failures
 
 
+@pytest.mark.slow
 def test_a_comparison_has_the_same_rows_and_failures(tmp_path):
     expected = compared(None)
     assert list(expected[1]) == ["bad"]
@@ -365,6 +366,7 @@ def slow(store):
     return len(done) // 5, bits(found)
 
 
+@pytest.mark.slow
 def test_work_is_taken_where_a_store_is_shared(tmp_path):
     (first, a), (second, b) = on_ranks(2, slow, str(tmp_path))
     assert a == b

@@ -309,6 +309,7 @@ def test_the_observable_may_depend_on_the_parameters_at_equilibrium(make):
             assert float(grad) == pytest.approx(float(estimate.grad[name]), rel=1e-3, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_reweighting_keeps_its_samples_until_they_wear_out():
     potential = adjsim.Harmonic(parameter(1.0))
     simulation, burn_in = equilibrium(potential, 0.8, 0.0, 20.0, 0.05, 5.0)
@@ -475,6 +476,7 @@ def test_chaos_is_said():
     assert found[1].diagnostics["lost_at"] < 8.0
 
 
+@pytest.mark.slow
 def test_a_start_out_of_equilibrium_is_said():
     dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(1.0)), 1.0, 1.0)
     simulation = Simulation(

@@ -38,6 +38,7 @@ class Scaled:
         return self.w * (state.position**2).flatten(1).sum(1)
 
 
+@pytest.mark.slow
 def test_an_observable_that_equals_another_one_is_still_its_own():
     simulation, estimator = simulation_of(well()), ScoreFunction()
     found = {}
@@ -47,6 +48,7 @@ def test_an_observable_that_equals_another_one_is_still_its_own():
     torch.testing.assert_close(found[10.0].value, 10 * found[1.0].value, rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 def test_samples_of_another_box_are_not_weighted():
     """The mean squared distance of two atoms that hardly interact is L^2/4 in the box."""
     box = torch.full((3,), 6.0, dtype=torch.float64)

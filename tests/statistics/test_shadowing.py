@@ -200,6 +200,7 @@ def period_average(mu):
     return (states[-1, 2] - states[-2, 2]) / (times[-1] - times[-2])
 
 
+@pytest.mark.slow
 def test_a_limit_cycle_has_the_derivative_of_its_period_average():
     dynamics = ODE(Oscillator())
 
