@@ -1,17 +1,20 @@
 """Measurement of peak memory.
 
-On a GPU torch's allocator counts. On a CPU the resident set of the process is sampled every
-millisecond, and compared with that after freed memory has been returned to the system. The result
-is good to about a megabyte. For reliable figures measure in a new process, as the command line
-does.
+On a GPU torch's allocator counts. On a CPU the peak of the process's resident set is compared with
+its size before, once freed memory has been returned to the system. Linux counts this peak, for one
+measurement at a time; on other systems the size at the end stands for it, which is a lower bound.
+The result is good to about a megabyte. For reliable figures measure in a new process, as the
+command line does.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import re
 import sys
-import threading
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import torch
@@ -26,6 +29,19 @@ def release() -> None:
 def _trim() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _reset_peak() -> None:
+    """Set the peak of the resident set to its present size, where the system allows it."""
+    # Without it the growth above an earlier peak is measured.
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak() -> int:
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.exists() else None
+    return psutil.Process().memory_info().rss if found is None else 1024 * int(found[1])
 
 
 class PeakMemory:
@@ -43,25 +59,12 @@ class PeakMemory:
             self._base = torch.cuda.memory_allocated(self.device)
             return self
         _trim()
-        self._process = psutil.Process()
-        self._base = self._peak = self._process.memory_info().rss
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
+        _reset_peak()
+        self._base = _peak()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.device.type == "cuda":
             self.bytes = torch.cuda.max_memory_allocated(self.device) - self._base
-            return
-        self._done.set()
-        self._thread.join()
-        self._measure()
-        self.bytes = max(0, self._peak - self._base)
-
-    def _sample(self) -> None:
-        while not self._done.wait(0.001):
-            self._measure()
-
-    def _measure(self) -> None:
-        self._peak = max(self._peak, self._process.memory_info().rss)
+        else:
+            self.bytes = max(0, _peak() - self._base)

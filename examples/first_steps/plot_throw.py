@@ -186,5 +186,8 @@ def draw(frame):
     return ball, line, dots
 
 
+# The frames keep the layout of the first one.
+fig.draw_without_rendering()
+fig.set_layout_engine("none")
 movie = FuncAnimation(fig, draw, range(0, POINTS, 2), interval=80)
 plt.show()

@@ -207,6 +207,9 @@ def draw_bar(frame):
     fig.suptitle(f"t = {frame * STEPS * DT:.2f} s")
 
 
+# The frames keep the layout of the first one.
+fig.draw_without_rendering()
+fig.set_layout_engine("none")
 bar_movie = FuncAnimation(fig, draw_bar, range(1, FRAMES + 1), interval=100)
 plt.show()
 

@@ -221,5 +221,8 @@ def draw(frame):
     return bodies
 
 
+# The frames keep the layout of the first one.
+fig.draw_without_rendering()
+fig.set_layout_engine("none")
 movie = FuncAnimation(fig, draw, range(0, STEPS + 1, 5), interval=80)
 plt.show()

@@ -276,5 +276,8 @@ def draw(frame):
     return (skin,)
 
 
+# The frames keep the layout of the first one.
+fig.draw_without_rendering()
+fig.set_layout_engine("none")
 movie = FuncAnimation(fig, draw, range(0, FRAMES + 1, 2), interval=80)
 plt.show()

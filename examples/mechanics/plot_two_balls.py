@@ -409,5 +409,8 @@ def draw(frame):
     return balls
 
 
+# The frames keep the layout of the first one.
+fig.draw_without_rendering()
+fig.set_layout_engine("none")
 movie = FuncAnimation(fig, draw, len(frames), interval=80)
 plt.show()

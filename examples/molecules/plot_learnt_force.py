@@ -159,5 +159,8 @@ def draw(frame):
     return lines
 
 
+# The frames keep the layout of the first one.
+fig.draw_without_rendering()
+fig.set_layout_engine("none")
 movie = FuncAnimation(fig, draw, range(0, 101, 4), interval=80)
 plt.show()

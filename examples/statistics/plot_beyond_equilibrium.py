@@ -230,7 +230,11 @@ def measure(problem, sharp, smooth, pair, durations, replicas, seed, trusted=mat
 
         def rows(estimator, observable, block, run=run, i=i):
             return estimator(
-                run, observable, replicas=replicas, generator=seeded(seed + block + i)
+                run,
+                observable,
+                replicas=replicas,
+                chunks=8,
+                generator=seeded(seed + block + i),
             )
 
         made = rows(girsanov, pair, 0)

@@ -76,7 +76,7 @@ def well(k, duration, dt):
         return dynamics.init(torch.zeros(replicas, 1, 1))
 
     return adjsim.Simulation(
-        dynamics, initial, [0.0, duration], adjsim.LeimkuhlerMatthews(dt)
+        dynamics, initial, [0.0, duration], adjsim.LeimkuhlerMatthews(dt), compile=True
     )
 
 
@@ -217,7 +217,9 @@ def inertial(k, duration, dt):
     def initial(replicas, generator):
         return dynamics.init(torch.zeros(replicas, 1, 1), torch.zeros(replicas, 1, 1))
 
-    return adjsim.Simulation(dynamics, initial, [0.0, duration], adjsim.BAOAB(dt))
+    return adjsim.Simulation(
+        dynamics, initial, [0.0, duration], adjsim.BAOAB(dt), compile=True
+    )
 
 
 def fit(estimator, seed):
@@ -324,7 +326,9 @@ def double_well(duration, b=0.0):
             torch.full((replicas, 1, 1), -1.0), torch.zeros(replicas, 1, 1)
         )
 
-    return adjsim.Simulation(dynamics, initial, [0.0, duration], adjsim.BAOAB(0.1))
+    return adjsim.Simulation(
+        dynamics, initial, [0.0, duration], adjsim.BAOAB(0.1), compile=True
+    )
 
 
 def exact_stationary(b, kT=0.5, h=1e-4):

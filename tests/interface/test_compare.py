@@ -483,7 +483,9 @@ def test_version_of_the_readme_data():
     ),
 )
 def test_command_line_on_stochastic_dynamics(command, tmp_path, options, parameters, refused):
-    done = command(*options, "--horizon", "0.05", "--output", "out")
+    # A stiff friction is lost in six of its times.
+    horizon = "0.2" if refused else "0.05"
+    done = command(*options, "--horizon", horizon, "--output", "out")
     assert done.exit_code == 0, done.output
     (horizon,) = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
     methods = {row["method"]: row for row in horizon["methods"]}
