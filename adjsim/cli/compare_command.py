@@ -19,7 +19,7 @@ from adjsim.cli.options import (
     sweep_of,
 )
 from adjsim.cli.parameters import command_of
-from adjsim.cli.report import Comparing, report_comparison, settings_of
+from adjsim.cli.report import Comparing, report_comparison
 from adjsim.cli.sweep import Sweep, run_sweep
 from adjsim.core.durable.files import check_writable
 from adjsim.core.durable.ranks import RankError, Ranks
@@ -76,9 +76,7 @@ def _comparing(context: typer.Context, given: CompareParameters, names: list[str
         raise ValueError(f"unknown dynamics '{model}'; choose one of {', '.join(SCHEMES)}.")
     refuse_misplaced(context, model)
     job = _job_of(given, system, model)
-    name = given.observable
-    record = {**settings_of(job), "observable": name}
-    brief = model == "overdamped"
+    name, brief = given.observable, model == "overdamped"
     if names:
         if given.adjoint:
             raise ValueError(
@@ -89,16 +87,14 @@ def _comparing(context: typer.Context, given: CompareParameters, names: list[str
         # table shows one set of parameters.
         job.freeze_bath()
         horizon = "400" if given.structure_file else "0.4" if brief else "10"
-        methods, sweep = (
-            job.estimators(names, name, given.compile_runs),
-            _sweep(given, job, horizon, 64),
-        )
-        return Comparing(job, job.question(name), methods, sweep, record)
+        methods = job.estimators(names, name, given.compile_runs)
+        sweep = _sweep(given, job, horizon, 64)
+        return Comparing(job, job.question(name), methods, sweep)
     horizons = "5,10,20,40" if given.exact else "0.1,0.2,0.4,0.8" if brief else "1,2,4"
     adjoints = adjoints_of(given.adjoint, model, given.exact)
     methods = job.adjoints(adjoints, name, given.compile_runs)
     sweep = _sweep(given, job, "200,400,800" if given.structure_file else horizons, 1)
-    return Comparing(job, job.final(name), methods, sweep, record, next(iter(adjoints)))
+    return Comparing(job, job.final(name), methods, sweep, next(iter(adjoints)))
 
 
 def _job_of(given: CompareParameters, system: System, model: str) -> Job:

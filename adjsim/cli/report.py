@@ -23,16 +23,13 @@ from adjsim.estimators.figures import plot_sweep
 class Comparing:
     """The settings of a comparison on the command line.
 
-    Attributes:
-        record: the settings, for the JSON file.
-        reference: the adjoint with which the others are compared; None: estimators are compared.
+    ``reference`` is the adjoint with which the others are compared, None: estimators are compared.
     """
 
     job: Job
     question: Question
     methods: list[Method]
     sweep: Sweep
-    record: dict[str, Any]
     reference: str | None = None
 
 
@@ -53,8 +50,8 @@ def report_comparison(found: Comparing, results: dict[float, Comparison], output
     label = f"horizon / {time}" if sweep.axis == "horizon" else sweep.axis
     base = "eV, angstrom, amu" if time == "fs" else "reduced units"
     units = f"{question.unit}, {base}" if question.unit else base
-    figure = plot_sweep(results, label, units)
-    write_files(output / "compare", figure, {**found.record, "runs": runs})
+    record = {**settings_of(job), "observable": question.title, "runs": runs}
+    write_files(output / "compare", plot_sweep(results, label, units), record)
     return True
 
 

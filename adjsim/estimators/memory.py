@@ -31,13 +31,6 @@ def _trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _reset_peak() -> None:
-    """Set the peak of the resident set to its present size, where the system allows it."""
-    # Without it the growth above an earlier peak is measured.
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
 def _peak() -> int:
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.exists() else None
@@ -59,7 +52,9 @@ class PeakMemory:
             self._base = torch.cuda.memory_allocated(self.device)
             return self
         _trim()
-        _reset_peak()
+        # Resets the peak. Where the system refuses, the growth above an earlier peak is measured.
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
         self._base = _peak()
         return self
 

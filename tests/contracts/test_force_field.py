@@ -49,6 +49,7 @@ def test_switch():
         adjsim.LennardJones(cutoff=1.9, truncation=SwitchedDistance(2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [None, 1.4])
 def test_dispersion_of_one_species(start):
     """For one species the mean over pairs is that of tail_corrections, found by quadrature."""

@@ -133,7 +133,9 @@ def test_a_parametrisation_is_read_by_all_parts(kind, adjoint):
 
 
 @pytest.mark.parametrize("adjoint", ADJOINTS, ids=NAMES)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
 def test_a_run_keeps_what_it_has_read(adjoint, compiled):
     """Whatever is done to the module between the run and its backward pass."""
 

@@ -43,7 +43,9 @@ def gradients(solver, named, batch, adjoint, compile):
 @pytest.mark.parametrize(
     ("batch", "named"), slow_but(lambda batch, named: named, [((), False), ((2, 3), True)])
 )
-@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+@pytest.mark.parametrize(
+    "solver", [pytest.param(SOLVERS[0], marks=pytest.mark.slow), SOLVERS[1]], ids=repr
+)
 def test_gradients(solver, batch, named):
     expected, _ = gradients(solver, named, batch, DirectAdjoint(), False)
     for adjoint in (DirectAdjoint(), CheckpointAdjoint()):
@@ -283,7 +285,9 @@ def test_negative_eigenvalues(rows, dtype):
         assert in_a_loop(turn, wanted)[0]
 
 
-@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+@pytest.mark.parametrize(
+    "solver", [pytest.param(SOLVERS[0], marks=pytest.mark.slow), SOLVERS[1]], ids=repr
+)
 def test_what_is_refused(solver):
     for rates in map(torch.tensor, ([50.0], [50.0, 50.0], [50.0, 60.0, -1.0])):
         ode = ODE(lambda t, y, c=rates: c * y**3)

@@ -29,7 +29,7 @@ def hill(steps, compile=False, record=None, frames=1):
     )
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_growth_is_that_of_the_map(compile):
     """For the final state, for frames, for a record and for a time average."""
     made = hill(20, compile=compile)

@@ -214,7 +214,10 @@ def test_decay_comes_back_bit_for_bit():
     assert float(run.final.y.detach().abs()) < 1e-9
 
 
-@pytest.mark.parametrize("steps", [300, pytest.param(5000, marks=pytest.mark.marathon)])
+@pytest.mark.parametrize(
+    "steps",
+    [pytest.param(300, marks=pytest.mark.slow), pytest.param(5000, marks=pytest.mark.marathon)],
+)
 @chaotic
 def test_exact_equals_direct_at_long_horizons(steps):
     """The gradient of Lorenz grows as exp(0.9 t), over a time of 1.5 and 25."""
@@ -226,6 +229,7 @@ def test_exact_equals_direct_at_long_horizons(steps):
     agree(grads, direct, 1e-12)
 
 
+@pytest.mark.slow
 def test_float_reversal_stores_checkpoints_by_the_rate():
     """Undone steps amplify rounding by exp(22 t), so a third of the digits lasts 70 steps."""
     y = torch.tensor([1.0, 2.0, 20.0], dtype=torch.float64, requires_grad=True)

@@ -101,6 +101,7 @@ def mark(potential, adjoint):
     return [] if potential == "own" else [pytest.mark.slow]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("potential", "adjoint"),
     [pytest.param(p, a, marks=mark(p, a), id=f"{p}-{a}") for p in POTENTIALS for a in ADJOINTS],
@@ -131,6 +132,7 @@ def backward_of_saves(solver, adjoint, every):
     return prepare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "adjoint",
     [

@@ -158,7 +158,8 @@ def impact(adjoint, *, compile=False):
     return dict(enumerate(torch.autograd.grad(loss, numbers))), made
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", [False, True])
 def test_checkpoints_follow_the_load(compile):
     """With the distance that the weight alone allows, the impact would lose the trajectory."""
     checkpoint, _ = impact(CheckpointAdjoint())

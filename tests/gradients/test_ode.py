@@ -116,7 +116,7 @@ def marked(methods):
     )
 
 
-@pytest.mark.parametrize("method", marked(ADAPTIVE + ONE_STEP + MULTISTEP))
+@pytest.mark.parametrize("method", slow_but(lambda m: m == "rk4", ADAPTIVE + ONE_STEP + MULTISTEP))
 def test_direct_against_central_differences(method):
     grads = gradients(method, DirectAdjoint())
     # Steps of fixed size are smooth functions of the inputs (implicit_adams to its corrector's

@@ -180,7 +180,7 @@ class Activated(nn.Module):
         return self.last(y)
 
 
-@pytest.mark.parametrize("batch", [(2,), (1,)])
+@pytest.mark.parametrize("batch", [(2,), pytest.param((1,), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
 def test_views_of_saved_tensors(first, batch):
     """A value that is saved as it is and as a view has two rows."""

@@ -94,7 +94,9 @@ PAIRS = [
     pytest.param(
         method,
         adjoint,
-        marks=[] if method in ("RK45", "Radau") else [pytest.mark.slow],
+        marks=[]
+        if method == "RK45" or (method, adjoint) == ("Radau", ADJOINTS[0])
+        else [pytest.mark.slow],
     )
     for method in METHODS
     for adjoint in ADJOINTS

@@ -26,7 +26,7 @@ from adjsim import (
 )
 from adjsim.adjoints.loops.runner import cache
 from adjsim.cli.app import app
-from tests.problems import parameter
+from tests.problems import parameter, slow_but
 
 
 def double_well():
@@ -85,10 +85,10 @@ BOXES = {
 }
 
 
-@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
+@pytest.mark.parametrize("box", slow_but(lambda name: name == "tilted", BOXES))
 def test_the_score_function_of_pairs_in_a_box(box):
     """The checks of a box read its numbers, which a step that is traced does not have."""
-    potential, dynamics, corners = boxed_pairs(box)
+    potential, dynamics, corners = boxed_pairs(BOXES[box])
     simulation = Simulation(
         dynamics,
         lambda n, g: dynamics.init(corners.expand(n, 8, 3), generator=g),
@@ -114,9 +114,9 @@ def test_the_score_function_of_pairs_in_a_box(box):
 named: adjsim.LennardJones
 
 
-@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
+@pytest.mark.parametrize("box", slow_but(lambda name: name == "rectangular", BOXES))
 def test_a_record_that_names_a_potential_in_a_box_as_a_global_variable(box, monkeypatch):
-    potential, dynamics, corners = boxed_pairs(box)
+    potential, dynamics, corners = boxed_pairs(BOXES[box])
     monkeypatch.setitem(globals(), "named", potential)
     start = dynamics.init(corners, generator=0)
 

@@ -137,6 +137,7 @@ def test_a_chain_between_two_fixed_atoms(fixed):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_fixed_atoms_of_a_cluster_against_differences():
     """Boundary values of a batch of two, in a random direction."""
     potential, q = adjsim.LennardJones(parameter(1.0), parameter(1.1)), cluster().position * 1.1
@@ -178,7 +179,7 @@ class Hung(nn.Module):
         return self.body(position) + self.weight * position[..., -1].sum(-1)
 
 
-@pytest.mark.parametrize("clamped", [True, False])
+@pytest.mark.parametrize("clamped", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_factorised_network_equals_the_diagonalised_one(clamped, monkeypatch):
     """Under a weight, or free, and then with springs that are under stress at the minimum."""
     q, body = network((14, 2), parameter(100.0), misfit=0.0 if clamped else 0.01)

@@ -49,6 +49,7 @@ def scored(estimator, seed, store=None):
     return bits(found)
 
 
+@pytest.mark.slow
 def test_a_score_does_not_depend_on_which_chunk_comes_first(tmp_path):
     expected, used = scored(adjsim.ScoreFunction(), 1), adjsim.ScoreFunction()
     assert scored(used, 2) != expected
@@ -297,7 +298,7 @@ def hanging(how):
     return adjsim.Pathwise()(simulation(), adjsim.Final(observe), replicas=4, chunks=4, generator=1)
 
 
-@pytest.mark.parametrize("how", ["hang", "kill"])
+@pytest.mark.parametrize("how", [pytest.param("hang", marks=pytest.mark.slow), "kill"])
 def test_a_rank_that_hangs_or_ends_is_named(how):
     # The end of a process is seen at once, a long time before the timeout of the group.
     begun = time.perf_counter()
@@ -332,7 +333,7 @@ def leaving(rank_that_leaves):
     return adjsim.Pathwise()(simulation(), adjsim.Final(square), replicas=4, chunks=4, generator=1)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_leaves_early_is_named(rank):
     found = on_ranks(3, leaving, rank, seconds=1800.0)
     assert found[rank] == "left"

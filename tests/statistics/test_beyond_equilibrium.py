@@ -47,7 +47,7 @@ from adjsim import (
     Simulation,
     TimeAverage,
 )
-from tests.problems import parameter, slow_but
+from tests.problems import parameter
 
 KT, DT, START, EDGE = 0.5, 0.02, -1.0, 2.6
 WIDTH, LIFETIME = 0.1, 0.2
@@ -479,7 +479,8 @@ def test_control_pathwise_is_the_difference_quotient(case):
         torch.testing.assert_close(one.grad[name], two.grad[name], rtol=0, atol=1e-7 * largest)
 
 
-@pytest.mark.parametrize("case", slow_but(lambda case: case == "OBABO", CONTROLLED))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CONTROLLED)
 def test_control_girsanov_agrees_with_pathwise(case):
     """Steps that are long against the clock of the control, so that a force taken a step early or
     late would be seen.

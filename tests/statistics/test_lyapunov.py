@@ -223,6 +223,7 @@ def test_langevin_oscillator_has_the_eigenvalues_of_its_step():
     assert torch.allclose(spectrum.exponents, torch.full((3, 2), -0.5), rtol=0, atol=1.0 / 40)
 
 
+@pytest.mark.slow
 def test_covariant_vectors_are_mapped_to_each_other_and_hold_the_flow():
     """The Jacobian of a run maps each vector to a multiple of itself later, and the neutral vector
     is the right-hand side, which the flow carries along itself.

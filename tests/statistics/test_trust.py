@@ -198,6 +198,7 @@ def test_terms_of_a_bath_that_is_not_read_are_left_out():
     assert included > 1.15 * left_out
 
 
+@pytest.mark.slow
 def test_a_bath_that_is_read_at_the_ends_alone_is_found():
     """The observable reads the memory beyond 5 only, where no run starts but every run goes."""
     dynamics = adjsim.GeneralizedLangevin(
