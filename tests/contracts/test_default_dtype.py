@@ -223,8 +223,13 @@ def test_a_control_acts_for_the_whole_step(under_both):
     under_both(computed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["esh", pytest.param("rayleigh", marks=pytest.mark.marathon)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("esh", marks=pytest.mark.slow),
+        pytest.param("rayleigh", marks=pytest.mark.marathon),
+    ],
+)
 def test_compiled_steps(name, under_both):
     def computed() -> list[Tensor]:
         if name == "esh":

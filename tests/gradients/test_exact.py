@@ -156,7 +156,7 @@ def test_a_system_does_not_depend_on_its_batch(name, scheme):
 
 
 @pytest.mark.parametrize(
-    "name", ["langevin", pytest.param("generalised-2", marks=pytest.mark.slow)]
+    "name", ["langevin", pytest.param("generalised-2", marks=pytest.mark.marathon)]
 )
 def test_spilled_words_come_back(name):
     """Friction fills the buffers many times over, in a batch, with saves between the spills."""
@@ -295,11 +295,10 @@ def test_twenty_thousand_chaotic_steps():
         assert float((mine - direct).norm()) <= 1e-9 * float(direct.norm())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "make"),
     [
-        (
+        pytest.param(
             "BAOAB",
             lambda: adjsim.Langevin(
                 adjsim.DoubleWell(parameter(0.7)),
@@ -307,6 +306,7 @@ def test_twenty_thousand_chaotic_steps():
                 parameter(0.6),
                 parameter(20.0),
             ),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "BAGAB",
@@ -317,7 +317,7 @@ def test_twenty_thousand_chaotic_steps():
                 vector(5.0, 20.0),
                 vector(20.0, 80.0),
             ),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.marathon,
         ),
     ],
 )

@@ -74,7 +74,7 @@ STRONG = {
         pytest.param("langevin", "OBABO", marks=pytest.mark.slow),
         pytest.param("langevin", "ABOBA", marks=pytest.mark.slow),
         pytest.param("langevin-atoms", "BAOAB", marks=pytest.mark.slow),
-        pytest.param("generalised", "BAGAB", marks=pytest.mark.slow),
+        pytest.param("generalised", "BAGAB", marks=pytest.mark.marathon),
     ],
 )
 def test_exact_up_to_friction_times_time_of_a_hundred(name, scheme):

@@ -98,10 +98,9 @@ def mark(potential, adjoint):
     """The swept adjoints keep no graph: they are slower, and would show it last."""
     if adjoint != "direct":
         return [pytest.mark.marathon]
-    return [] if potential == "own" else [pytest.mark.slow]
+    return [pytest.mark.slow]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("potential", "adjoint"),
     [pytest.param(p, a, marks=mark(p, a), id=f"{p}-{a}") for p in POTENTIALS for a in ADJOINTS],

@@ -35,7 +35,11 @@ CASES = [
 
 
 def is_marathon(name, implicit):
-    return (name, implicit) in [("friction-moving", ImplicitMidpoint), ("friction-vertices", None)]
+    return (name, implicit) in [
+        ("friction-moving", ImplicitMidpoint),
+        ("friction-vertices", None),
+        ("prescribed", BackwardEuler),
+    ]
 
 
 def is_short(name, implicit):
@@ -178,7 +182,7 @@ def test_checkpoints_follow_the_load(compile):
 COMPILED = slow_but(
     lambda name: False,
     ["friction", "friction-moving", "viscous", "rayleigh", "prescribed"],
-    marathon=lambda name: name == "rayleigh",
+    marathon=lambda name: name in ("rayleigh", "friction-moving"),
 )
 
 

@@ -107,16 +107,16 @@ def test_every_method_of_torchdiffeq_is_there():
     assert set(ADAPTIVE + ONE_STEP + MULTISTEP + SCIPY) == set(SOLVERS)
 
 
-def marked(methods):
+def marked(methods, short=("dopri5", "rk4", "scipy_solver")):
     """By default one adaptive method, one of fixed steps and SciPy's."""
     return slow_but(
-        lambda m: m in ("dopri5", "rk4", "scipy_solver"),
+        lambda m: m in short,
         methods,
         marathon=lambda m: m in ("adaptive_heun", "bosh3", "fixed_adams", "implicit_adams"),
     )
 
 
-@pytest.mark.parametrize("method", slow_but(lambda m: m == "rk4", ADAPTIVE + ONE_STEP + MULTISTEP))
+@pytest.mark.parametrize("method", marked(ADAPTIVE + ONE_STEP + MULTISTEP, ["rk4"]))
 def test_direct_against_central_differences(method):
     grads = gradients(method, DirectAdjoint())
     # Steps of fixed size are smooth functions of the inputs (implicit_adams to its corrector's
@@ -153,6 +153,8 @@ def test_direct_against_central_differences(method):
             ("chain-3", "saves"),
             ("esh", "average"),
         ],
+        # Saves have the end among them, and a record is read at saves.
+        marathon=lambda dynamics, kind: kind in ("final", "record"),
     ),
 )
 def test_continuous_adjoint_approaches_the_solver_as_tolerances_tighten(dynamics, kind):

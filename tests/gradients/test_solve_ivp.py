@@ -165,8 +165,10 @@ DEFAULT = {
             )
             for output in OUTPUTS
         ],
+        # RK23 takes many steps; what it has of its own is its interpolant.
         marathon=lambda method, adjoint, output: (
-            adjoint != "interpolate" and output not in ("dense", "reset")
+            (adjoint != "interpolate" and output not in ("dense", "reset"))
+            or (method == "RK23" and output != "dense")
         ),
     ),
 )
@@ -325,6 +327,7 @@ def of_van_der_pol(method, rtol, adjoint="interpolate", end=10.0):
                 )
                 if (method, row[0]) != ("RK23", 1e-9)
             ],
+            marathon=lambda method, *_: method == "RK23",
         ),
         # A method of third order needs 10 s.
         pytest.param("RK23", 1e-9, 1e-7, "interpolate", marks=pytest.mark.marathon),
@@ -368,6 +371,7 @@ BALLS = {
     slow_but(
         lambda ball, method: ball == "quadratic" and method != "RK23",
         itertools.product(BALLS, METHODS),
+        marathon=lambda ball, method: method == "RK23",
     ),
 )
 def test_balls_with_drag(ball, method):

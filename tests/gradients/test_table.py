@@ -176,10 +176,12 @@ def direct_of_a_longer_run():
 
 @pytest.mark.parametrize(
     "adjoint",
-    [pytest.param(CheckpointAdjoint(), marks=pytest.mark.marathon), ReversibleAdjoint()],
+    [
+        pytest.param(CheckpointAdjoint(), marks=pytest.mark.marathon),
+        pytest.param(ReversibleAdjoint(), marks=pytest.mark.slow),
+    ],
     ids=repr,
 )
-@pytest.mark.slow
 def test_longer_runs_agree_to_their_reach(adjoint):
     """400 steps of four atoms bound in a chain's bath."""
     for mine, theirs in zip(of_a_longer_run(adjoint), direct_of_a_longer_run(), strict=True):

@@ -625,17 +625,17 @@ def test_command_line_refuses_stationary_estimators_of_a_displacement(command, t
 def test_command_line_sweeps_over_replicas(command, tmp_path):
     """Errors fall with the replicas, and the gradients agree within them."""
     done = command(
-        "--estimators", "pathwise,score-function", "--replicas", "16,256", "--horizon", "0.5"
+        "--estimators", "pathwise,score-function", "--replicas", "16,128", "--horizon", "0.1"
     )
     assert done.exit_code == 0, done.output
     runs = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())["runs"]
-    assert [run["replicas"] for run in runs] == [16, 256]
+    assert [run["replicas"] for run in runs] == [16, 128]
     few, many = ({row["method"]: row for row in run["methods"]} for run in runs)
     for method, row in many.items():
         for name, error in row["grad_stderr"].items():
             before = few[method]["grad_stderr"][name]
-            # A quarter, and the scatter of an error bar of 16 replicas.
-            assert error < 0.5 * before
+            # The root of an eighth, and the scatter of an error bar of 16 replicas.
+            assert error < 0.6 * before
             assert abs(row["grad"][name] - few[method]["grad"][name]) < 5 * (error + before)
 
 

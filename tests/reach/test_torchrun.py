@@ -87,7 +87,7 @@ def test_a_script_needs_no_line_for_torchrun(tmp_path):
     assert shared == [sum(alone) // 2] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_torchrun_starts_a_rank_again(tmp_path):
     """Rank 1 is killed after its first chunk; what was finished before is not computed again."""
     alone, (expected,) = launched(tmp_path, 1)

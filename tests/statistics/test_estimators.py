@@ -108,7 +108,9 @@ def test_path_gradient(estimator):
 @pytest.mark.parametrize(
     "estimator",
     slow_but(
-        lambda e: isinstance(e, Pathwise), [Pathwise(), FiniteDifference(), ForwardSensitivity()]
+        lambda e: isinstance(e, Pathwise),
+        [Pathwise(), FiniteDifference(), ForwardSensitivity()],
+        marathon=lambda e: isinstance(e, ForwardSensitivity),
     ),
     ids=repr,
 )
@@ -172,7 +174,11 @@ class Tilted(nn.Module):
 
 @pytest.mark.parametrize(
     "estimator",
-    slow_but(lambda e: isinstance(e, Pathwise), [Girsanov(), Pathwise(), ForwardSensitivity()]),
+    slow_but(
+        lambda e: isinstance(e, Pathwise),
+        [Girsanov(), Pathwise(), ForwardSensitivity()],
+        marathon=lambda e: isinstance(e, ForwardSensitivity),
+    ),
     ids=repr,
 )
 def test_the_observable_may_depend_on_the_parameters_along_a_path(estimator):
@@ -284,7 +290,7 @@ def test_muller_brown_occupation():
 
 
 @pytest.mark.parametrize(
-    "make", [pytest.param(STATIONARY[0], marks=pytest.mark.slow), STATIONARY[1]],
+    "make", [pytest.param(STATIONARY[0], marks=pytest.mark.marathon), STATIONARY[1]],
     ids=["score", "reweighting"],
 )  # fmt: skip
 def test_the_observable_may_depend_on_the_parameters_at_equilibrium(make):

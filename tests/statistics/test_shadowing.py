@@ -217,7 +217,7 @@ def test_a_limit_cycle_has_the_derivative_of_its_period_average():
     assert float(found.grad["fun.mu"]) == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_intervals_cover_on_a_hyperbolic_map():
     """The cat map in coordinates that s bends: x' = h(A h^-1(x)), h(x) = x + s sin(2 pi x)/2 pi.
 
