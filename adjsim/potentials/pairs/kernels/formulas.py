@@ -128,7 +128,7 @@ def printed(graph: GraphModule, dtype: torch.dtype, chosen: Sequence[int] | None
     texts: dict[Node, str] = {}
     constants: set[Node] = set()
     inputs = chain(["s"], (f"operands[{k}]" for k in count()))
-    (outputs,) = graph.graph.output_node().args
+    outputs: Any = graph.graph.output_node().args[0]
     results = outputs if chosen is None else [outputs[i] for i in chosen]
     needed = _needed(results)
     for node in graph.graph.nodes:
