@@ -454,7 +454,7 @@ print(run.stats["compiled_forward"])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_another_process_remembers_a_loop_and_not_another_one(tmp_path):
     """A number that is in the body of a loop alone decides; that the gradients are right is checked
     in the process.

@@ -254,7 +254,7 @@ def test_differences_reach_what_an_observable_reads_without_a_graph():
         torch.testing.assert_close(other, found[0], rtol=1e-12, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_the_score_keeps_its_digits_beside_an_offset():
     dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)), kT=1.0)
 

@@ -162,8 +162,10 @@ def impact(adjoint, *, compile=False):
     return dict(enumerate(torch.autograd.grad(loss, numbers))), made
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    "compile",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.marathon)],
+)
 def test_checkpoints_follow_the_load(compile):
     """With the distance that the weight alone allows, the impact would lose the trajectory."""
     checkpoint, _ = impact(CheckpointAdjoint())

@@ -251,7 +251,7 @@ def test_the_continuous_adjoint_is_refused_beyond_its_reach():
     adjsim.simulate(weak, start, [0.0, 2.0], **options)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_saving_more_often_keeps_the_gradient():
     """What the refusal advises is true: at friction T = 16 with 16 save times the gradient is that
     of direct.

@@ -403,7 +403,7 @@ def test_linear_drag_in_closed_form(method):
         assert abs(float(x.grad - y.grad)) < 1e-7
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_backward_tolerances_are_their_own():
     """A tenth of the forward ones by default; looser, the gradient is worse though the solution is
     the same.

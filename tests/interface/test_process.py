@@ -192,7 +192,7 @@ def test_memory_of_a_method_is_its_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.marathon),
         pytest.param(signal.SIGKILL, marks=pytest.mark.marathon),
     ],
 )

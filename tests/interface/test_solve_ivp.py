@@ -119,7 +119,7 @@ def test_values_are_scipys_to_the_last_bit(method, adjoint, kind, span):
     slow_but(
         lambda method, jac: method in ("RK45", "LSODA") and jac is None,
         [(m, jac) for m in METHODS for jac in (None, "autodiff") if not jac or m in IMPLICIT],
-        marathon=lambda method, jac: jac is not None,
+        marathon=lambda method, jac: jac is not None or method == "Radau",
     ),
 )
 def test_checkpoints_repeat_the_very_steps(method, jac, monkeypatch):

@@ -73,7 +73,7 @@ def test_pathwise_by_reversal_is_flat_in_the_steps():
     assert growth("pathwise", 500, 2048) - growth("pathwise", 100, 2048) < 6 * MB
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_solve_ivp_by_checkpoints_is_flat():
     """Over three thousand steps, whose interpolants take four megabytes. At most 64 of them are
     held, and 128 states: with them 0.7 MB were measured.

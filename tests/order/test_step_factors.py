@@ -122,8 +122,13 @@ def test_a_matrix_that_is_not_positive_is_refused(monkeypatch):
     assert bool(refused.all())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("solver", [adjsim.BackwardEuler, adjsim.ImplicitMidpoint])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        pytest.param(adjsim.BackwardEuler, marks=pytest.mark.marathon),
+        pytest.param(adjsim.ImplicitMidpoint, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_of_steps_with_factors(solver, monkeypatch):
     """The end and the derivative of a run are those of runs without factors."""
     products = counting(monkeypatch)

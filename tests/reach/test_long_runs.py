@@ -287,7 +287,7 @@ def killed_once(generator, phase, kind, steps, folder, seconds):
 @pytest.mark.parametrize(
     ("kind", "kills"),
     [
-        pytest.param("exact", 1, marks=pytest.mark.slow),
+        pytest.param("exact", 1, marks=pytest.mark.marathon),
         *(
             pytest.param(kind, 50, marks=pytest.mark.marathon)
             for kind in ("exact", "exact average", "compiled exact", "compiled reset average")

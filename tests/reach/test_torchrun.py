@@ -78,7 +78,7 @@ def launched(folder, size, *arguments, options=()):
     return evaluations, [(folder / f"rank-{rank}").read_bytes() for rank in range(size)]
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_a_script_needs_no_line_for_torchrun(tmp_path):
     alone, (expected,) = launched(tmp_path, 1)
     shared, found = launched(tmp_path, 2)

@@ -390,7 +390,7 @@ def test_girsanov_wears_out_with_time():
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("path", marks=pytest.mark.slow),
+        pytest.param("path", marks=pytest.mark.marathon),
         pytest.param("girsanov", marks=pytest.mark.marathon),
         pytest.param("stationary", marks=pytest.mark.marathon),
     ],
