@@ -3,9 +3,10 @@
 Tensors registered on modules are inputs of compiled code. Everything else that a potential or a
 record reads is baked into the code, and so is part of the key: numbers, strings, arrays, activation
 functions, data classes, attributes of classes, closures, globals, and modules that a function
-imports or names in a string. An object that cannot be inspected is compared by its identity. A
-change inside such an object, and a value that is read in another way, are found by a comparison of
-a compiled loop with steps without compilation (:mod:`adjsim.adjoints.loops.loop`).
+imports or names in a string. Modules are numbered, so dynamics of the same structure have the same
+key. An object that cannot be inspected is compared by its identity. A change inside such an object,
+and a value that is read in another way, are found by a comparison of a compiled loop with steps
+without compilation (:mod:`adjsim.adjoints.loops.loop`).
 """
 
 from __future__ import annotations
@@ -112,13 +113,14 @@ class _KeyBuilder:
     """Builds one key from objects that may refer to each other.
 
     Attributes:
-        known: identities of modules that are inspected separately.
+        numbers: the numbers of modules, by identity. Those of the dynamics are inspected
+            separately.
         ignored: tells of the name of a Python module whether its data are left out.
         seen: the objects inspected so far, with their numbers, by identity. The references to them
             prevent reuse of their identities.
     """
 
-    known: set[int]
+    numbers: dict[int, int]
     ignored: Callable[[str], bool]
     seen: dict[int, tuple[int, Any]] = field(default_factory=dict)
     opaque: list[str] = field(default_factory=list)
@@ -162,8 +164,8 @@ class _KeyBuilder:
             items = ((self.key(k, where), self.key(y, f"{where}[{k!r}]")) for k, y in x.items())
             return self._container(x, where, items)
         if isinstance(x, nn.Module):
-            if id(x) in self.known:
-                return Identity(source_of(x))
+            if id(x) in self.numbers:
+                return nn.Module, self.numbers[id(x)]
             # Tensors of a module outside of the dynamics are constants.
             tensors = [self.key(y, where) for y in (*x.parameters(), *x.buffers())]
             return tuple(map(self.module, x.modules())), *tensors
@@ -182,7 +184,7 @@ class _KeyBuilder:
         return self._class(type(x), where), *self._named(attributes, where)
 
     def module(self, x: nn.Module) -> Any:
-        """Build the key of one module of the dynamics."""
+        """Build the key of one module."""
         name = type(x).__name__
         # Hooks of weight_norm and spectral_norm compute an attribute anew before each evaluation.
         hooks = x._forward_pre_hooks.values()
@@ -195,11 +197,14 @@ class _KeyBuilder:
         }
         parts = x._modules.items()
         return (
-            Identity(source_of(x)),
+            self._number(x),
             self._class(type(x), name),
-            tuple((path, Identity(source_of(y))) for path, y in parts if y is not None),
+            tuple((path, self._number(y)) for path, y in parts if y is not None),
             *self._named(attributes, name),
         )
+
+    def _number(self, x: nn.Module) -> int:
+        return self.numbers.setdefault(id(x), 1 + max(self.numbers.values(), default=-1))
 
     def _named(self, values: Mapping[str, Any], where: str) -> list[Any]:
         return [(name, self.key(value, f"{where}.{name}")) for name, value in values.items()]
@@ -285,7 +290,8 @@ def cache_key(
     Data in Python modules of whose names ``ignored`` is true are left out too.
     """
     modules = list(module.modules())
-    builder = _KeyBuilder({id(x) for part in modules for x in (part, source_of(part))}, ignored)
+    numbers = {id(x): i for i, part in enumerate(modules) for x in (part, source_of(part))}
+    builder = _KeyBuilder(numbers, ignored)
     return CacheKey(
         torch.get_default_dtype(),
         autocast_state(),
@@ -297,7 +303,7 @@ def cache_key(
 
 def object_key(x: Any, where: str, ignored: Callable[[str], bool] = is_package) -> Any:
     """Build a key from everything that an object outside of the dynamics reads."""
-    builder = _KeyBuilder(set(), ignored)
+    builder = _KeyBuilder({}, ignored)
     key = builder.key(x, where)
     if builder.opaque:
         raise UninspectableError(builder.opaque[0])

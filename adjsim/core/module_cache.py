@@ -1,13 +1,12 @@
-"""Caches by module, and the check that a potential leaves its argument as it is."""
+"""A cache, and the check that a potential leaves its argument as it is."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from threading import Lock
-from typing import Generic, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,37 +22,39 @@ class _Used(Generic[V]):
     last_use: int
 
 
-class ModuleCache(Generic[V]):
-    """A thread-safe cache by module and key of the most recently used values of each module."""
+class RecentCache(Generic[V]):
+    """A thread-safe cache of the most recently used values."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._values: WeakKeyDictionary[nn.Module, dict[Hashable, _Used[V]]] = WeakKeyDictionary()
+        self._values: dict[Hashable, _Used[V]] = {}
         self._uses = itertools.count()
         self._lock = Lock()
 
-    def get(self, module: nn.Module, key: Hashable) -> V | None:
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable) -> V | None:
         """Return the value, or None."""
         with self._lock:
             # One look-up, since a long key takes long to hash and to compare.
-            found = self._values.get(module, {}).get(key)
+            found = self._values.get(key)
             if found is None:
                 return None
             found.last_use = next(self._uses)
             return found.value
 
-    def put(self, module: nn.Module, key: Hashable, value: V) -> None:
+    def put(self, key: Hashable, value: V) -> None:
         """Store a value, and remove the least recently used one if there are too many."""
         with self._lock:
-            known = self._values.setdefault(module, {})
-            known[key] = _Used(value, next(self._uses))
-            while len(known) > self.capacity:
-                del known[min(known, key=lambda key: known[key].last_use)]
+            self._values[key] = _Used(value, next(self._uses))
+            while len(self._values) > self.capacity:
+                del self._values[min(self._values, key=lambda key: self._values[key].last_use)]
 
-    def drop(self, module: nn.Module) -> list[V]:
-        """Remove all values of a module, and return them."""
+    def drop(self, chosen: Callable[[Any], bool]) -> list[V]:
+        """Remove the values whose keys are chosen, and return them."""
         with self._lock:
-            return [used.value for used in self._values.pop(module, {}).values()]
+            return [self._values.pop(key).value for key in list(self._values) if chosen(key)]
 
 
 def version_of(x: Tensor) -> int:

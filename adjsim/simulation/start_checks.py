@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.cache_key import cache_key
-from adjsim.core.module_cache import ModuleCache, version_of
+from adjsim.core.module_cache import RecentCache, version_of
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.reading import Reading
 from adjsim.core.state import State, detached, in_transform
@@ -27,8 +27,8 @@ from adjsim.solvers.run import bound_record
 
 # The state of the generators, and the identity and the version of each tensor of a module.
 _Snapshot = tuple[bytes, dict[str, tuple[int, int]]]
-# The forms that have been checked, of each dynamics.
-_checked: ModuleCache[bool] = ModuleCache(32)
+# The forms that have been checked.
+_checked: RecentCache[bool] = RecentCache(256)
 # A reading, its values, the dynamics that holds them, and the key of what a compiled run reads, or
 # None.
 Checked: TypeAlias = tuple[Reading[Dynamics[State]], tuple[Tensor, ...], Dynamics[State], Any]
@@ -76,7 +76,7 @@ def _read(
     # Everything but numbers that the rates depend on. Numbers may make the rates infinite, which
     # ends the run, and is checked then.
     form = key, t, type(state), shapes, reading.slots, reading.wanted, graph
-    if key is not None and _checked.get(reading.source, form):
+    if key is not None and _checked.get(form):
         return reading, tensors, read, key
     before = random_state(device)
     rates = read.check_rates(t, start)
@@ -104,7 +104,7 @@ def _read(
         for what, value in values.items():
             refuse_unknown(value, read, known, what)
     if key is not None:
-        _checked.put(reading.source, form, True)
+        _checked.put(form, True)
     return reading, tensors, read, key
 
 

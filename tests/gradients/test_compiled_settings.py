@@ -174,10 +174,10 @@ def test_an_average_made_anew_compiles_nothing():
     """Forward and backward, and the loops that are kept do not grow in number."""
     dynamics, weight = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3))), torch.tensor([1.0, 0.5])
     close(end(dynamics, True, averaged(2, weight)), end(dynamics, False, averaged(2, weight)))
-    kept = len(cache._values[dynamics])
+    kept = len(cache)
     for _ in range(3):
         end(dynamics, True, averaged(2, weight))
-    assert len(cache._values[dynamics]) == kept
+    assert len(cache) == kept
 
 
 def test_a_captured_tensor_that_changes_is_read_anew():

@@ -261,5 +261,5 @@ def test_an_estimator_made_anew_with_other_starts_compiles_nothing(make, offset)
     for seed in range(6):
         observable = TimeAverage(lambda s: offset + s.position[:, 0, 0] ** 2)
         make()(simulation, observable, replicas=64, chunks=2, generator=seed)
-        kept.append(len(cache._values[dynamics]))
+        kept.append(len(cache))
     assert kept[-1] - kept[0] <= (1 if offset else 0)

@@ -27,7 +27,7 @@ from adjsim.adjoints.sweep.recorder import Recorder
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.cache_key import CacheKey, UninspectableError, cache_key, object_key
 from adjsim.core.layout import VECTOR, packed, unpacked
-from adjsim.core.module_cache import ModuleCache
+from adjsim.core.module_cache import RecentCache
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import TimeAverage, sum_dtype
@@ -45,8 +45,8 @@ STATES_PER_LOOP = 2**19
 FINITE_EVERY = 1024
 
 
-# Compiled loops by dynamics and key, up to this number for one dynamics.
-cache: ModuleCache[Loop] = ModuleCache(32)
+# Compiled loops by their keys, which begin with that of what their step reads.
+cache: RecentCache[Loop] = RecentCache(256)
 
 
 class LoopRunner:
@@ -287,7 +287,7 @@ class LoopRunner:
 
     def _look_up(self, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
         key = self._key(kind, constants, carry)
-        loop = cache.get(self.reading.source, key)
+        loop = cache.get(key)
         for constant in loop.constants if loop is not None else ():
             constant.check()
         if loop is None or any(constant.changed() for constant in loop.constants):
@@ -298,7 +298,7 @@ class LoopRunner:
                     "the backward pass had not been compiled yet. Call backward before the change."
                 )
             loop = self._compile(kind, constants, carry)
-            cache.put(self.reading.source, key, loop)
+            cache.put(key, loop)
             # It needs no check in the run that compiles it.
             self.used.add(loop)
         return loop
@@ -309,8 +309,8 @@ class LoopRunner:
         # Several parts of constants and carry may be empty.
         sizes = tuple(len(x) for x in (*constants, *carry) if not isinstance(x, Tensor))
         wanted = (self.reading.wanted, tuple(self.wanted)) if kind.differentiates else ()
-        fixed = (self.state_class, self.solver_key, self.reading.slots, self.cache_key)
-        return (kind, *fixed, shapes, sizes, wanted, torch.get_num_threads())
+        fixed = (self.cache_key, kind, self.state_class, self.solver_key, self.reading.slots)
+        return (*fixed, shapes, sizes, wanted, torch.get_num_threads())
 
     def _check(self, loop: Loop, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
         """Check a loop that an earlier run has compiled, and return it, or a new one."""
@@ -333,7 +333,7 @@ class LoopRunner:
         if check.agrees_with(again):
             check.learn(self.what)
             return loop
-        for old in cache.drop(self.reading.source):
+        for old in cache.drop(lambda key: key[0] == self.cache_key):
             old.stale = True
         if kind.backward or self.used:
             raise RuntimeError(
@@ -342,7 +342,7 @@ class LoopRunner:
                 "alone (a patched function, a computed name, a number inside an object that "
                 "cannot be inspected). Run it again, and call backward before the next change."
             )
-        cache.put(self.reading.source, self._key(kind, constants, carry), again)
+        cache.put(self._key(kind, constants, carry), again)
         LoopCheck(again, one, carry, uncompiled).learn(self.what)
         return again
 

@@ -126,22 +126,22 @@ def tensor_fingerprint(x: Tensor) -> str:
 
 
 def _digest(key: Any) -> str:
-    return hashlib.blake2b(repr(_plain(key, {})).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(repr(_plain(key)).encode(), digest_size=8).hexdigest()
 
 
-def _plain(key: Any, numbers: dict[int, int]) -> Any:
-    """Convert a key to nested tuples of strings; modules are numbered as they first appear."""
+def _plain(key: Any) -> Any:
+    """Convert a key to nested tuples of strings."""
     if isinstance(key, Identity):
         key = key.referent
         if not isinstance(key, type):
-            return "module", numbers.setdefault(id(key), len(numbers))
+            return "an object that cannot be inspected"
     if isinstance(key, tuple):
-        return tuple(_plain(part, numbers) for part in key)
+        return tuple(map(_plain, key))
     if isinstance(key, frozenset):
-        return sorted(repr(_plain(part, numbers)) for part in key)
+        return sorted(repr(_plain(part)) for part in key)
     if isinstance(key, CodeType):
         names = key.co_names, key.co_varnames, key.co_freevars, key.co_cellvars
-        return key.co_name, key.co_code, names, _plain(key.co_consts, numbers)
+        return key.co_name, key.co_code, names, _plain(key.co_consts)
     if callable(key):
         kind = type(key)
         return getattr(key, "__qualname__", None) or getattr(key, "__name__", kind.__qualname__)
