@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.cache_key import CacheKey, cache_key
-from adjsim.core.module_cache import version_of
 from adjsim.core.reading import Reading
+from adjsim.core.recent_cache import version_of
 
 
 class Unchanged:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from adjsim.core.arguments import refuse_uncalled
 from adjsim.core.box import as_box, refuse_other_boxes, share_box
 from adjsim.core.layout import materialise
-from adjsim.core.module_cache import refuse_written, version_of
 from adjsim.core.reading import read
+from adjsim.core.recent_cache import refuse_written, version_of
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.evaluated import FOLLOWING, Evaluated, terms_of

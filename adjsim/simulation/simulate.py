@@ -100,9 +100,10 @@ def simulate(
             kind compiles for a few seconds, or up to a minute where torch's Inductor has to compile
             it (``trajectory.stats["compiled_forward"]`` and ``["compile_seconds"]``), and the
             result is kept across processes. A different number of steps, seed, parameter value or
-            save time does not compile again. Anything else that a potential or a record reads
-            (numbers, arrays, functions, tensors that are not registered, globals) is baked in, and
-            a change of it compiles again. A change that no inspection finds, such as that of a
+            save time does not compile again, and neither does a dynamics made anew in the same way.
+            Anything else that a potential or a record reads (numbers, arrays, functions, tensors
+            that are not registered, globals, a class made anew) is baked in, and a change of it
+            compiles again. A change that no inspection finds, such as that of a
             patched function, is found by a comparison with one step without compilation: at the
             first call after the compilation, then so rarely that it takes at most a fortieth of the
             time of the loops, and at every call with an object that cannot be inspected. Gradients

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.cache_key import cache_key
-from adjsim.core.module_cache import RecentCache, version_of
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.reading import Reading
+from adjsim.core.recent_cache import RecentCache, version_of
 from adjsim.core.state import State, detached, in_transform
 from adjsim.core.trajectory import Record, TimeAverage
 from adjsim.dynamics.base import Dynamics

@@ -5,6 +5,7 @@ cotangents. Everything that may differ from run to run is an input
 (:class:`~adjsim.adjoints.loops.loop.LoopConstants`), so another number of steps, seed, parameter
 value or save time needs no new compilation. Another shape, dtype, scheme or record does. Anything
 else is baked in, and part of the key by which a loop is looked up (:mod:`adjsim.core.cache_key`).
+Modules are numbered in this key, so a dynamics that is made anew has the loops of the one before.
 
 A backward iteration begins in the middle of a step, with the last move of the position. It finishes
 the backward pass over one step and begins the pass over the step before. All moves that need the

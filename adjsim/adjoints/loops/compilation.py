@@ -29,7 +29,7 @@ from adjsim.compiler.invariants import hoist_invariants
 from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
 from adjsim.compiler.values import UnprintableError
 from adjsim.compiler.versions import untested_torch
-from adjsim.core.module_cache import version_of
+from adjsim.core.recent_cache import version_of
 from adjsim.potentials.pairs.kernels.printing import merge_pairs
 
 # Operations of a step above which a warning precedes a compilation by Inductor.

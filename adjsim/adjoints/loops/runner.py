@@ -27,7 +27,7 @@ from adjsim.adjoints.sweep.recorder import Recorder
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.cache_key import CacheKey, UninspectableError, cache_key, object_key
 from adjsim.core.layout import VECTOR, packed, unpacked
-from adjsim.core.module_cache import RecentCache
+from adjsim.core.recent_cache import RecentCache
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import TimeAverage, sum_dtype

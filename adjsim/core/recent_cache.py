@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -14,20 +13,13 @@ from torch import Tensor, nn
 V = TypeVar("V")
 
 
-@dataclass
-class _Used(Generic[V]):
-    """A value of a cache, and the number of its last use."""
-
-    value: V
-    last_use: int
-
-
 class RecentCache(Generic[V]):
     """A thread-safe cache of the most recently used values."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._values: dict[Hashable, _Used[V]] = {}
+        # Each value with the number of its last use.
+        self._values: dict[Hashable, list[Any]] = {}
         self._uses = itertools.count()
         self._lock = Lock()
 
@@ -41,20 +33,20 @@ class RecentCache(Generic[V]):
             found = self._values.get(key)
             if found is None:
                 return None
-            found.last_use = next(self._uses)
-            return found.value
+            found[1] = next(self._uses)
+            return found[0]
 
     def put(self, key: Hashable, value: V) -> None:
         """Store a value, and remove the least recently used one if there are too many."""
         with self._lock:
-            self._values[key] = _Used(value, next(self._uses))
+            self._values[key] = [value, next(self._uses)]
             while len(self._values) > self.capacity:
-                del self._values[min(self._values, key=lambda key: self._values[key].last_use)]
+                del self._values[min(self._values, key=lambda key: self._values[key][1])]
 
     def drop(self, chosen: Callable[[Any], bool]) -> list[V]:
         """Remove the values whose keys are chosen, and return them."""
         with self._lock:
-            return [self._values.pop(key).value for key in list(self._values) if chosen(key)]
+            return [self._values.pop(key)[0] for key in list(self._values) if chosen(key)]
 
 
 def version_of(x: Tensor) -> int:
