@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -48,46 +49,43 @@ def store_in(value: Value, row: Buffer, rows: Sequence[Buffer]) -> bool:
     return True
 
 
-class RowMemory:
-    """The memory of the rows of one compiled loop.
+# The memory of rows that are no longer in use: at most one block, the largest.
+_spare: list[np.ndarray] = []
+
+
+def new_rows(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    """Return new tensors of rows, in one block of memory.
 
     The first access of memory that is new to the process takes longer than writing it. So when
-    rows are no longer in use, their memory is kept for the next run of the loop.
+    rows are no longer in use, their memory is kept for the next run of any loop.
     """
-
-    def __init__(self, capacity: int, examples: Sequence[Tensor]) -> None:
-        self.shapes = [((capacity, *x.shape), x.dtype) for x in examples]
-        # At most one block.
-        self._spare: list[np.ndarray] = []
-
-    def take(self) -> list[Tensor]:
-        """Return new tensors of rows, in one block of memory."""
-        if not self.shapes:
-            return []
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.shapes]
-        aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-        try:
-            memory = self._spare.pop()
-        except IndexError:
-            memory = np.empty(sum(aligned) + ALIGNMENT, dtype=np.uint8)
-        first = -memory.ctypes.data % ALIGNMENT
-        # Each tensor has a part of its own, whose end is noticed. Tensors of one storage would be
-        # aliases, which torch's while_loop refuses.
-        ends = [first + end for end in itertools.accumulate(aligned)]
-        parts = [
-            memory[end - n : end][:size] for end, n, size in zip(ends, aligned, sizes, strict=True)
-        ]
-        in_use = list(range(len(parts)))
-        for part in parts:
-            weakref.finalize(part, _give_back, in_use, self._spare, memory).atexit = False
-        return [
-            torch.from_numpy(part).view(dtype).view(shape)
-            for part, (shape, dtype) in zip(parts, self.shapes, strict=True)
-        ]
+    if not shapes:
+        return []
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
+    aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    needed, memory = sum(aligned) + ALIGNMENT, None
+    with suppress(IndexError):  # None is kept, or another thread was first.
+        memory = _spare.pop()
+    if memory is None or len(memory) < needed:
+        memory = np.empty(needed, dtype=np.uint8)
+    first = -memory.ctypes.data % ALIGNMENT
+    # Each tensor has a part of its own, whose end is noticed. Tensors of one storage would be
+    # aliases, which torch's while_loop refuses.
+    ends = [first + end for end in itertools.accumulate(aligned)]
+    parts = [
+        memory[end - n : end][:size] for end, n, size in zip(ends, aligned, sizes, strict=True)
+    ]
+    in_use = list(range(len(parts)))
+    for part in parts:
+        weakref.finalize(part, _give_back, in_use, memory).atexit = False
+    return [
+        torch.from_numpy(part).view(dtype).view(shape)
+        for part, (shape, dtype) in zip(parts, shapes, strict=True)
+    ]
 
 
-def _give_back(in_use: list[int], spare: list[np.ndarray], memory: np.ndarray) -> None:
-    """Note the end of a part, and after the last one keep the memory, unless another is kept."""
+def _give_back(in_use: list[int], memory: np.ndarray) -> None:
+    """Note the end of a part, and after the last one keep the memory, unless more is kept."""
     in_use.pop()
-    if not in_use and not spare:
-        spare.append(memory)
+    if not in_use and len(memory) > sum(map(len, _spare)):
+        _spare[:] = [memory]

@@ -20,7 +20,7 @@ from adjsim.compiler.invariants import LoopInvariant
 from adjsim.compiler.library import compiled
 from adjsim.compiler.mathematics import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim.compiler.nests import Task
-from adjsim.compiler.rows import RowMemory, store_in, stored_examples
+from adjsim.compiler.rows import new_rows, store_in, stored_examples
 from adjsim.compiler.values import TYPES, Body, Buffer, UnprintableError, make_buffer, row_major
 from adjsim.compiler.views import Checked
 
@@ -89,11 +89,11 @@ def compile_to_cpp(
     InputPointers = ctypes.c_void_p * (len(constants) + text.fixed + len(carry))
     OutputPointers = ctypes.c_void_p * (len(carry) + len(rows))
     functions = (ctypes.c_void_p * max(1, len(text.addresses)))(*text.addresses)
-    memory = RowMemory(capacity, rows)
+    shapes = [((capacity, *x.shape), x.dtype) for x in rows]
 
     def loop(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> Results:
         results = [torch.empty(x.shape, dtype=x.dtype) for x in carry]
-        stored = memory.take()
+        stored = new_rows(shapes)
         fixed = last_inputs((parts.start, parts.body), constants)
         inputs = [x.contiguous() for x in (*constants, *(x for p in fixed for x in p), *carry)]
         status = run(

@@ -20,7 +20,7 @@ from adjsim.adjoints.loops.compilation import LoopSpec, compile_loop
 from adjsim.compiler import library
 from adjsim.compiler.invariants import transposed
 from adjsim.compiler.mathematics import FUNCTIONS, TANH
-from adjsim.compiler.to_cpp import Part, Parts, RowMemory, compile_to_cpp
+from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp, new_rows
 from adjsim.compiler.values import UnprintableError
 
 SHAPES = [(1,), (5,), (13, 3), (2, 7, 64), (3, 13, 13), (20, 6, 3)]
@@ -743,8 +743,8 @@ def test_libraries_without_a_folder_that_can_be_written(tmp_path, monkeypatch):
 
 def test_memory_of_rows_is_lent_once():
     """To the next run only when no part of it is in use."""
-    memory = RowMemory(3, [torch.zeros(5), torch.zeros(2, 2, dtype=torch.float32)])
-    first, second = memory.take(), memory.take()
+    shapes = [((3, 5), torch.float64), ((3, 2, 2), torch.float32)]
+    first, second = new_rows(shapes), new_rows(shapes)
     assert [x.shape for x in first] == [(3, 5), (3, 2, 2)]
     places = {x.data_ptr() for x in (*first, *second)}
     assert len(places) == 4
@@ -752,10 +752,10 @@ def test_memory_of_rows_is_lent_once():
     assert first[0].untyped_storage().data_ptr() != first[1].untyped_storage().data_ptr()
     kept, address = first[1][2], first[0].data_ptr()
     del first
-    third = memory.take()
+    third = new_rows(shapes)
     assert third[0].data_ptr() not in places
     del kept
-    assert memory.take()[0].data_ptr() == address
+    assert new_rows(shapes)[0].data_ptr() == address
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (1, 4), (4, 1)])
