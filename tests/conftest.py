@@ -6,6 +6,7 @@ import jaxtyping
 import pytest
 import torch
 
+from adjsim.adjoints.loops.runner import cache
 from tests.annotations import check_annotations
 
 check_annotations()
@@ -23,6 +24,8 @@ def _setting():
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
+    # What a test compiles, and with which patches, does not depend on what ran before.
+    cache.drop(lambda key: True)
     yield
     torch.set_default_dtype(before)
 

@@ -105,8 +105,8 @@ def simulate(
             that are not registered, globals, a class made anew) is baked in, and a change of it
             compiles again. A change that no inspection finds, such as that of a
             patched function, is found by a comparison with one step without compilation: at the
-            first call after the compilation, then so rarely that it takes at most a fortieth of the
-            time of the loops, and at every call with an object that cannot be inspected. Gradients
+            first call of each dynamics, then so rarely that it takes at most a fortieth of the time
+            of the loops, and at every call with an object that cannot be inspected. Gradients
             agree with uncompiled ones to rounding, and exact runs to the last bit, unless the force
             has functions such as exp, or powers above the third.
         progress: show a progress bar, on a terminal.

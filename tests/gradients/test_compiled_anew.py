@@ -226,3 +226,23 @@ def test_kernels_of_pairs_with_parts_are_not_shared():
     for number in (1.0, 2.0):
         distance = torch.pdist(q) ** 2
         torch.testing.assert_close(Screened(number)(q), torch.exp(-number * distance).sum())
+
+
+FACTOR = [1.0]
+
+
+class Hidden(Well):
+    """A well that reads a number by a computed name, which no key has."""
+
+    def forward(self, position):
+        return globals()["FAC" + "TOR"][0] * super().forward(position)
+
+
+def test_a_loop_of_another_dynamics_is_checked_before_it_is_taken():
+    """Though its step is too short for a check that the time of the loop would allow."""
+    for factor in (1.0, 2.0, 1.0):
+        FACTOR[0] = factor
+        for _ in range(2):
+            dynamics = energy_of(Hidden())
+            agree(result(dynamics, True)[0], result(dynamics, False)[0])
+    FACTOR[0] = 1.0

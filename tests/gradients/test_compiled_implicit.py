@@ -21,6 +21,7 @@ from adjsim import (
     TimeAverage,
 )
 from adjsim.adjoints.loops.compilation import LoopSpec, compile_loop
+from adjsim.adjoints.loops.runner import cache
 from adjsim.compiler.systems import has_negative_eigenvalue, has_negative_eigenvalue_if, solve
 from adjsim.dynamics.fields.ode import ODE
 from tests.fields import Net, equation, start
@@ -175,6 +176,7 @@ def test_a_step_that_is_not_compiled_goes_on(monkeypatch):
     results, left = [], []
     for most in (60, 1):
         monkeypatch.setattr("adjsim.solvers.implicit.field.LOOP_ITERATIONS", most)
+        cache.drop(lambda key: True)
         dynamics = ODE(Net())
         y = start((4,)).requires_grad_()
 

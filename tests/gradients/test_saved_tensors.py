@@ -127,15 +127,6 @@ def test_equal_to_eager_gradients(name, average):
             assert count == evaluations
 
 
-@pytest.fixture
-def no_loops():
-    """Neither loops of other settings of the library, nor loops of these left behind."""
-    loop_runner.cache.drop(lambda key: True)
-    yield
-    loop_runner.cache.drop(lambda key: True)
-
-
-@pytest.mark.usefixtures("no_loops")
 @pytest.mark.parametrize("limit", ["steps", "entries", "no entries"])
 def test_without_memory_for_them(limit, monkeypatch):
     """Long runs store states alone; of a step that saves too much, the first tensors are saved."""
@@ -268,7 +259,6 @@ def test_loops_of_inductor_read_saved_tensors():
     agree(gradients(dynamics, (start(4),), EULER_ODE, DirectAdjoint(), True)[0], direct, 1e-12)
 
 
-@pytest.mark.usefixtures("no_loops")
 @pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: x + x[-1:]])
 def test_tensors_that_the_backward_step_does_not_save(change, monkeypatch):
     """Its trace would read numbers of other tensors."""

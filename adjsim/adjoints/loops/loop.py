@@ -6,9 +6,9 @@ function, or a number inside an object that cannot be inspected, may have change
 compiled. So one step is taken from the start of the loop, compiled and without compilation, and the
 results have to agree.
 
-The check is made at the first call of a loop in each run, or so rarely that it takes at most a
-fortieth of the time of the loop's calls. A step that reads an object that cannot be inspected is
-checked in every run.
+The check is made at the first call of a loop for each dynamics, and then at the first call in each
+run, or so rarely that it takes at most a fortieth of the time of the loop's calls. A step that
+reads an object that cannot be inspected is checked in every run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjsim.adjoints.loops.compilation import Constant, LoopSpec, leaves, mapped
 from adjsim.core.agreement import difference, epsilon, perturbed, rounding, size
@@ -74,6 +75,7 @@ class Loop:
         rounding: the largest difference that rounding is known to make in one step, for each tensor
             of the carry; empty where none is known.
         stale: whether a value that it does not read anew has been found to have changed.
+        sources: the dynamics of the user for which it was compiled or has been checked.
     """
 
     function: Callable[[LoopConstants, Any], tuple[Any, list[Tensor]]] | None = None
@@ -85,6 +87,7 @@ class Loop:
     check_seconds: float = 0.0
     rounding: list[float] = field(default_factory=list)
     stale: bool = False
+    sources: WeakSet[nn.Module] = field(default_factory=WeakSet)
 
 
 # Specifies a loop of a runner, and counts the energy evaluations of the compiled loop.

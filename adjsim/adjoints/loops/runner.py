@@ -158,11 +158,12 @@ class LoopRunner:
             states=states,
         )
         loop = self._look_up(kind, constants, carry)
-        cheap = loop.seconds >= SHARE * loop.check_seconds
-        if loop not in self.used and (cheap or self.cache_key.opaque):
+        source, cheap = self.reading.source, loop.seconds >= SHARE * loop.check_seconds
+        if loop not in self.used and (cheap or source not in loop.sources or self.cache_key.opaque):
             loop = self._check(loop, kind, constants, carry)
             began = time.perf_counter()
         self.used.add(loop)
+        loop.sources.add(source)
         assert loop.function is not None
         if kind.backward:
             self.report.compiled_backward = loop.path
