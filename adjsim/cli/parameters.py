@@ -31,12 +31,9 @@ def command_of(kind: type[P], run: Callable[[typer.Context, P], None]) -> Callab
     def command(context: typer.Context, **values: Any) -> None:
         run(context, kind(**values))
 
+    command.__name__, paragraphs = run.__name__, cleandoc(run.__doc__ or "").split("\n\n")
     # The lines of a paragraph are joined, so that the help breaks them at the terminal's width.
-    paragraphs = cleandoc(run.__doc__ or "").split("\n\n")
-    command.__name__, command.__doc__ = (
-        run.__name__,
-        "\n\n".join(" ".join(text.split()) for text in paragraphs),
-    )
+    command.__doc__ = "\n\n".join(" ".join(text.split()) for text in paragraphs)
     command.__annotations__ = {part.name: part.annotation for part in parts}
     command.__signature__ = Signature(parts)
     return command

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_tensor
 from adjsim.core.neighbour_list import closest_atoms
 from adjsim.core.noise import Noise, NoiseStream, seed_from
-from adjsim.core.recent_cache import refuse_written, version_of
 from adjsim.core.state import AnyState, check_position, in_transform
 from adjsim.core.typing import Positions, PositionsLike, Seed
+from adjsim.core.writes import refuse_written, version_of
 from adjsim.potentials.base import ForceField, Potential, force
 from adjsim.potentials.evaluated import terms_of
 from adjsim.potentials.force_field import refuse_high_energy

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from adjsim.core.cache_key import CacheKey, cache_key
 from adjsim.core.reading import Reading
-from adjsim.core.recent_cache import version_of
+from adjsim.core.writes import version_of
 
 
 class Unchanged:

@@ -18,9 +18,9 @@ from adjsim.core.arguments import refuse_uncalled
 from adjsim.core.box import as_box, refuse_other_boxes, share_box
 from adjsim.core.layout import materialise
 from adjsim.core.reading import read
-from adjsim.core.recent_cache import refuse_written, version_of
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
+from adjsim.core.writes import refuse_written, version_of
 from adjsim.potentials.evaluated import FOLLOWING, Evaluated, terms_of
 from adjsim.potentials.products import (
     ParameterVJP,

@@ -15,19 +15,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.cache_key import cache_key
+from adjsim.core.cache_key import Identity, cache_key
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.reading import Reading
-from adjsim.core.recent_cache import RecentCache, version_of
+from adjsim.core.recent_cache import RecentCache
 from adjsim.core.state import State, detached, in_transform
 from adjsim.core.trajectory import Record, TimeAverage
+from adjsim.core.writes import version_of
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.ode import FieldDynamics
 from adjsim.solvers.run import bound_record
 
 # The state of the generators, and the identity and the version of each tensor of a module.
 _Snapshot = tuple[bytes, dict[str, tuple[int, int]]]
-# The forms that have been checked.
+# The forms that have been checked, each of one dynamics.
 _checked: RecentCache[bool] = RecentCache(256)
 # A reading, its values, the dynamics that holds them, and the key of what a compiled run reads, or
 # None.
@@ -75,7 +76,8 @@ def _read(
     shapes = tuple((x.shape, x.dtype, x.device) for x in (*start, *reading.tensors))
     # Everything but numbers that the rates depend on. Numbers may make the rates infinite, which
     # ends the run, and is checked then.
-    form = key, t, type(state), shapes, reading.slots, reading.wanted, graph
+    source = Identity(reading.source)
+    form = source, key, t, type(state), shapes, reading.slots, reading.wanted, graph
     if key is not None and _checked.get(form):
         return reading, tensors, read, key
     before = random_state(device)

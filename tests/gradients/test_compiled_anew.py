@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -228,21 +229,28 @@ def test_kernels_of_pairs_with_parts_are_not_shared():
         torch.testing.assert_close(Screened(number)(q), torch.exp(-number * distance).sum())
 
 
-FACTOR = [1.0]
+FACTOR = 1.0
 
 
 class Hidden(Well):
     """A well that reads a number by a computed name, which no key has."""
 
     def forward(self, position):
-        return globals()["FAC" + "TOR"][0] * super().forward(position)
+        return globals()["FAC" + "TOR"] * super().forward(position)
 
 
-def test_a_loop_of_another_dynamics_is_checked_before_it_is_taken():
+def test_a_loop_of_another_dynamics_is_checked_before_it_is_taken(monkeypatch):
     """Though its step is too short for a check that the time of the loop would allow."""
     for factor in (1.0, 2.0, 1.0):
-        FACTOR[0] = factor
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
         for _ in range(2):
             dynamics = energy_of(Hidden())
             agree(result(dynamics, True)[0], result(dynamics, False)[0])
-    FACTOR[0] = 1.0
+
+
+def test_a_tensor_of_another_dynamics_may_come_to_require_grad():
+    """It is no tensor of the dynamics that has its loop."""
+    first, second = Well(), Well()
+    agree(result(energy_of(first), True)[0], result(energy_of(first), False)[0])
+    first.weight.requires_grad_()
+    agree(result(energy_of(second), True)[0], result(energy_of(second), False)[0])

@@ -29,7 +29,7 @@ from adjsim.compiler.invariants import hoist_invariants
 from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
 from adjsim.compiler.values import UnprintableError
 from adjsim.compiler.versions import untested_torch
-from adjsim.core.recent_cache import version_of
+from adjsim.core.writes import version_of
 from adjsim.potentials.pairs.kernels.printing import merge_pairs
 
 # Operations of a step above which a warning precedes a compilation by Inductor.
@@ -167,9 +167,9 @@ class Constant:
             )
 
     def changed(self) -> bool:
-        """Test whether the tensor has been modified in place since the trace."""
+        """Test whether the tensor has been modified in place, or requires grad, since the trace."""
         x = self.tensor()
-        return x is not None and version_of(x) != self.version
+        return x is not None and (x.requires_grad or version_of(x) != self.version)
 
 
 class NoCapture(TorchFunctionMode):

@@ -289,8 +289,6 @@ class LoopRunner:
     def _look_up(self, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
         key = self._key(kind, constants, carry)
         loop = cache.get(key)
-        for constant in loop.constants if loop is not None else ():
-            constant.check()
         if loop is None or any(constant.changed() for constant in loop.constants):
             if self._cache_key() != self.cache_key or any(used.stale for used in self.used):
                 raise RuntimeError(

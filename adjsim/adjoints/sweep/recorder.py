@@ -15,9 +15,9 @@ from adjsim.adjoints.base import ReconstructionError
 from adjsim.adjoints.durable.saves import AttributeState, Saves
 from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.durable.stateful import Entries
-from adjsim.core.recent_cache import version_of
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import Record, TimeAverage, check_shape, floating, sum_dtype
+from adjsim.core.writes import version_of
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
