@@ -19,15 +19,24 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True)
-def _setting():
+def _setting(request):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    # What a test compiles, and with which patches, does not depend on what ran before.
-    cache.drop(lambda key: True)
+    # A test that patches the library neither takes the loops of others nor leaves its own.
+    if "monkeypatch" in request.fixturenames:
+        request.getfixturevalue("own_loops")
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def own_loops():
+    """Let a test compile every loop that it runs, as those need that count or patch."""
+    cache.drop(lambda key: True)
+    yield
+    cache.drop(lambda key: True)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import adjsim
 from adjsim.core.state import State
 from adjsim.dynamics import Dynamics
+from adjsim.potentials.pairs.kernels.kernel import lists
 from adjsim.solvers.base import SteppingSolver
 
 # For tests of chaotic runs, whose sweeps warn that their gradients grow.
@@ -248,3 +249,8 @@ def potentials() -> list[Case]:
     return [
         Case(d, s, p) for (d, s), p in itertools.product(kinds, POTENTIALS) if p != "lennard-jones"
     ]
+
+
+def lists_built():
+    """The number of neighbour lists that this process has built."""
+    return lists(torch.float64).neighbours_builds()

@@ -15,6 +15,7 @@ from torch._guards import TracingContext, tracing
 
 from adjsim.compiler.rows import stored_examples
 from adjsim.compiler.to_cpp import Compiled, Parts, Results, last_inputs
+from adjsim.compiler.tracing import graph_of
 
 # The thresholds make Inductor compute intermediate values of pairs of atoms inside the loop over
 # pairs, without storing them; values of single atoms are stored, see materialise(). With the C++
@@ -53,7 +54,6 @@ def compile_with_inductor(
     """
     # Importing Inductor takes a second, and most runs do not need it.
     from torch._inductor import compile as inductor
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     constants_size, carry_size = len(constants), len(carry)
     start, more, body = parts.start, parts.more, parts.body
@@ -83,7 +83,7 @@ def compile_with_inductor(
     function, examples = loop, [*constants, *carry]
     if stepwise:
         function, examples = iteration, [constants[0].clone(), *carry, *constants]
-    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+    graph = graph_of(function, *examples)
     like = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     # For rows shorter than a vector, scalar code is faster and compiles in half the time.
     options = {**OPTIONS, **(EXACT if exact else SCALAR if short else {})}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 from adjsim.adjoints import ReconstructionError
 from adjsim.core.arguments import outside_inference_mode
-from adjsim.core.durable.files import replacing
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.noise import as_generator, seed_from
 from adjsim.core.state import State
@@ -71,7 +69,7 @@ class Comparison:
         return max(ratios, default=0.0)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one plain record for each method, as in the JSON file."""
+        """Return a record for each method, of values that JSON can hold."""
         records = [
             {
                 "method": name,
@@ -87,14 +85,6 @@ class Comparison:
         ]
         records += [{"method": name, "failure": reason} for name, reason in self.failures.items()]
         return _plain(records)
-
-    def to_json(self, path: str | Path | None = None) -> str:
-        """Return the records as JSON text, and write them to an optional file."""
-        text = json.dumps(self.rows(), indent=2)
-        if path is not None:
-            with replacing(Path(path)) as temporary:
-                temporary.write_text(text, encoding="utf-8")
-        return text
 
     @property
     def parameters(self) -> list[str]:

@@ -20,7 +20,7 @@ from adjsim.potentials import ForceShifted, LennardJonesMixture, PairPotential, 
 from adjsim.potentials.pairs import dense, operator as pair_operator
 from adjsim.potentials.pairs.kernels import kernel as kernels
 from adjsim.potentials.pairs.kernels.printing import merge_pairs
-from tests.problems import parameter
+from tests.problems import lists_built, parameter
 
 LISTED, DENSE = 0.0, 1e9
 # Sums of up to a few hundred contributions, in another order than torch's.
@@ -295,7 +295,7 @@ def test_bits_do_not_depend_on_the_list(listed):
     ]
     position = gas(cell("cube"), 70, seed=6)
     generator = torch.Generator().manual_seed(0)
-    before = kernels.builds()
+    before = lists_built()
     for _ in range(40):
         position = position + 0.02 * torch.randn(70, 3, generator=generator, dtype=torch.float64)
         listed(DENSE)
@@ -305,7 +305,7 @@ def test_bits_do_not_depend_on_the_list(listed):
             assert torch.equal(pair(position), energy)
             assert torch.equal(pair.force(position), force)
     # 40 for the first, and at least ten for the second, whose skin is five displacements.
-    assert kernels.builds() - before > 50
+    assert lists_built() - before > 50
 
 
 def test_two_systems_of_one_size_alternate(listed):
@@ -314,11 +314,11 @@ def test_two_systems_of_one_size_alternate(listed):
     systems = [gas(cell("cube"), 70, seed=seed) for seed in (7, 8, 9)]
     for q in systems:
         pair.force(q)
-    before = kernels.builds()
+    before = lists_built()
     for _ in range(5):
         for q in systems:
             torch.testing.assert_close(pair.force(q), dense.force(pair, q), rtol=1e-10, atol=1e-10)
-    assert kernels.builds() == before
+    assert lists_built() == before
 
 
 @pytest.mark.parametrize("name", ["number", "table of species", "charges"])
@@ -370,7 +370,7 @@ def test_every_adjoint_with_a_list(listed, exact):
         )  # fmt: skip
         dynamics = adjsim.Langevin(pair, kT=1.5, friction=0.2)
         start = dynamics.init(position, generator=torch.Generator().manual_seed(0))
-        before = kernels.builds()
+        before = lists_built()
         for adjoint, compile in RUNS if limit == LISTED else RUNS[:1]:
             run = adjsim.simulate(
                 dynamics, start, [0.0, 0.3], solver=adjsim.Splitting("BAOAB", 0.002, exact=exact),
@@ -380,7 +380,7 @@ def test_every_adjoint_with_a_list(listed, exact):
             grads = torch.autograd.grad(value, list(dynamics.parameters()))
             found[limit, type(adjoint).__name__, compile] = (run.final, grads)
         if limit == LISTED:
-            assert kernels.builds() - before >= 40
+            assert lists_built() - before >= 40
     first, _ = found[DENSE, "DirectAdjoint", False]
     _, gradients = found[DENSE, "DirectAdjoint", False]
     for (_, _, compile), (final, grads) in found.items():

@@ -117,6 +117,7 @@ def run_well(dynamics, compile, *, steps=40, seed=1, every=None):
     )
 
 
+@pytest.mark.usefixtures("own_loops")
 def test_nothing_compiles_twice():
     """Another number of steps, seed, save times or value of a parameter: not a second more of
     compiling, and the right path.

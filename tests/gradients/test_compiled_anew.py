@@ -11,9 +11,12 @@ from torch import nn
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, TimeAverage
+from adjsim.adjoints.loops.compilation import CompileError
 from adjsim.adjoints.loops.runner import cache
 from tests import mechanics
 from tests.problems import parameter, square
+
+pytestmark = pytest.mark.usefixtures("own_loops")
 
 
 class Well(nn.Module):
@@ -43,6 +46,18 @@ class Tied(nn.Module):
 
     def forward(self, position):
         return self.first(position) + 2 * self.second(position**2)
+
+
+class Named(nn.Module):
+    """Two parts without tensors, registered in one order under two orders of names."""
+
+    def __init__(self, *names):
+        super().__init__()
+        for name, part in zip(names, (nn.Tanh(), nn.Softplus()), strict=True):
+            self.add_module(name, part)
+
+    def forward(self, position):
+        return (self.first(position) + 2 * self.second(position)).sum((-1, -2))
 
 
 class Sharper(Well):
@@ -168,6 +183,10 @@ OTHERS = {
         lambda i: energy_of(Tied(*[Well(0.7), Sharper(0.7)][:: 1 - 2 * i])),
         None,
     ),
+    "the names of parts": (
+        lambda i: energy_of(Named(*["first", "second"][:: 1 - 2 * i])),
+        None,
+    ),
     "a parameter that is held": (
         lambda i: energy_of(Well().requires_grad_(bool(i))),
         None,
@@ -211,24 +230,6 @@ def test_a_copy_that_has_changed_has_a_loop_of_its_own(adjoint):
     agree(found, expected)
 
 
-def test_kernels_of_pairs_with_parts_are_not_shared():
-    """The numbers of a part are constants of a pair formula, not operands."""
-
-    class Screened(adjsim.potentials.PairPotential):
-        def __init__(self, number):
-            super().__init__()
-            self.part = nn.Module()
-            self.part.register_buffer("number", torch.tensor(number))
-
-        def pair_energy(self, s):
-            return torch.exp(-s * self.part.number)
-
-    q, _ = square()
-    for number in (1.0, 2.0):
-        distance = torch.pdist(q) ** 2
-        torch.testing.assert_close(Screened(number)(q), torch.exp(-number * distance).sum())
-
-
 FACTOR = 1.0
 
 
@@ -236,7 +237,7 @@ class Hidden(Well):
     """A well that reads a number by a computed name, which no key has."""
 
     def forward(self, position):
-        return globals()["FAC" + "TOR"] * super().forward(position)
+        return globals()["".join(["FAC", "TOR"])] * super().forward(position)
 
 
 def test_a_loop_of_another_dynamics_is_checked_before_it_is_taken(monkeypatch):
@@ -254,3 +255,37 @@ def test_a_tensor_of_another_dynamics_may_come_to_require_grad():
     agree(result(energy_of(first), True)[0], result(energy_of(first), False)[0])
     first.weight.requires_grad_()
     agree(result(energy_of(second), True)[0], result(energy_of(second), False)[0])
+
+
+def grow(t, x):
+    """A rate with a tensor by a computed name, which no key has."""
+    return globals()["".join(["FAC", "TOR"])] * x
+
+
+def test_a_tensor_that_no_key_has_may_not_come_to_require_grad(monkeypatch):
+    """The loop that has its number has no gradient to it."""
+    number = torch.tensor(2.0)
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", number)
+    field, solver = adjsim.ODE(grow), adjsim.RungeKutta("rk4", 0.01)
+
+    def end():
+        start = field.init(torch.ones(2, requires_grad=True))
+        return adjsim.simulate(field, start, [0.0, 0.1], solver=solver, compile=True).final
+
+    for _ in range(2):
+        torch.testing.assert_close(end().y, torch.full((2,), 0.2).exp(), rtol=1e-9, atol=0.0)
+    number.requires_grad_()
+    with pytest.raises(CompileError, match="requires grad and is not registered"):
+        end()
+
+
+def test_a_captured_tensor_may_be_detached_where_it_is_read():
+    """It has no gradient then, with and without compilation, and stays found."""
+    number = torch.tensor(2.0, requires_grad=True)
+    average = TimeAverage(lambda state: number.detach() * (state.position**2).sum((-1, -2)))
+    expected = result(energy_of(Well()), False, record=average)[0]
+    found, first = result(energy_of(Well()), True, record=average)
+    agree(found, expected)
+    found, again = result(energy_of(Well()), True, record=average)
+    assert first > again == 0.0
+    agree(found, expected)

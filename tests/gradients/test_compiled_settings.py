@@ -170,6 +170,7 @@ def test_arrays_of_objects_are_compared_by_their_contents():
     assert key(10**6) == key(10**6) != key(10**6 + 1)
 
 
+@pytest.mark.usefixtures("own_loops")
 def test_an_average_made_anew_compiles_nothing():
     """Forward and backward, and the loops that are kept do not grow in number."""
     dynamics, weight = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3))), torch.tensor([1.0, 0.5])

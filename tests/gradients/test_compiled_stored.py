@@ -84,6 +84,7 @@ def test_equal_to_eager_gradients(noise, solver, kind, named, batch, monkeypatch
         assert run.stats["compiled_backward"] == "C++"
 
 
+@pytest.mark.usefixtures("own_loops")
 def test_frozen_parameters_and_buffers():
     """They are inputs of the loops, so that a new value needs no new compilation."""
     dynamics = equation(None)

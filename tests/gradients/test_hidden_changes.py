@@ -252,6 +252,7 @@ class BranchesOnTracing(Quartic):
         return 2.0 if isinstance(self.k, FakeTensor) else 1.0
 
 
+@pytest.mark.usefixtures("own_loops")
 def test_a_step_that_is_another_one_while_it_is_traced_is_refused():
     dynamics = adjsim.Hamiltonian(BranchesOnTracing())
     with torch.no_grad():

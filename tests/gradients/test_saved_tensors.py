@@ -197,6 +197,22 @@ def test_one_system_without_an_axis():
     agree(gradients(dynamics, (start(),), RK4, DirectAdjoint(), True)[0], direct, 1e-12)
 
 
+class Captures(Wide):
+    """A network whose rates are scaled by a number and a vector that are no parts of it."""
+
+    number, vector = torch.tensor(1.2), torch.tensor([0.7, 1.1, 0.9], dtype=torch.float64)
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.number * self.vector * super().forward(t, y)
+
+
+def test_captured_tensors_are_not_saved():
+    """They are constants of both loops."""
+    dynamics = adjsim.ODE(Captures(nn.Tanh()))
+    direct, _ = gradients(dynamics, (start(4),), RK4, DirectAdjoint(), False)
+    agree(gradients(dynamics, (start(4),), RK4, DirectAdjoint(), True)[0], direct, 1e-12)
+
+
 class InPlace(nn.Module):
     """A network that changes a tensor after autograd has saved it."""
 

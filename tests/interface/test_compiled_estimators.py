@@ -247,6 +247,7 @@ def test_command_line_in_compiled_loops(tmp_path, monkeypatch):
         (lambda: Pathwise(ReversibleAdjoint()), 0.0),
     ],
 )
+@pytest.mark.usefixtures("own_loops")
 def test_an_estimator_made_anew_with_other_starts_compiles_nothing(make, offset):
     """Of an offset that is subtracted two values are possible, by the spread of the starts."""
     dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)))

@@ -27,6 +27,7 @@ from adjsim.compiler.decompositions import decompositions
 from adjsim.compiler.inductor import compile_with_inductor
 from adjsim.compiler.invariants import hoist_invariants
 from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
+from adjsim.compiler.tracing import graph_of
 from adjsim.compiler.values import UnprintableError
 from adjsim.compiler.versions import untested_torch
 from adjsim.core.writes import version_of
@@ -34,6 +35,7 @@ from adjsim.potentials.pairs.kernels.printing import merge_pairs
 
 # Operations of a step above which a warning precedes a compilation by Inductor.
 LARGE = 500
+DETACH = (Tensor.detach, torch.detach)
 # Tracing and Inductor's options are global to the process, so one thread compiles at a time.
 _compiling = RLock()
 
@@ -151,25 +153,16 @@ def compile_loop(
 
 
 class Constant:
-    """A captured tensor of a loop, neither an input nor registered on a module."""
+    """A captured tensor, neither input nor registered; ``detached``: read without a gradient."""
 
-    def __init__(self, x: Tensor) -> None:
-        self.tensor, self.version = ref(x), version_of(x)
-
-    def check(self) -> None:
-        """Refuse a tensor that requires grad, since its gradient would be lost."""
-        x = self.tensor()
-        if x is not None and x.requires_grad:
-            raise ValueError(
-                f"a potential or a record reads a tensor of shape {tuple(x.shape)} that requires "
-                "grad and is not registered. Make it an nn.Parameter (or a buffer) of the "
-                "potential or the dynamics, or detach() it."
-            )
+    def __init__(self, x: Tensor, detached: bool) -> None:
+        self.tensor, self.version, self.detached = ref(x), version_of(x), detached
 
     def changed(self) -> bool:
         """Test whether the tensor has been modified in place, or requires grad, since the trace."""
         x = self.tensor()
-        return x is not None and (x.requires_grad or version_of(x) != self.version)
+        lost = x is not None and x.requires_grad and not self.detached
+        return lost or (x is not None and version_of(x) != self.version)
 
 
 class NoCapture(TorchFunctionMode):
@@ -191,10 +184,15 @@ class NoCapture(TorchFunctionMode):
                 "variable instead of from its module. Read it as an attribute of the module, such "
                 "as dynamics.kT or self.k."
             )
-        found = [Constant(x) for x in tensors if not isinstance(x, FakeTensor)]
-        for constant in found:
-            constant.check()
-        self.constants.extend(found)
+        detached, found = func in DETACH, [x for x in tensors if not isinstance(x, FakeTensor)]
+        lost = next((x for x in found if x.requires_grad and not detached), None)
+        if lost is not None:
+            raise ValueError(
+                f"a potential or a record reads a tensor of shape {tuple(lost.shape)} that "
+                "requires grad and is not registered. Make it an nn.Parameter (or a buffer) of the "
+                "potential or the dynamics, or detach() it."
+            )
+        self.constants += [Constant(x, detached) for x in found]
         return func(*args, **(kwargs or {}))
 
 
@@ -237,15 +235,7 @@ def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Ten
 
     ``constants`` says which of the inputs are the constants of the loop.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    trace = make_fx(
-        function,
-        decomposition_table=decompositions(),
-        tracing_mode="fake",
-        _allow_non_fake_inputs=True,
-    )
-    graph = trace(*inputs)
+    graph = graph_of(function, *inputs, decompositions=decompositions())
     merge_pairs(graph)
     baked = _lift(graph)
     placeholders = graph.graph.find_nodes(op="placeholder")[: len(inputs)]

@@ -72,6 +72,7 @@ class SavedTensors:
             if tensor._version != version:
                 continue
             row = _node(tensors[number])
+            assert row is not None
             with node.graph.inserting_after(row):
                 read = node.graph.call_function(torch.ops.aten.permute.default, (row, axes))
             read.meta = dict(node.meta)
@@ -80,6 +81,8 @@ class SavedTensors:
     def _number(self, x: Tensor) -> int | None:
         """Return the number of the row that holds a tensor; None if it is computed again."""
         node = _node(x)
+        if node is None:  # A captured constant.
+            return None
         if node in self._numbers:
             return self._numbers[node]
         size = self._entries + x.numel()
@@ -142,10 +145,11 @@ _OTHERS = "a step saves other tensors backward than forward."
 _COSTLY = {getattr(torch.ops.aten, name).default for name in (*FUNCTIONS, "sigmoid")}
 
 
-def _node(x: Tensor) -> Node:
-    """Return the operation of the current trace that has computed a tensor."""
+def _node(x: Tensor) -> Node | None:
+    """Return the operation of the current trace that has computed a tensor, if one has."""
     # Importing the tracer takes a while, and most runs do not need it.
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode: Any = get_proxy_mode()
-    return undetached(get_proxy_slot(x, mode.tracer).proxy.node)
+    slot = get_proxy_slot(x, mode.tracer, None)
+    return None if slot is None else undetached(slot.proxy.node)

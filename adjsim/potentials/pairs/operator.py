@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from adjsim.compiler.values import UnprintableError
-from adjsim.core.cache_key import Identity, UninspectableError, cache_key
-from adjsim.core.derived import own_tensors, replaced, source_of
+from adjsim.core.cache_key import UninspectableError, cache_key
+from adjsim.core.derived import own_tensors, replaced
 from adjsim.core.layout import is_tracing
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, Rounding
@@ -116,9 +116,7 @@ def _formula_key(pair: PairFormula) -> Any:
     found = cache_key(pair)
     if found.opaque:
         raise UninspectableError(found.opaque[0])
-    # The numbers of modules inside are no operands, so those of another object may differ.
-    inside = Identity(source_of(pair)) if len(found.modules) > 1 else None
-    return found.dtype, found.modules, inside
+    return found.dtype, found.modules
 
 
 @dataclass(frozen=True)

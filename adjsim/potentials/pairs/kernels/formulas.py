@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from adjsim.compiler.operations import BITWISE, LOGICAL, pointwise
+from adjsim.compiler.tracing import graph_of
 from adjsim.compiler.values import UnprintableError, Value
 from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
 
@@ -69,8 +70,6 @@ def trace(
     has the two exchanged. Without ``shapes`` of squared distances and operands there is one row of
     pairs.
     """
-    # Importing the tracer takes a second, and a run by operations of torch does not need it.
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     def derivative(s: Tensor, values: dict[Slot, Tensor], slot: Slot) -> Tensor:
         assert differentiated is not None
@@ -106,7 +105,7 @@ def trace(
             for shape in shapes or [(_ROW,)] * (1 + len(slots))
         ]
         try:
-            graph = make_fx(outputs, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+            graph = graph_of(outputs, *examples)
         except UnprintableError:
             raise
         except Exception as error:

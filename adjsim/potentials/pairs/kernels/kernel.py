@@ -352,8 +352,3 @@ def lists(dtype: torch.dtype) -> ctypes.CDLL:
     library = compiled(source, threads=True)
     library.neighbours_builds.restype = ctypes.c_int64
     return library
-
-
-def builds(dtype: torch.dtype = torch.float64) -> int:
-    """Return how many neighbour lists this process has built."""
-    return int(lists(dtype).neighbours_builds())
