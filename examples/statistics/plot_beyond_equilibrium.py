@@ -195,7 +195,7 @@ assert step.grad[BARRIER] == 0
 assert any("no derivative along a path" in reason for reason in step.warnings)
 
 comparison = adjsim.compare(
-    well(1.0), adjsim.Final(nearly), everyone, replicas=4096, generator=seeded(1)
+    well(1.0), adjsim.Final(nearly), everyone, replicas=2048, generator=seeded(1)
 )
 print(comparison)
 refused(comparison)
@@ -432,13 +432,13 @@ for i, width in enumerate(widths.tolist()):
     rows.append(
         entry(
             pathwise(
-                well(at), blurred(width), replicas=32768, generator=seeded(200 + i)
+                well(at), blurred(width), replicas=16384, generator=seeded(200 + i)
             )
         )
     )
 _, grad, _, error = np.array(rows).T
 score = entry(
-    girsanov(well(at), adjsim.Final(crossed), replicas=32768, generator=seeded(210))
+    girsanov(well(at), adjsim.Final(crossed), replicas=16384, generator=seeded(210))
 )
 sharp = exact(sharp_share, round(at / DT))[1][-1]
 line = np.geomspace(0.03, 0.4, 25)
@@ -553,7 +553,7 @@ def watched(duration):
 
 
 comparison = adjsim.compare(
-    watched(2.0), passage(smooth_rate), everyone, replicas=2048, generator=seeded(2)
+    watched(2.0), passage(smooth_rate), everyone, replicas=1024, generator=seeded(2)
 )
 print(comparison)
 refused(comparison)
@@ -707,7 +707,7 @@ def taken(estimator, replicas, seed, **rest):
     return flat(estimate.grad).numpy(), flat(estimate.grad_stderr).numpy()
 
 
-few, many = 256, 4096
+few, many = 256, 2048
 (grad, error), (quotients, _) = (
     taken(adjsim.Pathwise(), few, 4),
     taken(fine, few, 4, chunks=2),

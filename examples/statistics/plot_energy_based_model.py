@@ -413,7 +413,12 @@ assert abs(slope - quotient) < 1e-5 * abs(quotient)
 def ends_of(dynamics, starts, generator):
     run = chains(dynamics, starts)
     return adjsim.simulate(
-        dynamics, dynamics.init(starts), run.ts, solver=run.solver, generator=generator
+        dynamics,
+        dynamics.init(starts),
+        run.ts,
+        solver=run.solver,
+        generator=generator,
+        compile=True,
     ).final.position
 
 
