@@ -183,6 +183,7 @@ KINDS = {
     ),
     "of a user": lambda box: Powers(cutoff=2.4, box=box),
 }  # fmt: skip
+OTHERS = KINDS.keys() - {"switched", "table of species", "charges"}
 
 
 @pytest.mark.parametrize(
@@ -191,11 +192,12 @@ KINDS = {
         ("switched", LISTED),
         ("table of species", LISTED),
         ("charges", LISTED),
+        # Whether there is a list, and what is derived from a formula, are separate parts.
         *(
-            pytest.param(name, limit, marks=pytest.mark.slow)
+            pytest.param(name, limit, marks=getattr(pytest.mark, mark))
             for name in KINDS
-            for limit in (LISTED, DENSE)
-            if limit == DENSE or name not in ("switched", "table of species", "charges")
+            for limit, mark in ((LISTED, "slow"), (DENSE, "marathon" if name in OTHERS else "slow"))
+            if limit == DENSE or name in OTHERS
         ),
     ],
 )

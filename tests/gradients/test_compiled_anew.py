@@ -201,7 +201,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.marathon)])
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_computation_has_another_loop(name, first):
     """Whichever was compiled first."""

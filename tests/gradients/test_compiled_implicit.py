@@ -42,10 +42,13 @@ def gradients(solver, named, batch, adjoint, compile):
 
 
 @pytest.mark.parametrize(
-    ("batch", "named"), slow_but(lambda batch, named: named, [((), False), ((2, 3), True)])
-)
-@pytest.mark.parametrize(
-    "solver", [pytest.param(SOLVERS[0], marks=pytest.mark.slow), SOLVERS[1]], ids=repr
+    ("solver", "batch", "named"),
+    [
+        (SOLVERS[1], (2, 3), True),
+        pytest.param(SOLVERS[0], (2, 3), True, marks=pytest.mark.slow),
+        *(pytest.param(solver, (), False, marks=pytest.mark.marathon) for solver in SOLVERS),
+    ],
+    ids=repr,
 )
 def test_gradients(solver, batch, named):
     expected, _ = gradients(solver, named, batch, DirectAdjoint(), False)
@@ -67,8 +70,14 @@ def test_backward_euler_is_undone():
         gradients(SOLVERS[1], False, (4,), ReversibleAdjoint(), True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+@pytest.mark.parametrize(
+    "solver",
+    [
+        pytest.param(SOLVERS[0], marks=pytest.mark.marathon),
+        pytest.param(SOLVERS[1], marks=pytest.mark.slow),
+    ],
+    ids=repr,
+)
 def test_gradients_by_inductor(solver, monkeypatch):
     expected, _ = gradients(solver, False, (4,), DirectAdjoint(), False)
     monkeypatch.setattr("adjsim.compiler.systems.LARGEST", 1)

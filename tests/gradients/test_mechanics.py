@@ -38,6 +38,7 @@ def is_marathon(name, implicit):
     return (name, implicit) in [
         ("friction-moving", ImplicitMidpoint),
         ("friction-vertices", None),
+        ("rayleigh", None),
         ("prescribed", BackwardEuler),
     ]
 

@@ -110,7 +110,11 @@ ROWS = {
         lambda name, average: name in ("ode", "sde, many systems") and not average,
         itertools.product(ROWS, (False, True)),
         # How an average reads the states does not depend on the field.
-        marathon=lambda name, average: average and name not in ("ode", "sde"),
+        marathon=lambda name, average: (
+            name not in ("ode", "sde")
+            if average
+            else name in ("ode, many systems", "ode, two axes", "sde")
+        ),
     ),
 )
 def test_equal_to_eager_gradients(name, average):
@@ -180,8 +184,14 @@ class Activated(nn.Module):
         return self.last(y)
 
 
-@pytest.mark.parametrize("batch", [(2,), pytest.param((1,), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
+@pytest.mark.parametrize(
+    ("first", "batch"),
+    slow_but(
+        lambda first, batch: (first, batch) == (0, (2,)),
+        itertools.product(range(3), [(2,), (1,)]),
+        marathon=lambda first, batch: first == 1,
+    ),
+)
 def test_views_of_saved_tensors(first, batch):
     """A value that is saved as it is and as a view has two rows."""
     dynamics = adjsim.ODE(Activated(list(VIEWS)[first::3]))
