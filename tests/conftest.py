@@ -12,6 +12,12 @@ from tests.annotations import check_annotations
 check_annotations()
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--own-loops", action="store_true", help="let every test compile the loops that it runs"
+    )
+
+
 def pytest_collection_finish():
     """Leave modules and tests, a million objects, out of the collections that tests ask for."""
     gc.collect()
@@ -25,7 +31,7 @@ def _setting(request):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     # A test that patches the library neither takes the loops of others nor leaves its own.
-    if "monkeypatch" in request.fixturenames:
+    if "monkeypatch" in request.fixturenames or request.config.getoption("--own-loops"):
         request.getfixturevalue("own_loops")
     yield
     torch.set_default_dtype(before)

@@ -45,6 +45,8 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("dynamics", "adjoints", "estimators")
 # Seconds of tests for a mutant, and the least number of tests.
 BUDGET, LEAST = 60.0, 4
+# So that a test is recorded at the lines from which its loops are traced.
+OWN_LOOPS = "--own-loops"
 PRELOADED = (
     "torch", "torchdiffeq", "torchsde", "scipy.integrate", "scipy.stats", "hypothesis",
     "jaxtyping", "beartype", "pytest",
@@ -143,7 +145,7 @@ class Tests:
         subprocess.run(
             [
                 *(sys.executable, "-m", "pytest", "--cov=adjsim", "--cov-context=test"),
-                *("--cov-report=", f"--junitxml={folder / 'tests.xml'}"),
+                *("--cov-report=", f"--junitxml={folder / 'tests.xml'}", OWN_LOOPS),
             ],
             cwd=tree,
             env={
@@ -209,7 +211,17 @@ def _test(tree: Path, tests: list[str]) -> None:
             del sys.modules[name]
         import pytest
 
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
+        options = [
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-o",
+            "addopts=",
+            OWN_LOOPS,
+        ]
         code = int(pytest.main([*options, *tests]))
     finally:
         os._exit(code)

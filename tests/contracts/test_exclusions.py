@@ -178,7 +178,7 @@ def assert_equal_to_brute(pair, q, box, tolerance=CLOSE):
     [
         ("Lennard-Jones", "orthogonal"),
         pytest.param("a table", "tilted", marks=pytest.mark.marathon),
-        pytest.param("mixture", "none", marks=pytest.mark.slow),
+        pytest.param("mixture", "none", marks=pytest.mark.marathon),
         pytest.param("reaction field", "orthogonal", marks=pytest.mark.marathon),
         pytest.param("Wolf", "tilted", marks=pytest.mark.slow),
     ],
@@ -230,8 +230,14 @@ def test_systems_of_a_batch(listed, limit):
         assert_equal_to_brute(pair, q[k], BOXES["orthogonal"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [DENSE, LISTED], ids=["dense", "list"])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        pytest.param(DENSE, marks=pytest.mark.marathon),
+        pytest.param(LISTED, marks=pytest.mark.slow),
+    ],
+    ids=["dense", "list"],
+)
 def test_float32(listed, limit):
     listed(limit)
     q, pairs = molecule("orthogonal")

@@ -108,6 +108,7 @@ def one_by_one(output: str, columns: int = 3) -> tuple[torch.Tensor, dict[str, t
             *itertools.product(METHODS, ["interpolate"], ["ends", "t_eval", "dense"]),
             *itertools.product(METHODS, ["checkpoint"], ["t_eval"]),
         ],
+        marathon=lambda method, adjoint, output: output == "ends",
     ),
 )
 def test_equal_to_one_call_a_column(method, adjoint, output):

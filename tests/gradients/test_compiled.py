@@ -74,7 +74,7 @@ def row(dynamics, scheme, potential, kind="saves", exact=False, mark="marathon")
     [
         row("hamiltonian", "BAB", "lennard-jones", mark=None),
         row("langevin", "BAOAB", "double-well", exact=True, mark=None),
-        row("bussi", "BABR", "double-well", "average", mark="slow"),
+        row("bussi", "BABR", "double-well", "average"),
         row("berendsen", "RBABR", "lennard-jones", "replicas", mark="slow"),
         row("hamiltonian", "ABA", "plain-module", "record"),
         row("hamiltonian", "BAB", "lennard-jones", "replicas", mark="slow"),

@@ -253,7 +253,9 @@ def test_two_atoms_in_one_place_and_one_parameter_under_two_names():
 @pytest.mark.parametrize(
     ("dim", "cutoff"),
     slow_but(
-        lambda dim, cutoff: dim == 2 and cutoff == 1.75, itertools.product([2, 3], [None, 1.75])
+        lambda dim, cutoff: dim == 2 and cutoff == 1.75,
+        itertools.product([2, 3], [None, 1.75]),
+        marathon=lambda dim, cutoff: cutoff is None,
     ),
 )
 def test_tilted_cells_compile(dim, cutoff):

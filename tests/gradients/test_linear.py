@@ -96,9 +96,9 @@ def ratio(prepare, steps, times=4):
 
 def mark(potential, adjoint):
     """The swept adjoints keep no graph: they are slower, and would show it last."""
-    if adjoint != "direct":
-        return [pytest.mark.marathon]
-    return [pytest.mark.slow]
+    return [
+        pytest.mark.slow if (potential, adjoint) == ("pair", "direct") else pytest.mark.marathon
+    ]
 
 
 @pytest.mark.parametrize(
@@ -131,15 +131,11 @@ def backward_of_saves(solver, adjoint, every):
     return prepare
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "adjoint",
     [
-        ADJOINTS["direct"],
-        *(
-            pytest.param(adjoint, marks=pytest.mark.slow)
-            for adjoint in (*list(ADJOINTS.values())[1:], adjsim.BacksolveAdjoint())
-        ),
+        pytest.param(adjoint, marks=pytest.mark.slow if name == "direct" else pytest.mark.marathon)
+        for name, adjoint in {**ADJOINTS, "backsolve": adjsim.BacksolveAdjoint()}.items()
     ],
     ids=repr,
 )

@@ -168,7 +168,7 @@ DEFAULT = {
         # RK23 takes many steps; what it has of its own is its interpolant.
         marathon=lambda method, adjoint, output: (
             (adjoint != "interpolate" and output not in ("dense", "reset"))
-            or (method == "RK23" and output != "dense")
+            or (method in ("RK23", "BDF", "LSODA") and output != "dense")
         ),
     ),
 )
@@ -220,6 +220,7 @@ def switched(t, y, p):
             # The state of backsolve has a kink at the switch that no step knows of.
             if (fun, adjoint) != (switched, "backsolve")
         ],
+        marathon=lambda fun, method, adjoint: method == "DOP853",
     ),
 )
 def test_what_changes_faster_than_the_adjoint(fun, method, adjoint):
