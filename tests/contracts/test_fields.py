@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import namedtuple
 
 import pytest
 import torch
@@ -519,3 +520,11 @@ def test_additive_noise_that_depends_on_y_later_is_refused(solver, adjoint):
     with pytest.raises(ValueError, match=r"noise='general'.* after step 64 \(t = 6.4\)"):
         simulate(later, later.init(torch.zeros(2, 1)), [0.0, 10.0], **options)
     assert simulate(later, later.init(torch.zeros(2, 1)), [0.0, 0.5], **options).final.y.max() < 0.5
+
+
+@pytest.mark.parametrize(
+    "state", [(torch.ones(2),), namedtuple("Empty", [])()], ids=["bare", "empty"]
+)
+def test_a_state_is_a_named_tuple_of_tensors(state, unchecked):
+    with pytest.raises(TypeError, match="a named tuple of tensors, not a"):
+        ODE(Decay()).check(state)

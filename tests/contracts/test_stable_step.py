@@ -119,3 +119,17 @@ def test_errors():
         largest_stable_step(bond, 1.0, q, contact=contact, energy=-1.0)
     with pytest.raises(ValueError, match="Hessian of the potential is not finite"):
         largest_stable_step(adjsim.LennardJones(), 1.0, torch.zeros(2, 3, dtype=torch.float64))
+
+
+def test_the_way_to_the_floor_is_no_energy_without_a_force():
+    """Energy that falls on a barrier makes it stiffer; at rest in its shape a body has none."""
+    mesh = meshes.box((1.0, 0.8, 0.6), (1, 1, 1))
+    body, mass = NeoHookean(mesh, 1e5, 0.3), mesh.lumped_mass(1000.0)
+    generator = torch.Generator().manual_seed(0)
+    momentum = torch.randn(mesh.vertices.shape, generator=generator, dtype=torch.float64)
+    steps = []
+    for height in (1.0, 100.0):
+        floor = Contact(Plane([0.0, 0, 1], -height), Barrier(1e3, 0.1))
+        dynamics = adjsim.Mechanics(body, mass, contact=floor)
+        steps.append(dynamics.largest_step(dynamics.init(mesh.vertices, momentum)))
+    assert steps[0] == pytest.approx(steps[1], rel=1e-9)

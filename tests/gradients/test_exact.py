@@ -693,3 +693,48 @@ def test_a_potential_whose_force_knows_no_grid_is_refused():
             [0.0, 0.1],
             solver=Splitting("BAB", 0.01, exact=True),
         )
+
+
+def test_a_store_adds_no_bits(tmp_path):
+    """To those that the buffers hold at the end."""
+    case = Case("langevin", "BAOAB", "double-well", exact=True)
+    dynamics = case.build()
+    start = case.start(dynamics, *square())
+    found = []
+    for store in (None, tmp_path):
+        with torch.no_grad():
+            run = adjsim.simulate(
+                dynamics,
+                start,
+                [0.0, 1.0],
+                solver=case.solver,
+                store=store,
+                generator=torch.Generator().manual_seed(1),
+            )
+        found.append(run.stats["buffer_bits"])
+    assert found[0] == found[1] > 0
+
+
+class Wandering(nn.Module):
+    """A spring that is another one each time, as a force of nondeterministic kernels is."""
+
+    def __init__(self):
+        super().__init__()
+        self.evaluations = itertools.count()
+
+    def forward(self, position):
+        return (0.5 + 1e-6 * next(self.evaluations)) * position.square().sum((-1, -2))
+
+
+def test_a_force_with_other_bits_each_time_is_said():
+    dynamics = adjsim.Hamiltonian(Wandering())
+    start = dynamics.init(*(x.requires_grad_() for x in square()))
+    run = adjsim.simulate(
+        dynamics,
+        start,
+        [0.0, 1.0],
+        solver=adjsim.Splitting("BAB", 0.1, exact=True),
+        adjoint=ReversibleAdjoint(),
+    )
+    with pytest.raises(adjsim.ReconstructionError, match="computed twice at one position it has"):
+        run.final.position.sum().backward()

@@ -24,6 +24,7 @@ from adjsim import (
     TimeAverage,
     minimize,
 )
+from adjsim.estimators.probes import depends_on
 from adjsim.io.systems import cluster
 from tests.problems import Cage, parameter, slow_but, square
 
@@ -643,3 +644,42 @@ def test_batches_of_minima():
     (slope,) = torch.autograd.grad(found.sum(), potential.asymmetry)
     expected = sum(-1 / (12 * float(q) ** 2 - 4) for q in found.detach().flatten())
     assert float(slope) == pytest.approx(expected, rel=1e-8)
+
+
+class Soft(nn.Module):
+    """A spring whose number is large, in a unit that is small."""
+
+    def __init__(self):
+        super().__init__()
+        self.k = parameter(1e8)
+
+    def forward(self, position):
+        return 0.5e-8 * self.k * (position**2).sum((-1, -2))
+
+
+def test_differences_are_relative_to_the_number():
+    """A step of h itself would leave four digits of this gradient."""
+    dynamics = adjsim.Hamiltonian(Soft())
+    position, momentum = square()
+    simulation = adjsim.Simulation(
+        dynamics,
+        lambda n, g: dynamics.init(position.expand(n, -1, -1), momentum.expand(n, -1, -1)),
+        [0.0, 0.5],
+        adjsim.VelocityVerlet(0.05),
+    )
+    found = [
+        estimator(simulation, adjsim.Final(squared), replicas=2, generator=seeded())
+        for estimator in (FiniteDifference(), Pathwise())
+    ]
+    assert float(found[0].grad["potential.k"]) == pytest.approx(
+        float(found[1].grad["potential.k"]), rel=1e-7, abs=0.0
+    )
+
+
+def test_a_probe_is_relative_to_the_state():
+    """One of size one would change no digit of these positions."""
+    state = adjsim.PhaseState(*(1e20 * torch.stack([x, x]) for x in square()))
+    assert depends_on(lambda s: s.position.sum((-1, -2)), state, "position")
+    assert not depends_on(lambda s: s.position.sum((-1, -2)), state, "momentum")
+    at_rest = adjsim.PhaseState(*(torch.zeros(2, 4, 2) for _ in range(2)))
+    assert depends_on(lambda s: s.momentum.sum((-1, -2)), at_rest, "momentum")
