@@ -39,7 +39,7 @@ def _setting(request):
 
 @pytest.fixture
 def own_loops():
-    """Let a test compile every loop that it runs, as those need that count or patch."""
+    """Drop all compiled loops before and after a test that counts compilations, or patches."""
     cache.drop(lambda key: True)
     yield
     cache.drop(lambda key: True)

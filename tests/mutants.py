@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("dynamics", "adjoints", "estimators")
 # Seconds of tests for a mutant, and the least number of tests.
 BUDGET, LEAST = 60.0, 4
-# So that a test is recorded at the lines from which its loops are traced.
+# A test that traces its loops itself is recorded at the lines that they are traced from.
 OWN_LOOPS = "--own-loops"
 PRELOADED = (
     "torch", "torchdiffeq", "torchsde", "scipy.integrate", "scipy.stats", "hypothesis",
@@ -211,17 +211,8 @@ def _test(tree: Path, tests: list[str]) -> None:
             del sys.modules[name]
         import pytest
 
-        options = [
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "-o",
-            "addopts=",
-            OWN_LOOPS,
-        ]
+        plugins = ("-p", "no:cacheprovider", "-p", "no:xdist")
+        options = ["-x", "-q", *plugins, "-o", "addopts=", OWN_LOOPS]
         code = int(pytest.main([*options, *tests]))
     finally:
         os._exit(code)

@@ -1,4 +1,4 @@
-"""Tracing of functions of tensors."""
+"""Tracing of functions of tensors to graphs of operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def graph_of(
     *examples: Tensor,
     decompositions: dict[Any, Callable[..., Any]] | None = None,
 ) -> GraphModule:
-    """Return the operations of a function of tensors like these, which are given no numbers."""
+    """Trace a function to a graph of operations, for the shapes and dtypes of example tensors."""
     # Importing the tracer takes a second, and most runs do not need it.
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -192,7 +192,7 @@ OTHERS = KINDS.keys() - {"switched", "table of species", "charges"}
         ("switched", LISTED),
         ("table of species", LISTED),
         ("charges", LISTED),
-        # Whether there is a list, and what is derived from a formula, are separate parts.
+        # The neighbour list and the printed formula are separate parts of the operator.
         *(
             pytest.param(name, limit, marks=getattr(pytest.mark, mark))
             for name in KINDS

@@ -122,7 +122,7 @@ def test_errors():
 
 
 def test_the_way_to_the_floor_is_no_energy_without_a_force():
-    """Energy that falls on a barrier makes it stiffer; at rest in its shape a body has none."""
+    """More energy on a barrier makes it stiffer; a body without forces gains none on its way."""
     mesh = meshes.box((1.0, 0.8, 0.6), (1, 1, 1))
     body, mass = NeoHookean(mesh, 1e5, 0.3), mesh.lumped_mass(1000.0)
     generator = torch.Generator().manual_seed(0)

@@ -230,6 +230,24 @@ def test_a_copy_that_has_changed_has_a_loop_of_its_own(adjoint):
     agree(found, expected)
 
 
+def test_pairs_with_tensors_in_their_parts_have_their_own_numbers():
+    """Torch evaluates them: numbers of parts are no operands of a printed formula."""
+
+    class Screened(adjsim.potentials.PairPotential):
+        def __init__(self, number):
+            super().__init__()
+            self.part = nn.Module()
+            self.part.register_buffer("number", torch.tensor(number))
+
+        def pair_energy(self, s):
+            return torch.exp(-s * self.part.number)
+
+    q, _ = square()
+    for number in (1.0, 2.0):
+        distance = torch.pdist(q) ** 2
+        torch.testing.assert_close(Screened(number)(q), torch.exp(-number * distance).sum())
+
+
 FACTOR = 1.0
 
 

@@ -56,7 +56,7 @@ KINDS = ["steps", "t_eval", "dense", "dense-t_eval", "events", "terminal", "coun
             KINDS,
             [(0.0, 4.0), (4.0, 0.0)],
         ),
-        # What an adjoint keeps, backsolve the end alone, does not depend on the direction.
+        # The steps that an adjoint keeps do not depend on the direction; backsolve keeps none.
         marathon=lambda method, adjoint, kind, span: (
             adjoint == "backsolve" or (adjoint is not None and span[0] != 0)
         ),

@@ -658,7 +658,7 @@ class Soft(nn.Module):
 
 
 def test_differences_are_relative_to_the_number():
-    """A step of h itself would leave four digits of this gradient."""
+    """Rounding would leave five digits of a difference with the step h itself."""
     dynamics = adjsim.Hamiltonian(Soft())
     position, momentum = square()
     simulation = adjsim.Simulation(
@@ -677,7 +677,7 @@ def test_differences_are_relative_to_the_number():
 
 
 def test_a_probe_is_relative_to_the_state():
-    """One of size one would change no digit of these positions."""
+    """A shift of size one would change no digit of these positions."""
     state = adjsim.PhaseState(*(1e20 * torch.stack([x, x]) for x in square()))
     assert depends_on(lambda s: s.position.sum((-1, -2)), state, "position")
     assert not depends_on(lambda s: s.position.sum((-1, -2)), state, "momentum")

@@ -35,7 +35,6 @@ from adjsim.potentials.pairs.kernels.printing import merge_pairs
 
 # Operations of a step above which a warning precedes a compilation by Inductor.
 LARGE = 500
-DETACH = (Tensor.detach, torch.detach)
 # Tracing and Inductor's options are global to the process, so one thread compiles at a time.
 _compiling = RLock()
 
@@ -153,7 +152,7 @@ def compile_loop(
 
 
 class Constant:
-    """A captured tensor, neither input nor registered; ``detached``: read without a gradient."""
+    """A captured tensor of a loop, no input and not registered, which may be read ``detached``."""
 
     def __init__(self, x: Tensor, detached: bool) -> None:
         self.tensor, self.version, self.detached = ref(x), version_of(x), detached
@@ -161,8 +160,9 @@ class Constant:
     def changed(self) -> bool:
         """Test whether the tensor has been modified in place, or requires grad, since the trace."""
         x = self.tensor()
-        lost = x is not None and x.requires_grad and not self.detached
-        return lost or (x is not None and version_of(x) != self.version)
+        if x is None:
+            return False
+        return version_of(x) != self.version or (x.requires_grad and not self.detached)
 
 
 class NoCapture(TorchFunctionMode):
@@ -184,7 +184,8 @@ class NoCapture(TorchFunctionMode):
                 "variable instead of from its module. Read it as an attribute of the module, such "
                 "as dynamics.kT or self.k."
             )
-        detached, found = func in DETACH, [x for x in tensors if not isinstance(x, FakeTensor)]
+        detached = func in (Tensor.detach, torch.detach)
+        found = [x for x in tensors if not isinstance(x, FakeTensor)]
         lost = next((x for x in found if x.requires_grad and not detached), None)
         if lost is not None:
             raise ValueError(

@@ -81,7 +81,7 @@ class SavedTensors:
     def _number(self, x: Tensor) -> int | None:
         """Return the number of the row that holds a tensor; None if it is computed again."""
         node = _node(x)
-        if node is None:  # A captured constant.
+        if node is None:  # A captured tensor, a constant of the loop, is in memory already.
             return None
         if node in self._numbers:
             return self._numbers[node]

@@ -173,8 +173,6 @@ def refuse_shape(what: str, name: str, value: Tensor, expected: tuple[int, ...],
 class Rate(Term[Any]):
     """The whole drift, Y, without a flow in closed form, and the draws of noise of an SDE."""
 
-    advances_time = True
-
     def __init__(self, name: str, fun: Callable[..., Any], draws: int = 0) -> None:
         self.name, self.fun, self.draws = name, fun, draws
 
