@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 
 import pytest
@@ -14,7 +15,7 @@ from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, TimeAver
 from adjsim.adjoints.loops.compilation import CompileError
 from adjsim.adjoints.loops.runner import cache
 from tests import mechanics
-from tests.problems import parameter, square
+from tests.problems import parameter, slow_but, square
 
 pytestmark = pytest.mark.usefixtures("own_loops")
 
@@ -201,8 +202,21 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.marathon)])
-@pytest.mark.parametrize("name", OTHERS)
+# One of each kind of key: numbers, parts, classes, what requires grad, records, pairs.
+BY_DEFAULT = (
+    *("a number", "a part", "a class", "a buffer or none", "a parameter that is held"),
+    *("a captured tensor", "a closure", "a cutoff"),
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "name"),
+    slow_but(
+        lambda first, name: first == 0 and name in BY_DEFAULT,
+        itertools.product((0, 1), OTHERS),
+        marathon=lambda first, name: first == 1,
+    ),
+)
 def test_another_computation_has_another_loop(name, first):
     """Whichever was compiled first."""
     make, record = OTHERS[name]

@@ -280,6 +280,7 @@ def test_command_line_on_the_default(tmp_path):
         assert f"{row['value']:.8g}" in done.stdout, name
 
 
+@pytest.mark.slow
 def test_command_line_on_a_structure(command, tmp_path):
     atoms = ase.Atoms(
         "Ar4Kr",
@@ -456,8 +457,8 @@ def test_version_of_the_readme_data():
 @pytest.mark.parametrize(
     ("options", "parameters", "refused"),
     slow_but(
-        # A stiff friction and a memory: what backsolve refuses and what it takes.
-        lambda options, *_: "30" in options or "generalised" in options,
+        # A stiff friction, which backsolve refuses; it takes the memory of a slow row.
+        lambda options, *_: "30" in options,
         [
             (
                 ["--dynamics", "langevin", "--friction", "0.5"],

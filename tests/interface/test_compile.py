@@ -34,7 +34,7 @@ STEPS = [Case(*row, exact) for row in ROWS for exact in (False, True)]
 @pytest.mark.parametrize(
     "case",
     slow_but(
-        lambda c: c.dynamics in ("langevin", "esh"),
+        lambda c: c.dynamics == "langevin",
         [c for c in STEPS if c.couplings or not c.exact],
         # An exact step is the same moves with roundings.
         marathon=lambda c: c.couplings and not c.exact,

@@ -407,6 +407,7 @@ def test_estimators_take_seeds_and_inference_mode_and_want_a_parameter(estimator
         estimator()(simulation(1.0), asked[1], replicas=4)
 
 
+@pytest.mark.slow
 def test_compare_takes_a_seed_and_inference_mode():
     asked = simulation(parameter(1.0)), Final(lambda s: s.position.square().sum((-1, -2)))
     methods = {"path": adjsim.Pathwise(), "score": adjsim.Girsanov()}

@@ -213,7 +213,11 @@ def differing(what):
     ("what", "says"),
     [
         ("kT", r"kT is 0\.5 .* on rank 0 and 0\.6 .* on rank 1\. Give every rank the same"),
-        ("chunks", r"the chunks is .* Give every rank the same settings and numbers"),
+        pytest.param(
+            "chunks",
+            r"the chunks is .* Give every rank the same settings and numbers",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_ranks_that_compute_different_things_are_named(what, says):
@@ -320,7 +324,10 @@ def disagreeing(name):
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("the seeds", "Seed every rank in the same way"), ("torch", "Install the same version")],
+    [
+        ("the seeds", "Seed every rank in the same way"),
+        pytest.param("torch", "Install the same version", marks=pytest.mark.slow),
+    ],
 )
 def test_the_advice_is_that_of_the_cause(name, says):
     with pytest.raises(RankError, match=f"{name} is 0 on rank 0 and 1 on rank 1. {says}"):
