@@ -16,7 +16,17 @@ from adjsim.dynamics.mechanics.mechanics import Mechanics
 from adjsim.potentials import Barrier, Contact, Plane, Quadratic
 from adjsim.potentials.gravity import Gravity
 from adjsim.potentials.signals.controls import Controller
-from tests.mechanics import BODIES, Path, body, floor, masses, sliding, start, start_of
+from tests.mechanics import (
+    BODIES,
+    Path,
+    body,
+    floor,
+    masses,
+    moving_floor,
+    sliding,
+    start,
+    start_of,
+)
 from tests.problems import parameter, slow_but
 from tests.suites import TermContract, disturbed, flow, unflow
 
@@ -214,9 +224,10 @@ def test_a_mode_decays_at_half_of_its_stiffness_damping():
     assert float(made.final.position) == pytest.approx(exact, abs=4e-5)
 
 
-def test_fixed_vertices_stay_under_all_dampings():
+@pytest.mark.parametrize("contact", [floor, moving_floor])
+def test_fixed_vertices_stay_under_all_dampings(contact):
     m = torch.tensor([torch.inf, 1.0, torch.inf, 2.0])
-    dynamics = sliding(damping=0.3, stiffness_damping=0.01)
+    dynamics = sliding(contact=contact(), damping=0.3, stiffness_damping=0.01)
     dynamics.mass = nn_parameter(m)
     position, momentum = start()
     state = dynamics.init(position, velocity=momentum)

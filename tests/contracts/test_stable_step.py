@@ -121,6 +121,22 @@ def test_errors():
         largest_stable_step(adjsim.LennardJones(), 1.0, torch.zeros(2, 3, dtype=torch.float64))
 
 
+def test_the_way_to_the_floor_is_energy():
+    """Weight times height stiffens a barrier as the same kinetic energy does."""
+    mesh, g = meshes.box((1.0, 0.8, 0.6), (1, 1, 1)), 1e-3
+    mass = mesh.lumped_mass(1000.0)
+    body = NeoHookean(mesh, 1e5, 0.3) + Gravity(mass, g)
+    steps = []
+    for height, moves in ((5.0, 0.0), (2.0, 3.0), (2.0, 0.0)):
+        floor = Contact(Plane([0.0, 0, 1], -height), Barrier(1e3, 0.1))
+        dynamics = adjsim.Mechanics(body, mass, contact=floor)
+        momentum = torch.zeros_like(mesh.vertices)
+        momentum[:, 0] = mass * (2 * g * moves) ** 0.5
+        steps.append(dynamics.largest_step(dynamics.init(mesh.vertices, momentum)))
+    assert steps[0] == pytest.approx(steps[1], rel=1e-6)
+    assert steps[2] > 1.005 * steps[1]
+
+
 def test_the_way_to_the_floor_is_no_energy_without_a_force():
     """More energy on a barrier makes it stiffer; a body without forces gains none on its way."""
     mesh = meshes.box((1.0, 0.8, 0.6), (1, 1, 1))

@@ -87,7 +87,8 @@ def test_exact_up_to_friction_times_time_of_a_hundred(name, scheme):
     mine, stats = gradients(make(), scheme, dt, time, ReversibleAdjoint())
     agree(mine, direct, 1e-10)
     assert 0 < stats["reconstruction_error"] < 1e-10
-    assert stats["checkpoint_every"] * dt * make().damping(start_of(make(), *square())) < 8
+    growth = stats["checkpoint_every"] * dt * make().damping(start_of(make(), *square()))
+    assert 0.5 < growth < 8
 
 
 def test_growth_that_goes_unchecked_is_seen():

@@ -241,6 +241,26 @@ def test_the_picture_of_one_comparison_has_rows():
     assert borders == [0.5]
 
 
+def test_the_picture_of_several_comparisons_has_their_numbers():
+    """Without noise as lines, and a method that has no number there as a shorter one."""
+
+    def estimate(slope, error):
+        info = {"seconds": 1.0, "peak_memory": 2e6, "reconstruction_error": error}
+        found = [torch.tensor(x) for x in (1.0, 0.0, slope, 0.0)]
+        return GradientEstimate(found[0], found[1], {"k": found[2]}, {"k": found[3]}, "path", info)
+
+    figure = plot_sweep(
+        {
+            1.0: adjsim.Comparison({"direct": estimate(0.5, None), "rev": estimate(0.6, 1e-3)}),
+            2.0: adjsim.Comparison({"direct": estimate(0.7, None), "rev": estimate(0.8, 1e-2)}),
+        }
+    )
+    slopes, lost = figure.axes[0], figure.axes[1]
+    assert [list(line.get_ydata()) for line in slopes.lines[:2]] == [[0.5, 0.7], [0.6, 0.8]]
+    assert "reconstruct" in lost.get_title()
+    assert [list(line.get_ydata()) for line in lost.lines[:2]] == [[], [1e-3, 1e-2]]
+
+
 def as_a_user(*arguments, cwd):
     """``adjsim compare`` in a process of its own, where nothing is checked against annotations in
     every step.

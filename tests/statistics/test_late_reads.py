@@ -124,6 +124,17 @@ def test_shadowing_works_on_a_copy():
     assert dynamics.fun is field
 
 
+def test_shadowing_counts_its_evaluations():
+    """A chunk more is a segment more, of 50 steps of four evaluations, forth and back."""
+    _, simulation = chaotic(Lorenz())
+    one, two = (
+        Shadowing(1, 0.5, burn_in=1.0)(simulation, HEIGHT, replicas=4, chunks=chunks, generator=1)
+        for chunks in (1, 2)
+    )
+    more = two.diagnostics["energy_evaluations"] - one.diagnostics["energy_evaluations"]
+    assert more == 2 * 50 * 4
+
+
 def test_shadowing_refuses_a_tensor_that_is_kept():
     _, simulation = chaotic(Lorenz(keeps=True))
     with pytest.raises(ValueError, match=r"keeps 'fun\.kept'"):
