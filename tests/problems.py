@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import adjsim
+from adjsim.compiler.inductor import compile_with_inductor
+from adjsim.compiler.to_cpp import Compiled, Parts
 from adjsim.core.state import State
 from adjsim.dynamics import Dynamics
 from adjsim.potentials.pairs.kernels.kernel import lists
@@ -165,6 +167,18 @@ def slow_but(
         return pytest.param(*entries, marks=mark)
 
     return [marked(row) for row in rows]
+
+
+def by_inductor(
+    parts: Parts,
+    constants: Sequence[Tensor],
+    carry: Sequence[Tensor],
+    exact: bool,
+    threads: int,
+    capacity: int = 0,
+) -> tuple[Compiled, str]:
+    """Compile a loop as on a GPU, in place of :func:`adjsim.compiler.to_cpp.compile_to_cpp`."""
+    return compile_with_inductor(parts, constants, carry, exact, False, capacity), "Inductor"
 
 
 def square(replicas: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:

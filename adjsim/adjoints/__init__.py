@@ -4,7 +4,7 @@ from adjsim.adjoints.backsolve import BacksolveAdjoint
 from adjsim.adjoints.base import Adjoint as Adjoint, ReconstructionError
 from adjsim.adjoints.checkpoint import CheckpointAdjoint
 from adjsim.adjoints.direct import DirectAdjoint
-from adjsim.adjoints.loops.compilation import CompileError
+from adjsim.adjoints.loops.refusals import CompileError
 from adjsim.adjoints.reversible import ReversibleAdjoint
 
 __all__ = [

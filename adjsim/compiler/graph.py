@@ -13,7 +13,7 @@ All other values, such as matrices of pairs, are computed where they are read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,14 @@ from torch.fx.node import map_arg
 from adjsim.compiler.calls import CALLS, Call, Called
 from adjsim.compiler.operations import LOGICAL, literal, pointwise
 from adjsim.compiler.products import FEW, MatrixProduct, sum_of_products
+from adjsim.compiler.torch_calls import (
+    Region,
+    TorchCall,
+    is_printable,
+    mutates,
+    overwrites_its_own,
+    schedule,
+)
 from adjsim.compiler.values import (
     CHEAP,
     LANES,
@@ -75,39 +83,90 @@ FILLED = {
 FILLED_WITH = {"scalar_tensor": 0, "full": 1, "full_like": 1, "fill": 1, "new_full": 2}
 
 
+def lowered(graph: GraphModule, inputs: Sequence[Buffer], large: int, exact: bool) -> Lowering:
+    """Lower a graph, in which torch evaluates what is not printed."""
+    found = Lowering(graph, inputs, large, exact)
+    unprinted, more = dict[Node, str](), found.unprinted
+    while more:
+        unprinted |= more
+        found = Lowering(graph, inputs, large, exact, unprinted)
+        more = found.unprinted
+    found.unprinted = unprinted
+    return found
+
+
 class Lowering:
     """The values of a graph of tensors of known shapes on the CPU, without dead code.
 
-    ``inputs`` are the buffers of its placeholders.
+    ``inputs`` are the buffers of its placeholders, and ``by_torch`` the operations that torch
+    evaluates.
 
     Attributes:
         large: values with more elements are not stored merely for being read more than once.
         exact: whether sums must have the same bits in every program.
         stored: the stored values, in the order of the graph.
         checked: the constants that are indices.
+        unprinted: the operations that have no C++ translation, with reasons. Torch has to evaluate
+            them: :func:`lowered`.
     """
 
     def __init__(
-        self, graph: GraphModule, inputs: Sequence[Buffer], large: int, exact: bool
+        self,
+        graph: GraphModule,
+        inputs: Sequence[Buffer],
+        large: int,
+        exact: bool,
+        by_torch: Collection[Node] = (),
     ) -> None:
         self.large, self.exact = large, exact
         self.stored: list[Value] = []
         self.calls: list[Call] = []
         self.checked: list[Checked] = []
+        self.unprinted: dict[Node, str] = {}
         self.values: dict[Node, Any] = {}
         placeholders = iter(inputs)
-        for node in graph.graph.nodes:
-            if node.op == "placeholder":
+        order: Iterable[Any] = graph.graph.nodes
+        if by_torch:
+            order = schedule(graph, set(by_torch))
+        for node in order:
+            if isinstance(node, Region):
+                self._add_region(node)
+            elif node.op == "placeholder":
                 x = next(placeholders)
                 self.values[node] = Value(x.shape, x.dtype, buffer=x, strides=x.strides)
             elif node.op == "call_function":
-                self.values[node] = self._lower(node)
+                self._try(node)
             elif node.op == "output":
                 self.outputs: list[Value] = [self.values[x] for x in node.args[0]]
                 if not all(value.numel for value in self.outputs):
                     raise UnprintableError("an output without elements")
             else:
                 raise UnprintableError(node.op)
+
+    def _try(self, node: Node) -> None:
+        """Lower an operation, or note that it is not printed and go on."""
+        of_others = any(not is_printable(x) for x in node.all_input_nodes if x in self.unprinted)
+        try:
+            if of_others:
+                raise UnprintableError(str(node.target).removeprefix("aten."))
+            self.values[node] = self._lower(node)
+        except UnprintableError as reason:
+            if mutates(node) and not overwrites_its_own(node):
+                raise
+            self.unprinted[node] = str(reason)
+            meta = node.meta.get("val")
+            if isinstance(meta, Tensor):
+                shape, strides = tuple(meta.shape), tuple(meta.stride())
+                buffer = make_buffer("", meta.dtype, shape, strides, fill=False)
+                self.values[node] = Value(shape, meta.dtype, (), buffer, strides)
+
+    def _add_region(self, region: Region) -> None:
+        before = next((call for call in reversed(self.calls) if isinstance(call, TorchCall)), None)
+        token = before.outputs[-1] if before else None
+        values = [self.values[node] for node in region.printed]
+        found = self._add_call(TorchCall(region, values, token, self.store))
+        for node, value in zip(region.results, found, strict=False):
+            self.values[node] = value
 
     def store(self, value: Value, fill: bool = True) -> None:
         """Store a value in a buffer, or in a variable if it is a scalar."""
@@ -138,7 +197,7 @@ class Lowering:
             return outputs[0] if single else outputs
         name = str(node.target).removeprefix("aten.")
         base = name.split(".")[0]
-        if _overwrites_its_own(node):
+        if overwrites_its_own(node):
             base = base.removesuffix("_")
         unknown = node.kwargs.keys() - KNOWN
         if unknown:
@@ -313,23 +372,3 @@ class Lowering:
             return value
         self._store_if_needed(value, node)
         return View(shape, meta.dtype, (value,), map=expanded(short))
-
-
-def _overwrites_its_own(node: Node) -> bool:
-    """Whether an operation in place overwrites a new tensor that nothing else reads.
-
-    Formulas of autograd do, such as that of ``clamp``.
-    """
-    target: Any = node.target
-    if not target._schema.is_mutable or not isinstance(node.args[0], Node):
-        return False
-    made: Any = node.args[0]
-    return (
-        len(made.users) == 1
-        and made.op == "call_function"
-        and hasattr(made.target, "_schema")
-        and (
-            _overwrites_its_own(made)
-            or not any(result.alias_info for result in made.target._schema.returns)
-        )
-    )

@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from adjsim.compiler.function import FunctionPrinter
-from adjsim.compiler.graph import Lowering
+from adjsim.compiler.graph import lowered
 from adjsim.compiler.invariants import LoopInvariant
 from adjsim.compiler.library import compiled
 from adjsim.compiler.mathematics import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim.compiler.nests import Task
 from adjsim.compiler.rows import new_rows, store_in, stored_examples
+from adjsim.compiler.torch_calls import Run, TorchCall, described
 from adjsim.compiler.values import TYPES, Body, Buffer, UnprintableError, make_buffer, row_major
 from adjsim.compiler.views import Checked
 
@@ -71,15 +72,17 @@ def compile_to_cpp(
     exact: bool,
     threads: int,
     capacity: int = 0,
-) -> Compiled:
+) -> tuple[Compiled, str]:
     """Compile a loop to a function of constants and carry, of which there are examples.
+
+    Returned with it are the operations that torch evaluates, with lines of code.
 
     The function returns the final carry, and for each stored tensor a tensor ``(capacity, *shape)``
     whose row k was stored by the last iteration of number k. The first constant is the number of
     steps. With ``exact``, functions such as exp, and sums, have the same bits in every program.
 
     Raises:
-        UnprintableError: the loop has unsupported operations, or there is no compiler.
+        UnprintableError: the loop has tensors of other types, or there is no compiler.
     """
     rows = stored_examples(parts.body.graph, len(carry))
     text = _CppLoop(parts, constants, carry, exact, threads, rows)
@@ -89,6 +92,7 @@ def compile_to_cpp(
     InputPointers = ctypes.c_void_p * (len(constants) + text.fixed + len(carry))
     OutputPointers = ctypes.c_void_p * (len(carry) + len(rows))
     functions = (ctypes.c_void_p * max(1, len(text.addresses)))(*text.addresses)
+    Functions = type(functions)
     shapes = [((capacity, *x.shape), x.dtype) for x in rows]
 
     def loop(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> Results:
@@ -96,17 +100,26 @@ def compile_to_cpp(
         stored = new_rows(shapes)
         fixed = last_inputs((parts.start, parts.body), constants)
         inputs = [x.contiguous() for x in (*constants, *(x for p in fixed for x in p), *carry)]
-        status = run(
-            InputPointers(*(x.data_ptr() for x in inputs)),
-            OutputPointers(*(x.data_ptr() for x in (*results, *stored))),
-            functions,
-        )
+        state, called = Run(), functions
+        if text.by_torch:
+            bound = {at: call.bound(state) for at, call in text.by_torch.items()}
+            called = Functions(*functions)
+            for at, function in bound.items():
+                called[at] = ctypes.cast(function, ctypes.c_void_p).value
+        with torch.no_grad():
+            status = run(
+                InputPointers(*(x.data_ptr() for x in inputs)),
+                OutputPointers(*(x.data_ptr() for x in (*results, *stored))),
+                called,
+            )
+        if state.error is not None:
+            raise state.error
         if status:
             error, message = STATUS[status]
             raise error(message)
         return results, stored
 
-    return loop
+    return loop, described(text.unprinted)
 
 
 def last_inputs(parts: Sequence[Part], constants: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -139,6 +152,8 @@ class _CppLoop:
         self.large = 2 * max(x.numel() for x in carry)
         self.functions: list[str] = []
         self.addresses: list[int] = []
+        self.by_torch: dict[int, TorchCall] = {}
+        self.unprinted: dict[Node, str] = {}
         self.declarations: set[str] = set()
         # Of each function, by the names of their copies.
         self.checked: dict[str, dict[str, Checked]] = {}
@@ -177,7 +192,8 @@ class _CppLoop:
         fixed = [_constant_buffer(f"c_{name}{i}", x) for i, x in enumerate(examples)]
         inputs = [*inputs, *fixed]
         part.graph.graph.eliminate_dead_code()
-        lowering = Lowering(part.graph, inputs, self.large, self.exact)
+        lowering = lowered(part.graph, inputs, self.large, self.exact)
+        self.unprinted |= lowering.unprinted
         targets = [
             Task(b, v)
             for v, b in zip(lowering.outputs[1:], [*outputs, *rows], strict=True)
@@ -187,6 +203,8 @@ class _CppLoop:
         first_function = len(self.addresses)
         function = FunctionPrinter(lowering, targets, self.threads, first_function, rows)
         for call in lowering.calls:
+            if isinstance(call, TorchCall):
+                self.by_torch[len(self.addresses)] = call
             self.addresses += call.addresses
             self.declarations.add(call.declarations)
         # Kernels of pairs declare the type of their numbers as a macro.
@@ -257,7 +275,7 @@ class _CppLoop:
             *(line for x in checked.values() for line in x.lines),
             *(["if (refused) { free(block); return refused; }"] if checked else []),
             f"int64_t k = {call('start', buffers=at_start)};",
-            f"while ({call('more', 'k', buffers=consts[:1])}) {{",
+            f"while (!refused && {call('more', 'k', buffers=consts[:1])}) {{",
             *rows,
             f"k = {call('body', 'k', buffers=at_body)};",
             *(f"exchange({a.name}, {n.name});" for a, n in pairs),

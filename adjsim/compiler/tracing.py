@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+
+# Code in these folders, those of torch, this library and Python, is not the user's.
+_TORCH, _ADJSIM, _PYTHON = (
+    str(Path(file).parents[n])
+    for file, n in ((torch.__file__, 0), (__file__, 1), (contextlib.__file__, 0))
+)
 
 
 def graph_of(
@@ -14,11 +26,66 @@ def graph_of(
     *examples: Tensor,
     decompositions: dict[Any, Callable[..., Any]] | None = None,
 ) -> GraphModule:
-    """Trace a function to a graph of operations, for the shapes and dtypes of example tensors."""
+    """Trace a function to a graph of operations, for the shapes and dtypes of example tensors.
+
+    ``node.meta["line"]`` is the line of code from which an operation comes, of :func:`user_line`.
+    """
     # Importing the tracer takes a second, and most runs do not need it.
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
-    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+    def noted(*inputs: Tensor) -> Sequence[Tensor]:
+        mode: Any = get_proxy_mode()
+        graph = mode.tracer.graph
+        create = graph.create_node
+
+        def create_noted(*args: Any, **kwargs: Any) -> Node:
+            node = create(*args, **kwargs)
+            node.meta["line"] = user_line(sys._getframe(1))
+            return node
+
+        graph.create_node = create_noted
+        try:
+            return function(*inputs)
+        finally:
+            del graph.create_node
 
     # Few graphs are called, so their Python code is not written whenever they change.
     with _use_lazy_graph_module(True):
-        return make_fx(function, decompositions, "fake", _allow_non_fake_inputs=True)(*examples)
+        return make_fx(noted, decompositions, "fake", _allow_non_fake_inputs=True)(*examples)
+
+
+def user_line(frame: FrameType | None) -> str:
+    """Return the file and line of the innermost code, from a frame on, that is the user's.
+
+    Without such code, as in the formulas of autograd, it is that of this library.
+    """
+    found = _innermost(frame, ("user",)) or _innermost(frame, ("adjsim",))
+    return f"{found.f_code.co_filename}:{found.f_lineno}" if found else ""
+
+
+def runs_user_code(frame: FrameType | None) -> bool:
+    """Whether the innermost code, from a frame on, is the user's and not of this library."""
+    found = _innermost(frame, ("user", "adjsim"))
+    return found is not None and _owner(found.f_code.co_filename) == "user"
+
+
+def is_of_user(line: str) -> bool:
+    """Whether a file and line are of the user's code."""
+    return _owner(line.rpartition(":")[0]) == "user"
+
+
+def _innermost(frame: FrameType | None, owners: Sequence[str]) -> FrameType | None:
+    """Return the innermost frame, from one on, of code of these owners."""
+    while frame is not None and _owner(frame.f_code.co_filename) not in owners:
+        frame = frame.f_back
+    return frame
+
+
+@cache
+def _owner(file: str) -> str:
+    if file.startswith(_ADJSIM):
+        return "adjsim"
+    # Code that torch writes has names such as <eval_with_key>.
+    others = (_TORCH, _PYTHON, "<eval", "<frozen", "<string")
+    return "library" if file.startswith(others) else "user"

@@ -15,13 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.loops import compilation as loops
 from adjsim.adjoints.loops.compilation import LoopSpec, compile_loop
 from adjsim.compiler import library
 from adjsim.compiler.invariants import transposed
 from adjsim.compiler.mathematics import FUNCTIONS, TANH
-from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp, new_rows
-from adjsim.compiler.values import UnprintableError
+from adjsim.compiler.to_cpp import new_rows
 
 SHAPES = [(1,), (5,), (13, 3), (2, 7, 64), (3, 13, 13), (20, 6, 3)]
 
@@ -45,7 +43,7 @@ def spec(function: Callable[..., Tensor]) -> LoopSpec:
 
 
 def printed(function: Callable[..., Tensor], *inputs: Tensor, exact: bool = False) -> Tensor:
-    """Run the printed program of a function, which must not fall back to Inductor."""
+    """Run the printed program of a function, all of it in C++."""
     constants, carry = Constants(torch.tensor(2), inputs), (torch.zeros_like(function(*inputs)),)
     loop, path = compile_loop(
         spec(function), nullcontext, constants, carry, exact=exact, short=False, what="a test"
@@ -387,45 +385,6 @@ def test_threads_do_not_change_a_bit():
     assert torch.equal(*results)
 
 
-def write_through_view(x: Tensor) -> Tensor:
-    copy = x.clone()
-    copy[0].add_(1)
-    return copy
-
-
-REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
-    "in place, through a view": lambda x: write_through_view(x),
-    "an operation that is not printed": lambda x: x.cumsum(0),
-    "memory seen with other axes": lambda x: x.T.as_strided((4, 4), (4, 1)),
-    "bits seen as another type": lambda x: x.view(torch.int64).to(x.dtype),
-    "the mean of no elements": lambda x: x + x[:0].mean(),
-    "an output without elements": lambda x: x[:0],
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_printed_is_refused(name):
-    x, steps = numbers(4, 4), torch.tensor(1)
-    loop, carry = spec(REFUSED[name]), (torch.zeros_like(REFUSED[name](x)),)
-    parts = Parts(
-        start=loops._trace(
-            lambda steps, x, carry: [torch.zeros_like(steps), carry], slice(2), steps, x, *carry
-        ),
-        more=loops._trace(lambda k, count: [k < count], slice(0), steps, steps),
-        body=loops._trace(
-            lambda k, carry, steps, x: [k + 1, *loop.body(Constants(steps, (x,)), k, (carry,))[1]],
-            slice(2, None),
-            steps,
-            *carry,
-            steps,
-            x,
-        ),
-    )
-    assert isinstance(parts.start, Part)
-    with pytest.raises(UnprintableError):
-        compile_to_cpp(parts, [steps, x], carry, exact=False, threads=1)
-
-
 # Rows, inner length and columns of products: below, at and above the lengths of vectors and tiles.
 SIZES = [(1, 1, 1), (4, 3, 5), (7, 5, 33), (13, 9, 16), (2, 40, 64), (25, 6, 130)]
 
@@ -514,9 +473,11 @@ def test_rows_that_are_filled_up_end_where_they_should(name):
     assert torch.equal(printed(JOINED[name], x), JOINED[name](x))
 
 
-def run_of(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Callable[[], Tensor], str]:
-    """Compile a function that torch would refuse to evaluate at these numbers, by either path."""
-    constants, carry = Constants(torch.tensor(1), (x,)), (torch.zeros_like(x),)
+def run_of(
+    function: Callable[[Tensor], Tensor], x: Tensor, steps: int = 1
+) -> tuple[Callable[[], Tensor], str]:
+    """Compile a function that torch may refuse to evaluate at these numbers."""
+    constants, carry = Constants(torch.tensor(steps), (x,)), (torch.zeros_like(x),)
     loop, path = compile_loop(
         spec(function), nullcontext, constants, carry, exact=False, short=False, what="a test"
     )
@@ -641,31 +602,6 @@ def test_constant_indices_out_of_range_are_refused(wrong):
     assert path == "C++"
     with pytest.raises(IndexError, match="out of range"):
         loop(constants._replace(inputs=(numbers(50), places)), (numbers(13),))
-
-
-def test_a_long_compilation_by_inductor_is_announced(monkeypatch):
-    monkeypatch.setattr(loops, "compile_with_inductor", lambda *_: None)
-    monkeypatch.setattr(loops, "LARGE", 5)
-    x = numbers(4)
-    constants, carry = Constants(torch.tensor(1), (x,)), (torch.zeros_like(x),)
-
-    def long(x: Tensor) -> Tensor:
-        return x.sin().cos().sin().cos().cumsum(0)
-
-    with pytest.warns(UserWarning, match=r"a test has an operation .* \(cumsum.*\), so"):
-        compile_loop(
-            spec(long), nullcontext, constants, carry, exact=False, short=True, what="a test"
-        )
-
-
-@pytest.mark.marathon
-def test_numbers_out_of_range_are_refused_by_inductor():
-    """Its unchecked indices would read other memory."""
-    x = numbers(13).abs() + 1
-    run, path = run_of(lambda x: x.cumsum(0) + TABLE[(x * 1e9).to(torch.int64)], x)
-    assert path.startswith("Inductor")
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        run()
 
 
 @pytest.mark.parametrize("mode", ["floor", "trunc", "rest"])

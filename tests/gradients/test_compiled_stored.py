@@ -8,12 +8,12 @@ import torch
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, TimeAverage
-from adjsim.adjoints.loops import runner as loop_runner
+from adjsim.adjoints.loops import compilation as loops, runner as loop_runner
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
 from tests.fields import equation, pair, start
 from tests.gradients.test_fields import moment
 from tests.gradients.test_table import agree
-from tests.problems import parameter, square
+from tests.problems import by_inductor, parameter, square
 
 EULER = adjsim.EulerMaruyama(0.05)
 # The noise (None: an ODE), the solver, the saved data, whether the state is a named tuple, and the
@@ -134,9 +134,11 @@ def test_steps_without_an_inverse():
     assert run.stats["compiled_backward"] == "C++"
 
 
-@pytest.mark.marathon
-def test_operations_that_inductor_compiles():
-    """Here iterations return to Python, where the states are stored."""
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.marathon)])
+def test_operations_that_are_not_printed(inductor, monkeypatch):
+    """Torch evaluates them. Inductor's iterations return to Python, where states are stored."""
+    if inductor:
+        monkeypatch.setattr(loops, "compile_to_cpp", by_inductor)
 
     class Solved(torch.nn.Module):
         def __init__(self):
@@ -152,4 +154,5 @@ def test_operations_that_inductor_compiles():
     for adjoint in (DirectAdjoint(), CheckpointAdjoint(3)):
         found, run = gradients(dynamics, y, solver, "saves", adjoint, True)
         agree(found, direct, 1e-12)
-        assert run.stats["compiled_backward"].startswith("Inductor")
+        path = run.stats["compiled_backward"]
+        assert path == "C++, and torch for Inductor" if inductor else "cumsum" in path

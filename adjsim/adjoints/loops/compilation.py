@@ -2,9 +2,8 @@
 
 A :class:`LoopSpec` defines the loop by its parts. Each part is traced by running it on tensors that
 record their operations. The graphs are printed as one C++ function (:mod:`adjsim.compiler`), which
-a compiler takes about a second to compile. On a GPU, without a C++ compiler, and for operations
-that are not supported in C++, torch's Inductor compiles them instead
-(:mod:`adjsim.compiler.inductor`).
+a compiler takes about a second to compile, and which calls torch for operations that are not
+printed. On a GPU torch's Inductor compiles the graphs (:mod:`adjsim.compiler.inductor`).
 """
 
 from __future__ import annotations
@@ -15,35 +14,25 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Generic, TypeVar
-from weakref import ref
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
+from adjsim.adjoints.loops.refusals import CompileError, explained
 from adjsim.compiler.decompositions import decompositions
 from adjsim.compiler.inductor import compile_with_inductor
 from adjsim.compiler.invariants import hoist_invariants
 from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
+from adjsim.compiler.torch_calls import mutates, overwrites_its_own
 from adjsim.compiler.tracing import graph_of
-from adjsim.compiler.values import UnprintableError
 from adjsim.compiler.versions import untested_torch
-from adjsim.core.writes import version_of
 from adjsim.potentials.pairs.kernels.printing import merge_pairs
 
-# Operations of a step above which a warning precedes a compilation by Inductor.
-LARGE = 500
 # Tracing and Inductor's options are global to the process, so one thread compiles at a time.
 _compiling = RLock()
 
 Constants = TypeVar("Constants")
 Carry = TypeVar("Carry")
-
-
-class CompileError(RuntimeError):
-    """Raised if a step cannot be compiled."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +67,9 @@ def compile_loop(
 ) -> tuple[Callable[[Constants, Carry], tuple[Carry, list[Tensor]]], str]:
     """Compile a loop to a function of its constants and carry, of which there are examples.
 
-    The function returns the final carry and the stored rows. Returned with it is how it was
-    compiled: "C++", or "Inductor" with the reason. The first constant is the number of steps.
+    The function returns the final carry and the stored rows. Returned with it is what compiled it,
+    "C++" (with the operations that torch evaluates) or "Inductor". The first constant is the number
+    of steps.
 
     Args:
         within: makes the context in which the loop is traced, from traced constants; the context
@@ -114,33 +104,15 @@ def compile_loop(
                 body=_trace(body, fixed, number, *carry_list, *constants_list),
             )
             settings = (parts, constants_list, carry_list, exact)
-            try:
-                path, threads = "C++", torch.get_num_threads()
-                compiled = compile_to_cpp(*settings, threads, capacity)
-            except UnprintableError as reason:
-                operations = len(parts.body.graph.graph.nodes)
-                if operations > LARGE and constants_list[0].device.type == "cpu":
-                    warnings.warn(
-                        f"compile=True: {what} has an operation that is not printed as C++ "
-                        f"({reason}), so torch's Inductor compiles all {operations} of them, which "
-                        "can take minutes. Write it by other operations, or leave compile=True "
-                        "out. An index x[..., atoms, :] or a slice with a step has a scatter as "
-                        "its derivative: take single entries, a reshape, or a product with a "
-                        "constant matrix instead.",
-                        stacklevel=2,
-                    )
-                path = f"Inductor ({reason})"
-                compiled = compile_with_inductor(*settings, short, capacity)
+            if constants_list[0].device.type == "cpu":
+                compiled, by_torch = compile_to_cpp(*settings, torch.get_num_threads(), capacity)
+                path = f"C++, and torch for {by_torch}" if by_torch else "C++"
+            else:
+                path, compiled = "Inductor", compile_with_inductor(*settings, short, capacity)
+    except CompileError:
+        raise
     except Exception as error:
-        advice = untested or (
-            "Potentials and records have to be torch operations whose control flow does not depend "
-            "on values (no float(x), x.item() or `if` on a tensor). Constants that a function of "
-            "the library checks, such as the distances r of a distribution, have to be made before "
-            "the run, outside of the record. Write them in this form, or leave compile=True out."
-        )
-        raise CompileError(
-            f"compile=True could not compile {what}. {advice}\nThe error was: {error}"
-        ) from error
+        raise CompileError(explained(error, what, untested)) from error
     if untested is not None:
         warnings.warn(untested, stacklevel=2)
 
@@ -149,52 +121,6 @@ def compile_loop(
         return filled(carry, iter(values)), stored
 
     return loop, path
-
-
-class Constant:
-    """A captured tensor of a loop, no input and not registered, which may be read ``detached``."""
-
-    def __init__(self, x: Tensor, detached: bool) -> None:
-        self.tensor, self.version, self.detached = ref(x), version_of(x), detached
-
-    def changed(self) -> bool:
-        """Test whether the tensor has been modified in place, or requires grad, since the trace."""
-        x = self.tensor()
-        if x is None:
-            return False
-        return version_of(x) != self.version or (x.requires_grad and not self.detached)
-
-
-class NoCapture(TorchFunctionMode):
-    """A mode that refuses registered tensors that are not read from their module.
-
-    It is active while a loop is traced, into which such a tensor would be baked as a constant,
-    without a gradient. ``constants`` receives the other tensors that are captured.
-    """
-
-    def __init__(self, registered: Sequence[Tensor], constants: list[Constant]) -> None:
-        super().__init__()
-        self.registered, self.constants = {id(x) for x in registered}, constants
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if any(id(x) in self.registered for x in tensors):
-            raise ValueError(
-                "a potential or a record reads a parameter or buffer of the dynamics as a captured "
-                "variable instead of from its module. Read it as an attribute of the module, such "
-                "as dynamics.kT or self.k."
-            )
-        detached = func in (Tensor.detach, torch.detach)
-        found = [x for x in tensors if not isinstance(x, FakeTensor)]
-        lost = next((x for x in found if x.requires_grad and not detached), None)
-        if lost is not None:
-            raise ValueError(
-                f"a potential or a record reads a tensor of shape {tuple(lost.shape)} that "
-                "requires grad and is not registered. Make it an nn.Parameter (or a buffer) of the "
-                "potential or the dynamics, or detach() it."
-            )
-        self.constants += [Constant(x, detached) for x in found]
-        return func(*args, **(kwargs or {}))
 
 
 def leaves(tree: Any) -> list[Tensor]:
@@ -237,6 +163,10 @@ def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Ten
     ``constants`` says which of the inputs are the constants of the loop.
     """
     graph = graph_of(function, *inputs, decompositions=decompositions())
+    if any(mutates(node) and not overwrites_its_own(node) for node in graph.graph.nodes):
+        # Assignments to parts of a tensor, as operations that return a new one.
+        without = torch.func.functionalize(graph, remove="mutations")
+        graph = graph_of(without, *inputs, decompositions=decompositions())
     merge_pairs(graph)
     baked = _lift(graph)
     placeholders = graph.graph.find_nodes(op="placeholder")[: len(inputs)]
@@ -250,6 +180,7 @@ def _lift(graph: Any) -> list[Tensor]:
         constants.append(clone(getattr(graph, node.target)))
         with graph.graph.inserting_after(after):
             after = graph.graph.placeholder(f"constant_{len(constants)}")
+            after.meta["val"] = constants[-1]
         node.replace_all_uses_with(after)
         graph.graph.erase_node(node)
     graph.recompile()

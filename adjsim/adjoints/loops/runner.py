@@ -13,15 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.loops.compilation import (
-    CompileError,
-    NoCapture,
-    clone,
-    compile_loop,
-    leaves,
-    mapped,
-)
+from adjsim.adjoints.loops.compilation import clone, compile_loop, leaves, mapped
 from adjsim.adjoints.loops.loop import SHARE, Loop, LoopCheck, LoopConstants, LoopKind
+from adjsim.adjoints.loops.refusals import CompileError, NoCapture
 from adjsim.adjoints.loops.saved_tensors import MOST_STEPS
 from adjsim.adjoints.sweep.recorder import Recorder
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
@@ -169,7 +163,6 @@ class LoopRunner:
             self.report.compiled_backward = loop.path
         else:
             self.report.compiled_forward = loop.path
-        self._check_retraced(loop)
         carry, rows = loop.function(constants, carry)
         loop.seconds += time.perf_counter() - began
         # An iteration is a step, unless the carry counts iterations.
@@ -194,18 +187,6 @@ class LoopRunner:
             torch.cat(drawn, out=padded[: count + more])
             self._noise = (first, count, padded)
         return (self._noise[2],)
-
-    def _check_retraced(self, loop: Loop) -> None:
-        """Refuse a loop whose bits differ from those of the forward loop that it has to retrace."""
-        # None where an earlier process ran the forward loops.
-        forward = self.report.compiled_forward or loop.path
-        if self.exact and not self.keeps_states and forward.split()[0] != loop.path.split()[0]:
-            raise CompileError(
-                "exact=True with compile=True needs forward and backward loops of one compiler, "
-                "whose results have the same bits; the forward loop was compiled by "
-                f"{forward}, the backward loop by {loop.path}. Write the operation by others, or "
-                "leave compile=True out."
-            )
 
     def pack(self, x: Tensor) -> Tensor:
         """Copy a field to its layout inside a loop."""
