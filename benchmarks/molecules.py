@@ -59,8 +59,6 @@ class Case:
     over_openmm: float
     over_forward: float | None = 3.5
     agree: float = ROUNDING
-    # Fourier transforms are not printed, and Inductor takes minutes for such a loop.
-    compile: bool = True
 
 
 OPEN = {"nonbondedMethod": app.NoCutoff}
@@ -76,7 +74,6 @@ CASES = {
         4.0,
         None,
         MESH,
-        False,
     ),
 }
 
@@ -90,7 +87,6 @@ class Molecules:
     structure: Structure
     momentum: Tensor
     steps: int
-    compile: bool
 
     def dynamics(self) -> adjsim.Hamiltonian:
         return adjsim.Hamiltonian(self.potential, self.structure.mass)
@@ -117,7 +113,7 @@ def molecules(case: Case) -> Molecules:
     dynamics = adjsim.Hamiltonian(potential, structure.mass)
     with torch.no_grad():
         momentum = dynamics.thermal_momentum(structure.position, KT, 0)
-    made = Molecules(system, potential, structure, momentum, case.steps, case.compile)
+    made = Molecules(system, potential, structure, momentum, case.steps)
     state = made.context("Reference").getState(getForces=True)
     reference = torch.tensor(state.getForces(asNumpy=True)._value) * FORCE
     error = (adjsim.force(potential, structure.position).detach() - reference).abs().max()
@@ -140,7 +136,7 @@ def forward(made: Molecules, exact: bool) -> Side:
                 start,
                 [0.0, made.steps * DT * FS],
                 solver=adjsim.Splitting("BAB", DT * FS, exact=exact),
-                compile=made.compile,
+                compile=True,
             )
         return {"forward": (time.perf_counter() - begun) / made.steps}
 
@@ -161,7 +157,7 @@ def gradient(made: Molecules, exact: bool) -> Side:
             solver=adjsim.Splitting("BAB", DT * FS, exact=exact),
             # A plain run this long may not be retraced; its time is what is measured.
             adjoint=adjsim.ReversibleAdjoint(tol=1e300),
-            compile=made.compile,
+            compile=True,
         )
         middle = time.perf_counter()
         torch.autograd.grad(found.final.position.square().sum(), wanted, allow_unused=True)

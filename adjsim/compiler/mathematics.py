@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 # Functions that IEEE 754 does not define to the last bit. Each has the same name in C and in
 # ``torch.ops.aten``, and a vectorised version in the GNU C library (VECTORISED below). A name
-# without such a version is an undefined symbol of the library of a loop, which Inductor then
-# compiles.
+# without such a version is an undefined symbol of the library of a loop.
 FUNCTIONS = [
     "exp", "log", "sin", "cos", "tan", "tanh", "sinh", "cosh", "expm1", "log1p", "erf", "erfc",
     "atan", "asin", "acos", "asinh", "acosh", "atanh", "exp2", "log2", "log10",

@@ -51,11 +51,11 @@ def volume(box: Tensor) -> Tensor:
     return box.prod() if box.ndim == 1 else torch.linalg.det(box).abs()
 
 
-# The skin of a neighbour list, as a share of the cutoff, and the smallest number of atoms of which
-# a list is made: in units of the neighbours in a list, or without a box. Measured, see
-# benchmarks/liquid.py.
+# The skin of a neighbour list, as a share of the cutoff.
 SKIN = 0.14
-LISTED, LISTED_WITHOUT_BOX = 3.0, 512
+# A list is faster than all pairs for more than LISTED (n + LIST_COST) atoms with n in reach of each,
+# or for a number of atoms without a box. Measured, see benchmarks/README.md.
+LISTED, LIST_COST, LISTED_WITHOUT_BOX = 1.1, 37.0, 512
 
 
 class Periodic(nn.Module):
@@ -104,7 +104,7 @@ class Periodic(nn.Module):
         dim, reach = len(self.box), self.cutoff + self.list_skin
         ball = math.pi ** (dim / 2) / math.gamma(dim / 2 + 1) * reach**dim
         share = LISTED * ball / float(volume(self.box.detach()))
-        return None if share >= 1 else math.floor(LISTED / (1 - share)) + 1
+        return None if share >= 1 else math.floor(LISTED * LIST_COST / (1 - share)) + 1
 
     @property
     def list_skin(self) -> float:

@@ -97,9 +97,10 @@ def simulate(
         compile: run forward and backward in compiled loops of steps of a fixed size, with any
             adjoint that the solver goes with, except for implicit steps of a Hamiltonian or a body.
             The gradient then has no graph of its own. It needs a C++ compiler. The first run of a
-            kind compiles for a few seconds, or up to a minute where torch's Inductor has to compile
-            it (``trajectory.stats["compiled_forward"]`` and ``["compile_seconds"]``), and the
-            result is kept across processes. A different number of steps, seed, parameter value or
+            kind compiles for a few seconds, on a GPU for up to a minute
+            (``trajectory.stats["compile_seconds"]``), and the result is kept across processes.
+            Operations without a C++ translation (``stats["compiled_forward"]`` names them) are
+            evaluated by torch inside the loop. A different number of steps, seed, parameter value or
             save time does not compile again, and neither does a dynamics made anew in the same way.
             Anything else that a potential or a record reads (numbers, arrays, functions, tensors
             that are not registered, globals, a class made anew) is baked in, and a change of it

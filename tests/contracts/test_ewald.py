@@ -428,9 +428,8 @@ def test_adjoints_agree(kind, exact):
         assert run.stats["reconstruction_error"] == 0
 
 
-@pytest.mark.marathon
 def test_a_compiled_run_has_the_same_bits():
-    """Inductor compiles the step around the mesh, in minutes."""
+    """Torch evaluates the mesh, with its Fourier transforms."""
     run, expected = trajectory(ParticleMeshEwald, adjsim.ReversibleAdjoint(), True, steps=5)
     compiled, found = trajectory(
         ParticleMeshEwald, adjsim.ReversibleAdjoint(), True, steps=5, compile=True

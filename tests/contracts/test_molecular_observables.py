@@ -710,8 +710,7 @@ def test_gradients_through_a_run(name, average):
         torch.testing.assert_close(found, known, rtol=1e-10, atol=1e-12)
 
 
-# Inductor takes up to a minute for each.
-@pytest.mark.marathon
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_compiled_averages(name):
     eager = run(name, adjsim.ReversibleAdjoint(), average=True)

@@ -178,15 +178,9 @@ def test_four_thousand_atoms_take_few_pairs():
     assert float(neighbours.detach()) == pytest.approx(12, rel=1e-8)
 
 
-# Inductor takes up to half a minute for each of the first three.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("angles", marks=pytest.mark.marathon),
-        pytest.param("smooth radial distribution", marks=pytest.mark.marathon),
-        pytest.param("bond order", marks=pytest.mark.marathon),
-        pytest.param("coordination", marks=pytest.mark.marathon),
-    ],
+    "name", ["angles", "smooth radial distribution", "bond order", "coordination"]
 )
 def test_compiled_averages_take_all_pairs(name):
     box = [4.2, 4.4, 4.6]
@@ -199,7 +193,6 @@ def test_compiled_averages_take_all_pairs(name):
         "angles": lambda q, box: adjsim.angular_distribution(
             q, [1.0, 2.0], box, cutoff=1.8, width=0.1
         ),
-        # Inductor takes minutes for degree 6.
         "bond order": lambda q, box: adjsim.bond_order(q, 1.5, width=0.05, degree=2, box=box),
     }
     average = adjsim.TimeAverage(lambda state: observables[name](state.position, box))

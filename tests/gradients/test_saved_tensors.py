@@ -277,9 +277,8 @@ class Reordered(nn.Module):
         return self.net(t, y)[..., torch.tensor([2, 1, 0])]
 
 
-@pytest.mark.slow
-def test_loops_of_inductor_read_saved_tensors():
-    """Those of a forward loop in C++."""
+def test_a_scatter_reads_saved_tensors():
+    """The derivative of an index, which torch evaluates."""
     dynamics = adjsim.ODE(Reordered())
     direct, _ = gradients(dynamics, (start(4),), EULER_ODE, DirectAdjoint(), False)
     agree(gradients(dynamics, (start(4),), EULER_ODE, DirectAdjoint(), True)[0], direct, 1e-12)

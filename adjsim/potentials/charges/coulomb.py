@@ -113,6 +113,8 @@ class ReactionField(Coulomb, inherits_forces=True):
 class DampedCoulomb(Coulomb):
     """Coulomb's law that Gaussians screen: ``u = constant q_i q_j erfc(alpha r) / r``."""
 
+    costly = True
+
     def damping(self, r: Tensor) -> tuple[Any, Any]:
         """Return alpha and ``2 alpha / sqrt(pi)``, numbers or tensors like r."""
         raise TypeError(f"{type(self).__name__} has no damping(r).")

@@ -47,6 +47,9 @@ class PairFormula(Declaring, Periodic):
 
     # The parameter of pairs that is the root of ``safe_distance``; None: one.
     safe_length: ClassVar[str | None] = None
+    # Whether its functions cost more than they would gain in the loops of a compiled step, which
+    # evaluate each pair at both of its atoms.
+    costly: ClassVar[bool] = False
     shapes_of_declared = "a number or ``(atoms, atoms)``, symmetric"
 
     def __init_subclass__(cls, **options: Any) -> None:

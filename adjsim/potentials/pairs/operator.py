@@ -136,7 +136,8 @@ class PairOperator:
     def printed(self) -> bool:
         """Whether all pairs are evaluated by loops of a compiled step, which are faster."""
         # The loops cannot sum gradients of a table over the pairs of two species.
-        return self.form.spec.skin is None and is_tracing() and TABLE not in self.form.spec.kinds
+        small = self.form.spec.skin is None and TABLE not in self.form.spec.kinds
+        return small and is_tracing() and not self.pair.costly
 
     @property
     def settings(self) -> tuple[Tensor | None, ...]:

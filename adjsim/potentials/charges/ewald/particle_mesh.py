@@ -44,8 +44,7 @@ class ParticleMeshEwald(EwaldSum):
     In an exact run the reciprocal force of an atom is rounded as one contribution, a function of
     the position alone on the CPU; on a GPU atoms are added to the mesh in any order.
 
-    ``compile=True`` compiles the rest of the step by torch's Inductor, which calls the mesh
-    part as it is: a C++ loop has no Fourier transform. Compilation may take minutes.
+    With ``compile=True`` torch evaluates the mesh part inside the compiled loop.
 
     Args:
         charge, box, cutoff, alpha, tolerance, exclusions, constant, skin: see :class:`Ewald`.
