@@ -53,8 +53,8 @@ def volume(box: Tensor) -> Tensor:
 
 # The skin of a neighbour list, as a share of the cutoff.
 SKIN = 0.14
-# A list is faster than all pairs for more than LISTED (n + LIST_COST) atoms with n in reach of each,
-# or for a number of atoms without a box. Measured, see benchmarks/README.md.
+# A list is faster than all pairs for more than LISTED (n + LIST_COST) atoms, with n in reach of
+# each, or for a number of atoms without a box. Measured, see benchmarks/README.md.
 LISTED, LIST_COST, LISTED_WITHOUT_BOX = 1.1, 37.0, 512
 
 
