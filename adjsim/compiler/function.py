@@ -11,7 +11,6 @@ in that loop alone, so that it is neither written nor read. Loops that sum read 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -30,8 +29,6 @@ from adjsim.compiler.values import (
     Value,
 )
 
-# The names of buffers in printed statements.
-_NAME = re.compile(r"\b[br]\d+\b")
 # The lengths of the loops over kept axes and over summed axes.
 Space = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -43,6 +40,7 @@ class FunctionPrinter:
         outputs: fill the buffers of its other outputs.
         rows: the buffers of stored values that the caller reads.
         scratch: the buffers that stored values share, which the caller allocates.
+        aliases: from the names of other buffers to those whose memory they share.
     """
 
     def __init__(
@@ -62,7 +60,8 @@ class FunctionPrinter:
         groups = self._order(tasks, outputs, lowering.outputs[0])
         buffers = [value.buffer for value in tasks]
         own = [b for b in buffers if b and not b.variable and b not in rows]
-        self.scratch, self.lines = _share([list(group.lines) for group in groups], own)
+        self.scratch, self.aliases = _share([group.touched for group in groups], own)
+        self.lines = [line for group in groups for line in group.lines]
 
     def _order(
         self, tasks: dict[Value, list[Task]], outputs: list[Task], result: Value
@@ -89,8 +88,14 @@ class FunctionPrinter:
             ready = [value for value in remaining if needs[value] & wanted <= done]
             called = next((x.call for x in ready if isinstance(x, Called) and x.call), None)
             if called is not None:
-                filled = [x.buffer for x in called.outputs if x.buffer]
-                groups.append(NestGroup(called.lines(self.functions[called]), filled))
+                read = [x for value in called.inputs for x in _stored_operands(value)]
+                groups.append(
+                    NestGroup(
+                        called.lines(self.functions[called]),
+                        [x.buffer for x in called.outputs if x.buffer],
+                        [x.buffer for x in read if x.buffer],
+                    )
+                )
                 chosen: Sequence[Value] = called.outputs
             else:
                 chosen = self._next(ready, tasks)
@@ -156,18 +161,18 @@ def _stored_operands(value: Value, below: bool = False) -> set[Value]:
 
 
 def _share(
-    groups: Sequence[Sequence[str]], buffers: Sequence[Buffer]
-) -> tuple[list[Buffer], list[str]]:
+    touched: Sequence[Sequence[Buffer]], buffers: Sequence[Buffer]
+) -> tuple[list[Buffer], dict[str, str]]:
     """Let buffers that are not needed at the same time share memory, which then stays in caches.
 
-    Returned are the buffers that are left, and the statements of all groups with their names. One
-    name for one memory keeps its pointer the only one to it, as ``__restrict`` promises.
+    ``touched`` has the buffers that each group of statements reads or writes. Returned are the
+    buffers that are left, and for the name of each other one that whose memory it has. One name for
+    one memory keeps its pointer the only one to it, as ``__restrict`` promises.
     """
     known = {buffer.name: buffer for buffer in buffers}
-    uses = [
-        [x for x in dict.fromkeys(_NAME.findall("\n".join(lines))) if x in known]
-        for lines in groups
-    ]
+    # In the order of the graph, so that a loop has one source in all processes.
+    names_of = [{buffer.name for buffer in group} for group in touched]
+    uses = [[name for name in known if name in names] for names in names_of]
     last = {name: at for at, names in enumerate(uses) for name in names}
     left: list[Buffer] = []
     free: list[Buffer] = []
@@ -180,20 +185,23 @@ def _share(
                 shared[name] = min(fit, key=lambda x: x.size, default=buffer)
                 (free.remove if fit else left.append)(shared[name])
         free += [shared[name] for name in names if last[name] == at]
-    return left, [
-        _NAME.sub(lambda x: shared[x[0]].name if x[0] in shared else x[0], line)
-        for lines in groups
-        for line in lines
-    ]
+    return left, {name: x.name for name, x in shared.items() if name != x.name}
 
 
 @dataclass(eq=False)
 class NestGroup:
-    """The statements of a call and the buffers that it fills, or loop nests by their spaces."""
+    """The statements of a call with the buffers that it fills and reads, or nests by spaces."""
 
     call: list[str] = field(default_factory=list)
     called: list[Buffer] = field(default_factory=list)
+    read: list[Buffer] = field(default_factory=list)
     nests: dict[Space, Nest] = field(default_factory=dict)
+
+    @property
+    def touched(self) -> list[Buffer]:
+        """The buffers that are read or written."""
+        places = (buffer for nest in self.nests.values() for buffer, _ in nest.places)
+        return [*self.called, *self.read, *places]
 
     @property
     def lines(self) -> Iterator[str]:

@@ -138,7 +138,7 @@ class Nest:
     @cached_property
     def innermost(self) -> tuple[str, int]:
         """The loop variable with the most contiguous accesses, and where its loop ends."""
-        names, places = list(self.length), [at for _, at in self._places]
+        names, places = list(self.length), [at for _, at in self.places]
 
         def score(name: str) -> tuple[int, int]:
             factors = [abs(at.factor(name)) for at in places]
@@ -149,7 +149,7 @@ class Nest:
         return name, self._limit(name)
 
     @property
-    def _places(self) -> list[tuple[Buffer, Index]]:
+    def places(self) -> list[tuple[Buffer, Index]]:
         """The buffers and offsets that are read and written."""
         written = [(t.buffer, at) for t, _, at in self.results if not t.buffer.variable]
         return [*self.body.reads, *written]
@@ -158,7 +158,7 @@ class Nest:
         """Return the end of the innermost loop, padded if all accesses are to padded rows."""
         n = self.length[name]
         row = -(-n // LANES) * LANES
-        touched = [(buffer, at) for buffer, at in self._places if at.factor(name)]
+        touched = [(buffer, at) for buffer, at in self.places if at.factor(name)]
         filled = all(
             b.row == row and at.factor(name) == 1 and at.const % row == 0 for b, at in touched
         )

@@ -221,7 +221,9 @@ class _CppLoop:
         ]
         head = f"static {result} {name}({', '.join(parameters)}) {{"
         lines = [head, *scratch, *function.lines, *body.lines, f"return {text};", "}"]
-        self.functions.append("\n".join(lines))
+        names = (f"#define {name} {other}" for name, other in function.aliases.items())
+        ends = (f"#undef {name}" for name in function.aliases)
+        self.functions.append("\n".join([*names, *lines, *ends]))
         return fixed
 
     def _run(self, consts: list[Buffer], start: list[Buffer], body: list[Buffer]) -> list[str]:

@@ -100,8 +100,9 @@ def simulate(
             kind compiles for a few seconds, on a GPU for up to a minute
             (``trajectory.stats["compile_seconds"]``), and the result is kept across processes.
             Operations without a C++ translation (``stats["compiled_forward"]`` names them) are
-            evaluated by torch inside the loop. A different number of steps, seed, parameter value or
-            save time does not compile again, and neither does a dynamics made anew in the same way.
+            evaluated by torch inside the loop. A different number of steps, seed, parameter value
+            or save time does not compile again, and neither does a dynamics made anew in the same
+            way.
             Anything else that a potential or a record reads (numbers, arrays, functions, tensors
             that are not registered, globals, a class made anew) is baked in, and a change of it
             compiles again. A change that no inspection finds, such as that of a
