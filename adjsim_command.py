@@ -35,6 +35,11 @@ def fit() -> None:
     """Fit epsilon and sigma of a Lennard-Jones liquid to a measured g(r)."""
 
 
+@overview.command()
+def cache() -> None:
+    """Show where compiled libraries are and how much they take, or remove them."""
+
+
 def main() -> None:
     """Run the command with the arguments of the process."""
     first = sys.argv[1] if len(sys.argv) > 1 else "--help"

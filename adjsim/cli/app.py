@@ -1,4 +1,4 @@
-"""The command line: ``adjsim compare`` and ``adjsim fit``."""
+"""The command line: ``adjsim compare``, ``adjsim fit`` and ``adjsim cache``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from adjsim.cli.cache_command import cache
 from adjsim.cli.compare_command import compare
 from adjsim.cli.fit_command import fit_to_curve
 from adjsim.core.durable.ranks import Ranks
@@ -23,3 +24,4 @@ def main() -> None:
 
 app.command("compare")(compare)
 app.command("fit")(fit_to_curve)
+app.command("cache")(cache)

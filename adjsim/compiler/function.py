@@ -40,6 +40,7 @@ class FunctionPrinter:
         outputs: fill the buffers of its other outputs.
         rows: the buffers of stored values that the caller reads.
         scratch: the buffers that stored values share, which the caller allocates.
+        parallel: whether it has a loop that threads share.
         aliases: from the names of other buffers to those whose memory they share.
     """
 
@@ -62,6 +63,7 @@ class FunctionPrinter:
         own = [b for b in buffers if b and not b.variable and b not in rows]
         self.scratch, self.aliases = _share([group.touched for group in groups], own)
         self.lines = [line for group in groups for line in group.lines]
+        self.parallel = any(nest.parallel for group in groups for nest in group.nests.values())
 
     def _order(
         self, tasks: dict[Value, list[Task]], outputs: list[Task], result: Value

@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from adjsim.compiler.calls import CALLS, Call, Called
-from adjsim.compiler.operations import LOGICAL, literal, pointwise
+from adjsim.compiler.operations import LOGICAL, literal, pointwise, refuses
 from adjsim.compiler.products import FEW, MatrixProduct, sum_of_products
 from adjsim.compiler.torch_calls import (
     Region,
@@ -137,7 +137,8 @@ class Lowering:
             elif node.op == "call_function":
                 self._try(node)
             elif node.op == "output":
-                self.outputs: list[Value] = [self.values[x] for x in node.args[0]]
+                results: Any = node.args[0]
+                self.outputs: list[Value] = [self.values[x] for x in results]
                 if not all(value.numel for value in self.outputs):
                     raise UnprintableError("an output without elements")
             else:
@@ -366,7 +367,12 @@ class Lowering:
         varies = [any(x.varies[a] for x in cast if -a <= len(x.shape)) for a in range(-axes, 0)]
         short = tuple(n if v else 1 for n, v in zip(shape, varies, strict=True))
         value = Pointwise(
-            short, meta.dtype, tuple(cast), strides=meta.stride(), expression=expression
+            short,
+            meta.dtype,
+            tuple(cast),
+            strides=meta.stride(),
+            expression=expression,
+            refuses=refuses(base, node.kwargs, common),
         )
         if short == shape:
             return value

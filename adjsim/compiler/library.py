@@ -7,13 +7,16 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import tempfile
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
+from adjsim.compiler.cache import EVERY, folder, trim, usable
 from adjsim.compiler.values import UnprintableError
 
 # No contraction to fused multiply-add, so that results equal those of the traced operations bit for
@@ -26,33 +29,12 @@ FLAGS = [
 ]  # fmt: skip
 
 
+# Counts the libraries that this process builds.
+_built = count(1)
+
+
 class CompilerError(UnprintableError):
     """Raised if there is no C++ compiler, or if it fails."""
-
-
-def folder() -> Path:
-    """Return the folder of cached libraries.
-
-    This is ``ADJSIM_CACHE``, or else ``adjsim`` in the user's cache folder. If it is not writable,
-    a temporary folder of this process is used.
-    """
-    try:
-        caches = os.environ.get("XDG_CACHE_HOME")
-        given = os.environ.get("ADJSIM_CACHE")
-        found = Path(given or Path(caches or Path.home() / ".cache") / "adjsim").absolute()
-        found.mkdir(parents=True, exist_ok=True)
-        if os.access(found, os.W_OK | os.X_OK):
-            return found
-    except (OSError, RuntimeError):  # RuntimeError: the user has no home folder.
-        pass
-    own = Path(_own_folder().name)
-    own.mkdir(mode=0o700, exist_ok=True)  # A process forked from this one may have removed it.
-    return own
-
-
-@functools.cache
-def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="adjsim-")
 
 
 def compiled(source: str, threads: bool) -> ctypes.CDLL:
@@ -64,8 +46,9 @@ def compiled(source: str, threads: bool) -> ctypes.CDLL:
     try:
         path = path_of(source, threads)
         # A truncated file, or one from another system, is built again.
-        with suppress(OSError):
-            return ctypes.CDLL(str(path))
+        if usable(path):
+            with suppress(OSError):
+                return ctypes.CDLL(str(path))
         _build(source, [*compiler, *flags], path)
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -75,16 +58,18 @@ def compiled(source: str, threads: bool) -> ctypes.CDLL:
 
 
 def path_of(source: str, threads: bool) -> Path:
-    """Return the path of the cached library of a source."""
+    """Return the path of the cached library of a source, beside which its source is."""
     compiler = _compiler()
-    key_parts = [source, *compiler, _version(compiler), *_flags(threads), _processor()]
+    # Comments have lines of the user's code, which move.
+    code = re.sub(r"[ ]*//[^\n]*", "", source)
+    key_parts = [code, *compiler, _version(compiler), *_flags(threads), _processor()]
     return folder() / f"{hashlib.sha256(chr(0).join(key_parts).encode()).hexdigest()[:32]}.so"
 
 
 def _build(source: str, command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         code, built = Path(work) / "loop.cpp", Path(work) / "loop.so"
-        code.write_text(source)
+        code.write_text(indented(source))
         process = subprocess.run(
             [*command, str(code), "-o", str(built)], capture_output=True, text=True
         )
@@ -92,8 +77,25 @@ def _build(source: str, command: list[str], path: Path) -> None:
             raise CompilerError(
                 f"{shlex.join(command)} rejected the loop:\n{process.stderr[-2000:]}"
             )
+        built.chmod(0o700)
         # An atomic replacement: other processes see a complete library or none.
+        os.replace(code, path.with_suffix(".cpp"))
         os.replace(built, path)
+    if next(_built) % EVERY == 0:
+        trim(path.parent)
+
+
+def indented(source: str) -> str:
+    """Indent lines of C++ by the braces around them."""
+    lines, depth = [], 0
+    for line in source.split("\n"):
+        text = line.strip()
+        code = text.split("//")[0]
+        closing = len(code) - len(code.lstrip("}"))
+        level = 0 if text.startswith("#") else max(0, depth - closing)
+        lines.append("  " * level + text if text else "")
+        depth += code.count("{") - code.count("}")
+    return "\n".join(lines)
 
 
 def _flags(threads: bool) -> list[str]:

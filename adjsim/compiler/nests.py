@@ -165,33 +165,41 @@ class Nest:
         # Padding of one part of a concatenated row would overwrite the next part.
         filled &= all(t.buffer.inner == n for t, _, at in self.results if at.factor(name))
         # The padding holds arbitrary numbers, which must not be reported as errors.
-        refuses = any("refused" in line for line in self.body.lines)
-        return row if filled and not refuses else n
+        return row if filled and not self.body.refuses else n
 
     def _head(self, name: str, limit: int | None = None) -> str:
         return f"for (int64_t {name} = 0; {name} < {limit or self.length[name]}; ++{name}) {{"
 
-    def _heads(self, names: list[str]) -> list[str]:
-        """Print the heads of outer loops, of which threads share the first if it is large."""
-        shared = self.threads > 1 and names and math.prod(self.length.values()) >= PARALLEL_WORK
+    @property
+    def _outer(self) -> list[str]:
+        """The variables of the loops over kept axes around the innermost loop."""
+        return [name for name in self.kept_loops if name != self.innermost[0]]
+
+    @property
+    def parallel(self) -> bool:
+        """Whether threads share the outermost loop."""
+        large = math.prod(self.length.values()) >= PARALLEL_WORK
+        return large and self.threads > 1 and bool(self._outer)
+
+    def _heads(self) -> list[str]:
+        """Print the heads of outer loops."""
         pragma = f"#pragma omp parallel for schedule(static) num_threads({self.threads})"
-        return [*([pragma] if shared else []), *map(self._head, names)]
+        return [*([pragma] if self.parallel else []), *map(self._head, self._outer)]
 
     def _elements(self, innermost: str, limit: int) -> list[str]:
-        others = [name for name in self.kept_loops if name != innermost]
         return [
-            *self._heads(others),
+            *self._heads(),
             "#pragma omp simd",
             self._head(innermost, limit),
             *self.body.lines,
             *(f"{task.buffer.name}[{at}] = {text};" for task, text, at in self.results),
-            *["}"] * (len(others) + 1),
+            *["}"] * (len(self._outer) + 1),
         ]
 
     def _rows(self, innermost: str, limit: int) -> list[str]:
         """Print sums along rows, a vector of terms at a time."""
         length, whole = self.length[innermost], limit % LANES == 0
-        sums, lines = self._sums(LANES if length > LANES else 1), self._heads(self.kept_loops)
+        sums, lines = self._sums(LANES if length > LANES else 1), self._heads()
         for s in sums:
             kind = f"partial_sums<{s.kind}>" if s.lanes > 1 else s.kind
             lines.append(f"{kind} {s.name} = {{}};")
@@ -228,7 +236,6 @@ class Nest:
 
     def _blocks(self, innermost: str, limit: int) -> list[str]:
         """Print sums for neighbouring elements, a block of elements at a time."""
-        others = [name for name in self.kept_loops if name != innermost]
         (summed,) = self.summed_loops
         block = min(BLOCK, limit)
         whole = limit % block == 0
@@ -237,7 +244,7 @@ class Nest:
         head = f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {innermost} = b + l;"
         sums = self._sums(1)
         lines = [
-            *self._heads(others),
+            *self._heads(),
             f"for (int64_t b = 0; b < {limit}; b += {block}) {{",
             f"const int64_t end = {end};",
             *(f"alignas(64) {s.kind} {s.name}[{s.lanes * block}] = {{}};" for s in sums),
@@ -266,7 +273,7 @@ class Nest:
         for s in sums:
             parts = [f"{s.name}[{n * block} + l]" for n in range(s.lanes)]
             lines.append(f"{s.target} = {_tree(parts)};")
-        return lines + ["}"] * (len(others) + 2)
+        return lines + ["}"] * (len(self._outer) + 2)
 
     def _sums(self, lanes: int) -> list[_Sum]:
         """Return the sums, with ``lanes`` partial sums where a sum may have any number."""

@@ -144,6 +144,17 @@ QUOTIENTS = {"floor_divide": "floor_quotient", "remainder": "floor_rest"}
 OF_FRACTIONS = ("reciprocal", "sqrt", "rsqrt", "floor", "ceil", "trunc")
 
 
+def quotient_of(base: str, kwargs: Mapping[str, Any]) -> str | None:
+    """Return the function for a rounded quotient or its remainder; None for other operations."""
+    mode = kwargs.get("rounding_mode")
+    return f"{mode}_quotient" if base == "div" and mode else QUOTIENTS.get(base)
+
+
+def refuses(base: str, kwargs: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Whether an operation may refuse its numbers: integers that are divided by zero."""
+    return dtype == torch.int64 and quotient_of(base, kwargs) is not None
+
+
 def pointwise(
     base: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[list[Value], Printer]:
@@ -169,11 +180,10 @@ def pointwise(
         factor = args[count] if len(args) > count else kwargs.get("alpha", kwargs.get("value", 1))
         scale = partial(scaled, factor, dtype)
         return printed(partial(SCALED[base], scale), *args[:count])
-    mode = kwargs.get("rounding_mode")
-    quotient = f"{mode}_quotient" if base == "div" and mode else QUOTIENTS.get(base)
+    quotient = quotient_of(base, kwargs)
     if quotient is not None:
         # Torch raises an error for integer division by zero, which would end the process in C++.
-        refused = ", refused" if integral else ""
+        refused = ", refused" if refuses(base, kwargs, dtype) else ""
         return printed(lambda x, y: f"{quotient}({x}, {y}{refused})", *args[:2])
     if base == "pow" and not isinstance(args[1], Value) and isinstance(args[0], Value):
         exponent = args[1]

@@ -154,6 +154,7 @@ class _CppLoop:
         self.addresses: list[int] = []
         self.by_torch: dict[int, TorchCall] = {}
         self.unprinted: dict[Node, str] = {}
+        self.parallel = False
         self.declarations: set[str] = set()
         # Of each function, by the names of their copies.
         self.checked: dict[str, dict[str, Checked]] = {}
@@ -172,7 +173,6 @@ class _CppLoop:
         self.fixed = len(start) + len(body)
         functions = [*sorted(self.declarations), *self.functions, *self._run(consts, start, body)]
         self.source = "\n".join([HEADER, REPRODUCIBLE if exact else VECTORISED, *functions])
-        self.parallel = "omp parallel" in self.source
 
     def _function(
         self,
@@ -202,6 +202,7 @@ class _CppLoop:
         self.checked[name] = {x.buffer.name: x for x in lowering.checked}
         first_function = len(self.addresses)
         function = FunctionPrinter(lowering, targets, self.threads, first_function, rows)
+        self.parallel |= function.parallel
         for call in lowering.calls:
             if isinstance(call, TorchCall):
                 self.by_torch[len(self.addresses)] = call

@@ -247,11 +247,13 @@ class View(Value):
 
 @dataclass(eq=False)
 class Pointwise(Lazy):
-    """An elementwise expression of operands that broadcast."""
+    """An elementwise expression of operands that broadcast, which may refuse their numbers."""
 
     expression: Callable[..., str] = str
+    refuses: bool = False
 
     def print(self, body: Body, index: Indices) -> str:
+        body.refuses |= self.refuses
         return self.expression(*(x.load(body, broadcast(index, x.shape)) for x in self.operands))
 
 
@@ -349,12 +351,14 @@ class Body:
     Attributes:
         name: the prefix of its variables.
         own: the stored values that this loop itself computes, at the places where it reads them.
+        refuses: whether a statement may refuse its numbers, and end the run.
     """
 
     name: str
     own: Set[Lazy] = frozenset()
     lines: list[str] = field(default_factory=list)
     reads: list[tuple[Buffer, Index]] = field(default_factory=list)
+    refuses: bool = False
     _known: dict[tuple[Value, Indices], str] = field(default_factory=dict)
     _expressions: dict[tuple[str, str], str] = field(default_factory=dict)
 

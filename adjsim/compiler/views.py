@@ -209,7 +209,9 @@ def gathered(
             places.append(_reading(number, checked[-1].buffer))
             continue
         expression = partial(_in_range, least=least, length=length, refused="refused")
-        places.append(replace(dense_copy(number, number.strides), expression=expression))
+        places.append(
+            replace(dense_copy(number, number.strides), expression=expression, refuses=True)
+        )
         # Rows of indices are not padded, since the padding would be read as indices.
         store(places[-1], fill=False)
     return Gathered(tuple(meta.shape), meta.dtype, (x, *places), axis=axis)

@@ -665,18 +665,6 @@ def test_special_numbers_have_the_bits_of_torch():
     )
 
 
-def test_libraries_without_a_folder_that_can_be_written(tmp_path, monkeypatch):
-    """A folder of this process serves instead, and a library that was cut short is built again."""
-    source = 'extern "C" int run(const void* const* in, void* const* out) { return 42; }'
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("ADJSIM_CACHE", str(tmp_path / "file" / "below"))
-    assert library.compiled(source, False).run(None, None) == 42
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ADJSIM_CACHE", ".")
-    (tmp_path / library.path_of(source, False).name).write_text("")
-    assert library.compiled(source, False).run(None, None) == 42
-
-
 def test_memory_of_rows_is_lent_once():
     """To the next run only when no part of it is in use."""
     shapes = [((3, 5), torch.float64), ((3, 2, 2), torch.float32)]

@@ -1,0 +1,94 @@
+"""Libraries of printed programs: their sources, who may load them, and how many are kept."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+from adjsim.cli.app import app
+from adjsim.compiler import cache, library
+
+
+def test_libraries_without_a_folder_that_can_be_written(tmp_path, monkeypatch):
+    """A folder of this process serves instead, and a library that was cut short is built again."""
+    source = 'extern "C" int run(const void* const* in, void* const* out) { return 42; }'
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ADJSIM_CACHE", str(tmp_path / "file" / "below"))
+    assert library.compiled(source, False).run(None, None) == 42
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ADJSIM_CACHE", ".")
+    (tmp_path / library.path_of(source, False).name).write_text("")
+    assert library.compiled(source, False).run(None, None) == 42
+
+
+SOURCE = """extern "C" int run(const void* const* in, void* const* out) {
+if (in) {
+return 1;
+}
+return 42; // user.py:7
+}"""
+
+
+def test_sources_are_beside_their_libraries(tmp_path, monkeypatch):
+    """Indented, with comments, which do not belong to the key."""
+    monkeypatch.setenv("ADJSIM_CACHE", str(tmp_path))
+    assert library.compiled(SOURCE, False).run(None, None) == 42
+    path = library.path_of(SOURCE, False)
+    assert path == library.path_of(SOURCE.replace("user.py:7", "user.py:9"), False)
+    lines = path.with_suffix(".cpp").read_text().split("\n")
+    assert lines[1:] == ["  if (in) {", "    return 1;", "  }", "  return 42; // user.py:7", "}"]
+    assert {x.name for x in tmp_path.iterdir()} == {path.name, path.with_suffix(".cpp").name}
+
+
+@pytest.mark.parametrize("what", ["the library", "the folder"])
+def test_libraries_that_others_can_write_are_not_loaded(what, tmp_path, monkeypatch):
+    other = SOURCE.replace("42", "13")
+    monkeypatch.setenv("ADJSIM_CACHE", str(tmp_path))
+    library.compiled(other, False)
+    path = library.path_of(SOURCE, False)
+    library.path_of(other, False).rename(path)
+    if what == "the folder":
+        tmp_path.chmod(0o777)
+        (mine,) = {library.path_of(SOURCE, False).parent} - {tmp_path}
+        assert mine.parent == tmp_path
+        assert mine.stat().st_mode & 0o777 == 0o700
+    else:
+        path.chmod(0o777)
+    assert library.compiled(SOURCE, False).run(None, None) == 42
+
+
+def test_a_library_of_another_user_is_not_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("ADJSIM_CACHE", str(tmp_path))
+    library.compiled(SOURCE, False)
+    path, me = library.path_of(SOURCE, False), os.getuid()
+    assert cache.usable(path)
+    monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    assert not cache.usable(path)
+    # Neither is the folder, which the process cannot make its own.
+    assert tmp_path not in cache.folder().parents
+
+
+def test_the_cache_has_a_bound(tmp_path, monkeypatch):
+    """The libraries used least recently go first; using one counts."""
+    monkeypatch.setenv("ADJSIM_CACHE", str(tmp_path))
+    paths = []
+    for number in range(3):
+        source = SOURCE.replace("42", str(number))
+        library.compiled(source, False)
+        paths.append(library.path_of(source, False))
+        os.utime(paths[-1], (number, number))
+    library.compiled(SOURCE.replace("42", "0"), False)
+    found = cache.entries(tmp_path)
+    assert [entry.files[0] for entry in found] == [paths[1], paths[2], paths[0]]
+    cache.trim(tmp_path, sum(entry.size for entry in found) - 1)
+    assert not paths[1].exists()
+    assert not paths[1].with_suffix(".cpp").exists()
+    assert paths[2].exists()
+    cache.trim(tmp_path, found[0].size)
+    assert [entry.files[0] for entry in cache.entries(tmp_path)] == [paths[0]]
+    shown = CliRunner().invoke(app, ["cache"])
+    assert f"{tmp_path}: 1 libraries" in shown.output
+    assert CliRunner().invoke(app, ["cache", "--clear"]).output.startswith("Removed 1 libraries")
+    assert not list(tmp_path.iterdir())
