@@ -176,9 +176,9 @@ def by_inductor(
     exact: bool,
     threads: int,
     capacity: int = 0,
-) -> tuple[Compiled, str]:
+) -> tuple[Compiled, str, None]:
     """Compile a loop as on a GPU, in place of :func:`adjsim.compiler.to_cpp.compile_to_cpp`."""
-    return compile_with_inductor(parts, constants, carry, exact, False, capacity), "Inductor"
+    return compile_with_inductor(parts, constants, carry, exact, False, capacity), "Inductor", None
 
 
 def square(replicas: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:

@@ -129,17 +129,18 @@ def _tasks(value: Value) -> list[Task]:
     if isinstance(value, Called):
         return []
     if isinstance(value, Reduced):
-        return [Task(value.buffer, value.operands[0], value.axes, lanes=value.lanes)]
+        origin = value.origin
+        return [Task(value.buffer, value.operands[0], value.axes, (), value.lanes, origin)]
     if isinstance(value, Joined):
         tasks, at = [], 0
         for part in value.operands:
             begin = [Index()] * len(value.shape)
             begin[value.axis] = Index(at)
-            tasks.append(Task(value.buffer, part, begin=tuple(begin)))
+            tasks.append(Task(value.buffer, part, begin=tuple(begin), origin=value.origin))
             at += part.shape[value.axis]
         return tasks
     assert isinstance(value, Lazy)
-    return [Task(value.buffer, StoredExpression(value))]
+    return [Task(value.buffer, StoredExpression(value), origin=value.origin)]
 
 
 def _stored_operands(value: Value, below: bool = False) -> set[Value]:

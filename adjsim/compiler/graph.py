@@ -215,6 +215,7 @@ class Lowering:
             # No element is ever read, so the operation need not be known.
             return Literal(tuple(meta.shape), meta.dtype, text=literal(0, meta.dtype))
         value = self._value(base, name, node, meta, args)
+        value.origin = value.origin or f"{name}, {node.meta.get('line', '')}"
         value.strides = value.strides or tuple(meta.stride())
         if isinstance(value, (Pointwise, Reduced)):
             self._store_if_needed(value, node)

@@ -61,7 +61,7 @@ def path_of(source: str, threads: bool) -> Path:
     """Return the path of the cached library of a source, beside which its source is."""
     compiler = _compiler()
     # Comments have lines of the user's code, which move.
-    code = re.sub(r"[ ]*//[^\n]*", "", source)
+    code = re.sub(r"//[^\n]*", "", source)
     key_parts = [code, *compiler, _version(compiler), *_flags(threads), _processor()]
     return folder() / f"{hashlib.sha256(chr(0).join(key_parts).encode()).hexdigest()[:32]}.so"
 

@@ -42,6 +42,7 @@ class Task:
         value: the value whose elements are written to the buffer, or summed into it.
         begin: the index in the buffer at which a part of a concatenated buffer begins.
         lanes: the number of partial sums, 1 or LANES; None: the nest chooses it.
+        origin: the traced operation whose value the buffer has, and its line of code.
     """
 
     buffer: Buffer
@@ -49,6 +50,7 @@ class Task:
     axes: tuple[int, ...] = ()
     begin: Indices = ()
     lanes: int | None = None
+    origin: str = ""
 
     @cached_property
     def kept(self) -> list[int]:
@@ -133,7 +135,11 @@ class Nest:
                 lines = self._elements(name, limit)
         variables = [t.buffer for t in self.tasks if t.buffer.variable]
         # A block of its own, since variables of other bodies have the same names.
-        return [*(f"{TYPES[b.dtype]} {b.name};" for b in variables), "{", *lines, "}"]
+        origins = dict.fromkeys(
+            f"// {task.buffer.name}: {task.origin}" for task in self.tasks if task.origin
+        )
+        declared = (f"{TYPES[b.dtype]} {b.name};" for b in variables)
+        return [*origins, *declared, "{", *lines, "}"]
 
     @cached_property
     def innermost(self) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -72,10 +73,11 @@ def compile_to_cpp(
     exact: bool,
     threads: int,
     capacity: int = 0,
-) -> tuple[Compiled, str]:
+) -> tuple[Compiled, str, Path]:
     """Compile a loop to a function of constants and carry, of which there are examples.
 
-    Returned with it are the operations that torch evaluates, with lines of code.
+    Returned with it are the operations that torch evaluates, with lines of code, and the file of
+    its source.
 
     The function returns the final carry, and for each stored tensor a tensor ``(capacity, *shape)``
     whose row k was stored by the last iteration of number k. The first constant is the number of
@@ -119,7 +121,7 @@ def compile_to_cpp(
             raise error(message)
         return results, stored
 
-    return loop, described(text.unprinted)
+    return loop, described(text.unprinted), Path(library._name).with_suffix(".cpp")
 
 
 def last_inputs(parts: Sequence[Part], constants: Sequence[Tensor]) -> list[list[Tensor]]:

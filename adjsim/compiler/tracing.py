@@ -19,6 +19,8 @@ _TORCH, _ADJSIM, _PYTHON = (
     str(Path(file).parents[n])
     for file, n in ((torch.__file__, 0), (__file__, 1), (contextlib.__file__, 0))
 )
+# Every operation of a trace goes through this mode.
+_MODE = str(Path(_ADJSIM, "adjoints", "loops", "refusals.py"))
 
 
 def graph_of(
@@ -56,9 +58,9 @@ def graph_of(
 
 
 def user_line(frame: FrameType | None) -> str:
-    """Return the file and line of the innermost code, from a frame on, that is the user's.
+    """Return the file and line of the innermost code of a trace, from a frame on, of the user.
 
-    Without such code, as in the formulas of autograd, it is that of this library.
+    Without such code, as in a step's own arithmetic, it is that of this library.
     """
     found = _innermost(frame, ("user",)) or _innermost(frame, ("adjsim",))
     return f"{found.f_code.co_filename}:{found.f_lineno}" if found else ""
@@ -76,14 +78,23 @@ def is_of_user(line: str) -> bool:
 
 
 def _innermost(frame: FrameType | None, owners: Sequence[str]) -> FrameType | None:
-    """Return the innermost frame, from one on, of code of these owners."""
-    while frame is not None and _owner(frame.f_code.co_filename) not in owners:
+    """Return the innermost frame of a trace, from one on, of code of these owners."""
+    while frame is not None:
+        owner = _owner(frame.f_code.co_filename)
+        if owner in owners:
+            return frame
+        if owner == "tracer":
+            break
         frame = frame.f_back
-    return frame
+    return None
 
 
 @cache
 def _owner(file: str) -> str:
+    if file == __file__:
+        return "tracer"
+    if file == _MODE:
+        return "library"
     if file.startswith(_ADJSIM):
         return "adjsim"
     # Code that torch writes has names such as <eval_with_key>.

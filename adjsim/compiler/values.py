@@ -136,13 +136,17 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the graph that lies in a buffer: an input, or a stored result."""
+    """A tensor of the graph that lies in a buffer: an input, or a stored result.
+
+    ``origin`` names the traced operation and the line of code that it comes from.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     operands: tuple[Value, ...] = ()
     buffer: Buffer | None = None
     strides: tuple[int, ...] = ()
+    origin: str = ""
 
     @property
     def numel(self) -> int:
@@ -208,7 +212,9 @@ class StoredExpression(Value):
     """The expression of a stored value, which is evaluated to fill its buffer."""
 
     def __init__(self, value: Lazy) -> None:
-        super().__init__(value.shape, value.dtype, value.operands, strides=value.strides)
+        super().__init__(
+            value.shape, value.dtype, value.operands, strides=value.strides, origin=value.origin
+        )
         self.value = value
 
     def load(self, body: Body, index: Indices) -> str:
@@ -374,13 +380,15 @@ class Body:
         """Return the variable that holds an element of a lazy value."""
         key = (value, index)
         if key not in self._known:
-            self._known[key] = self.define(value.dtype, value.print(self, index))
+            self._known[key] = self.define(value.dtype, value.print(self, index), value.origin)
         return self._known[key]
 
-    def define(self, dtype: torch.dtype, expression: str) -> str:
+    def define(self, dtype: torch.dtype, expression: str, origin: str = "") -> str:
         """Return the variable that holds an expression."""
         key = TYPES[dtype], expression
         if key not in self._expressions:
             self._expressions[key] = f"{self.name}{len(self._expressions)}"
-            self.lines.append(f"const {TYPES[dtype]} {self._expressions[key]} = {expression};")
+            comment = f"  // {origin}" if origin else ""
+            text = f"const {TYPES[dtype]} {self._expressions[key]} = {expression};"
+            self.lines.append(text + comment)
         return self._expressions[key]

@@ -24,6 +24,7 @@ class RunReport:
     checkpoints: int
     compiled_forward: str | None
     compiled_backward: str | None
+    compiled_source: list[str]
     compile_seconds: float
     resumed_at: int | None
     buffer_bits: float | None

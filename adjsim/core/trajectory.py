@@ -131,7 +131,8 @@ class Trajectory(Generic[State]):
             ``checkpoint_every`` and ``checkpoints`` (of a reversible adjoint: the smallest
             distance, or None, and the number of stored states), ``compiled_forward``,
             ``compiled_backward`` and ``compile_seconds`` (what compiled the loops, None before they
-            run, and how long it took), ``resumed_at`` (the step from which a run with a store went
+            run, and how long it took), ``compiled_source`` (the files of their C++ sources, forward
+            loops first), ``resumed_at`` (the step from which a run with a store went
             on, or None), ``seed`` (of stochastic dynamics), ``pairs`` (how each pair potential
             evaluates them: "neighbour list", "all pairs", or by operations of torch, with the
             reason), ``buffer_bits`` and ``buffer_bound`` (of an exact run: the bits per step and

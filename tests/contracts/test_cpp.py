@@ -45,7 +45,7 @@ def spec(function: Callable[..., Tensor]) -> LoopSpec:
 def printed(function: Callable[..., Tensor], *inputs: Tensor, exact: bool = False) -> Tensor:
     """Run the printed program of a function, all of it in C++."""
     constants, carry = Constants(torch.tensor(2), inputs), (torch.zeros_like(function(*inputs)),)
-    loop, path = compile_loop(
+    loop, path, _ = compile_loop(
         spec(function), nullcontext, constants, carry, exact=exact, short=False, what="a test"
     )
     assert path == "C++"
@@ -428,7 +428,7 @@ def test_activations_are_printed_with_their_derivatives():
 def test_rows_hold_the_carry_before_each_iteration(width):
     """One number in a row, rows that are filled up, and long ones; the capacity is not used up."""
     x = numbers(3, width)
-    loop, path = compile_loop(
+    loop, path, _ = compile_loop(
         LoopSpec(
             start=lambda given, carry: (torch.zeros_like(given.steps), carry),
             more=lambda k, count: k < count,
@@ -478,7 +478,7 @@ def run_of(
 ) -> tuple[Callable[[], Tensor], str]:
     """Compile a function that torch may refuse to evaluate at these numbers."""
     constants, carry = Constants(torch.tensor(steps), (x,)), (torch.zeros_like(x),)
-    loop, path = compile_loop(
+    loop, path, _ = compile_loop(
         spec(function), nullcontext, constants, carry, exact=False, short=False, what="a test"
     )
     return lambda: loop(constants, carry)[0][0], path
@@ -590,7 +590,7 @@ def test_constant_indices_out_of_range_are_refused(wrong):
     places = torch.arange(13)
     places[7] = wrong
     constants = Constants(torch.tensor(2), (numbers(50), torch.arange(13)))
-    loop, path = compile_loop(
+    loop, path, _ = compile_loop(
         spec(lambda x, places: x[places]),
         nullcontext,
         constants,

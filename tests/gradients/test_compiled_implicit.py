@@ -233,7 +233,7 @@ def loop_of(function, *inputs):
         ),
     )
     constants = Constants(torch.tensor(1))
-    loop, path = compile_loop(
+    loop, path, _ = compile_loop(
         spec, nullcontext, constants, carry, exact=False, short=False, what="a test"
     )
     assert path == "C++"

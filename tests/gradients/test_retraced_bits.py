@@ -126,7 +126,7 @@ def computed(function, *inputs):
     )
     constants = Constants(torch.tensor(1), inputs)
     examples = tuple(torch.zeros_like(x.detach()) for x in function(*inputs))
-    run, path = loops.compile_loop(
+    run, path, _ = loops.compile_loop(
         spec, nullcontext, constants, examples, exact=True, short=False, what="a test"
     )
     assert path == "C++"

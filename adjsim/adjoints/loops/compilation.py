@@ -12,8 +12,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from threading import RLock
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +55,20 @@ class LoopSpec(Generic[Constants, Carry]):
     body: Callable[[Constants, Tensor, Carry], tuple[Tensor, Carry, Sequence[Tensor]]]
 
 
+class CompiledLoop(NamedTuple, Generic[Constants, Carry]):
+    """A compiled loop.
+
+    Attributes:
+        function: of constants and carry, returns the final carry and the stored rows.
+        by: what compiled it, "C++" (with the operations that torch evaluates) or "Inductor".
+        source: the file of its C++ source; None for Inductor.
+    """
+
+    function: Callable[[Constants, Carry], tuple[Carry, list[Tensor]]]
+    by: str
+    source: Path | None
+
+
 def compile_loop(
     spec: LoopSpec[Constants, Carry],
     within: Callable[[Constants], AbstractContextManager[Constants]],
@@ -64,12 +79,11 @@ def compile_loop(
     short: bool,
     what: str,
     capacity: int = 0,
-) -> tuple[Callable[[Constants, Carry], tuple[Carry, list[Tensor]]], str]:
+) -> CompiledLoop[Constants, Carry]:
     """Compile a loop to a function of its constants and carry, of which there are examples.
 
-    The function returns the final carry and the stored rows. Returned with it is what compiled it,
-    "C++" (with the operations that torch evaluates) or "Inductor". The first constant is the number
-    of steps.
+    The function returns the final carry and the stored rows. The first constant is the number of
+    steps.
 
     Args:
         within: makes the context in which the loop is traced, from traced constants; the context
@@ -105,10 +119,12 @@ def compile_loop(
             )
             settings = (parts, constants_list, carry_list, exact)
             if constants_list[0].device.type == "cpu":
-                compiled, by_torch = compile_to_cpp(*settings, torch.get_num_threads(), capacity)
-                path = f"C++, and torch for {by_torch}" if by_torch else "C++"
+                threads = torch.get_num_threads()
+                compiled, by_torch, source = compile_to_cpp(*settings, threads, capacity)
+                by = f"C++, and torch for {by_torch}" if by_torch else "C++"
             else:
-                path, compiled = "Inductor", compile_with_inductor(*settings, short, capacity)
+                by, source = "Inductor", None
+                compiled = compile_with_inductor(*settings, short, capacity)
     except CompileError:
         raise
     except Exception as error:
@@ -120,7 +136,7 @@ def compile_loop(
         values, stored = compiled(leaves(constants), leaves(carry))
         return filled(carry, iter(values)), stored
 
-    return loop, path
+    return CompiledLoop(loop, by, source)
 
 
 def leaves(tree: Any) -> list[Tensor]:

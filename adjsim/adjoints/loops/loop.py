@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -68,6 +69,7 @@ class Loop:
     Attributes:
         function: the compiled function of constants and carry.
         path: how it was compiled.
+        source: the file of its C++ source, if it was compiled from one.
         fixed_evaluations: energy evaluations outside of its iterations.
         evaluations_per_step: energy evaluations in each iteration.
         constants: the tensors that it has captured.
@@ -81,6 +83,7 @@ class Loop:
 
     function: Callable[[LoopConstants, Any], tuple[Any, list[Tensor]]] | None = None
     path: str = ""
+    source: Path | None = None
     fixed_evaluations: int = 0
     evaluations_per_step: int = 0
     constants: list[Constant] = field(default_factory=list)

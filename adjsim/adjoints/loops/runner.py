@@ -112,6 +112,7 @@ class LoopRunner:
         self._noise: tuple[int, int, Tensor] | None = None
         report.compile_seconds = 0.0
         report.compiled_forward = report.compiled_backward = None
+        report.compiled_source = []
 
     def boundaries(self, wanted: set[int]) -> list[int]:
         """Choose the steps after which loops have to end, among them the wanted ones."""
@@ -159,6 +160,8 @@ class LoopRunner:
         self.used.add(loop)
         loop.sources.add(source)
         assert loop.function is not None
+        if loop.source is not None and str(loop.source) not in self.report.compiled_source:
+            self.report.compiled_source.append(str(loop.source))
         if kind.backward:
             self.report.compiled_backward = loop.path
         else:
@@ -329,7 +332,7 @@ class LoopRunner:
     def _compile(self, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
         started, loop, traced = time.perf_counter(), Loop(), self._traced()
         capture = NoCapture([*self.reading.tensors, *self.fixed.parameters], loop.constants)
-        loop.function, loop.path = compile_loop(
+        loop.function, loop.path, loop.source = compile_loop(
             kind.specify(traced, loop),
             partial(traced._within, kind.differentiates, capture),
             constants,
