@@ -98,9 +98,15 @@ def indented(source: str) -> str:
     return "\n".join(lines)
 
 
+def debugging() -> bool:
+    """Whether ``ADJSIM_DEBUG`` asks for libraries that check bounds and that debuggers can read."""
+    return os.environ.get("ADJSIM_DEBUG", "0") not in ("", "0")
+
+
 def _flags(threads: bool) -> list[str]:
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     flags = [flag for flag in FLAGS if "vector-width" not in flag or is_x86]
+    flags = [*(x for x in flags if x != "-O2"), "-O1", "-g"] if debugging() else flags
     return [*flags, "-fopenmp"] if threads else flags
 
 

@@ -91,6 +91,24 @@ template <class T> inline T floor_rest(T a, T b) {
 }
 """
 
+# Pointers of a debug build: an index outside of its buffer is named, and ends the process.
+CHECKED = r"""
+extern "C" int dprintf(int, const char*, ...);
+template <class T> struct Checked {
+T* data;
+int64_t size;
+const char* name;
+T& operator[](int64_t i) const {
+if (i >= 0 && i < size) return data[i];
+dprintf(2, "adjsim: index %ld of %s, which has %ld elements\n", (long)i, name, (long)size);
+abort();
+}
+T* operator+(int64_t i) const { return data + i; }
+};
+template <class T> inline Checked<T> checked(T* data, int64_t size, const char* name) {
+return {data, size, name};
+}
+"""
 
 # For x >= 0, tanh(x) = e / (e + 2) with e = exp(2 x) - 1. With n the integer nearest to
 # 2 x / log(2) and r = x - n log(2) / 2, e = 2^n p + (2^n - 1), where

@@ -18,8 +18,8 @@ from torch.fx import GraphModule, Node
 from adjsim.compiler.function import FunctionPrinter
 from adjsim.compiler.graph import lowered
 from adjsim.compiler.invariants import LoopInvariant
-from adjsim.compiler.library import compiled
-from adjsim.compiler.mathematics import HEADER, REPRODUCIBLE, VECTORISED
+from adjsim.compiler.library import compiled, debugging
+from adjsim.compiler.mathematics import CHECKED, HEADER, REPRODUCIBLE, VECTORISED
 from adjsim.compiler.nests import Task
 from adjsim.compiler.rows import new_rows, store_in, stored_examples
 from adjsim.compiler.torch_calls import Run, TorchCall, described
@@ -174,6 +174,7 @@ class _CppLoop:
         body = self._function("body", parts.body, inputs, self.next_carry, rows=self.rows)
         self.fixed = len(start) + len(body)
         functions = [*sorted(self.declarations), *self.functions, *self._run(consts, start, body)]
+        functions = [CHECKED, *functions] if debugging() else functions
         self.source = "\n".join([HEADER, REPRODUCIBLE if exact else VECTORISED, *functions])
 
     def _function(
@@ -223,7 +224,11 @@ class _CppLoop:
             *EXTRA,
         ]
         head = f"static {result} {name}({', '.join(parameters)}) {{"
-        lines = [head, *scratch, *function.lines, *body.lines, f"return {text};", "}"]
+        if debugging():
+            read = [*inputs, *outputs, *rows, *(x.buffer for x in self.checked[name].values())]
+            scratch += _checked([*read, *function.scratch])
+        end = [f"return {text};", *["}"] * (2 if debugging() else 1)]
+        lines = [head, *scratch, *function.lines, *body.lines, *end]
         names = (f"#define {name} {other}" for name, other in function.aliases.items())
         ends = (f"#undef {name}" for name in function.aliases)
         self.functions.append("\n".join([*names, *lines, *ends]))
@@ -303,6 +308,14 @@ def _pointers(
         # Whole cache lines.
         at += -(-buffer.size * buffer.dtype.itemsize // 64) * 64
     return lines, at
+
+
+def _checked(buffers: Sequence[Buffer]) -> list[str]:
+    """Print the pointers of a debug build, in a block where they hide those of the same names."""
+    known = [buffer for buffer in buffers if not buffer.variable]
+    outer = [f"auto* const {x.name}_raw = {x.name};" for x in known]
+    inner = [f'const auto {x.name} = checked({x.name}_raw, {x.size}, "{x.name}");' for x in known]
+    return [*outer, "{", *inner]
 
 
 def _buffer(name: str, x: Tensor, fill: bool) -> Buffer:

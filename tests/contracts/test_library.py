@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -92,3 +96,33 @@ def test_the_cache_has_a_bound(tmp_path, monkeypatch):
     assert f"{tmp_path}: 1 libraries" in shown.output
     assert CliRunner().invoke(app, ["cache", "--clear"]).output.startswith("Removed 1 libraries")
     assert not list(tmp_path.iterdir())
+
+
+DEBUGGED = """
+import sys, torch
+from adjsim.compiler import values
+from tests.contracts.test_cpp import numbers, printed
+
+if sys.argv[1:]:
+    values.offset = lambda index, strides: values.Index(1000)
+x = numbers(13, 3)
+y = printed(lambda x: x.sin() @ x.mT[:, :3], x)
+torch.testing.assert_close(y, x.sin() @ x.mT[:, :3], rtol=1e-13, atol=0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_debug_build_checks_bounds(wrong, tmp_path):
+    """A wrong index of a statement ends the process with the name of the buffer."""
+    made = subprocess.run(
+        [sys.executable, "-c", DEBUGGED, *(["wrong"] if wrong else [])],
+        env={**os.environ, "ADJSIM_DEBUG": "1", "ADJSIM_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    if wrong:
+        assert made.returncode == -signal.SIGABRT
+        assert re.search(r"adjsim: index 1000 of \w+, which has \d+ elements", made.stderr)
+    else:
+        assert made.returncode == 0, made.stderr
