@@ -11,6 +11,7 @@ from torch import Tensor
 
 # Torch's own decompositions of these consist of operations that are printed.
 COMPOSITE = (
+    "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data",
     "addmv", "dot", "elu", "elu_backward", "frac", "gelu", "gelu_backward", "hardtanh",
     "hardtanh_backward", "huber_loss", "huber_loss_backward", "leaky_relu", "leaky_relu_backward",
     "linalg_cross", "linalg_vector_norm", "log_sigmoid_backward", "log_sigmoid_forward",
@@ -20,6 +21,8 @@ COMPOSITE = (
 )  # fmt: skip
 # Longest axis of which the maximum is printed.
 LONGEST = 64
+# Multiplications of the largest batch of matrix products that is printed as sums.
+FEW_TERMS = 4096
 Axes = Sequence[int] | None
 Dtype = torch.dtype | None
 
@@ -37,6 +40,21 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.mean.default: _mean,
         aten.mean.dim: _mean,
         aten.amax.default: _amax,
+        aten.bmm.default: _bmm,
+        aten.constant_pad_nd.default: _pad,
+        aten.embedding.default: lambda weight, index, *_: weight[_unwrapped(index, len(weight))],
+        aten.eye.default: lambda n, **options: _eye(n, n, **options),
+        aten.eye.m: _eye,
+        aten.isnan.default: lambda x: x != x,
+        aten.slice_backward.default: _slice_backward,
+        aten.std.correction: lambda x, dim=None, **options: _var_mean(x, dim, **options)[0].sqrt(),
+        aten.gather.default: lambda x, dim, index, **_: x[_grid(x, dim, index)],
+        aten.index_add.default: _index_add,
+        aten.logsumexp.default: _logsumexp,
+        aten.roll.default: _roll,
+        aten.scatter_add.default: _scatter_add,
+        aten.var.correction: lambda x, dim=None, **options: _var_mean(x, dim, **options)[0],
+        aten.var_mean.correction: lambda x, dim=None, **options: _var_mean(x, dim, **options),
         aten.any.default: lambda x: (x != 0).sum() > 0,
         aten.all.default: lambda x: (x == 0).sum() == 0,
     }
@@ -67,3 +85,100 @@ def _amax(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
         return NotImplemented
     found = reduce(torch.maximum, x.unbind(dim[0]))
     return found.unsqueeze(dim[0]) if keepdim else found
+
+
+def _bmm(x: Tensor, y: Tensor) -> Tensor:
+    if x.numel() * y.shape[-1] > FEW_TERMS or not x.dtype.is_floating_point:
+        return NotImplemented
+    return (x.unsqueeze(-1) * y.unsqueeze(-3)).sum(-2)
+
+
+def _pad(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
+    for k in range(len(pad) // 2):
+        axis, (before, after) = x.ndim - 1 - k, pad[2 * k : 2 * k + 2]
+        shape = list(x.shape)
+        ends = []
+        for length in (before, after):
+            shape[axis] = max(0, length)
+            ends.append(x.new_full(shape, value))
+        begin, stop = max(0, -before), x.shape[axis] - max(0, -after)
+        x = torch.cat([ends[0], x.narrow(axis, begin, stop - begin), ends[1]], axis)
+    return x.clone() if not pad else x
+
+
+def _unwrapped(index: Tensor, length: int) -> Tensor:
+    """Put negative places out of range, since these operations do not count them from the end."""
+    return torch.where(index < 0, length, index)
+
+
+def _grid(x: Tensor, dim: int, index: Tensor) -> tuple[Tensor, ...]:
+    """Return index tensors of all axes, of which that of one axis is given."""
+    axes = []
+    for axis, length in enumerate(index.shape):
+        shape = [1] * index.ndim
+        shape[axis] = length
+        axes.append(torch.arange(length, device=index.device).view(shape))
+    axes[dim % index.ndim] = _unwrapped(index, x.shape[dim])
+    return tuple(axes)
+
+
+def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    part = src[tuple(slice(n) for n in index.shape)]
+    return x.index_put(_grid(x, dim, index), part, accumulate=True)
+
+
+def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
+    numbers = source if alpha == 1 else alpha * source
+    return _put(x, dim, _unwrapped(index, x.shape[dim]), numbers, True)
+
+
+def _put(x: Tensor, dim: int, index: Tensor, values: Tensor, accumulate: bool) -> Tensor:
+    """Write, or add, numbers at places along an axis."""
+    indices = [*[None] * (dim % x.ndim), index]
+    return torch.ops.aten.index_put.default(x, indices, values, accumulate)
+
+
+def _logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
+    axes = tuple(dim)
+    largest = x.amax(axes, keepdim=True)
+    # Infinite numbers are their own logarithms of sums.
+    largest = torch.where(largest.abs() == torch.inf, 0.0, largest)
+    total = (x - largest).exp().sum(axes, keepdim=True).log() + largest
+    return total if keepdim else total.squeeze(axes)
+
+
+def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    if not dims:
+        return _roll(x.flatten(), shifts, [0]).view(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        length = x.shape[dim]
+        if length:
+            first = length - shift % length
+            parts = [x.narrow(dim, first, length - first), x.narrow(dim, 0, first)]
+            x = torch.cat(parts, dim)
+    return x
+
+
+def _var_mean(
+    x: Tensor, dim: Axes = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    axes = tuple(dim if dim else range(x.ndim))
+    mean = x.mean(axes, keepdim=True)
+    total = ((x - mean) ** 2).sum(axes, keepdim=keepdim)
+    terms = x.numel() // max(1, mean.numel())
+    divisor = max(0, terms - (1 if correction is None else correction))
+    return total / divisor, mean if keepdim else mean.squeeze(axes)
+
+
+def _eye(n: int, m: int, *, dtype: Dtype = None, device: Any = None, **_: Any) -> Tensor:
+    rows, columns = torch.arange(n, device=device), torch.arange(m, device=device)
+    return (rows.unsqueeze(-1) == columns).to(dtype or torch.get_default_dtype())
+
+
+def _slice_backward(
+    grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int
+) -> Tensor:
+    if step == 1:
+        return NotImplemented
+    places = torch.arange(sizes[dim], device=grad.device)[start:end:step]
+    return _put(grad.new_zeros(tuple(sizes)), dim, places, grad, False)

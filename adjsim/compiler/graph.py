@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 from adjsim.compiler.calls import CALLS, Call, Called
 from adjsim.compiler.operations import LOGICAL, literal, pointwise, refuses
 from adjsim.compiler.products import FEW, MatrixProduct, sum_of_products
+from adjsim.compiler.scatters import Scatter
 from adjsim.compiler.torch_calls import (
     Region,
     TorchCall,
@@ -76,7 +77,8 @@ COPIES = (
 )
 # Operations whose elements are one number, and that number.
 FILLED = {
-    **dict.fromkeys(("zeros_like", "zeros", "new_zeros", "empty_like", "empty", "new_empty"), 0),
+    **dict.fromkeys(("zeros_like", "zeros", "new_zeros"), 0),
+    **dict.fromkeys(("empty_like", "empty", "new_empty", "empty_strided", "new_empty_strided"), 0),
     **dict.fromkeys(("ones_like", "ones", "new_ones"), 1),
 }
 # The same for a number among their arguments, and its place there.
@@ -261,6 +263,9 @@ class Lowering:
             return View(shape, dtype, (args[0],), map=view(args[0].shape, *args[1:]))
         if base in ("view", "_unsafe_view", "reshape") and dtype == args[0].dtype:
             return reshaped(self.store, args[0], meta)
+        if base == "copy":
+            source = self._cast(args[1], dtype)
+            return View(shape, dtype, (source,), map=expanded(source.shape))
         if base in COPIES:
             return self._converted(args[0], meta)
         if base == "as_strided":
@@ -287,6 +292,10 @@ class Lowering:
             return gathered(self.store, self.checked, meta, x, axis, [number], wraps=False)
         if base == "index":
             return indexed(self.store, self.checked, meta, *args)
+        if base in ("index_put", "_unsafe_index_put"):
+            x, indices, numbers, *accumulate = args
+            scatter = Scatter(x, indices, numbers, any(accumulate), meta, self.store)
+            return self._add_call(scatter)[0]
         if base in ("cat", "stack"):
             return self._joined(base, node, meta, args)
         if base in ("select_scatter", "slice_scatter"):

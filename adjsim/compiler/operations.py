@@ -85,6 +85,7 @@ EXACT: dict[str, Printer] = {
     "div": lambda x, y: f"{x} / {y}",
     "square": lambda x: f"{x} * {x}",
     "neg": lambda x: f"-{x}",
+    "fmod": lambda x, y: f"math::fmod({x}, {y})",
     "reciprocal": lambda x: f"1 / {x}",
     "where": lambda c, x, y: f"{c} ? {x} : {y}",
     "masked_fill": lambda x, c, y: f"{c} ? {y} : {x}",
@@ -141,7 +142,7 @@ TRANSCENDENTAL: dict[str, Printer] = {
 # Functions for quotients rounded down, and for their remainders.
 QUOTIENTS = {"floor_divide": "floor_quotient", "remainder": "floor_rest"}
 # Operations that are not printed for integers.
-OF_FRACTIONS = ("reciprocal", "sqrt", "rsqrt", "floor", "ceil", "trunc")
+OF_FRACTIONS = ("fmod", "reciprocal", "sqrt", "rsqrt", "floor", "ceil", "trunc")
 
 
 def quotient_of(base: str, kwargs: Mapping[str, Any]) -> str | None:

@@ -95,6 +95,14 @@ def _slice(
     return slicing(axis, range(old[axis])[slice(start, end, step)].start, step)
 
 
+def _flip(old: Sequence[int], axes: Sequence[int]) -> IndexMap:
+    turned = {axis % len(old) for axis in axes}
+    return lambda index: tuple(
+        i * -1 + (n - 1) if axis in turned else i
+        for axis, (i, n) in enumerate(zip(index, old, strict=True))
+    )
+
+
 VIEWS: dict[str, Callable[..., IndexMap]] = {
     "permute": _permute,
     "transpose": _transpose,
@@ -104,6 +112,7 @@ VIEWS: dict[str, Callable[..., IndexMap]] = {
     "expand": expanded,
     "select": _select,
     "slice": _slice,
+    "flip": _flip,
 }
 
 
