@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from adjsim.compiler.calls import CALLS, Call, Called
-from adjsim.compiler.operations import LOGICAL, literal, pointwise, refuses
+from adjsim.compiler.operations import LOGICAL, is_inexact, literal, pointwise, refuses
 from adjsim.compiler.products import FEW, MatrixProduct, sum_of_products
 from adjsim.compiler.scatters import Scatter
 from adjsim.compiler.torch_calls import (
@@ -383,6 +383,9 @@ class Lowering:
             strides=meta.stride(),
             expression=expression,
             refuses=refuses(base, node.kwargs, common),
+            # Vectors and single numbers have other last bits. So a value of more than one reader is
+            # stored, or a maximum would not be equal to its element.
+            own_cost=CHEAP if is_inexact(base, node.args) and not self.exact else 1,
         )
         if short == shape:
             return value

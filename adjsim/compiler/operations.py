@@ -50,6 +50,12 @@ def scaled(number: Any, dtype: torch.dtype, x: str) -> str:
     return x if number == 1 else f"{literal(number, dtype)} * {x}"
 
 
+def is_product_or_root(exponent: float) -> bool:
+    """Whether a power is printed as a product or a root, whose last bits IEEE 754 defines."""
+    whole = float(exponent).is_integer() and abs(exponent) <= LARGEST_PRODUCT
+    return whole or exponent in (0.5, -0.5)
+
+
 def power(x: str, exponent: float) -> str:
     """Print a power as a root, as a product (small integers) or as pow().
 
@@ -60,7 +66,7 @@ def power(x: str, exponent: float) -> str:
         return root if exponent > 0 else f"1 / {root}"
     if exponent == 0:
         return "1"
-    if not float(exponent).is_integer() or abs(exponent) > LARGEST_PRODUCT:
+    if not is_product_or_root(exponent):
         return f"math::pow({x}, {literal(exponent, torch.float64)})"
     product = _product(x, abs(int(exponent)))
     return product if exponent > 0 else f"1 / ({product})"
@@ -154,6 +160,13 @@ def quotient_of(base: str, kwargs: Mapping[str, Any]) -> str | None:
 def refuses(base: str, kwargs: Mapping[str, Any], dtype: torch.dtype) -> bool:
     """Whether an operation may refuse its numbers: integers that are divided by zero."""
     return dtype == torch.int64 and quotient_of(base, kwargs) is not None
+
+
+def is_inexact(base: str, args: Sequence[Any]) -> bool:
+    """Whether IEEE 754 does not define the last bits of an operation."""
+    if base == "pow" and isinstance(args[1], (int, float)):
+        return not is_product_or_root(args[1])
+    return base in TRANSCENDENTAL
 
 
 def pointwise(

@@ -147,6 +147,7 @@ class Value:
     buffer: Buffer | None = None
     strides: tuple[int, ...] = ()
     origin: str = ""
+    own_cost = 1
 
     @property
     def numel(self) -> int:
@@ -178,7 +179,7 @@ class Value:
         """The number of operations for an element, up to about :data:`CHEAP`."""
         if not self.computed:
             return 0
-        total = 1
+        total = self.own_cost
         for operand in self.operands:
             total += operand.cost
             if total >= CHEAP:
@@ -257,6 +258,7 @@ class Pointwise(Lazy):
 
     expression: Callable[..., str] = str
     refuses: bool = False
+    own_cost: int = 1
 
     def print(self, body: Body, index: Indices) -> str:
         body.refuses |= self.refuses

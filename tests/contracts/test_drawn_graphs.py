@@ -225,6 +225,24 @@ def test_more_drawn_graphs(graph):
     check(graph)
 
 
+@pytest.mark.parametrize("shape", [(17, 3, 1), (5, 2), (9,)])
+def test_a_largest_value_is_equal_to_one_of_them(shape):
+    """A function of two last bits, in vectors and in single numbers, would have no largest value,
+    and a derivative that is not finite. Found by a drawn graph.
+    """
+
+    def gradient(x: Tensor) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = torch.addcmul(leaf, leaf.sin(), leaf, value=0.3)
+            scanned = (y.amax(0) * torch.tanh(y)).cumsum(0)
+            total = (torch.cat([scanned.flatten(), y.flatten()]) ** 2).sum()
+        return torch.autograd.grad(total, leaf)[0]
+
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    torch.testing.assert_close(compiled(gradient, [x], False), gradient(x), rtol=1e-12, atol=1e-12)
+
+
 def main(seconds: float) -> None:
     """Draw graphs for so long, and print those that fail."""
     end, count, failures = time.monotonic() + seconds, itertools.count(), 0
