@@ -47,14 +47,15 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.eye.m: _eye,
         aten.isnan.default: lambda x: x != x,
         aten.slice_backward.default: _slice_backward,
-        aten.std.correction: lambda x, dim=None, **options: _var_mean(x, dim, **options)[0].sqrt(),
-        aten.gather.default: lambda x, dim, index, **_: x[_grid(x, dim, index)],
+        aten.std.correction: _std,
+        aten.gather.default: _gather,
         aten.index_add.default: _index_add,
+        aten.index_select.default: _index_select,
         aten.logsumexp.default: _logsumexp,
         aten.roll.default: _roll,
         aten.scatter_add.default: _scatter_add,
-        aten.var.correction: lambda x, dim=None, **options: _var_mean(x, dim, **options)[0],
-        aten.var_mean.correction: lambda x, dim=None, **options: _var_mean(x, dim, **options),
+        aten.var.correction: _var,
+        aten.var_mean.correction: _var_mean,
         aten.any.default: lambda x: (x != 0).sum() > 0,
         aten.all.default: lambda x: (x == 0).sum() == 0,
     }
@@ -106,6 +107,10 @@ def _pad(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
     return x.clone() if not pad else x
 
 
+def _gather(x: Tensor, dim: int, index: Tensor, **_: Any) -> Tensor:
+    return x[_grid(x, dim, index)] if x.ndim and index.ndim else NotImplemented
+
+
 def _unwrapped(index: Tensor, length: int) -> Tensor:
     """Put negative places out of range, since these operations do not count them from the end."""
     return torch.where(index < 0, length, index)
@@ -123,13 +128,22 @@ def _grid(x: Tensor, dim: int, index: Tensor) -> tuple[Tensor, ...]:
 
 
 def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    if not x.ndim or not index.ndim:
+        return NotImplemented
     part = src[tuple(slice(n) for n in index.shape)]
     return x.index_put(_grid(x, dim, index), part, accumulate=True)
 
 
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
+    if not x.ndim:
+        return NotImplemented
+    index = index.reshape(-1)
     numbers = source if alpha == 1 else alpha * source
     return _put(x, dim, _unwrapped(index, x.shape[dim]), numbers, True)
+
+
+def _index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    return NotImplemented if index.ndim or not x.ndim else x.index_select(dim, index.reshape(1))
 
 
 def _put(x: Tensor, dim: int, index: Tensor, values: Tensor, accumulate: bool) -> Tensor:
@@ -140,6 +154,8 @@ def _put(x: Tensor, dim: int, index: Tensor, values: Tensor, accumulate: bool) -
 
 def _logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
     axes = tuple(dim)
+    if not x.ndim or x.is_complex():
+        return NotImplemented
     largest = x.amax(axes, keepdim=True)
     # Infinite numbers are their own logarithms of sums.
     largest = torch.where(largest.abs() == torch.inf, 0.0, largest)
@@ -162,12 +178,22 @@ def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
 def _var_mean(
     x: Tensor, dim: Axes = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
+    if x.is_complex():
+        return NotImplemented
     axes = tuple(dim if dim else range(x.ndim))
     mean = x.mean(axes, keepdim=True)
     total = ((x - mean) ** 2).sum(axes, keepdim=keepdim)
     terms = x.numel() // max(1, mean.numel())
     divisor = max(0, terms - (1 if correction is None else correction))
     return total / divisor, mean if keepdim else mean.squeeze(axes)
+
+
+def _var(x: Tensor, dim: Axes = None, **options: Any) -> Tensor:
+    return NotImplemented if x.is_complex() else _var_mean(x, dim, **options)[0]
+
+
+def _std(x: Tensor, dim: Axes = None, **options: Any) -> Tensor:
+    return NotImplemented if x.is_complex() else _var_mean(x, dim, **options)[0].sqrt()
 
 
 def _eye(n: int, m: int, *, dtype: Dtype = None, device: Any = None, **_: Any) -> Tensor:

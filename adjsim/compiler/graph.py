@@ -141,8 +141,6 @@ class Lowering:
             elif node.op == "output":
                 results: Any = node.args[0]
                 self.outputs: list[Value] = [self.values[x] for x in results]
-                if not all(value.numel for value in self.outputs):
-                    raise UnprintableError("an output without elements")
             else:
                 raise UnprintableError(node.op)
 
@@ -215,7 +213,8 @@ class Lowering:
             raise UnprintableError(f"{name} of {tuple(meta.shape)} {meta.dtype} on {meta.device}")
         if meta.numel() == 0:
             # No element is ever read, so the operation need not be known.
-            return Literal(tuple(meta.shape), meta.dtype, text=literal(0, meta.dtype))
+            text = literal(0, meta.dtype)
+            return Literal(tuple(meta.shape), meta.dtype, strides=tuple(meta.stride()), text=text)
         value = self._value(base, name, node, meta, args)
         value.origin = value.origin or f"{name}, {node.meta.get('line', '')}"
         value.strides = value.strides or tuple(meta.stride())
@@ -236,8 +235,10 @@ class Lowering:
         if node.kwargs:
             raise UnprintableError(f"{name} with {', '.join(node.kwargs)}")
         *bias, left, right = args
-        if left.shape[1] <= FEW and meta.dtype.is_floating_point:
-            product: Value = sum_of_products(left, right, meta, self.store)
+        if not left.shape[1]:
+            product: Value = Literal(tuple(meta.shape), meta.dtype, text=literal(0, meta.dtype))
+        elif left.shape[1] <= FEW and meta.dtype.is_floating_point:
+            product = sum_of_products(left, right, meta, self.store)
             for factor in product.operands:
                 self._store_operand(factor, product.numel)
         else:

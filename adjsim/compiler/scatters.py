@@ -85,7 +85,7 @@ def _element(address: Address, index: Sequence[str]) -> str:
     """Print an element of a tensor that broadcasts to the axes of an index."""
     mine = index[len(index) - len(address.strides) :]
     terms = [f"{stride} * {i}" for stride, i in zip(address.strides, mine, strict=True) if stride]
-    return f"{address.pointer}[{' + '.join(terms) or '0'}]"
+    return f"({address.pointer})[{' + '.join(terms) or '0'}]"
 
 
 def _stored(value: Value, store: Store) -> Value:

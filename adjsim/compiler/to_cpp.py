@@ -22,7 +22,7 @@ from adjsim.compiler.library import compiled, debugging
 from adjsim.compiler.mathematics import CHECKED, HEADER, REPRODUCIBLE, VECTORISED
 from adjsim.compiler.nests import Task
 from adjsim.compiler.rows import new_rows, store_in, stored_examples
-from adjsim.compiler.torch_calls import Run, TorchCall, described
+from adjsim.compiler.torch_calls import FAILED, Run, TorchCall, described
 from adjsim.compiler.values import TYPES, Body, Buffer, UnprintableError, make_buffer, row_major
 from adjsim.compiler.views import Checked
 
@@ -34,11 +34,12 @@ COPY_LIMIT = 65_536
 # The last parameters of each function of a program.
 EXTRA = ("char* __restrict work", "int* refused", "void* const* functions")
 # Nonzero return values of a program, for errors that torch's own operations would raise.
-STATUS: dict[int, tuple[type[Exception], str]] = {
+STATUS: dict[int, tuple[type[BaseException], str]] = {
     1: (MemoryError, "there is no memory for the buffers of a compiled loop."),
     2: (ZeroDivisionError, "a compiled step divided an integer by zero."),
     3: (IndexError, "a compiled step indexed a tensor out of range."),
     4: (ValueError, "exclusions have an atom that position does not have."),
+    FAILED: (KeyboardInterrupt, "a signal handler raised an error inside a compiled loop."),
 }
 
 
@@ -200,7 +201,7 @@ class _CppLoop:
         targets = [
             Task(b, v)
             for v, b in zip(lowering.outputs[1:], [*outputs, *rows], strict=True)
-            if b not in rows or not store_in(v, b, rows)
+            if v.numel and (b not in rows or not store_in(v, b, rows))
         ]
         self.checked[name] = {x.buffer.name: x for x in lowering.checked}
         first_function = len(self.addresses)

@@ -10,7 +10,7 @@ and pass from a region to later ones.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from adjsim.compiler.calls import Call, Called, address_of, pointer_to
 from adjsim.compiler.values import TYPES, Store, UnprintableError, Value, dense_copy
 
 Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
-# The status of a loop in which a called function raised an error.
-FAILED = 5
+# The status of a loop in which a called function raised an error, and what a function returns that
+# did not. (What ctypes returns for a function that raises is not defined.)
+FAILED, DONE = 5, 1_234_567
 
 
 class Run:
@@ -155,7 +156,7 @@ class TorchCall(Call):
         pointers = ", ".join(f"(void*){pointer_to(x)}" for x in stored) or "nullptr"
         return [
             f"{{ void* const at[] = {{{pointers}}};",
-            f"if (!*refused && ((Callback){functions[0]})(at)) *refused = {FAILED};",
+            f"if (!*refused && ((Callback){functions[0]})(at) != {DONE}) *refused = {FAILED};",
             f"*{pointer_to(self.outputs[-1])} = 0; }}",
         ]
 
@@ -165,29 +166,38 @@ class TorchCall(Call):
         read, function = len(region.printed), self.region.function.forward
         known: dict[tuple[int, ...], list[Tensor]] = {}
 
-        def call(pointers: Any) -> int:
-            try:
-                addresses = tuple(pointers[:count])
-                tensors = known.get(addresses)
-                if tensors is None:
-                    made = (_tensor(*x) for x in zip(addresses, places, strict=True))
-                    tensors = known[addresses] = list(made)
-                kept = [run.values[node] for node in region.kept]
-                found = function(*tensors[:read], *kept)
-                for to, x in zip(tensors[read:], found, strict=False):
-                    to.copy_(x)
-                if region.left:
-                    # Memory of the loop is used again before later regions read a view of it.
-                    shared = {x.untyped_storage().data_ptr() for x in tensors}
-                    for node, x in zip(region.left, found[count - read :], strict=True):
-                        own = x.untyped_storage().data_ptr() not in shared
-                        run.values[node] = x if own else x.clone()
-            except BaseException as error:  # Nothing may be raised into C++: the run raises it.
-                run.error = error
-                return 1
-            return 0
+        def served() -> Generator[int, Any, None]:
+            # Python runs the handlers of signals where code begins to run. So a generator is
+            # called, which goes on inside of its try. Nothing may be raised into C++.
+            status = 0
+            while True:
+                try:
+                    while True:
+                        pointers = yield status
+                        addresses = tuple(pointers[:count])
+                        tensors = known.get(addresses)
+                        if tensors is None:
+                            made = (_tensor(*x) for x in zip(addresses, places, strict=True))
+                            tensors = known[addresses] = list(made)
+                        kept = [run.values[node] for node in region.kept]
+                        found = function(*tensors[:read], *kept)
+                        for to, x in zip(tensors[read:], found, strict=False):
+                            to.copy_(x)
+                        if region.left:
+                            # Memory of the loop is used again before later regions read a view.
+                            shared = {x.untyped_storage().data_ptr() for x in tensors}
+                            for node, x in zip(region.left, found[count - read :], strict=True):
+                                own = x.untyped_storage().data_ptr() not in shared
+                                run.values[node] = x if own else x.clone()
+                        status = DONE
+                except GeneratorExit:
+                    return
+                except BaseException as error:
+                    run.error, status = error, 0
 
-        return Callback(call)
+        serving = served()
+        next(serving)
+        return Callback(serving.send)
 
 
 def _tensor(address: int, place: tuple[torch.dtype, Sequence[int], Sequence[int]]) -> Tensor:

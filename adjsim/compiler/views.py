@@ -59,6 +59,8 @@ def _transpose(old: Sequence[int], a: int, b: int) -> IndexMap:
 
 def _squeeze(old: Sequence[int], axes: Any = None) -> IndexMap:
     axes = range(len(old)) if axes is None else [axes] if isinstance(axes, int) else axes
+    if not old:
+        return tuple
     gone = {axis % len(old) for axis in axes if old[axis] == 1}
 
     def map(index: Indices) -> Indices:

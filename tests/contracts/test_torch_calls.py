@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import pytest
@@ -89,6 +91,30 @@ OPERATIONS = {
 }
 
 
+EMPTY = torch.zeros(0, dtype=torch.int64)
+# What a critical reader found wrong or refused.
+CORNERS = {
+    "a complex spread": lambda y: y * (torch.fft.fft(y).std().real + torch.fft.fft(y).var().real),
+    "one place": lambda y: y * y[torch.tensor([1])],
+    "a number at two places": lambda y: y.index_put((torch.tensor([0, 2]),), y[0, 0]) * y,
+    "places that are computed": lambda y: y[(y[0, :1].detach() * 0 + 1).long()] * y,
+    "one place of a gather": lambda y: y.gather(1, torch.tensor([[2]])) * y,
+    "one row more": lambda y: y.index_add(0, torch.tensor([2]), y[:1]),
+    "no places": lambda y: y * 2 + y[EMPTY].sum() + y.index_add(0, EMPTY, y[:0]),
+    "products over nothing": lambda y: (y[:, :0] @ y[:0]).sum() + y * y[0, 0],
+    "numbers without axes": lambda y: (
+        y * y[0, 0].logsumexp(0)
+        + y.sum().gather(0, torch.tensor(0))
+        + y[0].gather(0, torch.tensor(3))
+        + y.index_add(1, torch.tensor(1), y[:, :1])
+    ),
+    "short whole numbers": lambda y: y[torch.tensor([1, 0, 2], dtype=torch.int32)] * y,
+    "a constant of another type": lambda y: y * torch.arange(4, dtype=torch.float16),
+    "a computed row": lambda y: y[y[:, 0].detach().argmax()] + y,
+}
+OPERATIONS |= CORNERS
+
+
 class Field(nn.Module):
     def __init__(self, operation):
         super().__init__()
@@ -112,7 +138,8 @@ def gradients(name, adjoint, compile):
 @pytest.mark.parametrize(
     "name",
     slow_but(
-        lambda name: name in ("assignment", "sort", "fft", "complex", "det, inv, solve"), OPERATIONS
+        lambda name: name in ("assignment", "sort", "fft", "complex", "det, inv, solve", *CORNERS),
+        OPERATIONS,
     ),
 )
 def test_equal_to_torch(name):
@@ -160,6 +187,29 @@ def test_exact_runs_come_back():
         found.append((run.final.position.detach(), potential.k.grad))
     assert torch.equal(found[0][0], found[1][0])
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
+def test_a_signal_inside_a_loop_ends_the_run(number):
+    """Python runs its handler where the loop next calls torch, whose result would be lost."""
+
+    def handle(*_: object) -> None:
+        raise KeyboardInterrupt("a handler")
+
+    def slow(x: Tensor) -> Tensor:
+        return (x.unsqueeze(-1) * torch.arange(40_000.0)).sin().sum(-1).cumsum(0) * 1e-9
+
+    run, path = run_of(slow, numbers(4), steps=4000)
+    assert path != "C++"
+    before = signal.signal(number, handle)
+    try:
+        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), number))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt, match="a handler"):
+            run()
+        timer.join()
+    finally:
+        signal.signal(number, before)
 
 
 def test_errors_of_an_operation_end_the_loop():
@@ -227,5 +277,5 @@ def test_threads_share_a_loop():
 
 
 def test_what_cannot_be_compiled_is_named():
-    with pytest.raises(adjsim.CompileError, match="a test: an output without elements"):
-        run_of(lambda x: x[:0], numbers(4))
+    with pytest.raises(adjsim.CompileError, match="a test: tensors of other types"):
+        run_of(lambda x: 2 * x, numbers(4).half())

@@ -26,6 +26,7 @@ from adjsim.compiler.invariants import hoist_invariants
 from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
 from adjsim.compiler.torch_calls import mutates, overwrites_its_own
 from adjsim.compiler.tracing import graph_of
+from adjsim.compiler.values import TYPES
 from adjsim.compiler.versions import untested_torch
 from adjsim.potentials.pairs.kernels.printing import merge_pairs
 
@@ -193,11 +194,21 @@ def _lift(graph: Any) -> list[Tensor]:
     """Turn the captured constants of a graph into inputs, and return them."""
     constants, (*_, after) = [], graph.graph.find_nodes(op="placeholder")
     for node in graph.graph.find_nodes(op="get_attr"):
-        constants.append(clone(getattr(graph, node.target)))
+        value = clone(getattr(graph, node.target))
+        # Those of types that are not printed are cast, which keeps their numbers, and cast back.
+        other = torch.float32 if value.dtype.is_floating_point else torch.int64
+        known = value.dtype in TYPES or value.is_complex()
+        constants.append(value if known else value.to(other))
         with graph.graph.inserting_after(after):
             after = graph.graph.placeholder(f"constant_{len(constants)}")
             after.meta["val"] = constants[-1]
-        node.replace_all_uses_with(after)
+        used = after
+        if not known:
+            with graph.graph.inserting_before(node):
+                cast = torch.ops.aten._to_copy.default
+                used = graph.graph.call_function(cast, (after,), {"dtype": value.dtype})
+                used.meta["val"] = value
+        node.replace_all_uses_with(used)
         graph.graph.erase_node(node)
     graph.recompile()
     return constants

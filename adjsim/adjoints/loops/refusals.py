@@ -97,6 +97,12 @@ def explained(error: Exception, what: str, advice: str | None) -> str:
     return f"compile=True could not compile {what}{where}: {reason}\n{advice}"
 
 
+def _is_place(index: Any) -> bool:
+    """Whether an index is one whole number that a trace computes."""
+    whole = isinstance(index, FakeTensor) and index.ndim == 0
+    return whole and not index.dtype.is_floating_point and index.dtype != torch.bool
+
+
 class Constant:
     """A captured tensor of a loop, no input and not registered, which may be read ``detached``."""
 
@@ -135,6 +141,9 @@ class NoCapture(TorchFunctionMode):
                 "variable instead of from its module. Read it as an attribute of the module, such "
                 "as dynamics.kT or self.k."
             )
+        if func is Tensor.__getitem__ and _is_place(args[1]):
+            # Torch takes the number out of the index. A row of one place has the same element.
+            return args[0][args[1].reshape(1)].squeeze(0)
         detached = func in (Tensor.detach, torch.detach)
         found = [x for x in tensors if not isinstance(x, FakeTensor)]
         lost = next((x for x in found if x.requires_grad and not detached), None)
