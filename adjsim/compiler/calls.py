@@ -41,6 +41,8 @@ class Call(ABC):
     inputs: tuple[Value, ...]
     outputs: tuple[Called, ...]
     addresses: tuple[int, ...] = ()
+    # Whether it is run even if nothing reads its outputs.
+    checks: bool = False
     # C++ declarations that the call needs, the same for all calls of a loop.
     declarations: str
 

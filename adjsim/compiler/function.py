@@ -71,6 +71,7 @@ class FunctionPrinter:
         needs = {value: _stored_operands(value, below=True) & tasks.keys() for value in tasks}
         wanted: set[Value] = set()
         todo = [value for value in tasks if value.buffer in self.rows]
+        todo += [value for call in self.functions if call.checks for value in call.outputs]
         for root in (result, *(task.value for task in outputs)):
             todo += _stored_operands(root) & tasks.keys()
         while todo:

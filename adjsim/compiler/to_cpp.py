@@ -22,7 +22,7 @@ from adjsim.compiler.library import compiled, debugging
 from adjsim.compiler.mathematics import CHECKED, HEADER, REPRODUCIBLE, VECTORISED
 from adjsim.compiler.nests import Task
 from adjsim.compiler.rows import new_rows, store_in, stored_examples
-from adjsim.compiler.torch_calls import FAILED, Run, TorchCall, described
+from adjsim.compiler.torch_calls import FAILED, Run, TorchCall, described, has_effect
 from adjsim.compiler.values import TYPES, Body, Buffer, UnprintableError, make_buffer, row_major
 from adjsim.compiler.views import Checked
 
@@ -195,7 +195,7 @@ class _CppLoop:
         examples = [*part.baked, *(x.example for x in part.once)]
         fixed = [_constant_buffer(f"c_{name}{i}", x) for i, x in enumerate(examples)]
         inputs = [*inputs, *fixed]
-        part.graph.graph.eliminate_dead_code()
+        part.graph.graph.eliminate_dead_code(has_effect)
         lowering = lowered(part.graph, inputs, self.large, self.exact)
         self.unprinted |= lowering.unprinted
         targets = [

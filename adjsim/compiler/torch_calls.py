@@ -40,6 +40,7 @@ class Region:
     Attributes:
         printed, kept: the values that it reads, from the loop and from earlier regions.
         results, left: the values that it computes for the loop and for later regions.
+        checks: whether an operation has an effect beside its value, such as an assertion.
     """
 
     def __init__(self, nodes: Sequence[Node], by_torch: Iterable[Node]) -> None:
@@ -64,6 +65,7 @@ class Region:
             if node.target is torch.ops.aten.as_strided.default and not _is_dense(first):
                 raise UnprintableError("as_strided of a part of a tensor")
         graph.output(tuple(known[node] for node in (*self.results, *self.left)))
+        self.checks = any(has_effect(node) for node in nodes)
         self.function = GraphModule(torch.nn.Module(), graph)
 
 
@@ -71,6 +73,12 @@ def _is_dense(node: Any) -> bool:
     meta = node.meta["val"]
     last = sum((n - 1) * stride for n, stride in zip(meta.shape, meta.stride(), strict=True))
     return meta.numel() == 1 + last and not meta.storage_offset()
+
+
+def has_effect(node: Node) -> bool:
+    """Whether a node counts even if nothing reads its value, such as an assertion."""
+    target: Any = node.target
+    return node.is_impure() or (hasattr(target, "_schema") and not target._schema.returns)
 
 
 def mutates(node: Node) -> bool:
@@ -138,7 +146,7 @@ class TorchCall(Call):
     def __init__(
         self, region: Region, values: Sequence[Value], before: Called | None, store: Store
     ) -> None:
-        self.region = region
+        self.region, self.checks = region, region.checks
         like = [node.meta["val"] for node in region.printed]
         inputs = [_in_memory(x, meta, store) for x, meta in zip(values, like, strict=True)]
         self.inputs = (*inputs, *([before] if before else []))

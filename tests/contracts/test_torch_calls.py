@@ -212,6 +212,20 @@ def test_a_signal_inside_a_loop_ends_the_run(number):
         signal.signal(number, before)
 
 
+def test_assertions_are_run():
+    """An operation without a value that anything reads."""
+
+    def asserted(x: Tensor) -> Tensor:
+        torch._assert_async((x < 1).all())
+        return 2 * x
+
+    run, _ = run_of(asserted, torch.linspace(0.0, 0.9, 5))
+    torch.testing.assert_close(run(), torch.linspace(0.0, 1.8, 5))
+    run, _ = run_of(asserted, torch.linspace(0.0, 1.1, 5))
+    with pytest.raises(RuntimeError, match=r"[Aa]ssert|nonzero"):
+        run()
+
+
 def test_errors_of_an_operation_end_the_loop():
     """As torch raises them, and no later iteration is run."""
     seen = []

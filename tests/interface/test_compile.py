@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import adjsim
 from adjsim.core.reading import read
 from adjsim.solvers.base import StepContext
-from tests.problems import Case, slow_but, square
+from tests.problems import Case, parameter, slow_but, square
 
 ROWS = [
     ("hamiltonian", "BAB", "lennard-jones"),
@@ -89,3 +90,43 @@ def test_a_step_knows_whether_it_shares_its_force(case):
         counts.append(forces.report.energy_evaluations)
     shared = forces.cached(state.position) is not None and counts[1] < 2 * counts[0]
     assert plan.shares_force == shared
+
+
+class Simulated(torch.nn.Module):
+    """A network that makes the start of a run."""
+
+    def __init__(self):
+        super().__init__()
+        self.k, self.scale = parameter(1.3), parameter(0.7)
+        self.dynamics = adjsim.Hamiltonian(adjsim.Harmonic(self.k))
+
+    def forward(self, q):
+        q = torch.tanh(self.scale * q)
+        run = adjsim.simulate(
+            self.dynamics,
+            adjsim.PhaseState(q, torch.zeros_like(q)),
+            [0.0, 0.5],
+            solver=adjsim.VelocityVerlet(0.05),
+            adjoint=adjsim.ReversibleAdjoint(),
+        )
+        return (run.final.position**2).sum()
+
+
+def test_a_module_around_simulate_is_compiled_once():
+    """The run is left to Python."""
+    # Importing it takes a second.
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    module, q, found = Simulated(), torch.ones(4, 3), []
+    compiled, built = torch.compile(module, backend="eager"), []
+    for call in (module, compiled, compiled, compiled):
+        value = call(q)
+        value.backward()
+        found.append((value.detach(), module.k.grad, module.scale.grad))
+        module.zero_grad()
+        built.append(counters["stats"]["unique_graphs"])
+    for values in found[1:]:
+        torch.testing.assert_close(values, found[0], rtol=1e-12, atol=0)
+    assert built[1] == built[2] == built[3]
+    assert built[1] - built[0] <= 4
