@@ -23,7 +23,15 @@ from adjsim.compiler.mathematics import CHECKED, HEADER, REPRODUCIBLE, VECTORISE
 from adjsim.compiler.nests import Task
 from adjsim.compiler.rows import new_rows, store_in, stored_examples
 from adjsim.compiler.torch_calls import FAILED, Run, TorchCall, described, has_effect
-from adjsim.compiler.values import TYPES, Body, Buffer, UnprintableError, make_buffer, row_major
+from adjsim.compiler.values import (
+    TYPES,
+    Body,
+    Buffer,
+    UnprintableError,
+    UnprintableTypeError,
+    make_buffer,
+    row_major,
+)
 from adjsim.compiler.views import Checked
 
 # A compiled loop of constants and carry, which returns the final carry and the rows.
@@ -149,8 +157,14 @@ class _CppLoop:
         threads: int,
         stored: Sequence[Tensor],
     ) -> None:
-        if any(x.device.type != "cpu" or x.dtype not in TYPES for x in (*constants, *carry)):
-            raise UnprintableError("tensors of other types, or not on the CPU")
+        baked = (x for part in (parts.start, parts.body) for x in part.baked)
+        others = [
+            f"a tensor of {x.dtype} on {x.device}"
+            for x in (*constants, *carry, *stored, *baked)
+            if x.device.type != "cpu" or x.dtype not in TYPES
+        ]
+        if others:
+            raise UnprintableTypeError(others[0])
         self.threads, self.exact = threads, exact
         self.large = 2 * max(x.numel() for x in carry)
         self.functions: list[str] = []

@@ -34,6 +34,10 @@ class UnprintableError(Exception):
     """Raised for a graph that has an operation without a C++ translation."""
 
 
+class UnprintableTypeError(UnprintableError):
+    """Raised for a loop whose own tensors have a type, or are on a device, without C++."""
+
+
 @dataclass(frozen=True)
 class Index:
     """An integer that is an affine function of loop variables."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 
 import pytest
 import torch
@@ -290,6 +291,36 @@ def test_threads_share_a_loop():
         torch.testing.assert_close(found[seed], values, rtol=1e-10, atol=1e-12)
 
 
-def test_what_cannot_be_compiled_is_named():
-    with pytest.raises(adjsim.CompileError, match="a test: tensors of other types"):
-        run_of(lambda x: 2 * x, numbers(4).half())
+class Filter(nn.Module):
+    """A filter of complex numbers, which are a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(numbers(3, 2).view(3, 2) * 0.3)
+        self.phase = nn.Parameter(torch.polar(torch.ones(3), numbers(3)))
+
+    def forward(self, t, y):
+        return -torch.fft.irfft(torch.fft.rfft(y) * self.phase * self.weight.sum(), n=4)
+
+
+@pytest.mark.slow
+def test_complex_parameters_and_records_are_left_to_inductor():
+    """And named before it starts."""
+    found = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        dynamics = adjsim.ODE(Filter())
+        y = numbers(2, 4).requires_grad_()
+        record = adjsim.TimeAverage(lambda state: torch.fft.rfft(state.y))
+        options = {"solver": RungeKutta("midpoint", 0.05), "compile": compile, "record": record}
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            run = adjsim.simulate(dynamics, dynamics.init(y), [0.0, 0.1], **options)
+            inputs = [y, *dynamics.parameters()]
+            found.append([run.record, *torch.autograd.grad(run.record.abs().sum(), inputs)])
+        said = [str(x.message) for x in seen if "Inductor compiles" in str(x.message)]
+        assert bool(said) == compile
+        assert all("a tensor of torch.complex128" in text for text in said)
+    assert run.stats["compiled_forward"].startswith("Inductor (a tensor of torch.complex128")
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-12, atol=1e-14)

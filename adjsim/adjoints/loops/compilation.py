@@ -26,7 +26,7 @@ from adjsim.compiler.invariants import hoist_invariants
 from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
 from adjsim.compiler.torch_calls import mutates, overwrites_its_own
 from adjsim.compiler.tracing import graph_of
-from adjsim.compiler.values import TYPES
+from adjsim.compiler.values import TYPES, UnprintableTypeError
 from adjsim.compiler.versions import untested_torch
 from adjsim.potentials.pairs.kernels.printing import merge_pairs
 
@@ -119,12 +119,19 @@ def compile_loop(
                 body=_trace(body, fixed, number, *carry_list, *constants_list),
             )
             settings = (parts, constants_list, carry_list, exact)
-            if constants_list[0].device.type == "cpu":
+            try:
                 threads = torch.get_num_threads()
                 compiled, by_torch, source = compile_to_cpp(*settings, threads, capacity)
                 by = f"C++, and torch for {by_torch}" if by_torch else "C++"
-            else:
-                by, source = "Inductor", None
+            except UnprintableTypeError as reason:
+                if constants_list[0].device.type == "cpu":
+                    warnings.warn(
+                        f"compile=True: {what} reads or records {reason}, which C++ has not, so "
+                        "torch's Inductor compiles it, which can take a minute. Record real and "
+                        "imaginary parts (torch.view_as_real), or keep such tensors unregistered.",
+                        stacklevel=2,
+                    )
+                by, source = f"Inductor ({reason})", None
                 compiled = compile_with_inductor(*settings, short, capacity)
     except CompileError:
         raise
