@@ -212,14 +212,14 @@ QUICK = settings(
 )
 
 
-@settings(QUICK, max_examples=6)
+@settings(QUICK, max_examples=4)
 @given(graphs())
 def test_drawn_graphs(graph):
     check(graph)
 
 
-@pytest.mark.slow
-@settings(QUICK, max_examples=25)
+@pytest.mark.marathon
+@settings(QUICK, max_examples=100)
 @given(graphs())
 def test_more_drawn_graphs(graph):
     check(graph)

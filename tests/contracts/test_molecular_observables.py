@@ -16,6 +16,7 @@ from torch.autograd import gradcheck as every_entry, gradgradcheck as every_seco
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import adjsim
+from tests.problems import slow_but
 
 # Along random directions, which takes a tenth of the time of all entries.
 gradcheck, gradgradcheck = (
@@ -710,8 +711,10 @@ def test_gradients_through_a_run(name, average):
         torch.testing.assert_close(found, known, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(lambda name: False, RUNS, marathon=lambda name: name != "rmsd"),
+)
 def test_compiled_averages(name):
     eager = run(name, adjsim.ReversibleAdjoint(), average=True)
     compiled = run(name, adjsim.ReversibleAdjoint(), average=True, compiled=True)

@@ -178,9 +178,14 @@ def test_four_thousand_atoms_take_few_pairs():
     assert float(neighbours.detach()) == pytest.approx(12, rel=1e-8)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["angles", "smooth radial distribution", "bond order", "coordination"]
+    "name",
+    [
+        pytest.param("angles", marks=pytest.mark.slow),
+        pytest.param("bond order", marks=pytest.mark.slow),
+        pytest.param("smooth radial distribution", marks=pytest.mark.marathon),
+        pytest.param("coordination", marks=pytest.mark.marathon),
+    ],
 )
 def test_compiled_averages_take_all_pairs(name):
     box = [4.2, 4.4, 4.6]

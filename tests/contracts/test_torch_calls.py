@@ -114,6 +114,12 @@ CORNERS = {
     "a computed row": lambda y: y[y[:, 0].detach().argmax()] + y,
 }
 OPERATIONS |= CORNERS
+# Rows that take the same way as others.
+REPEATED = (
+    *("index_put", "gather", "amax over two axes", "cholesky, eigvalsh", "softmax, logsumexp"),
+    *("norms of layers", "var, std", "embedding", "special functions", "a large product"),
+    *("one place of a gather", "one row more", "places that are computed", "products"),
+)
 
 
 class Field(nn.Module):

@@ -71,7 +71,7 @@ def test_backward_euler_is_undone():
         gradients(SOLVERS[1], False, (4,), ReversibleAdjoint(), True)
 
 
-@pytest.mark.parametrize("by", ["torch", pytest.param("Inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by", ["torch", pytest.param("Inductor", marks=pytest.mark.marathon)])
 def test_systems_that_are_not_printed(by, monkeypatch):
     """Torch solves them in a printed loop, and Inductor calls torch too."""
     expected, _ = gradients(SOLVERS[1], False, (4,), DirectAdjoint(), False)
