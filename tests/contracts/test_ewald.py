@@ -428,6 +428,7 @@ def test_adjoints_agree(kind, exact):
         assert run.stats["reconstruction_error"] == 0
 
 
+@pytest.mark.slow
 def test_a_compiled_run_has_the_same_bits():
     """Torch evaluates the mesh, with its Fourier transforms."""
     run, expected = trajectory(ParticleMeshEwald, adjsim.ReversibleAdjoint(), True, steps=5)

@@ -46,7 +46,9 @@ def test_sources_are_beside_their_libraries(tmp_path, monkeypatch):
     assert {x.name for x in tmp_path.iterdir()} == {path.name, path.with_suffix(".cpp").name}
 
 
-@pytest.mark.parametrize("what", ["the library", "the folder"])
+@pytest.mark.parametrize(
+    "what", ["the library", pytest.param("the folder", marks=pytest.mark.slow)]
+)
 def test_libraries_that_others_can_write_are_not_loaded(what, tmp_path, monkeypatch):
     other = SOURCE.replace("42", "13")
     monkeypatch.setenv("ADJSIM_CACHE", str(tmp_path))

@@ -145,8 +145,9 @@ def gradients(name, adjoint, compile):
 @pytest.mark.parametrize(
     "name",
     slow_but(
-        lambda name: name in ("assignment", "sort", "fft", "complex", "det, inv, solve", *CORNERS),
+        lambda name: name in ("assignment", "sort", "fft", "complex", "one place"),
         OPERATIONS,
+        marathon=lambda name: name in REPEATED,
     ),
 )
 def test_equal_to_torch(name):
@@ -261,7 +262,7 @@ PLACE = {
 }
 
 
-@pytest.mark.parametrize("place", [13, -1])
+@pytest.mark.parametrize("place", [pytest.param(13, marks=pytest.mark.slow), -1])
 @pytest.mark.parametrize("name", PLACE)
 def test_places_out_of_range_are_refused(name, place):
     """Negative ones too, where torch refuses them."""
