@@ -88,9 +88,9 @@ FILLED_WITH = {"scalar_tensor": 0, "full": 1, "full_like": 1, "fill": 1, "new_fu
 def lowered(graph: GraphModule, inputs: Sequence[Buffer], large: int, exact: bool) -> Lowering:
     """Lower a graph, in which torch evaluates what is not printed."""
     found = Lowering(graph, inputs, large, exact)
-    unprinted, more = dict[Node, str](), found.unprinted
+    unprinted, more = list[Node](), found.unprinted
     while more:
-        unprinted |= more
+        unprinted += more
         found = Lowering(graph, inputs, large, exact, unprinted)
         more = found.unprinted
     found.unprinted = unprinted
@@ -108,8 +108,8 @@ class Lowering:
         exact: whether sums must have the same bits in every program.
         stored: the stored values, in the order of the graph.
         checked: the constants that are indices.
-        unprinted: the operations that have no C++ translation, with reasons. Torch has to evaluate
-            them: :func:`lowered`.
+        unprinted: the operations that have no C++ translation, which torch has to evaluate
+            (:func:`lowered`).
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Lowering:
         self.stored: list[Value] = []
         self.calls: list[Call] = []
         self.checked: list[Checked] = []
-        self.unprinted: dict[Node, str] = {}
+        self.unprinted: list[Node] = []
         self.values: dict[Node, Any] = {}
         placeholders = iter(inputs)
         order: Iterable[Any] = graph.graph.nodes
@@ -151,10 +151,10 @@ class Lowering:
             if of_others:
                 raise UnprintableError(str(node.target).removeprefix("aten."))
             self.values[node] = self._lower(node)
-        except UnprintableError as reason:
+        except UnprintableError:
             if mutates(node) and not overwrites_its_own(node):
                 raise
-            self.unprinted[node] = str(reason)
+            self.unprinted.append(node)
             meta = node.meta.get("val")
             if isinstance(meta, Tensor):
                 shape, strides = tuple(meta.shape), tuple(meta.stride())

@@ -170,7 +170,7 @@ class _CppLoop:
         self.functions: list[str] = []
         self.addresses: list[int] = []
         self.by_torch: dict[int, TorchCall] = {}
-        self.unprinted: dict[Node, str] = {}
+        self.unprinted: list[Node] = []
         self.parallel = False
         self.declarations: set[str] = set()
         # Of each function, by the names of their copies.
@@ -211,7 +211,7 @@ class _CppLoop:
         inputs = [*inputs, *fixed]
         part.graph.graph.eliminate_dead_code(has_effect)
         lowering = lowered(part.graph, inputs, self.large, self.exact)
-        self.unprinted |= lowering.unprinted
+        self.unprinted += lowering.unprinted
         targets = [
             Task(b, v)
             for v, b in zip(lowering.outputs[1:], [*outputs, *rows], strict=True)

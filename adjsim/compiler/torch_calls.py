@@ -1,10 +1,10 @@
 """Calls of torch's own operations from a printed loop.
 
 Operations that are not printed are evaluated by torch while the loop runs: the loop calls a Python
-function, which takes a few microseconds more than the operations do. They are collected in regions.
-Torch operations of level n, and no others, read values that n regions have to precede, so all of
-them are one region. Values of types that are not printed, such as complex numbers, stay in Python
-and pass from a region to later ones.
+function, which takes a few microseconds more than the operations do. They are collected in regions,
+of which each is one call. The level of an operation is the number of regions that have to run
+before it, and torch's operations of one level are one region. Values of types that are not printed,
+such as complex numbers, stay in Python, where later regions read them.
 """
 
 from __future__ import annotations
@@ -192,7 +192,8 @@ class TorchCall(Call):
                         for to, x in zip(tensors[read:], found, strict=False):
                             to.copy_(x)
                         if region.left:
-                            # Memory of the loop is used again before later regions read a view.
+                            # A view of the loop's memory is copied, since the loop uses that memory
+                            # again before later regions read the view.
                             shared = {x.untyped_storage().data_ptr() for x in tensors}
                             for node, x in zip(region.left, found[count - read :], strict=True):
                                 own = x.untyped_storage().data_ptr() not in shared

@@ -35,7 +35,7 @@ class UnprintableError(Exception):
 
 
 class UnprintableTypeError(UnprintableError):
-    """Raised for a loop whose own tensors have a type, or are on a device, without C++."""
+    """Raised for a loop whose constants, carry or rows have a type that is not printed."""
 
 
 @dataclass(frozen=True)

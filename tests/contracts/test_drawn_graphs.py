@@ -79,7 +79,7 @@ ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
     "expanded": lambda x, a: x.unsqueeze(a).expand(*x.shape[:a], 3, *x.shape[a:]),
     "last": lambda x, a: x.movedim(a, -1),
     "flat": lambda x, a: x.flatten(a),
-    "split": lambda x, a: sum(x.split(2, a)[:1]) + 0.1,  # type: ignore[operator]
+    "split": lambda x, a: x.split(2, a)[0] + 0.1,
     "transform": lambda x, a: torch.fft.irfft(torch.fft.rfft(x, dim=a) * 0.7, x.shape[a], dim=a),
 }
 LARGEST = 4096
@@ -178,6 +178,11 @@ def compiled(function: Callable[..., Tensor], inputs: Sequence[Tensor], exact: b
     return loop(constants, carry)[0][0]
 
 
+def plus_zero(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same numbers, by another loop."""
+    return lambda *x: function(*x) + 0.0
+
+
 def check(graph: Graph) -> None:
     inputs = [laid_out(*row, seed) for seed, row in enumerate(graph.inputs)]
 
@@ -203,7 +208,7 @@ def check(graph: Graph) -> None:
         found = compiled(function, inputs, exact)
         torch.testing.assert_close(found, expected.detach(), rtol=tolerance, atol=tolerance)
         if exact:
-            again = compiled(lambda *x: function(*x) + 0.0, inputs, True)  # noqa: B023
+            again = compiled(plus_zero(function), inputs, True)
             assert torch.equal(again, found)
 
 

@@ -207,7 +207,7 @@ def test_a_signal_inside_a_loop_ends_the_run(number):
     def slow(x: Tensor) -> Tensor:
         return (x.unsqueeze(-1) * torch.arange(40_000.0)).sin().sum(-1).cumsum(0) * 1e-9
 
-    run, path = run_of(slow, numbers(4), steps=4000)
+    run, path = run_of(slow, numbers(4), steps=100_000)
     assert path != "C++"
     before = signal.signal(number, handle)
     try:

@@ -61,12 +61,12 @@ class CompiledLoop(NamedTuple, Generic[Constants, Carry]):
 
     Attributes:
         function: of constants and carry, returns the final carry and the stored rows.
-        by: what compiled it, "C++" (with the operations that torch evaluates) or "Inductor".
+        path: what compiled it, "C++" (with the operations that torch evaluates) or "Inductor".
         source: the file of its C++ source; None for Inductor.
     """
 
     function: Callable[[Constants, Carry], tuple[Carry, list[Tensor]]]
-    by: str
+    path: str
     source: Path | None
 
 
@@ -122,16 +122,16 @@ def compile_loop(
             try:
                 threads = torch.get_num_threads()
                 compiled, by_torch, source = compile_to_cpp(*settings, threads, capacity)
-                by = f"C++, and torch for {by_torch}" if by_torch else "C++"
+                path = f"C++, and torch for {by_torch}" if by_torch else "C++"
             except UnprintableTypeError as reason:
                 if constants_list[0].device.type == "cpu":
                     warnings.warn(
-                        f"compile=True: {what} reads or records {reason}, which C++ has not, so "
-                        "torch's Inductor compiles it, which can take a minute. Record real and "
-                        "imaginary parts (torch.view_as_real), or keep such tensors unregistered.",
+                        f"compile=True: {what} reads or records {reason}, which is not printed as "
+                        "C++, so torch's Inductor compiles the loop, which can take a minute. Keep "
+                        "and record real and imaginary parts (torch.view_as_real) instead.",
                         stacklevel=2,
                     )
-                by, source = f"Inductor ({reason})", None
+                path, source = f"Inductor ({reason})", None
                 compiled = compile_with_inductor(*settings, short, capacity)
     except CompileError:
         raise
@@ -144,7 +144,7 @@ def compile_loop(
         values, stored = compiled(leaves(constants), leaves(carry))
         return filled(carry, iter(values)), stored
 
-    return CompiledLoop(loop, by, source)
+    return CompiledLoop(loop, path, source)
 
 
 def leaves(tree: Any) -> list[Tensor]:
@@ -202,7 +202,7 @@ def _lift(graph: Any) -> list[Tensor]:
     constants, (*_, after) = [], graph.graph.find_nodes(op="placeholder")
     for node in graph.graph.find_nodes(op="get_attr"):
         value = clone(getattr(graph, node.target))
-        # Those of types that are not printed are cast, which keeps their numbers, and cast back.
+        # Constants of types that are not printed are cast to wider ones, and cast back in the loop.
         other = torch.float32 if value.dtype.is_floating_point else torch.int64
         known = value.dtype in TYPES or value.is_complex()
         constants.append(value if known else value.to(other))
