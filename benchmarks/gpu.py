@@ -1,63 +1,311 @@
-"""Gradients of large systems and many replicas on a GPU, against jitted JAX, and peak memory by
-horizon.
+"""What a GPU makes of this library: gradients beside jitted JAX, torchdiffeq and torchsde, their
+memory by horizon, from how many atoms on a list is faster than all pairs, and the cost of noise.
 
-Float64, warm; medians of seven alternating runs of the whole gradient. JAX is timed on the device
-that it finds, which is printed. It needs ``pip install -c constraints.txt -e ".[bench]"`` and a
-CUDA build of torch, and for a fair ratio one of jax. Run: python benchmarks/gpu.py
+Float64 unless said, warm, minima of alternating runs of the whole gradient. JAX is timed on the
+device that it finds, which is printed. Each part prints its table and adds it to ``gpu.json`` with
+the commit and the card; a part that fails is reported and the next is run. It needs
+``pip install -c constraints.txt -e ".[bench]"`` with CUDA builds of torch and jax. Run::
+
+    python benchmarks/gpu.py [--device cpu] [--small] [part ...]
 """
 
 from __future__ import annotations
 
-import statistics
+import os
 
-import jax
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import argparse
+import json
+import subprocess
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import torch
-from suite import ROUNDS, lennard_jones, ours
+from suite import lattice, lennard_jones, ours
+from torch import Tensor, nn
 
 import adjsim
+from adjsim.adjoints.loops.runner import cache
+from adjsim.core import box
 
+DT, ROUNDS, HORIZONS = 0.002, 3, (1, 4)
 # Atoms, steps, replicas.
-CASES: list[tuple[int, int, int | None]] = [(1000, 200, None), (10_000, 20, None), (13, 1000, 4096)]
-HORIZONS = (1, 2, 4)
+LIQUIDS = [(256, 400, None), (1000, 200, None), (4000, 40, None), (13, 400, 4096)]
+LISTS = (500, 1000, 2000, 4000, 8000)
+# Batch, width and steps of a neural differential equation.
+NETWORKS = [(256, 64, 100), (65536, 64, 100)]
+Row = dict[str, Any]
 
 
-def main(device: str, cases: list[tuple[int, int, int | None]]) -> None:
-    card = torch.cuda.get_device_name() if device == "cuda" else "a CPU"
-    print(
-        f"adjsim on {card}, JAX on {jax.devices()[0]}; microseconds a step, ratio to the better "
-        "of JAX's two"
-    )
-    for atoms, steps, replicas in cases:
-        sides = {
-            "adjsim": ours(atoms, steps, replicas, "BAB", device=device),
-            "adjsim, exact": ours(atoms, steps, replicas, "BAB", True, device=device),
-            "adjsim, not compiled": ours(
-                atoms, steps, replicas, "BAB", adjoint=adjsim.ReversibleAdjoint(), device=device
-            ),
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(run: Callable[[], Any], device: str) -> float:
+    wait(device)
+    begun = time.perf_counter()
+    run()
+    wait(device)
+    return time.perf_counter() - begun
+
+
+def peak(run: Callable[[], Any], device: str) -> float | None:
+    """Return the megabytes that a run takes at most, on a GPU."""
+    if device != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    wait(device)
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def compared(
+    name: str, sides: dict[str, Callable[[], Any]], steps: int, device: str, agree: float | None
+) -> Row:
+    """Time sides in alternating rounds; those that fail are reported."""
+    row: Row = {"name": name, "microseconds a step": {}, "first call, s": {}, "failed": {}}
+    first: dict[str, Any] = {}
+    for side, run in sides.items():
+        begun = time.perf_counter()
+        try:
+            first[side] = run()
+            wait(device)
+        except Exception as error:  # A side that fails is a result.
+            row["failed"][side] = f"{type(error).__name__}: {error}"[:300]
+            traceback.print_exc()
+            continue
+        row["first call, s"][side] = round(time.perf_counter() - begun, 2)
+    if agree is not None:
+        numbers = {side: float(getattr(found, "gradient", found)) for side, found in first.items()}
+        expected = numbers[next(iter(numbers))]
+        row["disagreement"] = {k: abs(x / expected - 1) for k, x in numbers.items()}
+        row["agrees"] = all(x < agree for x in row["disagreement"].values())
+    best = dict.fromkeys(first, float("inf"))
+    for _ in range(ROUNDS):
+        for side in best:
+            best[side] = min(best[side], seconds(sides[side], device))
+    row["microseconds a step"] = {k: round(1e6 * x / steps, 2) for k, x in best.items()}
+    print(f"\n{name}" + ("" if row.get("agrees", True) else "  THE GRADIENTS DIFFER"))
+    for side, x in row["microseconds a step"].items():
+        print(f"  {side:28} {x:10.1f} us a step, first call {row['first call, s'][side]} s")
+    for side, why in row["failed"].items():
+        print(f"  {side:28} failed: {why[:100]}", flush=True)
+    return row
+
+
+def liquids(device: str, small: bool) -> list[Row]:
+    """Lennard-Jones atoms, all pairs, by velocity Verlet."""
+    rows = []
+    for atoms, steps, replicas in [(27, 10, None)] if small else LIQUIDS:
+        size = (atoms, steps, replicas, "BAB")
+        sides: dict[str, Callable[[], Any]] = {
+            "adjsim": ours(*size, device=device),
+            "adjsim, exact": ours(*size, True, device=device),
+            "adjsim, not compiled": ours(*size, adjoint=adjsim.ReversibleAdjoint(), device=device),
+            **lennard_jones(atoms, steps, replicas, 1.0).peers,
         }
-        peers = lennard_jones(atoms, steps, replicas, 1.0).peers
-        sides |= peers
-        first = {name: side() for name, side in sides.items()}
-        expected = first[next(iter(peers))].gradient
-        assert all(abs(work.gradient / expected - 1) < 1e-6 for work in first.values())
-        rounds = [{name: side().seconds for name, side in sides.items()} for _ in range(ROUNDS)]
-        medians = {name: statistics.median(row[name] for row in rounds) for name in sides}
-        best = min(medians[name] for name in peers)
-        print(f"\n{atoms} atoms, {steps} steps" + (f", {replicas} replicas" if replicas else ""))
-        for name, seconds in medians.items():
-            print(f"  {name:24} {1e6 * seconds / steps:10.1f} {seconds / best:7.3f}", flush=True)
-        if device == "cuda":
-            for times in HORIZONS:
-                run = ours(atoms, times * steps, replicas, "BAB", device=device)
-                torch.cuda.reset_peak_memory_stats()
-                run()
-                print(
-                    f"  peak memory at {times * steps} steps: "
-                    f"{torch.cuda.max_memory_allocated() / 1e6:.0f} MB"
-                )
+        name = f"{atoms} atoms, {steps} steps" + (f", {replicas} replicas" if replicas else "")
+        row = compared(name, sides, steps, device, 1e-6)
+        row["megabytes by steps"] = {
+            times * steps: peak(ours(atoms, times * steps, replicas, "BAB", device=device), device)
+            for times in HORIZONS
+        }
+        print(f"  peak megabytes by steps: {row['megabytes by steps']}", flush=True)
+        rows.append(row)
+    return rows
+
+
+def liquid(atoms: int, device: str) -> tuple[Any, Any]:
+    """A liquid with a cutoff, at the density 0.8."""
+    side = (atoms / 0.8) ** (1 / 3)
+    count = round(atoms ** (1 / 3) + 0.499)
+    points = torch.arange(float(count), dtype=torch.float64)
+    position = torch.cartesian_prod(points, points, points)[:atoms] * side / count
+    epsilon = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+    potential = adjsim.LennardJones(epsilon, 1.0, cutoff=2.5, box=[side] * 3)
+    dynamics = adjsim.Hamiltonian(potential).to(device)
+    drawn = torch.Generator().manual_seed(0)
+    momentum = torch.randn(position.shape, generator=drawn, dtype=torch.float64)
+    return dynamics, dynamics.init(position.to(device), momentum.to(device))
+
+
+def lists(device: str, small: bool) -> list[Row]:
+    """All pairs beside a list, not compiled: forward and gradient."""
+    rows, usual = [], box.LISTED
+    for atoms in (216,) if small else LISTS:
+        dynamics, state = liquid(atoms, device)
+
+        def run(listed: float, dynamics: Any = dynamics, state: Any = state) -> Tensor:
+            box.LISTED = listed
+            final = adjsim.simulate(
+                dynamics, state, [0.0, 10 * DT], solver=adjsim.VelocityVerlet(DT),
+                adjoint=adjsim.ReversibleAdjoint(),
+            ).final  # fmt: skip
+            loss = final.position.square().sum()
+            return torch.autograd.grad(loss, list(dynamics.parameters()))[0]
+
+        sides = {
+            "all pairs": lambda run=run: run(float("inf")),
+            "list": lambda run=run: run(0.0),
+        }
+        rows.append(compared(f"{atoms} atoms, cutoff 2.5", sides, 10, device, 1e-6))
+    box.LISTED = usual
+    cache.drop(lambda key: True)
+    return rows
+
+
+def noise(device: str, small: bool) -> list[Row]:
+    """Replicas under BAOAB, whose noise is drawn on the CPU, beside the same without noise."""
+    atoms, steps, replicas = (13, 10, 8) if small else (13, 200, 4096)
+    position = lattice(atoms, replicas, device)[0]
+    epsilon = nn.Parameter(torch.tensor(1.0, dtype=torch.float64, device=device))
+    potential = adjsim.LennardJones(epsilon, 1.0)
+
+    def run(dynamics: Any, word: str) -> Callable[[], Tensor]:
+        dynamics = dynamics.to(device)
+
+        def gradient() -> Tensor:
+            final = adjsim.simulate(
+                dynamics, dynamics.init(position, torch.zeros_like(position)),
+                [0.0, steps * DT], solver=adjsim.Splitting(word, DT),
+                adjoint=adjsim.ReversibleAdjoint(), compile=True, generator=1,
+            ).final  # fmt: skip
+            return torch.autograd.grad(final.position.square().sum(), epsilon)[0]
+
+        return gradient
+
+    sides = {
+        "BAOAB": run(adjsim.Langevin(potential, 1.0, 1.0, 1.0), "BAOAB"),
+        "BAB": run(adjsim.Hamiltonian(potential), "BAB"),
+    }
+    return [compared(f"{replicas} replicas of {atoms} atoms", sides, steps, device, None)]
+
+
+class Network(nn.Module):
+    """A drift and a diffusion, with the interfaces of all three libraries."""
+
+    noise_type, sde_type = "diagonal", "ito"
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        one: Any = {"dtype": torch.float64}
+        self.drift, self.diffusion = (
+            nn.Sequential(
+                nn.Linear(2, width, **one), nn.Tanh(), nn.Linear(width, width, **one), nn.Tanh(),
+                nn.Linear(width, 2, **one),
+            )
+            for _ in range(2)
+        )  # fmt: skip
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.drift(y)
+
+    def g(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.diffusion(y)
+
+    f = forward
+
+
+def networks(device: str, small: bool) -> list[Row]:
+    """Neural ODEs by RK4 and SDEs by Euler and Maruyama, with the gradient of the drift."""
+    import torchdiffeq
+    import torchsde
+
+    rows = []
+    for batch, width, steps in [(4, 8, 10)] if small else NETWORKS:
+        network = Network(width).to(device)
+        y = torch.randn(batch, 2, dtype=torch.float64).to(device)
+        times = torch.tensor([0.0, 1.0], dtype=torch.float64, device=device)
+
+        def gradient(
+            final: Callable[[], Tensor], network: Network = network
+        ) -> Callable[[], Tensor]:
+            wanted = list(network.drift.parameters())
+            return lambda: torch.autograd.grad(final().square().mean(), wanted)[0].sum()
+
+        def own(
+            adjoint: Any, dynamics: Any, solver: Any, y: Tensor = y, **settings: Any
+        ) -> Callable[[], Tensor]:
+            return lambda: (
+                adjsim.simulate(
+                    dynamics,
+                    dynamics.init(y),
+                    [0.0, 1.0],
+                    solver=solver,
+                    adjoint=adjoint,
+                    **settings,
+                ).final.y
+            )
+
+        rk4, ode = adjsim.RungeKutta("rk4", 1 / steps), adjsim.ODE(network)
+        euler = adjsim.EulerMaruyama(1 / steps)
+        sde = adjsim.SDE(network, network.g)
+        direct, checkpoint = adjsim.DirectAdjoint(), adjsim.CheckpointAdjoint()
+        options = {"step_size": 1 / steps}
+        odes = {
+            "adjsim, Direct": own(direct, ode, rk4, compile=True),
+            "adjsim, Checkpoint": own(checkpoint, ode, rk4, compile=True),
+            "adjsim, not compiled": own(direct, ode, rk4),
+            "torchdiffeq.odeint": lambda n=network, y=y, t=times, o=options: torchdiffeq.odeint(
+                n, y, t, method="rk4", options=o
+            )[-1],
+            "odeint_adjoint": lambda n=network, y=y, t=times, o=options: torchdiffeq.odeint_adjoint(
+                n, y, t, method="rk4", options=o
+            )[-1],
+        }
+        sdes = {
+            "adjsim, Direct": own(direct, sde, euler, compile=True, generator=1),
+            "adjsim, Checkpoint": own(checkpoint, sde, euler, compile=True, generator=1),
+            "adjsim, not compiled": own(direct, sde, euler, generator=1),
+            "torchsde.sdeint": lambda n=network, y=y, t=times, h=1 / steps: torchsde.sdeint(
+                n, y, t, dt=h, method="euler"
+            )[-1],
+        }
+        for kind, runs, agree in (("ODE", odes, 1e-6), ("SDE", sdes, None)):
+            name = f"neural {kind}, batch {batch}, width {width}"
+            sides = {side: gradient(run) for side, run in runs.items()}
+            rows.append(compared(name, sides, steps, device, agree))
+    return rows
+
+
+PARTS = {"liquids": liquids, "networks": networks, "noise": noise, "lists": lists}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all without one")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="a dry run of seconds")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    given = parser.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: this script measures a GPU.")
+    import jax
+
+    card = torch.cuda.get_device_name() if given.device == "cuda" else "a CPU"
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parent,
+    ).stdout.strip()  # fmt: skip
+    found: Row = {"card": card, "torch": torch.__version__, "commit": commit}
+    print(f"adjsim {commit} on {card}, torch {torch.__version__}, JAX on {jax.devices()[0]}")
+    for name in given.parts or PARTS:
+        begun = time.perf_counter()
+        try:
+            found[name] = PARTS[name](given.device, given.small)
+        except Exception as error:  # The other parts are measured.
+            traceback.print_exc()
+            found[name] = f"failed: {type(error).__name__}: {error}"
+        print(f"  ({name}: {time.perf_counter() - begun:.0f} s)", flush=True)
+        given.out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: this script measures a GPU.")
-    main("cuda", CASES)
+    main()

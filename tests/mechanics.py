@@ -36,9 +36,8 @@ class Path(nn.Module):
         self.register_buffer("centre", torch.tensor([[0.0, 0.3], [1.0, 0.3]], dtype=torch.float64))
 
     def forward(self, t) -> Tensor:
-        turn = self.rate * torch.as_tensor(t, dtype=torch.float64) + torch.tensor(
-            [0.0, 0.5], dtype=torch.float64
-        )
+        phase = self.centre.new_tensor([0.0, 0.5])
+        turn = self.rate * torch.as_tensor(t).to(phase) + phase
         round_ = torch.stack([torch.cos(turn), torch.sin(turn)], -1)
         return self.centre + self.radius * round_
 
@@ -51,11 +50,11 @@ class Slide(nn.Module):
         self.speed = parameter(0.4)
 
     def forward(self, t) -> Tensor:
-        t = torch.as_tensor(t, dtype=torch.float64)
+        t = torch.as_tensor(t).to(self.speed)
         return torch.stack([self.speed * t + 0.1 * t**2, 0.05 * torch.sin(t)])
 
     def rate(self, t) -> Tensor:
-        t = torch.as_tensor(t, dtype=torch.float64)
+        t = torch.as_tensor(t).to(self.speed)
         return torch.stack([self.speed + 0.2 * t, 0.05 * torch.cos(t)])
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import adjsim
-from adjsim.compiler.inductor import compile_with_inductor
+from adjsim.compiler.inductor import compile_with_torch
 from adjsim.compiler.to_cpp import Compiled, Parts
 from adjsim.core.state import State
 from adjsim.dynamics import Dynamics
@@ -178,7 +178,7 @@ def by_inductor(
     capacity: int = 0,
 ) -> tuple[Compiled, str, None]:
     """Compile a loop as on a GPU, in place of :func:`adjsim.compiler.to_cpp.compile_to_cpp`."""
-    return compile_with_inductor(parts, constants, carry, exact, False, capacity), "Inductor", None
+    return *compile_with_torch(parts, constants, carry, exact, False, capacity), None
 
 
 def square(replicas: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:

@@ -68,11 +68,13 @@ class Parts:
         start: (constants, carry) to (number of the first iteration, carry).
         more: (number of an iteration, number of steps) to whether the iteration is run.
         body: (number, carry, constants) to (next number, carry, tensors that it stores).
+        iterations: returns their number for a number of steps; None if it follows from the state.
     """
 
     start: Part
     more: Part
     body: Part
+    iterations: Callable[[int], int] | None = None
 
 
 def compile_to_cpp(

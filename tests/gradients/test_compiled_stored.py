@@ -75,7 +75,7 @@ def test_equal_to_eager_gradients(noise, solver, kind, named, batch, monkeypatch
     """In parts of six steps, which neither save times nor segments are multiples of."""
     dynamics, y = equation(noise, named), start(batch)
     y = dynamics.init(pair(y) if named else y)
-    monkeypatch.setattr(loop_runner, "STATES_PER_LOOP", 6 * y[0].numel() + 1)
+    monkeypatch.setattr(loop_runner, "NUMBERS_PER_LOOP", 6 * y[0].numel() + 1)
     direct, _ = gradients(dynamics, y, solver, kind, DirectAdjoint(), False)
     for adjoint in (DirectAdjoint(), CheckpointAdjoint(3)):
         found, run = gradients(dynamics, y, solver, kind, adjoint, True)

@@ -196,7 +196,7 @@ def _specify(runner: LoopRunner, loop: Loop) -> LoopSpec[LoopConstants, Backward
         loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
         return k - 1, found, ()
 
-    return LoopSpec(start, lambda k, count: k >= 0, body)
+    return LoopSpec(start, lambda k, _: k >= 0, body, lambda steps: steps + shared)
 
 
 def _sum(known: Tensor | None, like: Tensor) -> Tensor:

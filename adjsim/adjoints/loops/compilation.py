@@ -21,7 +21,7 @@ from torch import Tensor
 
 from adjsim.adjoints.loops.refusals import CompileError, explained
 from adjsim.compiler.decompositions import decompositions
-from adjsim.compiler.inductor import compile_with_inductor
+from adjsim.compiler.inductor import compile_with_torch
 from adjsim.compiler.invariants import hoist_invariants
 from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
 from adjsim.compiler.torch_calls import mutates, overwrites_its_own
@@ -49,11 +49,13 @@ class LoopSpec(Generic[Constants, Carry]):
         more: returns, for ``k`` and the number of steps, whether to run another iteration.
         body: runs one iteration and returns the next ``k``, the carry and the tensors that the
             iteration stores.
+        iterations: returns their number for a number of steps; None if it follows from the state.
     """
 
     start: Callable[[Constants, Carry], tuple[Tensor, Carry]]
     more: Callable[[Tensor, Tensor], Tensor]
     body: Callable[[Constants, Tensor, Carry], tuple[Tensor, Carry, Sequence[Tensor]]]
+    iterations: Callable[[int], int] | None = None
 
 
 class CompiledLoop(NamedTuple, Generic[Constants, Carry]):
@@ -117,6 +119,7 @@ def compile_loop(
                 start=_trace(start, slice(constants_size), *constants_list, *carry_list),
                 more=_trace(more, slice(0), number, constants_list[0]),
                 body=_trace(body, fixed, number, *carry_list, *constants_list),
+                iterations=spec.iterations,
             )
             settings = (parts, constants_list, carry_list, exact)
             try:
@@ -131,8 +134,8 @@ def compile_loop(
                         "and record real and imaginary parts (torch.view_as_real) instead.",
                         stacklevel=2,
                     )
-                path, source = f"Inductor ({reason})", None
-                compiled = compile_with_inductor(*settings, short, capacity)
+                compiled, by = compile_with_torch(*settings, short, capacity)
+                path, source = f"{by} ({reason})", None
     except CompileError:
         raise
     except Exception as error:

@@ -210,7 +210,7 @@ def _specify(
         after = ForwardCarry(total, force, growth, margin, runner.pack_state(state))
         return k + 1, after, (*carry.state, *saved) if stores else ()
 
-    return LoopSpec(start, operator.lt, body)
+    return LoopSpec(start, operator.lt, body, iterations=lambda steps: steps)
 
 
 def _margin(runner: LoopRunner, t: Any, state: AnyState) -> Tensor | None:

@@ -31,10 +31,10 @@ from adjsim.solvers.clock import Clock
 from adjsim.solvers.run import Run
 from adjsim.solvers.stochastic.drift_move import DriftMove
 
-# Largest number of noise entries passed to a loop at once: four megabytes of float64.
-NOISE_PER_LOOP = 2**19
-# Largest number of entries of states that a loop stores: four megabytes of float64.
-STATES_PER_LOOP = 2**19
+# Largest number of noise entries passed to a loop at once, and of entries of states that a loop
+# stores: four megabytes of float64, which a cache of the CPU holds, and a gigabyte on a GPU.
+NUMBERS_PER_LOOP = 2**19
+NUMBERS_PER_LOOP_OF_GPU = 2**27
 # Steps between finiteness checks.
 FINITE_EVERY = 1024
 
@@ -66,17 +66,18 @@ class LoopRunner:
         self.batch, self.device = run.dynamics.batch_shape(state), state[0].device
         # Numbers in a contiguous row: atoms or entries of one system, or systems.
         self.row = max(state[0].shape[-axes], self.batch.numel())
+        numbers = NUMBERS_PER_LOOP if self.device.type == "cpu" else NUMBERS_PER_LOOP_OF_GPU
         # The largest number of steps of a loop.
         self.length = self.clock.last
         if stepper.noise is not None:
             drawn = self.plan.draws * self.batch.numel() * stepper.noise.shape.numel()
-            self.length = max(1, min(FINITE_EVERY, NOISE_PER_LOOP // drawn))
+            self.length = max(1, min(FINITE_EVERY, numbers // drawn))
         self.keeps_states = block_length > 0
         self.saves_tensors = 0 < block_length <= MOST_STEPS and any(
             isinstance(move, DriftMove) for _, move in self.plan.moves
         )
         most = MOST_STEPS if self.saves_tensors else FINITE_EVERY
-        self.capacity = max(1, min(most, STATES_PER_LOOP // state[0].numel()))
+        self.capacity = max(1, min(most, numbers // state[0].numel()))
         if self.keeps_states:
             self.length = min(self.length, self.capacity)
         # The last move of a step that writes the position, or the first field of any other state.

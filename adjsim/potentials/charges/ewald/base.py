@@ -135,10 +135,10 @@ class EwaldSum(Declaring, Periodic, Potential):
         )
         return as_part(part, self, smallest_listed=self.smallest_listed)
 
-    @derived("alpha")
+    @derived("alpha", "cell")
     def screening(self) -> Tensor:
         """Alpha as a tensor, which kernels read. A number would be compiled into them."""
-        return torch.tensor(self.alpha, dtype=torch.float64)
+        return torch.tensor(self.alpha, dtype=torch.float64, device=self.cell.device)
 
     @derived("box")
     def cell(self) -> Tensor:

@@ -104,7 +104,9 @@ def spread(u: Tensor, coefficients: Tensor, shape: Sequence[int], order: int) ->
         cube = cube + other.unsqueeze(-1) * z[..., None, None, 1, :]
     index = _points(base, shape, order)
     mesh = torch.zeros(len(u) * shape[0] * shape[1] * shape[2], dtype=u.dtype, device=u.device)
-    return mesh.index_add(0, index.reshape(-1), cube.reshape(-1)).reshape(len(u), *shape)
+    # On a GPU index_add adds in any order, so its last bits are no function of the position.
+    place, share = (index.reshape(-1),), cube.reshape(-1)
+    return mesh.index_put(place, share, accumulate=True).reshape(len(u), *shape)
 
 
 def gather(u: Tensor, mesh: Tensor, degree: int, order: int) -> Tensor:

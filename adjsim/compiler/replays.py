@@ -1,0 +1,104 @@
+"""Loops whose iterations torch runs: on a GPU one iteration is captured as a CUDA graph.
+
+A CUDA graph is a list of kernels on fixed memory, which the host launches at once, so an iteration
+costs the time of its kernels. A call copies the inputs of the loop to this memory, replays the
+graph as often as the loop has iterations, and copies the results. The number of iterations is known
+to the host, unless it follows from the state; then the host waits for each iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from adjsim.compiler.rows import stored_examples
+from adjsim.compiler.to_cpp import Compiled, Parts, Results, last_inputs
+
+# The graphs of a device share the memory of intermediate values, so one is replayed at a time.
+_replaying = Lock()
+# A graph that does nothing keeps this memory while there is no other.
+_pools: dict[torch.device, torch.cuda.CUDAGraph] = {}
+
+
+def replayed(
+    parts: Parts,
+    iteration: Callable[..., Sequence[Tensor]],
+    constants: Sequence[Tensor],
+    carry: Sequence[Tensor],
+    capacity: int,
+    capture: Callable[[Callable[[], None]], Callable[[], None]],
+) -> Compiled:
+    """Make a function of constants and carry that runs a loop.
+
+    Args:
+        iteration: computes what the graph of an iteration computes, from the same inputs.
+        capacity: the number of rows that a loop stores.
+        capture: turns a function without arguments into one that repeats what it did to the same
+            memory: :func:`captured`, or the identity.
+    """
+    start, more, body = parts.start, parts.more, parts.body
+    at_start, at_body = last_inputs((start, body), constants)
+    carried = list(map(torch.clone, start.graph(*constants, *carry, *at_start)))
+    fixed = list(map(torch.clone, (*constants, *at_body)))
+    rows = [
+        torch.empty((capacity, *x.shape), dtype=x.dtype, device=x.device)
+        for x in stored_examples(body.graph, len(carry))
+    ]
+
+    def iterate() -> None:
+        number, places = carried[0].reshape(1), {x.data_ptr() for x in carried}
+        found = iteration(*carried, *fixed)
+        for row, x in zip(rows, found[len(carried) :], strict=True):
+            row.index_copy_(0, number, x[None])
+        # A result may be the carry of another field, which is overwritten first.
+        after = [x.clone() if x.data_ptr() in places else x for x in found[: len(carried)]]
+        for x, new in zip(carried, after, strict=True):
+            x.copy_(new)
+
+    with torch.no_grad():
+        replay = capture(iterate)
+
+    @torch.no_grad()
+    def loop(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> Results:
+        at_start, at_body = last_inputs((start, body), constants)
+        first = start.graph(*constants, *carry, *at_start)
+        with _replaying:
+            for x, new in zip((*carried, *fixed), (*first, *constants, *at_body), strict=True):
+                x.copy_(new)
+            if parts.iterations is None:
+                while bool(more.graph(carried[0], fixed[0])[0]):
+                    replay()
+            else:
+                for _ in range(parts.iterations(int(constants[0]))):
+                    replay()
+            found = [x.clone() for x in carried[1:]], [x.clone() for x in rows]
+            if carried[0].is_cuda:
+                torch.cuda.current_stream(carried[0].device).synchronize()
+        return found
+
+    return loop
+
+
+def captured(iterate: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Capture what a function does as a CUDA graph; return a function that replays it.
+
+    It is run twice before, since kernels are loaded when they are first called.
+    """
+    with _replaying, torch.cuda.device(device):
+        if device not in _pools:
+            _pools[device] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(_pools[device]):
+                torch.zeros((), device=device)
+        present, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(present)
+        with torch.cuda.stream(side):
+            iterate()
+            iterate()
+        present.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=_pools[device].pool()):
+            iterate()
+    return graph.replay

@@ -1,0 +1,140 @@
+"""Small systems of every kind, and what is computed with each: the rows of the tests of devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import adjsim
+from adjsim.core.state import State
+from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
+from adjsim.potentials.learnt.graph import GraphPotential
+from tests import fields, mechanics, problems
+from tests.contracts import test_elastic, test_ewald, test_graph, test_solvent
+from tests.problems import parameter, vector
+
+DT = 0.002
+
+
+class System(NamedTuple):
+    """A dynamics, a start and a solver; ``exact`` is None where it has no exact form."""
+
+    dynamics: nn.Module
+    state: State
+    solver: Any
+    exact: Any = None
+
+
+def molecular(dynamics: Any, position: Tensor, word: str, exact: bool = True) -> System:
+    """A start with momenta, and a splitting."""
+    torch.manual_seed(0)
+    momentum = 0.1 * torch.randn(position.shape, dtype=torch.float64)
+    state = problems.start(dynamics, position, momentum)
+    splitting = functools.partial(adjsim.Splitting, word, DT)
+    return System(dynamics, state, splitting(), splitting(exact=True) if exact else None)
+
+
+def drawn(word: str, name: str) -> System:
+    """A thermostat of the tables of problems, on four atoms in the plane."""
+    case = problems.Case(name, word, "lennard-jones")
+    dynamics = case.build()
+    state = case.start(dynamics, *problems.square())
+    exact = replace(case, exact=True).solver if case.couplings else None
+    return System(dynamics, state, case.solver, exact)
+
+
+def listed() -> tuple[nn.Module, Tensor]:
+    """A liquid of 216 atoms, whose pairs are found by a list."""
+    generator = torch.Generator().manual_seed(0)
+    sites = 1.2 * torch.cartesian_prod(*[torch.arange(6, dtype=torch.float64)] * 3)
+    position = sites + 0.05 * torch.randn(216, 3, generator=generator, dtype=torch.float64)
+    return adjsim.LennardJones(parameter(1.0), parameter(1.0), cutoff=1.8, box=[7.2] * 3), position
+
+
+def mixed() -> tuple[nn.Module, Tensor]:
+    _, position = listed()
+    mixture = adjsim.LennardJonesMixture(
+        torch.arange(216) % 2, vector(1.1, 0.8), vector(0.95, 0.9), cutoff=1.8, box=[7.2] * 3
+    )
+    return mixture, position
+
+
+def bonded() -> tuple[nn.Module, Tensor]:
+    position = problems.square()[0]
+    return problems.POTENTIALS["bonded"](), position
+
+
+def ewald(make: Callable[..., Ewald | ParticleMeshEwald]) -> tuple[nn.Module, Tensor]:
+    _, position, _ = test_ewald.problem()
+    return make(), position
+
+
+def solvent() -> tuple[nn.Module, Tensor]:
+    found = test_solvent.molecule()
+    return test_solvent.trainable(found), found["position"]
+
+
+def graph() -> tuple[GraphPotential, Tensor]:
+    return test_graph.graph(), test_graph.lattice()
+
+
+def solid() -> tuple[nn.Module, Tensor]:
+    return test_elastic.body("neo-hookean"), test_elastic.moved(test_elastic.SOLID, 0.02)
+
+
+def body(name: str, solver: Any = None) -> System:
+    dynamics = mechanics.BODIES[name]()
+    state = mechanics.start_of(dynamics, *mechanics.start())
+    return System(dynamics, state, solver or adjsim.Splitting(dynamics.scheme, DT))
+
+
+def equation(noise: str | None, solver: Any) -> System:
+    dynamics = fields.equation(noise)
+    return System(dynamics, dynamics.init(fields.start()), solver)
+
+
+def potential(pair: Callable[[], tuple[nn.Module, Tensor]]) -> Callable[[], System]:
+    def made() -> System:
+        found, position = pair()
+        return molecular(adjsim.Hamiltonian(found, parameter(1.3)), position, "BAB")
+
+    return made
+
+
+def thermostats() -> dict[str, Callable[[], System]]:
+    words = {**problems.SCHEMES, **problems.STOCHASTIC_SCHEMES, **problems.THERMOSTAT_SCHEMES}
+    return {name: functools.partial(drawn, found[0], name) for name, found in words.items()}
+
+
+SYSTEMS: dict[str, Callable[[], System]] = {
+    **thermostats(),
+    "listed": potential(listed),
+    "listed mixture": potential(mixed),
+    "bonded": potential(bonded),
+    "own module": potential(lambda: (problems.Cage(), problems.square()[0])),
+    "ewald": potential(lambda: ewald(test_ewald.ewald)),
+    "mesh": potential(lambda: ewald(test_ewald.mesh)),
+    "solvent": potential(solvent),
+    "graph": potential(graph),
+    "solid": potential(solid),
+    **{name: functools.partial(body, name) for name in mechanics.BODIES},
+    "implicit": lambda: body("friction", adjsim.solvers.ImplicitMidpoint(DT)),
+    "rk4": lambda: equation(None, adjsim.RungeKutta("rk4", DT)),
+    "reversible heun": lambda: equation(None, adjsim.solvers.ReversibleHeun(DT)),
+    **{
+        f"{type(solver).__name__}, {noise}": functools.partial(equation, noise, solver)
+        for noise, solver in (
+            ("diagonal", adjsim.EulerMaruyama(DT)),
+            ("general", adjsim.EulerMaruyama(DT)),
+            ("additive", adjsim.EulerMaruyama(DT)),
+            ("diagonal", adjsim.solvers.Milstein(DT)),
+            ("diagonal", adjsim.solvers.StochasticHeun(DT)),
+            ("diagonal", adjsim.solvers.ReversibleHeun(DT)),
+        )
+    },
+}

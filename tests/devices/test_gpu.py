@@ -1,0 +1,82 @@
+"""A GPU computes what the CPU computes: every system, eager and compiled, forward and backward.
+
+A run that does not come back on its lattice raises an error, so exact rows prove more. Run where a
+GPU is: pytest tests/devices
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adjsim
+from adjsim.core.noise import Noise
+from tests.devices.systems import SYSTEMS, System
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+STEPS = 12
+# Sums have other orders. Gradients of stiff contact are what is left of much larger terms: loops in
+# another order of operations differ by 3e-10 on the CPU too.
+RTOL = 2e-9
+WAYS = ["direct", "checkpoint", "exact"]
+# A list follows from the positions, and a Newton step by products has no fixed length.
+UNCOMPILED = {"graph", "implicit"}
+
+
+def computed(system: System, way: str, compiled: bool, device: str) -> list[Tensor]:
+    """Return the end of a run and its gradients, on the CPU."""
+    dynamics = system.dynamics.to(device)
+    state = type(system.state)._make(
+        x.detach().to(device).requires_grad_(x.is_floating_point()) for x in system.state
+    )
+    adjoint: Any = {
+        "direct": adjsim.DirectAdjoint(),
+        "checkpoint": adjsim.CheckpointAdjoint(),
+        "exact": adjsim.ReversibleAdjoint(),
+    }[way]
+    solver = system.exact if way == "exact" else system.solver
+    path = adjsim.simulate(
+        dynamics,
+        state,
+        [0.0, STEPS * solver.dt],
+        solver=solver,
+        adjoint=adjoint,
+        generator=1,
+        compile=compiled,
+    )
+    final = path.final[0]
+    assert final.device.type == torch.device(device).type
+    wanted = [x for x in (*state, *dynamics.parameters()) if x.requires_grad]
+    found = torch.autograd.grad(final.square().sum(), wanted, allow_unused=True)
+    gradients = (
+        torch.zeros_like(x) if y is None else y for x, y in zip(wanted, found, strict=True)
+    )
+    return [final.detach().cpu(), *(x.cpu() for x in gradients)]
+
+
+@gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_gpu_agrees_with_cpu(name: str, way: str, compiled: bool) -> None:
+    system = SYSTEMS[name]()
+    if way == "exact" and system.exact is None:
+        pytest.skip("it has no exact form")
+    if compiled and name in UNCOMPILED:
+        pytest.skip("it is not compiled on any device")
+    expected = computed(system, way, False, "cpu")
+    found = computed(SYSTEMS[name](), way, compiled, "cuda")
+    assert len(found) == len(expected)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
+
+
+@gpu
+def test_noise_has_the_same_bits() -> None:
+    like = torch.zeros(3, 4, 3, dtype=torch.float64)
+    for step in (0, 31, 32, 1000):
+        on_cpu = Noise(3)(step, (3, 12), like)
+        assert torch.equal(Noise(3)(step, (3, 12), like.cuda()).cpu(), on_cpu)
