@@ -23,7 +23,15 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from adjsim.compiler.calls import CALLS, Call, Called
-from adjsim.compiler.operations import LOGICAL, is_inexact, literal, pointwise, refuses
+from adjsim.compiler.operations import (
+    COPIES,
+    LOGICAL,
+    filling,
+    is_inexact,
+    literal,
+    pointwise,
+    refuses,
+)
 from adjsim.compiler.products import FEW, MatrixProduct, sum_of_products
 from adjsim.compiler.scatters import Scatter
 from adjsim.compiler.torch_calls import (
@@ -69,20 +77,6 @@ KNOWN = {
     "alpha", "value", "rounding_mode", "min", "max", "dtype", "layout", "device", "pin_memory",
     "memory_format", "non_blocking", "decimals", "implicit", "copy",
 }  # fmt: skip
-
-# Operations that return the numbers of their operand, perhaps in another type.
-COPIES = (
-    *("clone", "_to_copy", "alias", "detach"),
-    *("contiguous", "lift_fresh", "lift_fresh_copy", "to"),
-)
-# Operations whose elements are one number, and that number.
-FILLED = {
-    **dict.fromkeys(("zeros_like", "zeros", "new_zeros"), 0),
-    **dict.fromkeys(("empty_like", "empty", "new_empty", "empty_strided", "new_empty_strided"), 0),
-    **dict.fromkeys(("ones_like", "ones", "new_ones"), 1),
-}
-# The same for a number among their arguments, and its place there.
-FILLED_WITH = {"scalar_tensor": 0, "full": 1, "full_like": 1, "fill": 1, "new_full": 2}
 
 
 def lowered(graph: GraphModule, inputs: Sequence[Buffer], large: int, exact: bool) -> Lowering:
@@ -277,12 +271,8 @@ class Lowering:
             kept = dense_copy(args[0], meta.stride())
             self.store(kept)
             return kept
-        if base in FILLED:
-            return Literal(shape, dtype, text=literal(FILLED[base], dtype))
-        if base in FILLED_WITH:
-            number = args[FILLED_WITH[base]]
-            if not isinstance(number, (int, float, bool)):
-                raise UnprintableError(name)
+        number = filling(base, args)
+        if number is not None:
             return Literal(shape, dtype, text=literal(number, dtype))
         if base == "arange":
             begin, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)

@@ -28,6 +28,8 @@ HEADER = r"""#include <stdint.h>
 namespace {
 template <class T> struct vector_of { typedef T type __attribute__((vector_size(8 * sizeof(T)))); };
 template <class T> using partial_sums = typename vector_of<T>::type;
+#define EXACT_FUNCTIONS \
+  ONE(fabs) ONE(sqrt) ONE(floor) ONE(ceil) ONE(trunc) ONE(nearbyint) TWO(fmod) TWO(copysign)
 namespace math {
 #define ONE(x) \
   inline double x(double a) { return __builtin_##x(a); } \
@@ -35,7 +37,7 @@ namespace math {
 #define TWO(x) \
   inline double x(double a, double b) { return __builtin_##x(a, b); } \
   inline float x(float a, float b) { return __builtin_##x##f(a, b); }
-ONE(fabs) ONE(sqrt) ONE(floor) ONE(ceil) ONE(trunc) ONE(nearbyint) TWO(fmod) TWO(copysign)
+EXACT_FUNCTIONS
 #undef ONE
 #undef TWO
 }
@@ -304,4 +306,37 @@ inline double log(double x) {{
 }}
 inline float log(float x) {{ return ::logf(x); }}
 }} }}
+"""
+
+# The functions of vectors ``V`` of ``W`` numbers ``REAL``, with conditions ``Mask``, by which the
+# expressions of numbers are expressions of vectors too. They call the functions of numbers, which
+# have to be declared before.
+OF_VECTORS = f"""
+#undef ONE
+#undef TWO
+#define ONE(x) \\
+  inline V x(V a) {{ \\
+    alignas(64) REAL p[W]; \\
+    memcpy(p, &a, sizeof p); \\
+    _Pragma("omp simd") for (int l = 0; l < W; ++l) p[l] = math::x(p[l]); \\
+    memcpy(&a, p, sizeof p); \\
+    return a; \\
+  }}
+#define TWO(x) \\
+  inline V x(V a, V b) {{ \\
+    alignas(64) REAL p[W], q[W]; \\
+    memcpy(p, &a, sizeof p), memcpy(q, &b, sizeof q); \\
+    _Pragma("omp simd") for (int l = 0; l < W; ++l) p[l] = math::x(p[l], q[l]); \\
+    memcpy(&a, p, sizeof p); \\
+    return a; \\
+  }}
+namespace {{ namespace math {{
+EXACT_FUNCTIONS
+{" ".join(f"ONE({name})" for name in FUNCTIONS)}
+{" ".join(f"TWO({name})" for name in FUNCTIONS_OF_TWO)}
+inline V pow(V a, REAL b) {{ return pow(a, V{{}} + b); }}
+}}
+inline V absolute(V x) {{ return math::fabs(x); }}
+inline Mask inverted(Mask x) {{ return ~x; }}
+}}
 """

@@ -145,10 +145,29 @@ TRANSCENDENTAL: dict[str, Printer] = {
         for name in FUNCTIONS_OF_TWO
     },
 }
+# Operations that return the numbers of their operand, perhaps in another type.
+COPIES = (
+    *("clone", "_to_copy", "alias", "detach"),
+    *("contiguous", "lift_fresh", "lift_fresh_copy", "to"),
+)
+# Operations whose elements are one number, and that number.
+FILLED = {
+    **dict.fromkeys(("zeros_like", "zeros", "new_zeros"), 0),
+    **dict.fromkeys(("empty_like", "empty", "new_empty", "empty_strided", "new_empty_strided"), 0),
+    **dict.fromkeys(("ones_like", "ones", "new_ones"), 1),
+}
+# The same for a number among their arguments, and its place there.
+FILLED_WITH = {"scalar_tensor": 0, "full": 1, "full_like": 1, "fill": 1, "new_full": 2}
 # Functions for quotients rounded down, and for their remainders.
 QUOTIENTS = {"floor_divide": "floor_quotient", "remainder": "floor_rest"}
 # Operations that are not printed for integers.
 OF_FRACTIONS = ("fmod", "reciprocal", "sqrt", "rsqrt", "floor", "ceil", "trunc")
+
+
+def filling(base: str, args: Sequence[Any]) -> float | None:
+    """Return the number that all elements of an operation are; None for other operations."""
+    number = args[FILLED_WITH[base]] if base in FILLED_WITH else FILLED.get(base)
+    return number if isinstance(number, (int, float)) else None
 
 
 def quotient_of(base: str, kwargs: Mapping[str, Any]) -> str | None:

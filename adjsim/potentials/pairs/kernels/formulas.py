@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from adjsim.compiler.operations import BITWISE, LOGICAL, pointwise
+from adjsim.compiler.operations import BITWISE, COPIES, LOGICAL, filling, pointwise
 from adjsim.compiler.tracing import graph_of
 from adjsim.compiler.values import UnprintableError, Value
 from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
@@ -25,13 +25,6 @@ OTHER = "OTHER"
 # An operand of a pair: its name, and 1 for the number of the second atom, 0 for any other.
 Slot = tuple[str, int]
 Formula = Callable[[Tensor, Mapping[Slot, Tensor]], Tensor]
-# Operations that return their operand.
-_COPIES = {"detach", "alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy"}
-# Operations that create a tensor of one number; None where the number is an argument.
-_FILLED: dict[str, float | None] = {
-    "zeros_like": 0, "zeros": 0, "new_zeros": 0, "ones_like": 1, "ones": 1, "new_ones": 1,
-    "full_like": None, "full": None, "scalar_tensor": None,
-}  # fmt: skip
 _BOOLEAN = {"where", *LOGICAL, *BITWISE}
 
 
@@ -161,7 +154,7 @@ def _needed(results: Sequence[Node]) -> set[Node]:
         node = todo.pop()
         if node not in found:
             found.add(node)
-            if _base(node) not in _FILLED:
+            if filling(_base(node), node.args) is None:
                 todo.extend(node.all_input_nodes)
     return found
 
@@ -189,17 +182,11 @@ def _expression(node: Any, texts: Mapping[Node, str], dtype: torch.dtype) -> str
         raise UnprintableError(f"its formulas use {name}")
     tensors = [x for x in node.args if isinstance(x, Node)]
     masks = [x for x in tensors if x.meta["val"].dtype == torch.bool]
-    if base in _COPIES or (
-        base in ("expand", "view", "_to_copy", "to") and meta.dtype == tensors[0].meta["val"].dtype
-    ):
+    if base in (*COPIES, "expand", "view") and meta.dtype == tensors[0].meta["val"].dtype:
         return texts[tensors[0]]
-    if base in _FILLED:
-        value = _FILLED[base]
-        if value is None:
-            value = node.args[0] if base == "scalar_tensor" else node.args[1]
-        if meta.dtype == torch.bool or not isinstance(value, (int, float)):
-            raise UnprintableError(f"its formulas use {name}")
-        return f"splat({float(value)!r})"
+    number = filling(base, node.args)
+    if number is not None and meta.dtype != torch.bool:
+        return f"splat({float(number)!r})"
     if masks and base == "_to_copy":
         return f"{texts[masks[0]]} ? splat(1) : splat(0)"
     ordered = base in ("lt", "le", "gt", "ge")  # True is -1 in a vector of conditions.

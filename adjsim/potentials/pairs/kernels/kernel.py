@@ -6,7 +6,6 @@ import ctypes
 import functools
 import hashlib
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from adjsim.compiler.library import compiled
-from adjsim.compiler.mathematics import HEADER, REPRODUCIBLE, VECTORISED
+from adjsim.compiler.mathematics import HEADER, OF_VECTORS, REPRODUCIBLE, VECTORISED
 from adjsim.compiler.nests import PARALLEL_WORK
 from adjsim.compiler.values import TYPES
 from adjsim.core.layout import is_tracing
@@ -88,8 +87,6 @@ class KernelSpec:
 
     def source(self, functions: str) -> str:
         """Write the C++ source of the kernel around its formulas."""
-        names = sorted({a or b for a, b in re.findall(r"math::(\w+)|\b(absolute)\(", functions)})
-        functions = functions.replace("math::", "lanes::").replace("absolute(", "lanes::absolute(")
         numbers = (
             f"splat(c.operands[{k}][0])" if kind == NUMBER else "V{}"
             for k, kind in enumerate(self.kinds)
@@ -129,7 +126,8 @@ class KernelSpec:
                 "typedef REAL V __attribute__((vector_size(W * sizeof(REAL))));",
                 "typedef decltype(V{} < V{}) Mask;",
                 "static inline V splat(REAL x) { return V{} + x; }",
-                *(_lanes(names, self.rounds) if names else ()),
+                REPRODUCIBLE if self.rounds else VECTORISED,
+                OF_VECTORS,
                 functions,
                 text("rows.cpp"),
             ]
@@ -156,26 +154,6 @@ class KernelSpec:
 
 def _array(name: str, kinds: Sequence[str]) -> str:
     return f"constexpr Kind {name}[] = {{{', '.join([*kinds, 'NUMBER'])}}};"
-
-
-def _lanes(names: Sequence[str], exact: bool) -> list[str]:
-    """Define functions of vectors by those of numbers."""
-    lines = [REPRODUCIBLE if exact else VECTORISED, "namespace lanes {"]
-    for name in names:
-        two = name in ("pow", "atan2")
-        if name == "pow":
-            lines.append("static inline V pow(V x, V y);")
-            lines.append("static inline V pow(V x, REAL y) { return pow(x, splat(y)); }")
-        of = "math::fabs" if name == "absolute" else f"math::{name}"
-        given, call = ("V x, V y", "a[l], b[l]") if two else ("V x", "a[l]")
-        second = "REAL b[W]; memcpy(b, &y, sizeof b);" if two else ""
-        lines.append(
-            f"static inline V {name}({given}) {{ alignas(64) REAL a[W]; V r;"
-            f" memcpy(a, &x, sizeof a); {second}\n"
-            f"#pragma omp simd\nfor (int l = 0; l < W; ++l) a[l] = {of}({call});\n"
-            "memcpy(&r, a, sizeof r); return r; }"
-        )
-    return [*lines, "}"]
 
 
 @functools.cache

@@ -8,16 +8,6 @@ constexpr bool FORCES = MODE == FORCE || MODE == PRODUCT;
 #define MASKED
 #endif
 
-// The nearest integer, and the even one of two.
-static inline V nearest(V x) {
-  REAL a[W];
-  memcpy(a, &x, sizeof a);
-#pragma omp simd
-  for (int l = 0; l < W; ++l) a[l] = sizeof(REAL) == 8 ? __builtin_rint(a[l]) : __builtin_rintf(a[l]);
-  memcpy(&x, a, sizeof a);
-  return x;
-}
-
 // The first three numbers of W rows, as three vectors.
 static inline void gather(const REAL* rows, const int* place, V& x, V& y, V& z) {
 #if defined(__clang__) || __GNUC__ >= 12
@@ -89,16 +79,16 @@ struct Cell {
 
   inline void nearest_image(V& x, V& y, V& z) const {
 #if IMAGE == ORTHOGONAL
-    x = x - length[0] * nearest(x * inverse[0]);
-    if (DIM > 1) y = y - length[1] * nearest(y * inverse[1]);
-    if (DIM > 2) z = z - length[2] * nearest(z * inverse[2]);
+    x = x - length[0] * math::nearbyint(x * inverse[0]);
+    if (DIM > 1) y = y - length[1] * math::nearbyint(y * inverse[1]);
+    if (DIM > 2) z = z - length[2] * math::nearbyint(z * inverse[2]);
 #elif IMAGE == TILTED
     V n[3] = {}, shift[3] = {};
     const V d[3] = {x, y, z};
     for (int a = 0; a < DIM; ++a) {
       V total = d[0] * fraction[a][0];
       for (int b = 1; b < DIM; ++b) total = total + d[b] * fraction[a][b];
-      n[a] = -nearest(total);
+      n[a] = -math::nearbyint(total);
     }
     for (int b = 0; b < DIM; ++b) {
       shift[b] = n[0] * row[0][b];
