@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from adjsim.compiler.calls import Call
 from adjsim.compiler.function import FunctionPrinter
 from adjsim.compiler.graph import lowered
 from adjsim.compiler.invariants import LoopInvariant
@@ -174,7 +175,7 @@ class _CppLoop:
         self.by_torch: dict[int, TorchCall] = {}
         self.unprinted: list[Node] = []
         self.parallel = False
-        self.declarations: set[str] = set()
+        self.declarations: dict[type[Call], str] = {}
         # Of each function, by the names of their copies.
         self.checked: dict[str, dict[str, Checked]] = {}
         self.work = 0
@@ -190,7 +191,11 @@ class _CppLoop:
         inputs = [number, *self.current, *consts]
         body = self._function("body", parts.body, inputs, self.next_carry, rows=self.rows)
         self.fixed = len(start) + len(body)
-        functions = [*sorted(self.declarations), *self.functions, *self._run(consts, start, body)]
+        functions = [
+            *sorted({*self.declarations.values()}),
+            *self.functions,
+            *self._run(consts, start, body),
+        ]
         functions = [CHECKED, *functions] if debugging() else functions
         self.source = "\n".join([HEADER, REPRODUCIBLE if exact else VECTORISED, *functions])
 
@@ -227,10 +232,9 @@ class _CppLoop:
             if isinstance(call, TorchCall):
                 self.by_torch[len(self.addresses)] = call
             self.addresses += call.addresses
-            self.declarations.add(call.declarations)
-        # Kernels of pairs declare the type of their numbers as a macro.
-        if len([text for text in self.declarations if text.startswith("#define")]) > 1:
-            raise UnprintableError("calls with different declarations")
+            # Kernels of pairs declare the type of their numbers.
+            if self.declarations.setdefault(type(call), call.declarations) != call.declarations:
+                raise UnprintableError("calls with different declarations")
         scratch, at = _pointers(function.scratch, "__restrict ", "work", 0)
         self.work, body = max(self.work, at), Body("r")
         text = lowering.outputs[0].load(body, ())

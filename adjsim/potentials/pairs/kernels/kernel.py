@@ -6,9 +6,8 @@ import ctypes
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor
 from adjsim.compiler.library import compiled
 from adjsim.compiler.mathematics import HEADER, OF_VECTORS, REPRODUCIBLE, VECTORISED
 from adjsim.compiler.nests import PARALLEL_WORK
-from adjsim.compiler.values import TYPES
 from adjsim.core.layout import is_tracing
+from adjsim.potentials.pairs.kernels.call import CALL, CallStruct, ViewStruct, declarations, text
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 
 FORCE, PRODUCT, ENERGY, SLOPES = "FORCE", "PRODUCT", "ENERGY", "SLOPES"
@@ -67,12 +66,30 @@ class KernelSpec:
     gradients: tuple[int, ...]
     excluded: bool
 
-    def numbers(self, systems: int, inputs: Any) -> dict[str, int | float]:
-        """Return the numbers of a call with these inputs, tensors or values of a printed loop."""
+    def arguments(
+        self,
+        systems: int,
+        inputs: Any,
+        results: Iterable[Any],
+        field: Callable[[Any], Any],
+        pointer: Callable[[Any], Any],
+    ) -> dict[str, Any]:
+        """Return the members of a :data:`~.call.CALL`, other than arrays and functions of lists.
+
+        Inputs and results are tensors, or values of a printed loop. ``field`` and ``pointer``
+        return the ``View`` of one and its address.
+        """
         atoms, dim = inputs.position.shape[-2:]
         operands = zip(inputs.operands, self.kinds, strict=True)
         spacing, exclusions = inputs.spacing, inputs.exclusions
+        stored = inputs._replace(operands=None)._asdict()
+        stored |= zip(OUTPUTS[self.mode], results, strict=False)
         return {
+            **{
+                name: field(x) if CALL[name] == "View" else pointer(x)
+                for name, x in stored.items()
+                if x is not None
+            },
             "systems": systems,
             "atoms": atoms,
             "dim": dim,
@@ -113,8 +130,7 @@ class KernelSpec:
         return "\n".join(
             [
                 HEADER,
-                f"#define REAL {TYPES[self.dtype]}",
-                text("call.h"),
+                declarations(self.dtype),
                 *(f"#define {name} {value}" for name, value in defined.items()),
                 "enum Kind { NUMBER, TABLE, ATOM };",
                 _array("KIND", self.kinds),
@@ -156,38 +172,6 @@ def _array(name: str, kinds: Sequence[str]) -> str:
     return f"constexpr Kind {name}[] = {{{', '.join([*kinds, 'NUMBER'])}}};"
 
 
-@functools.cache
-def text(name: str) -> str:
-    return files("adjsim.potentials.pairs.kernels").joinpath(name).read_text()
-
-
-class _View(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("system", "atom", "axis")),
-    )
-
-
-class _Call(ctypes.Structure):
-    """The struct of call.h."""
-
-    _fields_ = tuple(
-        (name, kind)
-        for names, kind in (
-            ("systems atoms dim threads image", ctypes.c_int64),
-            ("position vector force product", _View),
-            ("box spacing", ctypes.c_void_p),
-            ("spacing_step", ctypes.c_int64),
-            ("weight energy operands gradients species", ctypes.c_void_p),
-            ("kinds", ctypes.c_int64),
-            ("cutoff skin", ctypes.c_double),
-            ("acquire release exclusions", ctypes.c_void_p),
-            ("excluded", ctypes.c_int64),
-        )
-        for name in names.split()
-    )
-
-
 class Kernel:
     """A compiled sum over pairs, from printed formulas.
 
@@ -217,51 +201,56 @@ class Kernel:
 
     def __call__(self, inputs: PairInputs) -> list[Tensor]:
         """Compute what :data:`OUTPUTS` names, and the gradients."""
-        spec, position = self.spec, inputs.position
-        flat = position.detach().resolve_neg().reshape(-1, *position.shape[-2:])
+        spec, shape = self.spec, inputs.position.shape
 
-        def dense(x: Tensor | None, dtype: torch.dtype = spec.dtype) -> Tensor | None:
-            return None if x is None else x.detach().resolve_neg().to(dtype).contiguous()
+        def plain(x: Tensor, dtype: torch.dtype = spec.dtype) -> Tensor:
+            return x.detach().resolve_neg().to(dtype)
 
-        # The call holds addresses, so these names keep the tensors.
-        vector = inputs.vector
-        box, spacing, weight = map(dense, (inputs.box, inputs.spacing, inputs.weight))
-        if vector is not None:
-            vector = vector.detach().resolve_neg().to(spec.dtype).reshape(flat.shape)
-        species, exclusions = (dense(x, torch.int64) for x in (inputs.species, inputs.exclusions))
-        operands = [x.detach().resolve_neg().to(spec.dtype).contiguous() for x in inputs.operands]
-        gradients = [torch.empty_like(operands[k]) for k in spec.gradients]
-        shapes = {"energy": position.shape[:-2]}
-        results = {
-            name: torch.empty(shapes.get(name, position.shape), dtype=spec.dtype, device="cpu")
+        def dense(x: Tensor | None, dtype: torch.dtype = spec.dtype) -> Any:
+            return None if x is None else plain(x, dtype).contiguous()
+
+        flat = plain(inputs.position).reshape(-1, *shape[-2:])
+        # The call holds addresses, so this keeps the tensors.
+        given = PairInputs(
+            position=flat,
+            vector=None if inputs.vector is None else plain(inputs.vector).reshape(flat.shape),
+            weight=dense(inputs.weight),
+            operands=[dense(x) for x in inputs.operands],
+            box=dense(inputs.box),
+            species=dense(inputs.species, torch.int64),
+            exclusions=dense(inputs.exclusions, torch.int64),
+            spacing=dense(inputs.spacing),
+        )
+        gradients = [torch.empty_like(given.operands[k]) for k in spec.gradients]
+        results = [
+            torch.empty(shape[:-2] if name == "energy" else shape, dtype=spec.dtype, device="cpu")
             for name in OUTPUTS[spec.mode]
-        }
-        tables = [(ctypes.c_void_p * (len(x) + 1))(*map(_data, x)) for x in (operands, gradients)]
+        ]
+
+        def field(x: Tensor) -> ViewStruct:
+            x = x.reshape(flat.shape)
+            return ViewStruct(x.data_ptr(), *x.stride())
+
+        operands, sums = (
+            (ctypes.c_void_p * (len(x) + 1))(*map(Tensor.data_ptr, x))
+            for x in (given.operands, gradients)
+        )
         acquire, release = self.list_addresses
-        call = _Call(
-            **spec.numbers(len(flat), inputs),
-            position=_view(flat),
-            vector=_view(vector),
-            box=_data(box),
-            spacing=_data(spacing),
-            weight=_data(weight),
-            operands=ctypes.addressof(tables[0]),
-            gradients=ctypes.addressof(tables[1]),
-            species=_data(species),
+        call = CallStruct(
+            **spec.arguments(len(flat), given, results, field, Tensor.data_ptr),
+            operands=ctypes.addressof(operands),
+            gradients=ctypes.addressof(sums),
             acquire=acquire,
             release=release,
-            exclusions=_data(exclusions),
         )
-        for name, x in results.items():
-            setattr(call, name, _data(x) if name == "energy" else _view(x.reshape(flat.shape)))
         status = self._library.pairs(ctypes.byref(call))
         if status == OUT_OF_RANGE:
             raise IndexError(f"species must be indices from 0 to {call.kinds - 1}.")
-        if status == NO_SUCH_ATOM and exclusions is not None:
-            check_exclusions(exclusions, position.shape[-2])
+        if status == NO_SUCH_ATOM and given.exclusions is not None:
+            check_exclusions(given.exclusions, shape[-2])
         if status:
             raise MemoryError("there is no memory for the pairs of atoms.")
-        return [*results.values(), *gradients]
+        return [*results, *gradients]
 
 
 # Kernels of this process by name, for the operators that name them.
@@ -310,14 +299,6 @@ def thread_count(pairs: int) -> int:
     return torch.get_num_threads() if pairs >= PARALLEL_WORK else 1
 
 
-def _data(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _view(x: Tensor | None) -> _View:
-    return _View() if x is None else _View(x.data_ptr(), *x.stride())
-
-
 def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
@@ -325,8 +306,7 @@ def _address(function: Any) -> int:
 @functools.cache
 def lists(dtype: torch.dtype) -> ctypes.CDLL:
     """Load the library of neighbour lists."""
-    parts = (text(name) for name in ("call.h", "cells.cpp", "neighbours.cpp"))
-    source = "\n".join([f"#define REAL {TYPES[dtype]}", *parts])
-    library = compiled(source, threads=True)
+    parts = declarations(dtype), text("cells.cpp"), text("neighbours.cpp")
+    library = compiled("\n".join(parts), threads=True)
     library.neighbours_builds.restype = ctypes.c_int64
     return library

@@ -24,7 +24,8 @@ from adjsim.compiler.calls import (
     in_order,
     pointer_to,
 )
-from adjsim.compiler.values import TYPES, UnprintableError, Value
+from adjsim.compiler.values import UnprintableError, Value
+from adjsim.potentials.pairs.kernels.call import declarations
 from adjsim.potentials.pairs.kernels.kernel import (
     FORCE,
     KERNELS,
@@ -32,7 +33,6 @@ from adjsim.potentials.pairs.kernels.kernel import (
     PRODUCT,
     PairInputs,
     pairs,
-    text,
 )
 
 _OPERATOR = pairs._opoverload
@@ -61,29 +61,22 @@ class PairCall(Call):
         self.inputs = tuple(y for y in (*fields, *stored, *operands) if y is not None)
         self.outputs = tuple(map(self.output, outputs))
         self.addresses = (self.kernel.address, *self.kernel.list_addresses)
-        self.declarations = f"#define REAL {TYPES[self.kernel.spec.dtype]}\n{text('call.h')}"
+        self.declarations = declarations(self.kernel.spec.dtype)
 
     def lines(self, functions: Sequence[str]) -> list[str]:
         spec, x = self.kernel.spec, self.arguments
-        names = OUTPUTS[spec.mode]
-        results = dict(zip(names, self.outputs, strict=False))
-        fields = {"position": x.position, "vector": x.vector, **results}
-        energy = fields.pop("energy", None)
-        read = "box", "spacing", "weight", "species", "exclusions"
-        pointers = {"energy": energy, **{name: getattr(x, name) for name in read}}
+        systems, gradients = torch.Size(self.batch).numel(), self.outputs[len(OUTPUTS[spec.mode]) :]
         members = {
-            **spec.numbers(torch.Size(self.batch).numel(), x),
-            **{name: self._view(y) for name, y in fields.items() if y is not None},
-            **{name: pointer_to(y) for name, y in pointers.items() if y is not None},
+            **spec.arguments(systems, x, self.outputs, self._view, pointer_to),
             "operands": "operands",
             "gradients": "gradients",
-            "acquire": f"(void* (*)(const Call*, int64_t, const List**)){functions[1]}",
-            "release": f"(void (*)(void*)){functions[2]}",
+            "acquire": f"(Acquire*){functions[1]}",
+            "release": f"(Release*){functions[2]}",
         }
         return [
             "{",
             f"const REAL* operands[] = {{{_list(x.operands)}}};",
-            f"REAL* gradients[] = {{{_list(self.outputs[len(names) :])}}};",
+            f"REAL* gradients[] = {{{_list(gradients)}}};",
             "Call call = {};",
             *(f"call.{name} = {value};" for name, value in members.items()),
             f"const int status = ((int (*)(const Call*)){functions[0]})(&call);",

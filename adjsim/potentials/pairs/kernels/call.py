@@ -1,0 +1,72 @@
+"""The arguments of a pair kernel: the struct that Python and printed loops pass to it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from importlib.resources import files
+
+import torch
+
+from adjsim.compiler.values import TYPES
+
+# The members of the struct ``View`` of a field, with their C++ types. A stride counts elements.
+VIEW = {"data": "REAL*", "system": "int64_t", "atom": "int64_t", "axis": "int64_t"}
+# The members of the struct ``Call`` of all arguments.
+CALL = {
+    "systems": "int64_t",
+    "atoms": "int64_t",
+    "dim": "int64_t",
+    "threads": "int64_t",
+    "image": "int64_t",  # NO_BOX, ORTHOGONAL or TILTED
+    "position": "View",
+    "vector": "View",
+    "force": "View",
+    "product": "View",
+    "box": "const REAL*",  # (dim) lengths or (dim, dim) rows
+    "spacing": "const REAL*",  # of the grid, one for each system, or one if spacing_step is 0
+    "spacing_step": "int64_t",
+    "weight": "const REAL*",  # the cotangent of the energy, one for each system
+    "energy": "REAL*",  # one for each system
+    "operands": "const REAL* const*",
+    "gradients": "REAL* const*",
+    "species": "const int64_t*",  # one for each atom: its row and column in tables
+    "kinds": "int64_t",  # the number of rows of a table
+    "cutoff": "double",
+    "skin": "double",
+    "acquire": "Acquire*",  # of the library of neighbour lists, unused if all pairs are evaluated
+    "release": "Release*",
+    "exclusions": "const int64_t*",  # (excluded, 2) atoms that do not interact
+    "excluded": "int64_t",
+}
+_NUMBERS = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
+
+
+class ViewStruct(ctypes.Structure):
+    _fields_ = tuple((name, _NUMBERS.get(kind, ctypes.c_void_p)) for name, kind in VIEW.items())
+
+
+class CallStruct(ctypes.Structure):
+    _fields_ = tuple(
+        (name, {**_NUMBERS, "View": ViewStruct}.get(kind, ctypes.c_void_p))
+        for name, kind in CALL.items()
+    )
+
+
+@functools.cache
+def declarations(dtype: torch.dtype) -> str:
+    """Declare the structs of a call in C++, for numbers of a type."""
+    structs = _struct("View", VIEW), _struct("Call", CALL)
+    return "\n".join([f"#define REAL {TYPES[dtype]}", text("list.h"), *structs])
+
+
+def _struct(name: str, members: Mapping[str, str]) -> str:
+    lines = (f"{kind} {member};" for member, kind in members.items())
+    return "\n".join([f"struct {name} {{", *lines, "};"])
+
+
+@functools.cache
+def text(name: str) -> str:
+    """Return the C++ source of this name."""
+    return files("adjsim.potentials.pairs.kernels").joinpath(name).read_text()

@@ -1,0 +1,20 @@
+#include <stdint.h>
+
+// The neighbours of the atoms of one system, for blocks of W atoms side by side. Atoms are numbered
+// by place, in the order of `atom`. Step k of a block b has, at index[start[b] + k * W], the places
+// of the W neighbours; the neighbours of an atom come in ascending order of their own numbers. An
+// atom with fewer neighbours than others of its block is its own neighbour in the last steps, from
+// full[b] on. Excluded pairs are not in the list.
+struct List {
+  const int *atom, *index;
+  const int64_t *start, *steps, *full;
+  const REAL* rows;  // positions, and vectors, in the order of places: `width` numbers an atom
+};
+typedef void* Acquire(const struct Call*, int64_t width, const List** lists);
+typedef void Release(void*);
+
+#if defined(__AVX512F__)
+constexpr int W = 8;
+#else
+constexpr int W = sizeof(REAL) == 8 ? 4 : 8;
+#endif
