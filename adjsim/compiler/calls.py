@@ -1,17 +1,18 @@
 """Calls of compiled functions from a printed loop.
 
-An operator of torch that has a compiled function is printed as a call of it. Its package registers
-the operator in :data:`CALLS`.
+An operator of torch that has a compiled function is printed as a call of it. Who compiles a loop
+names such operators (:class:`Operators`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from adjsim.compiler.values import (
     Buffer,
@@ -57,9 +58,30 @@ class Call(ABC):
         """Print the call; the functions are expressions of type ``void*``."""
 
 
-# From an operator to a function that makes its call, from the operator's arguments as values, the
-# example tensors of its outputs, and a function that stores a value.
-CALLS: dict[Any, Callable[[Sequence[Any], Sequence[torch.Tensor], Store], Call]] = {}
+@dataclass(frozen=True)
+class Operators:
+    """Operators of torch that a loop treats in ways of their own.
+
+    Attributes:
+        calls: makes the call of an operator, from its arguments as values, the example tensors of
+            its outputs, and a function that stores a value.
+        invariant: those that torch evaluates before the loop, if their first argument is a constant
+            of the loop.
+        merge: changes a traced graph so that operators share what they compute.
+    """
+
+    calls: Mapping[Any, Callable[[Sequence[Any], Sequence[torch.Tensor], Store], Call]]
+    invariant: Collection[Any] = ()
+    merge: Callable[[GraphModule], None] = lambda graph: None
+
+    def prepare(self, graph: GraphModule) -> None:
+        """Merge operators of a traced graph, and note at its nodes what loops do with them."""
+        self.merge(graph)
+        for node in graph.graph.nodes:
+            if node.target in self.calls:
+                node.meta["call"] = self.calls[node.target]
+            if node.target in self.invariant:
+                node.meta["invariant"] = True
 
 
 @dataclass(frozen=True)

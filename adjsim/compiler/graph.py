@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from adjsim.compiler.calls import CALLS, Call, Called
+from adjsim.compiler.calls import Call, Called
 from adjsim.compiler.operations import (
     COPIES,
     LOGICAL,
@@ -185,9 +185,9 @@ class Lowering:
             return self.values[node.args[0]][node.args[1]]
         args: list[Any] = list(map_arg(node.args, lambda x: self.values[x]))
         meta = node.meta.get("val")
-        if node.target in CALLS:
+        if "call" in node.meta:
             single = isinstance(meta, Tensor)
-            call = CALLS[node.target](args, [meta] if single else meta, self.store)
+            call = node.meta["call"](args, [meta] if single else meta, self.store)
             outputs = self._add_call(call)
             return outputs[0] if single else outputs
         name = str(node.target).removeprefix("aten.")

@@ -1,8 +1,8 @@
 """Values that depend on the constants of a loop alone.
 
-An operator of torch that is registered in :data:`ONCE` is not part of an iteration. Torch evaluates
-it before the loop begins, and its value is an input of the loop. So are transposed matrices by
-which an iteration multiplies, whose rows are then contiguous.
+Some operators of torch are not part of an iteration (:class:`~adjsim.compiler.calls.Operators`).
+Torch evaluates them before the loop begins, and their values are inputs of the loop. So are
+transposed matrices by which an iteration multiplies, whose rows are then contiguous.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ def transposed(x: Tensor) -> Tensor:
     return x.mT.clone(memory_format=torch.contiguous_format)
 
 
-ONCE: set[Any] = {transposed}
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
@@ -48,7 +47,7 @@ def hoist_invariants(graph: GraphModule, constants: Sequence[Node]) -> list[Loop
     _name_transposes(graph, constants)
     found: dict[LoopInvariant, Node] = {}
     *_, after = graph.graph.find_nodes(op="placeholder")
-    for node in [node for node in graph.graph.nodes if node.target in ONCE]:
+    for node in [node for node in graph.graph.nodes if "invariant" in node.meta]:
         source, *settings = node.args
         source = undetached(source)
         if source not in constants:
@@ -75,7 +74,7 @@ def _name_transposes(graph: GraphModule, constants: Sequence[Node]) -> None:
         if source in constants:
             with graph.graph.inserting_before(node):
                 made = graph.graph.call_function(transposed, (source,))
-            made.meta["val"] = transposed(factor.args[0].meta["val"])
+            made.meta |= {"val": transposed(factor.args[0].meta["val"]), "invariant": True}
             node.replace_input_with(node.args[-1], made)
 
 

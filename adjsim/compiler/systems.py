@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.compiler.calls import CALLS, Call, in_order, pointer_to
+from adjsim.compiler.calls import Call, Operators, in_order, pointer_to
 from adjsim.compiler.values import TYPES, Store, UnprintableError, Value
 from adjsim.core.layout import is_tracing
 
@@ -216,5 +216,9 @@ def _lapack(name: str) -> int:
     return int(pointer_of(capsule, name_of(capsule)))
 
 
-CALLS[solve_operator._opoverload] = SolveCall
-CALLS[has_negative_eigenvalue_if._opoverload] = NegativeEigenvalueCall
+SYSTEM_OPERATORS = Operators(
+    {
+        solve_operator._opoverload: SolveCall,
+        has_negative_eigenvalue_if._opoverload: NegativeEigenvalueCall,
+    }
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,13 +14,12 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import adjsim
-from adjsim.adjoints.loops import compilation as loops
+from adjsim.adjoints.loops import runner
 from adjsim.compiler.library import CompilerError
 from adjsim.core import box as _box, derived as _derived
 from adjsim.potentials import ForceShifted, LennardJonesMixture, PairPotential, Switched
 from adjsim.potentials.pairs import dense, operator as pair_operator
-from adjsim.potentials.pairs.kernels import kernel as kernels
-from adjsim.potentials.pairs.kernels.printing import merge_pairs
+from adjsim.potentials.pairs.kernels import PAIR_OPERATORS, kernel as kernels
 from tests.problems import lists_built, parameter
 
 LISTED, DENSE = 0.0, 1e9
@@ -400,7 +400,7 @@ def test_a_compiled_step_takes_force_and_product_in_one_pass(listed, monkeypatch
     forces, products = [], []
 
     def counted(graph):
-        merge_pairs(graph)
+        PAIR_OPERATORS.merge(graph)
         modes = [
             kernels.KERNELS[node.args[-1]].spec.mode
             for node in graph.graph.nodes
@@ -410,7 +410,7 @@ def test_a_compiled_step_takes_force_and_product_in_one_pass(listed, monkeypatch
             forces.append(modes.count(kernels.FORCE))
             products.append(modes.count(kernels.PRODUCT))
 
-    monkeypatch.setattr(loops, "merge_pairs", counted)
+    monkeypatch.setattr(runner, "PAIR_OPERATORS", replace(PAIR_OPERATORS, merge=counted))
     pair = adjsim.LennardJones(parameter(0.5), parameter(0.8), cutoff=2.4, box=box_of("cube"))
     dynamics = adjsim.Hamiltonian(pair)
     position = gas(cell("cube"), 64, seed=10, spread=0.0)

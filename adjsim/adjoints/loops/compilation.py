@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.loops.refusals import CompileError, explained
+from adjsim.compiler.calls import Operators
 from adjsim.compiler.decompositions import decompositions
 from adjsim.compiler.inductor import compile_with_torch
 from adjsim.compiler.invariants import hoist_invariants
+from adjsim.compiler.systems import SYSTEM_OPERATORS
 from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
 from adjsim.compiler.torch_calls import mutates, overwrites_its_own
 from adjsim.compiler.tracing import graph_of
 from adjsim.compiler.values import TYPES, UnprintableTypeError
 from adjsim.compiler.versions import untested_torch
-from adjsim.potentials.pairs.kernels.printing import merge_pairs
 
 # Tracing and Inductor's options are global to the process, so one thread compiles at a time.
 _compiling = RLock()
@@ -82,6 +83,7 @@ def compile_loop(
     short: bool,
     what: str,
     capacity: int = 0,
+    operators: Sequence[Operators] = (),
 ) -> CompiledLoop[Constants, Carry]:
     """Compile a loop to a function of its constants and carry, of which there are examples.
 
@@ -94,6 +96,7 @@ def compile_loop(
         exact: whether results must have the same bits in every loop.
         short: whether contiguous rows are shorter than a vector.
         capacity: the largest number of steps of a loop that stores rows.
+        operators: those that have ways of their own, beside the ones for linear systems.
     """
     constants_list, carry_list = leaves(constants), leaves(carry)
     constants_size, carry_size = len(constants_list), len(carry_list)
@@ -115,10 +118,11 @@ def compile_loop(
     try:
         with _compiling:
             number, fixed = constants_list[0].clone(), slice(1 + carry_size, None)
+            tables = (SYSTEM_OPERATORS, *operators)
             parts = Parts(
-                start=_trace(start, slice(constants_size), *constants_list, *carry_list),
-                more=_trace(more, slice(0), number, constants_list[0]),
-                body=_trace(body, fixed, number, *carry_list, *constants_list),
+                start=_trace(tables, start, slice(constants_size), *constants_list, *carry_list),
+                more=_trace(tables, more, slice(0), number, constants_list[0]),
+                body=_trace(tables, body, fixed, number, *carry_list, *constants_list),
                 iterations=spec.iterations,
             )
             settings = (parts, constants_list, carry_list, exact)
@@ -184,7 +188,12 @@ def clone(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Tensor) -> Part:
+def _trace(
+    tables: Sequence[Operators],
+    function: Callable[..., list[Tensor]],
+    constants: slice,
+    *inputs: Tensor,
+) -> Part:
     """Trace one part of a loop separately, since autograd does not differentiate the loop.
 
     ``constants`` says which of the inputs are the constants of the loop.
@@ -194,7 +203,8 @@ def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Ten
         # Assignments to parts of a tensor, as operations that return a new one.
         without = torch.func.functionalize(graph, remove="mutations")
         graph = graph_of(without, *inputs, decompositions=decompositions())
-    merge_pairs(graph)
+    for table in tables:
+        table.prepare(graph)
     baked = _lift(graph)
     placeholders = graph.graph.find_nodes(op="placeholder")[: len(inputs)]
     return Part(graph, baked, hoist_invariants(graph, placeholders[constants]))

@@ -26,6 +26,7 @@ from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import TimeAverage, sum_dtype
 from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.potentials.pairs.kernels import PAIR_OPERATORS
 from adjsim.solvers.base import StepContext, TimeInStep
 from adjsim.solvers.clock import Clock
 from adjsim.solvers.run import Run
@@ -343,6 +344,7 @@ class LoopRunner:
             short=self.row < VECTOR,
             what=self.what,
             capacity=self.capacity,
+            operators=[PAIR_OPERATORS],
         )
         self.report.compile_seconds += time.perf_counter() - started
         return loop

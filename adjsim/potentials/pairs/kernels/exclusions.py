@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim.compiler.invariants import ONCE
 from adjsim.core.arguments import as_tensor
 from adjsim.core.layout import is_tracing
 from adjsim.core.typing import Array
@@ -73,7 +72,3 @@ matrix = torch.library.custom_op("adjsim::interacting", _matrix, mutates_args=()
 @matrix.register_fake
 def _(exclusions: Tensor, atoms: int, dtype: torch.dtype) -> Tensor:
     return exclusions.new_empty((atoms, atoms), dtype=dtype)
-
-
-# Exclusions do not change in a loop.
-ONCE.add(matrix._opoverload)

@@ -16,9 +16,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.tools_common import legalize_graph
 
 from adjsim.compiler.calls import (
-    CALLS,
     Address,
     Call,
+    Operators,
     address_of,
     dense_copy,
     in_order,
@@ -26,6 +26,7 @@ from adjsim.compiler.calls import (
 )
 from adjsim.compiler.values import UnprintableError, Value
 from adjsim.potentials.pairs.kernels.call import declarations
+from adjsim.potentials.pairs.kernels.exclusions import matrix
 from adjsim.potentials.pairs.kernels.kernel import (
     FORCE,
     KERNELS,
@@ -116,9 +117,6 @@ def _list(values: Iterable[Value]) -> str:
     return ", ".join([*map(pointer_to, values), "nullptr"])
 
 
-CALLS[_OPERATOR] = PairCall
-
-
 def merge_pairs(graph: GraphModule) -> None:
     """Take forces from the products at the same position, unless the vector depends on them."""
     calls = [node for node in graph.graph.nodes if node.target is _OPERATOR]
@@ -165,3 +163,7 @@ def _depends(node: Node, on: Node) -> bool:
                 seen.add(before)
                 todo.append(before)
     return False
+
+
+# Exclusions do not change in a loop.
+PAIR_OPERATORS = Operators({_OPERATOR: PairCall}, {matrix._opoverload}, merge_pairs)
