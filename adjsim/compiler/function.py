@@ -11,8 +11,8 @@ in that loop alone, so that it is neither written nor read. Loops that sum read 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from adjsim.compiler.calls import Call, Called
@@ -38,10 +38,10 @@ class FunctionPrinter:
 
     Attributes:
         outputs: fill the buffers of its other outputs.
-        rows: the buffers of stored values that the caller reads.
+        rows: from the names of the buffers that the caller reads to those of its memory for them.
         scratch: the buffers that stored values share, which the caller allocates.
         parallel: whether it has a loop that threads share.
-        aliases: from the names of other buffers to those whose memory they share.
+        aliases: from the names of all other buffers to those whose memory they share.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class FunctionPrinter:
         outputs: list[Task],
         threads: int,
         first_function: int,
-        rows: Sequence[Buffer],
+        rows: Mapping[str, str],
     ) -> None:
         self.large, self.threads, self.rows = lowering.large, threads, rows
         numbers = count(first_function)
@@ -60,8 +60,9 @@ class FunctionPrinter:
         tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
         groups = self._order(tasks, outputs, lowering.outputs[0])
         buffers = [value.buffer for value in tasks]
-        own = [b for b in buffers if b and not b.variable and b not in rows]
-        self.scratch, self.aliases = _share([group.touched for group in groups], own)
+        own = [b for b in buffers if b and not b.variable and b.name not in rows]
+        self.scratch, shared = _share([group.touched for group in groups], own)
+        self.aliases = {**shared, **rows}
         self.lines = [line for group in groups for line in group.lines]
         self.parallel = any(nest.parallel for group in groups for nest in group.nests.values())
 
@@ -70,7 +71,7 @@ class FunctionPrinter:
     ) -> list[NestGroup]:
         needs = {value: _stored_operands(value, below=True) & tasks.keys() for value in tasks}
         wanted: set[Value] = set()
-        todo = [value for value in tasks if value.buffer in self.rows]
+        todo = [value for value in tasks if value.buffer and value.buffer.name in self.rows]
         todo += [value for call in self.functions if call.checks for value in call.outputs]
         for root in (result, *(task.value for task in outputs)):
             todo += _stored_operands(root) & tasks.keys()
@@ -82,10 +83,11 @@ class FunctionPrinter:
                 if isinstance(value, Called) and value.call:
                     # A call writes all of its outputs.
                     todo.extend(value.call.outputs)
-        for value in tasks.keys() - wanted:
-            del tasks[value]
         # The order of the graph makes the generated source reproducible.
-        remaining, done = list(tasks), set[Value]()
+        remaining, done = [value for value in tasks if value in wanted], set[Value]()
+        others = [need for x in remaining if isinstance(x, Called) for need in needs[x]]
+        others += _stored_operands(result)
+        needed = self.rows.keys() | {value.buffer.name for value in others if value.buffer}
         groups: list[NestGroup] = []
         while remaining:
             ready = [value for value in remaining if needs[value] & wanted <= done]
@@ -107,12 +109,7 @@ class FunctionPrinter:
             done.update(chosen)
             remaining = [value for value in remaining if value not in done]
         groups.append(group_of(outputs, self.threads))
-        others = [need for value in tasks if isinstance(value, Called) for need in needs[value]]
-        others += _stored_operands(result)
-        join(groups, lambda x: [y.buffer for y in _stored_operands(x) if y.buffer], self.threads)
-        names = {value.buffer.name for value in others if value.buffer}
-        fuse(groups, names | {buffer.name for buffer in self.rows})
-        return groups
+        return fuse(join(groups, self.threads), needed)
 
     def _next(self, ready: list[Value], tasks: dict[Value, list[Task]]) -> list[Value]:
         """Select the values that are computed next: scalars, small ones, or sums in one loop."""
@@ -223,35 +220,35 @@ def group_of(tasks: Iterable[Task], threads: int) -> NestGroup:
     return NestGroup(nests={space: Nest(*space, group, threads) for space, group in groups.items()})
 
 
-def join(
-    groups: list[NestGroup], operands: Callable[[Value], Iterable[Buffer]], threads: int
-) -> None:
+def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
     """Move each value into the earlier nest that computes the last of its operands.
 
-    The groups, in the order in which they run, are changed in place. ``operands`` returns the
-    buffers from which a value is computed.
+    The groups are in the order in which they run.
     """
+    joined: list[NestGroup] = []
     # The group that fills each buffer, and the space of the nest there that fills it by itself.
     made: dict[str, tuple[int, Space | None]] = {}
     for at, group in enumerate(groups):
+        joined.append(replace(group, nests={}))
         made |= {buffer.name: (at, None) for buffer in group.called}
         placed: dict[tuple[int, Space], list[Task]] = {}
         for space, nest in group.nests.items():
             for task in nest.tasks:
-                found = [made[x.name] for x in operands(task.value) if x.name in made]
+                read = (x.buffer.name for x in _stored_operands(task.value) if x.buffer)
+                found = [made[name] for name in read if name in made]
                 last = max((i for i, _ in found), default=at)
                 alone = {where for i, where in found if i == last} == {space}
-                host = groups[last].nests.get(space) if alone else None
+                host = joined[last].nests.get(space) if alone else None
                 joins = host is not None and _computes_operands(host, task)
                 placed.setdefault((last if joins else at, space), []).append(task)
-        group.nests.clear()
         for (where, space), tasks in placed.items():
-            host = groups[where].nests.get(space)
-            joined = [*(host.tasks if host else ()), *tasks]
-            groups[where].nests[space] = Nest(*space, joined, threads)
+            host = joined[where].nests.get(space)
+            together = [*(host.tasks if host else ()), *tasks]
+            joined[where].nests[space] = Nest(*space, together, threads)
             for task in tasks:
                 last, _ = made.get(task.buffer.name, (where, space))
                 made[task.buffer.name] = max(last, where), None if task.begin else space
+    return joined
 
 
 def _computes_operands(nest: Nest, task: Task) -> bool:
@@ -267,11 +264,13 @@ def _computes_operands(nest: Nest, task: Task) -> bool:
     return alone.innermost == nest.innermost and all(_reads_once(alone, x) for x in own)
 
 
-def fuse(groups: list[NestGroup], needed: set[str]) -> None:
-    """Compute values in the one nest that reads them, and change the groups in place.
+def fuse(groups: Iterable[NestGroup], needed: Set[str]) -> list[NestGroup]:
+    """Compute values in the one nest that reads them, without storing them.
 
     ``needed`` has the names of buffers that are read by more than nests.
     """
+    groups = [replace(group, nests=dict(group.nests)) for group in groups]
+    fused: dict[Task, Lazy] = {}
     readers: dict[str, set[tuple[int, Space]]] = {}
     for at in reversed(range(len(groups))):
         changed: set[tuple[int, Space]] = set()
@@ -286,23 +285,20 @@ def fuse(groups: list[NestGroup], needed: set[str]) -> None:
                 (reader,) = found
                 if reader[1] == space and _reads_once(groups[reader[0]].nests[space], task):
                     assert isinstance(task.value, StoredExpression)
-                    task.value.value.buffer = None
+                    fused[task] = task.value.value
                     changed |= {reader, (at, space)}
         for where, space in changed:
             known = groups[where].nests
-            tasks = [task for task in known[space].tasks if not _fused(task)]
+            tasks = [task for task in known[space].tasks if task not in fused]
             if tasks:
-                known[space] = Nest(*space, tasks, known[space].threads)
+                known[space] = Nest(*space, tasks, known[space].threads, {*fused.values()})
             else:
                 del known[space]
         for where, space in {*changed, *((at, space) for space in groups[at].nests)}:
             if space in groups[where].nests:
                 for buffer, _ in groups[where].nests[space].body.reads:
                     readers.setdefault(buffer.name, set()).add((where, space))
-
-
-def _fused(task: Task) -> bool:
-    return isinstance(task.value, StoredExpression) and task.value.value.buffer is None
+    return groups
 
 
 def _reads_once(nest: Nest, task: Task) -> bool:

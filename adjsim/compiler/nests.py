@@ -12,7 +12,7 @@ of partial sums of their own, by which they have the same bits in every program.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from adjsim.compiler.values import (
     Buffer,
     Index,
     Indices,
+    Lazy,
     StoredExpression,
     Value,
 )
@@ -96,6 +97,8 @@ class Task:
 class Nest:
     """A loop nest over kept and summed axes that several tasks share.
 
+    The ``fused`` values have buffers, but are computed where the nest reads them.
+
     Attributes:
         kept_loops, summed_loops: the variables of the loops over the kept and the summed axes. Any
             of them may be the innermost.
@@ -105,7 +108,12 @@ class Nest:
     """
 
     def __init__(
-        self, kept: tuple[int, ...], summed: tuple[int, ...], tasks: list[Task], threads: int
+        self,
+        kept: tuple[int, ...],
+        summed: tuple[int, ...],
+        tasks: list[Task],
+        threads: int,
+        fused: Set[Lazy] = frozenset(),
     ) -> None:
         self.tasks, self.threads = tasks, threads
         self.kept_loops = [f"i{n}" for n in range(len(kept))]
@@ -113,7 +121,7 @@ class Nest:
         loops = [*self.kept_loops, *self.summed_loops]
         self.length = dict(zip(loops, [*kept, *summed], strict=True))
         own = {task.value.value for task in tasks if isinstance(task.value, StoredExpression)}
-        self.body = Body("v", own)
+        self.body = Body("v", own, fused)
         self.results = []
         for task in tasks:
             index = task.index(self.kept_loops, self.summed_loops)

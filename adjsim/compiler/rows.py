@@ -29,24 +29,19 @@ def stored_examples(body: GraphModule, carry_size: int) -> list[Tensor]:
     return [node.meta["val"] for node in output.args[0][1 + carry_size :]]
 
 
-def store_in(value: Value, row: Buffer, rows: Sequence[Buffer]) -> bool:
-    """Store a value in a row if it is stored in that layout anyway; return whether it is.
-
-    A value that one of the rows holds is not moved to another.
-    """
+def fitting_buffer(value: Value, row: Buffer) -> str | None:
+    """Return the name of a value's buffer if it has the layout of a row, which can replace it."""
     source, address = value.source, address_of(value)
     if (
         not isinstance(source, (Called, Pointwise))
         or source.buffer is None
-        or source.buffer in rows
         # Of views, those alone that are the whole value with its axes in place.
         or (source.shape, source.buffer.strides) != (row.shape, row.strides)
         or address != Address(f"({source.buffer.name} + 0)", row.strides)
         or value.shape != row.shape
     ):
-        return False
-    source.buffer = row
-    return True
+        return None
+    return source.buffer.name
 
 
 # The memory of rows that are no longer in use: at most one block, the largest.

@@ -22,7 +22,7 @@ from adjsim.compiler.invariants import LoopInvariant
 from adjsim.compiler.library import compiled, debugging
 from adjsim.compiler.mathematics import CHECKED, HEADER, REPRODUCIBLE, VECTORISED
 from adjsim.compiler.nests import Task
-from adjsim.compiler.rows import new_rows, store_in, stored_examples
+from adjsim.compiler.rows import fitting_buffer, new_rows, stored_examples
 from adjsim.compiler.torch_calls import FAILED, Run, TorchCall, described, has_effect
 from adjsim.compiler.values import (
     TYPES,
@@ -219,14 +219,18 @@ class _CppLoop:
         part.graph.graph.eliminate_dead_code(has_effect)
         lowering = lowered(part.graph, inputs, self.large, self.exact)
         self.unprinted += lowering.unprinted
-        targets = [
-            Task(b, v)
-            for v, b in zip(lowering.outputs[1:], [*outputs, *rows], strict=True)
-            if v.numel and (b not in rows or not store_in(v, b, rows))
-        ]
+        targets: list[Task] = []
+        # The rows that are the memory of values stored anyway.
+        held: dict[str, str] = {}
+        for value, buffer in zip(lowering.outputs[1:], [*outputs, *rows], strict=True):
+            own = fitting_buffer(value, buffer) if buffer in rows else None
+            if own and own not in held:
+                held[own] = buffer.name
+            elif value.numel:
+                targets.append(Task(buffer, value))
         self.checked[name] = {x.buffer.name: x for x in lowering.checked}
         first_function = len(self.addresses)
-        function = FunctionPrinter(lowering, targets, self.threads, first_function, rows)
+        function = FunctionPrinter(lowering, targets, self.threads, first_function, held)
         self.parallel |= function.parallel
         for call in lowering.calls:
             if isinstance(call, TorchCall):

@@ -201,7 +201,7 @@ class Lazy(Value, ABC):
     """A tensor whose elements are computed where they are read, unless it is given a buffer."""
 
     def load(self, body: Body, index: Indices) -> str:
-        if self.buffer is None:
+        if self.buffer is None or self in body.fused:
             return body.compute(self, index)
         if self in body.own:
             body.reads.append((self.buffer, self.buffer.at(index)))
@@ -271,9 +271,7 @@ class Pointwise(Lazy):
 
 def dense_copy(value: Value, strides: Sequence[int]) -> Pointwise:
     """Make a copy of a value that is to be stored without padding, in the order of strides."""
-    return Pointwise(
-        value.shape, value.dtype, (value,), strides=tuple(strides), expression=lambda x: x
-    )
+    return Pointwise(value.shape, value.dtype, (value,), strides=tuple(strides))
 
 
 @dataclass(eq=False)
@@ -363,11 +361,13 @@ class Body:
     Attributes:
         name: the prefix of its variables.
         own: the stored values that this loop itself computes, at the places where it reads them.
+        fused: values with a buffer that is not used, computed where they are read.
         refuses: whether a statement may refuse its numbers, and end the run.
     """
 
     name: str
     own: Set[Lazy] = frozenset()
+    fused: Set[Lazy] = frozenset()
     lines: list[str] = field(default_factory=list)
     reads: list[tuple[Buffer, Index]] = field(default_factory=list)
     refuses: bool = False
