@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 # The bytes that libraries and their sources may take. Those used least recently go first.
-LIMIT = 2**29
+CACHE_LIMIT = 2**29
 # The number of libraries that are built before the size is looked at again.
 EVERY = 32
 
 
-def folder() -> Path:
+def cache_folder() -> Path:
     """Return the folder of cached libraries.
 
     This is ``ADJSIM_CACHE``, or else ``adjsim`` in the user's cache folder, or in either a folder
@@ -77,7 +77,7 @@ class Entry(NamedTuple):
     files: tuple[Path, ...]
 
 
-def entries(at: Path) -> list[Entry]:
+def cache_entries(at: Path) -> list[Entry]:
     """Return the libraries of a folder, the one used least recently first."""
     found = []
     for path in at.glob("*.so"):
@@ -88,9 +88,9 @@ def entries(at: Path) -> list[Entry]:
     return sorted(found)
 
 
-def trim(at: Path, limit: int = LIMIT) -> None:
+def trim_cache(at: Path, limit: int = CACHE_LIMIT) -> None:
     """Remove the libraries used least recently until a folder is within a limit."""
-    found = entries(at)
+    found = cache_entries(at)
     total = sum(entry.size for entry in found)
     for entry in found:
         if total <= limit:

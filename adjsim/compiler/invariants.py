@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from adjsim.compiler.products import MATRIX_PRODUCTS
+
 
 def transposed(x: Tensor) -> Tensor:
     """Copy the transpose of a matrix, with contiguous rows.
@@ -23,9 +25,6 @@ def transposed(x: Tensor) -> Tensor:
     memory.
     """
     return x.mT.clone(memory_format=torch.contiguous_format)
-
-
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def hoist_invariants(graph: GraphModule, constants: Sequence[Node]) -> list[Loop
 
 def _name_transposes(graph: GraphModule, constants: Sequence[Node]) -> None:
     """Call :func:`transposed` for the transposed constants by which a graph multiplies."""
-    for node in [node for node in graph.graph.nodes if node.target in PRODUCTS]:
+    for node in [node for node in graph.graph.nodes if node.target in MATRIX_PRODUCTS]:
         factor = undetached(node.args[-1])
         if factor.target is not torch.ops.aten.t.default:
             continue

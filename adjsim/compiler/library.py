@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from adjsim.compiler.cache import EVERY, folder, trim, usable
+from adjsim.compiler.cache import EVERY, cache_folder, trim_cache, usable
 from adjsim.compiler.values import UnprintableError
 
 # No contraction to fused multiply-add, so that results equal those of the traced operations bit for
@@ -63,7 +63,7 @@ def path_of(source: str, threads: bool) -> Path:
     # Comments have lines of the user's code, which move.
     code = re.sub(r"//[^\n]*", "", source)
     key_parts = [code, *compiler, _version(compiler), *_flags(threads), _processor()]
-    return folder() / f"{hashlib.sha256(chr(0).join(key_parts).encode()).hexdigest()[:32]}.so"
+    return cache_folder() / f"{hashlib.sha256(chr(0).join(key_parts).encode()).hexdigest()[:32]}.so"
 
 
 def _build(source: str, command: list[str], path: Path) -> None:
@@ -82,7 +82,7 @@ def _build(source: str, command: list[str], path: Path) -> None:
         os.replace(code, path.with_suffix(".cpp"))
         os.replace(built, path)
     if next(_built) % EVERY == 0:
-        trim(path.parent)
+        trim_cache(path.parent)
 
 
 def indented(source: str) -> str:

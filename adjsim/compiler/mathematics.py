@@ -308,10 +308,16 @@ inline float log(float x) {{ return ::logf(x); }}
 }} }}
 """
 
+
+def scalar_functions(exact: bool) -> str:
+    """Define the functions of numbers; with ``exact`` those with the same bits in every loop."""
+    return "\n".join([HEADER, REPRODUCIBLE if exact else VECTORISED])
+
+
 # The functions of vectors ``V`` of ``W`` numbers ``REAL``, with conditions ``Mask``, by which the
 # expressions of numbers are expressions of vectors too. They call the functions of numbers, which
 # have to be declared before.
-OF_VECTORS = f"""
+VECTOR_FUNCTIONS = f"""
 #undef ONE
 #undef TWO
 #define ONE(x) \\

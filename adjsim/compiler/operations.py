@@ -2,7 +2,8 @@
 
 The tables have a line for each operation. Operations with options (``rounding_mode``, a bound that
 may be absent) are in :func:`pointwise`, and those that a trace replaces by others in
-:mod:`adjsim.compiler.decompositions`.
+:mod:`adjsim.compiler.decompositions`. Loops and formulas of vectors (:func:`print_on_vectors`) read
+the same tables, since C++ chooses the functions by the types of their arguments.
 
 Arithmetic follows IEEE 754 in the order of the traced operations, so results agree bit for bit.
 The exceptions are the order of sums, the last bits of functions such as exp and of higher powers,
@@ -14,14 +15,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from adjsim.compiler.mathematics import FUNCTIONS, FUNCTIONS_OF_TWO
 from adjsim.compiler.values import TYPES, UnprintableError, Value
 
 Printer = Callable[..., str]
+# Operands are values or expressions; other arguments are numbers.
+_OPERAND = (Value, str)
 
 # The largest integer power that is printed as a product. The relative error of a product is at most
 # one rounding for each factor.
@@ -190,19 +196,19 @@ def is_inexact(base: str, args: Sequence[Any]) -> bool:
 
 def pointwise(
     base: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
-) -> tuple[list[Value], Printer]:
+) -> tuple[list[Any], Printer]:
     """Return the operands of an elementwise operation, and the printer of its expression.
 
     ``base`` is its name without the overload. It is computed in the type ``dtype``.
     """
 
-    def printed(function: Printer, *arguments: Any) -> tuple[list[Value], Printer]:
-        operands = [x for x in arguments if isinstance(x, Value)]
+    def printed(function: Printer, *arguments: Any) -> tuple[list[Any], Printer]:
+        operands = [x for x in arguments if isinstance(x, _OPERAND)]
 
         def expression(*texts: str) -> str:
             rest = iter(texts)
             return function(
-                *(next(rest) if isinstance(x, Value) else literal(x, dtype) for x in arguments)
+                *(next(rest) if isinstance(x, _OPERAND) else literal(x, dtype) for x in arguments)
             )
 
         return operands, expression
@@ -218,7 +224,7 @@ def pointwise(
         # Torch raises an error for integer division by zero, which would end the process in C++.
         refused = ", refused" if refuses(base, kwargs, dtype) else ""
         return printed(lambda x, y: f"{quotient}({x}, {y}{refused})", *args[:2])
-    if base == "pow" and not isinstance(args[1], Value) and isinstance(args[0], Value):
+    if base == "pow" and isinstance(args[1], (int, float)):
         exponent = args[1]
         if integral and exponent not in (1, 2, 3):
             raise UnprintableError(name)
@@ -245,3 +251,103 @@ def pointwise(
     if base not in table or base == "round" or (integral and base in OF_FRACTIONS):
         raise UnprintableError(name)
     return printed(table[base], *args)
+
+
+def print_on_vectors(
+    graph: GraphModule, dtype: torch.dtype, chosen: Sequence[int] | None = None
+) -> str:
+    """Print a trace as the C++ function ``functions(s, operands, results)``.
+
+    Its results are the ``chosen`` outputs of the trace; None: all of them.
+    """
+    lines: list[str] = []
+    texts: dict[Node, str] = {}
+    constants: set[Node] = set()
+    inputs = chain(["s"], (f"operands[{k}]" for k in count()))
+    outputs: Any = graph.graph.output_node().args[0]
+    results = outputs if chosen is None else [outputs[i] for i in chosen]
+    needed = _needed(results)
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            texts[node] = next(inputs)
+        elif node.op == "get_attr":
+            texts[node] = _constant(graph, node)
+            constants.add(node)
+        elif node.op == "call_function" and node in needed:
+            if node.args and node.args[0] in constants:
+                texts[node] = texts[node.args[0]]
+                continue
+            kind = "Mask" if node.meta["val"].dtype == torch.bool else "V"
+            text, texts[node] = _expression(node, texts, dtype), f"t{len(lines)}"
+            lines.append(f"  const {kind} {texts[node]} = {text};")
+    lines += [f"  results[{i}] = {texts[x]};" for i, x in enumerate(results)]
+    return "\n".join(
+        [
+            "static inline __attribute__((always_inline))",
+            "void functions(const V s, const V* operands, V* results) {",
+            *lines,
+            "}",
+        ]
+    )
+
+
+def _needed(results: Sequence[Node]) -> set[Node]:
+    """Collect the nodes that results depend on; a tensor like another needs only its shape."""
+    found, todo = set[Node](), list(results)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            if filling(_base(node), node.args) is None:
+                todo.extend(node.all_input_nodes)
+    return found
+
+
+def _base(node: Node) -> str:
+    return str(node.target).removeprefix("aten.").split(".")[0]
+
+
+def _constant(graph: GraphModule, node: Node) -> str:
+    """Print a tensor of one number that the formula itself creates."""
+    value = getattr(graph, str(node.target))
+    fresh = all(str(user.target).startswith("aten.lift_fresh") for user in node.users)
+    if not fresh or value.numel() != 1 or value.requires_grad or value.dtype == torch.bool:
+        raise UnprintableError(
+            f"its formulas read a tensor of shape {tuple(value.shape)} that is not a number or a "
+            "parameter of pairs"
+        )
+    return f"splat({float(value)!r})"
+
+
+def _expression(node: Any, texts: Mapping[Node, str], dtype: torch.dtype) -> str:
+    name, base = str(node.target).removeprefix("aten."), _base(node)
+    meta = node.meta.get("val")
+    if not isinstance(meta, Tensor) or meta.dtype not in (dtype, torch.bool):
+        raise UnprintableError(f"its formulas use {name}")
+    tensors = [x for x in node.args if isinstance(x, Node)]
+    masks = [x for x in tensors if x.meta["val"].dtype == torch.bool]
+    if base in (*COPIES, "expand", "view") and meta.dtype == tensors[0].meta["val"].dtype:
+        return texts[tensors[0]]
+    number = filling(base, node.args)
+    if number is not None and meta.dtype != torch.bool:
+        return f"splat({float(number)!r})"
+    if masks and base == "_to_copy":
+        return f"{texts[masks[0]]} ? splat(1) : splat(0)"
+    # True is -1 in a vector of conditions, so conditions have no order.
+    known = {"where", *LOGICAL, *BITWISE} - {"lt", "le", "gt", "ge"}
+    if masks and (base not in known or (base == "where" and tensors[0] is not masks[0])):
+        raise UnprintableError(f"its formulas use {name} of conditions")
+    if base == "pow" and node.args[1] == 0:
+        return "splat(1)"
+    if base == "sign":
+        x = texts[tensors[0]]
+        return f"{x} > 0 ? splat(1) : {x} < 0 ? splat(-1) : {x}"
+
+    def operand(x: Any) -> Any:
+        number = isinstance(x, (int, float)) and base != "pow"
+        return texts[x] if isinstance(x, Node) else f"splat({float(x)!r})" if number else x
+
+    factors = node.args[2:] if base in ("add", "sub", "rsub") else ()
+    arguments = [*map(operand, node.args[: len(node.args) - len(factors)]), *factors]
+    operands, expression = pointwise(base, name, arguments, node.kwargs, dtype)
+    return expression(*operands)

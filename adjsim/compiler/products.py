@@ -9,11 +9,14 @@ A, B and C.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from adjsim.compiler.calls import Call, address_of, in_place, stored_address
+from adjsim.compiler.mathematics import FUNCTIONS
 from adjsim.compiler.values import (
     TYPES,
     Pointwise,
@@ -25,6 +28,8 @@ from adjsim.compiler.values import (
 )
 from adjsim.compiler.views import slicing
 
+MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_FUNCTIONS = {getattr(torch.ops.aten, name).default for name in (*FUNCTIONS, "sigmoid")}
 # Products of more multiplications are left to torch, whose libraries divide them into blocks for
 # the caches and share them among threads.
 LARGEST = 2**24
@@ -134,6 +139,20 @@ void product(int64_t M, int64_t N, int64_t K, const T* a, int64_t am, int64_t ak
 #pragma GCC pop_options
 #endif
 """
+
+
+def multiplications(node: Node, function: int) -> int:
+    """Count those of a matrix product that is not printed as sums, or of a function such as exp.
+
+    ``function`` is the number of multiplications in the time of one value of a function.
+    """
+    if node.target in _FUNCTIONS:
+        return function * node.meta["val"].numel()
+    if node.target not in MATRIX_PRODUCTS:
+        return 0
+    left: Any = node.args[-2]
+    inner = left.meta["val"].shape[-1]
+    return inner * node.meta["val"].numel() if inner > FEW else 0
 
 
 def sum_of_products(left: Value, right: Value, example: Tensor, store: Store) -> Pointwise:

@@ -20,7 +20,7 @@ from adjsim.compiler.values import TYPES, Store, UnprintableError, Value
 from adjsim.core.layout import is_tracing
 
 # Rows of the largest matrices, of which a system needs two on the stack: 64 kilobytes of float64.
-LARGEST = 64
+LARGEST_SYSTEM = 64
 
 DECLARATIONS = """
 namespace { namespace systems {
@@ -170,7 +170,7 @@ class SystemsCall(Call):
         matrix = values[0]
         self.dtype, self.rows = matrix.dtype, matrix.shape[-1]
         self.systems = torch.Size(matrix.shape[:-2]).numel()
-        if not self.dtype.is_floating_point or self.rows > LARGEST:
+        if not self.dtype.is_floating_point or self.rows > LARGEST_SYSTEM:
             raise UnprintableError(f"systems of {matrix.shape} {self.dtype}")
         self.inputs = tuple(in_order(value, store) for value in values)
         self.outputs = tuple(map(self.output, outputs))

@@ -20,7 +20,7 @@ from adjsim.compiler.function import FunctionPrinter
 from adjsim.compiler.graph import lowered
 from adjsim.compiler.invariants import LoopInvariant
 from adjsim.compiler.library import compiled, debugging
-from adjsim.compiler.mathematics import CHECKED, HEADER, REPRODUCIBLE, VECTORISED
+from adjsim.compiler.mathematics import CHECKED, scalar_functions
 from adjsim.compiler.nests import Task
 from adjsim.compiler.rows import fitting_buffer, new_rows, stored_examples
 from adjsim.compiler.torch_calls import FAILED, Run, TorchCall, described, has_effect
@@ -191,13 +191,9 @@ class _CppLoop:
         inputs = [number, *self.current, *consts]
         body = self._function("body", parts.body, inputs, self.next_carry, rows=self.rows)
         self.fixed = len(start) + len(body)
-        functions = [
-            *sorted({*self.declarations.values()}),
-            *self.functions,
-            *self._run(consts, start, body),
-        ]
-        functions = [CHECKED, *functions] if debugging() else functions
-        self.source = "\n".join([HEADER, REPRODUCIBLE if exact else VECTORISED, *functions])
+        found = [*sorted({*self.declarations.values()}), *self.functions]
+        found = [CHECKED, *found] if debugging() else found
+        self.source = "\n".join([scalar_functions(exact), *found, *self._run(consts, start, body)])
 
     def _function(
         self,

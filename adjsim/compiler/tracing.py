@@ -20,7 +20,7 @@ _TORCH, _ADJSIM, _PYTHON = (
     for file, n in ((torch.__file__, 0), (__file__, 1), (contextlib.__file__, 0))
 )
 # Every operation of a trace goes through this mode.
-_MODE = str(Path(_ADJSIM, "adjoints", "loops", "refusals.py"))
+_MODE = str(Path(__file__).with_name("refusals.py"))
 
 
 def graph_of(

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.loops.compilation import LoopSpec, compile_loop
-from adjsim.compiler import library
+from adjsim.compiler import LoopSpec, compile_loop, library
 from adjsim.compiler.invariants import transposed
 from adjsim.compiler.mathematics import FUNCTIONS, TANH
 from adjsim.compiler.to_cpp import new_rows

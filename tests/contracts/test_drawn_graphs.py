@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
-from adjsim.adjoints.loops.compilation import compile_loop
+from adjsim.compiler import compile_loop
 from tests.contracts.test_cpp import Constants, spec
 
 FLOATS = (torch.float64, torch.float32)

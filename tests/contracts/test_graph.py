@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim.adjoints.loops.refusals import CompileError
+from adjsim.adjoints import CompileError
 from adjsim.core import neighbour_list
 from adjsim.core.box import checked_box
 from adjsim.potentials import (

@@ -73,7 +73,7 @@ def test_a_library_of_another_user_is_not_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
     assert not cache.usable(path)
     # Neither is the folder, which the process cannot make its own.
-    assert tmp_path not in cache.folder().parents
+    assert tmp_path not in cache.cache_folder().parents
 
 
 def test_the_cache_has_a_bound(tmp_path, monkeypatch):
@@ -86,14 +86,14 @@ def test_the_cache_has_a_bound(tmp_path, monkeypatch):
         paths.append(library.path_of(source, False))
         os.utime(paths[-1], (number, number))
     library.compiled(SOURCE.replace("42", "0"), False)
-    found = cache.entries(tmp_path)
+    found = cache.cache_entries(tmp_path)
     assert [entry.files[0] for entry in found] == [paths[1], paths[2], paths[0]]
-    cache.trim(tmp_path, sum(entry.size for entry in found) - 1)
+    cache.trim_cache(tmp_path, sum(entry.size for entry in found) - 1)
     assert not paths[1].exists()
     assert not paths[1].with_suffix(".cpp").exists()
     assert paths[2].exists()
-    cache.trim(tmp_path, found[0].size)
-    assert [entry.files[0] for entry in cache.entries(tmp_path)] == [paths[0]]
+    cache.trim_cache(tmp_path, found[0].size)
+    assert [entry.files[0] for entry in cache.cache_entries(tmp_path)] == [paths[0]]
     shown = CliRunner().invoke(app, ["cache"])
     assert f"{tmp_path}: 1 libraries" in shown.output
     assert CliRunner().invoke(app, ["cache", "--clear"]).output.startswith("Removed 1 libraries")

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 import adjsim
 from adjsim.adjoints.loops import runner
-from adjsim.compiler.library import CompilerError
+from adjsim.compiler import CompilerError
 from adjsim.core import box as _box, derived as _derived
 from adjsim.potentials import ForceShifted, LennardJonesMixture, PairPotential, Switched
 from adjsim.potentials.pairs import dense, operator as pair_operator

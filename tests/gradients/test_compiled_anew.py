@@ -12,7 +12,7 @@ from torch import nn
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, TimeAverage
-from adjsim.adjoints.loops.refusals import CompileError
+from adjsim.adjoints import CompileError
 from adjsim.adjoints.loops.runner import cache
 from tests import mechanics
 from tests.problems import parameter, slow_but, square

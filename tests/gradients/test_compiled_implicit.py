@@ -20,10 +20,15 @@ from adjsim import (
     ReversibleAdjoint,
     TimeAverage,
 )
-from adjsim.adjoints.loops import compilation as loops
-from adjsim.adjoints.loops.compilation import LoopSpec, compile_loop
 from adjsim.adjoints.loops.runner import cache
-from adjsim.compiler.systems import has_negative_eigenvalue, has_negative_eigenvalue_if, solve
+from adjsim.compiler import (
+    LoopSpec,
+    compile_loop,
+    has_negative_eigenvalue,
+    has_negative_eigenvalue_if,
+    loops,
+    solve,
+)
 from adjsim.dynamics.fields.ode import ODE
 from tests.fields import Net, equation, start
 from tests.gradients.test_implicit_fields import Mean, loss_of, robertson
@@ -75,7 +80,7 @@ def test_backward_euler_is_undone():
 def test_systems_that_are_not_printed(by, monkeypatch):
     """Torch solves them in a printed loop, and Inductor calls torch too."""
     expected, _ = gradients(SOLVERS[1], False, (4,), DirectAdjoint(), False)
-    monkeypatch.setattr("adjsim.compiler.systems.LARGEST", 1)
+    monkeypatch.setattr("adjsim.compiler.systems.LARGEST_SYSTEM", 1)
     if by == "Inductor":
         monkeypatch.setattr(loops, "compile_to_cpp", by_inductor)
     found, made = gradients(SOLVERS[1], False, (4,), CheckpointAdjoint(), True)

@@ -8,7 +8,8 @@ import torch
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, TimeAverage
-from adjsim.adjoints.loops import compilation as loops, runner as loop_runner
+from adjsim.adjoints.loops import runner as loop_runner
+from adjsim.compiler import loops
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
 from tests.fields import equation, pair, start
 from tests.gradients.test_fields import moment

@@ -11,8 +11,8 @@ from torch import nn
 
 import adjsim
 from adjsim.adjoints import ReconstructionError, ReversibleAdjoint
-from adjsim.adjoints.loops import compilation as loops
 from adjsim.adjoints.reversible import Fingerprints
+from adjsim.compiler import loops
 from adjsim.core.reading import Reading
 from adjsim.core.rounding import Rounding
 from adjsim.io import from_openmm

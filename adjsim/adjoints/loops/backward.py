@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.durable.saves import Saves
-from adjsim.adjoints.loops.compilation import LoopSpec, clone
 from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import SavedTensors
 from adjsim.adjoints.sweep.history import Rewind
 from adjsim.adjoints.sweep.recorder import CotangentGrowth, RecordSweep
+from adjsim.compiler import LoopSpec, clone
 from adjsim.core.progress import with_progress
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState

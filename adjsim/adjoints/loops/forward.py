@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.loops.compilation import LoopSpec, clone
 from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import saving_step
 from adjsim.adjoints.sweep.history import ErrorBudget, StateRows, growth_in_step
 from adjsim.adjoints.sweep.recorder import Recording
 from adjsim.adjoints.sweep.stepper import naming
+from adjsim.compiler import LoopSpec, clone
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, position_of
 from adjsim.dynamics.base import Dynamics

@@ -24,8 +24,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from adjsim.adjoints.loops.compilation import LoopSpec, leaves, mapped
-from adjsim.adjoints.loops.refusals import Constant
+from adjsim.compiler import Constant, LoopSpec, leaves, mapped
 from adjsim.core.agreement import difference, epsilon, perturbed, rounding, size
 
 # Time of the calls of a loop for each second of its checks.

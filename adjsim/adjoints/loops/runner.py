@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.loops.compilation import clone, compile_loop, leaves, mapped
 from adjsim.adjoints.loops.loop import SHARE, Loop, LoopCheck, LoopConstants, LoopKind
-from adjsim.adjoints.loops.refusals import CompileError, NoCapture
 from adjsim.adjoints.loops.saved_tensors import MOST_STEPS
 from adjsim.adjoints.sweep.recorder import Recorder
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.compiler import CompileError, NoCapture, clone, compile_loop, leaves, mapped
 from adjsim.core.cache_key import CacheKey, UninspectableError, cache_key, object_key
 from adjsim.core.layout import VECTOR, packed, unpacked
 from adjsim.core.recent_cache import RecentCache

@@ -20,9 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 
-from adjsim.compiler.invariants import PRODUCTS, undetached
-from adjsim.compiler.mathematics import FUNCTIONS
-from adjsim.compiler.products import FEW
+from adjsim.compiler import multiplications, undetached
 from adjsim.core.state import State, detached
 from adjsim.solvers.base import StepContext, StepPlan
 
@@ -120,12 +118,7 @@ class SavedTensors:
         total, seen, todo = 0, {node}, [node]
         while todo:
             node = todo.pop()
-            if node.target in PRODUCTS:
-                left: Any = node.args[-2]
-                inner = left.meta["val"].shape[-1]
-                total += inner * node.meta["val"].numel() if inner > FEW else 0
-            elif node.target in _COSTLY:
-                total += WORTH * node.meta["val"].numel()
+            total += multiplications(node, WORTH)
             found = {x for x in node.all_input_nodes if x not in self._numbers} - seen
             seen |= found
             todo += found
@@ -142,7 +135,6 @@ def saving_step(plan: StepPlan, state: State, context: StepContext) -> tuple[Sta
 
 
 _OTHERS = "a step saves other tensors backward than forward."
-_COSTLY = {getattr(torch.ops.aten, name).default for name in (*FUNCTIONS, "sigmoid")}
 
 
 def _node(x: Tensor) -> Node | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from adjsim.compiler.values import TYPES
+from adjsim.compiler import TYPES
 from adjsim.core.derived import MADE, Made, own_tensors
 from adjsim.core.layout import is_tracing
 from adjsim.core.reading import read

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from adjsim.compiler.values import UnprintableError
+from adjsim.compiler import UnprintableError, print_on_vectors
 from adjsim.core.cache_key import UninspectableError, cache_key
 from adjsim.core.derived import own_tensors, replaced
 from adjsim.core.layout import is_tracing
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.potentials.pairs.formula import Operand, PairFormula, kind_of, misshapen, skin_of
-from adjsim.potentials.pairs.kernels.formulas import OTHER, Slot, printed, trace, trace_elementwise
+from adjsim.potentials.pairs.kernels.formulas import OTHER, Slot, trace, trace_elementwise
 from adjsim.potentials.pairs.kernels.kernel import (
     ATOM,
     ENERGY,
@@ -213,18 +213,18 @@ class PairOperator:
         if graph is None:
             graph = trace_elementwise([slope, energy, curvature], slots, spec.dtype)
             self.form.kernels.graph = graph
-        force = printed(graph, spec.dtype, [0])
+        force = print_on_vectors(graph, spec.dtype, [0])
         wanted = [(self.form.names[k], 0) for k in spec.gradients]
         if not wanted:
             chosen = {FORCE: [0], PRODUCT: [0, 2], ENERGY: [1], SLOPES: []}[spec.mode]
-            return Kernel(spec, printed(graph, spec.dtype, chosen), force)
+            return Kernel(spec, print_on_vectors(graph, spec.dtype, chosen), force)
         formulas, differentiated = {PRODUCT: ([slope, curvature], slope), SLOPES: ([], energy)}[
             spec.mode
         ]
         graph = trace(
             formulas, list(slots), spec.dtype, differentiated=differentiated, wanted=wanted
         )
-        return Kernel(spec, printed(graph, spec.dtype), force)
+        return Kernel(spec, print_on_vectors(graph, spec.dtype), force)
 
     def _formula(self, method: str) -> Any:
         # Potentials of one class share kernels. So the values of tensors other than operands

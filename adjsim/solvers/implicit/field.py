@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adjsim.compiler.systems import has_negative_eigenvalue, has_negative_eigenvalue_if, solve
+from adjsim.compiler import has_negative_eigenvalue, has_negative_eigenvalue_if, solve
 from adjsim.core.layout import is_tracing, outside_tracing
 from adjsim.core.second_derivative import once_differentiable
 from adjsim.core.state import AnyState, State

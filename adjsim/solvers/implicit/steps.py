@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from adjsim.compiler.systems import LARGEST
+from adjsim.compiler import LARGEST_SYSTEM
 from adjsim.core.arguments import as_number
 from adjsim.core.reading import Reading
 from adjsim.core.refusal import Refusal
@@ -226,8 +226,8 @@ class ImplicitSolver(SteppingSolver):
         if not isinstance(dynamics, FieldDynamics):
             return Refusal("its linear systems are solved by products, in loops of any length")
         size = 0 if state is None else sum(x.shape[-1] for x in state)
-        if size > LARGEST:
-            return Refusal(f"its linear systems have {size} unknowns, more than {LARGEST}")
+        if size > LARGEST_SYSTEM:
+            return Refusal(f"its linear systems have {size} unknowns, more than {LARGEST_SYSTEM}")
         if undone and self.theta < 1:
             return Refusal("undoing a step takes an iteration, until it converges")
         return None

@@ -31,8 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.compiler.library import CompilerError, compiled
-from adjsim.compiler.values import TYPES
+from adjsim.compiler import TYPES, CompilerError, compiled
 from adjsim.core.layout import is_tracing
 from adjsim.core.state import in_transform
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 
 import torch
 
-from adjsim.compiler.values import TYPES
+from adjsim.compiler import TYPES
 
 # The members of the struct ``View`` of a field, with their C++ types. A stride counts elements.
 VIEW = {"data": "REAL*", "system": "int64_t", "atom": "int64_t", "axis": "int64_t"}

@@ -1,4 +1,4 @@
-"""The formulas of a pair potential, traced and printed as C++ on vectors of pairs.
+"""The formulas of a pair potential, traced to be printed as C++ on vectors of pairs.
 
 A formula is elementwise in the squared distance and in the operands of a pair: numbers, entries of
 tables by species, and numbers of either atom. It is traced on tensors with one element a pair.
@@ -7,17 +7,13 @@ tables by species, and numbers of either atom. It is traced on tensors with one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, count
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
-from adjsim.compiler.operations import BITWISE, COPIES, LOGICAL, filling, pointwise
-from adjsim.compiler.tracing import graph_of
-from adjsim.compiler.values import UnprintableError, Value
+from adjsim.compiler import UnprintableError, graph_of, print_on_vectors
 from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
 
 # The number of the second atom of a pair, where that of the first is of the kind ATOM.
@@ -25,9 +21,6 @@ OTHER = "OTHER"
 # An operand of a pair: its name, and 1 for the number of the second atom, 0 for any other.
 Slot = tuple[str, int]
 Formula = Callable[[Tensor, Mapping[Slot, Tensor]], Tensor]
-_BOOLEAN = {"where", *LOGICAL, *BITWISE}
-
-
 # The length of a row of pairs, and of the axes of a matrix of pairs.
 _ROW, _AXIS = 8, 11
 
@@ -43,7 +36,7 @@ def trace_elementwise(
     shape = {NUMBER: (), TABLE: (_AXIS, _AXIS), ATOM: (_AXIS, 1), OTHER: (_AXIS,)}
     shapes = [(_AXIS, _AXIS), *(shape[kind] for kind in kinds.values())]
     row, matrix = (trace(formulas, list(kinds), dtype, shapes=x) for x in (None, shapes))
-    if printed(row, dtype) != printed(matrix, dtype):
+    if print_on_vectors(row, dtype) != print_on_vectors(matrix, dtype):
         raise UnprintableError("its formulas depend on the shape of their operands")
     return row
 
@@ -109,110 +102,3 @@ def trace(
     if any("sgn" in str(node.target) for node in graph.graph.nodes):
         raise UnprintableError("its formulas have derivatives of abs")
     return graph
-
-
-def printed(graph: GraphModule, dtype: torch.dtype, chosen: Sequence[int] | None = None) -> str:
-    """Print a trace as the C++ function ``functions(s, operands, results)``.
-
-    Its results are the ``chosen`` outputs of the trace; None: all of them.
-    """
-    lines: list[str] = []
-    texts: dict[Node, str] = {}
-    constants: set[Node] = set()
-    inputs = chain(["s"], (f"operands[{k}]" for k in count()))
-    outputs: Any = graph.graph.output_node().args[0]
-    results = outputs if chosen is None else [outputs[i] for i in chosen]
-    needed = _needed(results)
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            texts[node] = next(inputs)
-        elif node.op == "get_attr":
-            texts[node] = _constant(graph, node)
-            constants.add(node)
-        elif node.op == "call_function" and node in needed:
-            if node.args and node.args[0] in constants:
-                texts[node] = texts[node.args[0]]
-                continue
-            kind = "Mask" if node.meta["val"].dtype == torch.bool else "V"
-            text, texts[node] = _expression(node, texts, dtype), f"t{len(lines)}"
-            lines.append(f"  const {kind} {texts[node]} = {text};")
-    lines += [f"  results[{i}] = {texts[x]};" for i, x in enumerate(results)]
-    return "\n".join(
-        [
-            "static inline __attribute__((always_inline))",
-            "void functions(const V s, const V* operands, V* results) {",
-            *lines,
-            "}",
-        ]
-    )
-
-
-def _needed(results: Sequence[Node]) -> set[Node]:
-    """Collect the nodes that results depend on; a tensor like another needs only its shape."""
-    found, todo = set[Node](), list(results)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            if filling(_base(node), node.args) is None:
-                todo.extend(node.all_input_nodes)
-    return found
-
-
-def _base(node: Node) -> str:
-    return str(node.target).removeprefix("aten.").split(".")[0]
-
-
-def _constant(graph: GraphModule, node: Node) -> str:
-    """Print a tensor of one number that the formula itself creates."""
-    value = getattr(graph, str(node.target))
-    fresh = all(str(user.target).startswith("aten.lift_fresh") for user in node.users)
-    if not fresh or value.numel() != 1 or value.requires_grad or value.dtype == torch.bool:
-        raise UnprintableError(
-            f"its formulas read a tensor of shape {tuple(value.shape)} that is not a number or a "
-            "parameter of pairs"
-        )
-    return f"splat({float(value)!r})"
-
-
-def _expression(node: Any, texts: Mapping[Node, str], dtype: torch.dtype) -> str:
-    name, base = str(node.target).removeprefix("aten."), _base(node)
-    meta = node.meta.get("val")
-    if not isinstance(meta, Tensor) or meta.dtype not in (dtype, torch.bool):
-        raise UnprintableError(f"its formulas use {name}")
-    tensors = [x for x in node.args if isinstance(x, Node)]
-    masks = [x for x in tensors if x.meta["val"].dtype == torch.bool]
-    if base in (*COPIES, "expand", "view") and meta.dtype == tensors[0].meta["val"].dtype:
-        return texts[tensors[0]]
-    number = filling(base, node.args)
-    if number is not None and meta.dtype != torch.bool:
-        return f"splat({float(number)!r})"
-    if masks and base == "_to_copy":
-        return f"{texts[masks[0]]} ? splat(1) : splat(0)"
-    ordered = base in ("lt", "le", "gt", "ge")  # True is -1 in a vector of conditions.
-    if masks and (
-        ordered or base not in _BOOLEAN or (base == "where" and tensors[0] is not masks[0])
-    ):
-        raise UnprintableError(f"its formulas use {name} of conditions")
-    if base == "pow" and node.args[1] == 0:
-        return "splat(1)"
-    if base == "sign":
-        x = texts[tensors[0]]
-        return f"{x} > 0 ? splat(1) : {x} < 0 ? splat(-1) : {x}"
-    # Values by identity, with their texts.
-    known: dict[int, tuple[Value, str]] = {}
-
-    def operand(x: Any) -> Any:
-        if isinstance(x, Node):
-            value, text = Value((8,), x.meta["val"].dtype), texts[x]
-        elif isinstance(x, (int, float)) and base != "pow":
-            value, text = Value((8,), dtype), f"splat({float(x)!r})"
-        else:
-            return x
-        known[id(value)] = value, text
-        return value
-
-    factors = node.args[2:] if base in ("add", "sub", "rsub") else ()
-    arguments = [*map(operand, node.args[: len(node.args) - len(factors)]), *factors]
-    operands, expression = pointwise(base, name, arguments, node.kwargs, dtype)
-    return expression(*(known[id(x)][1] for x in operands))

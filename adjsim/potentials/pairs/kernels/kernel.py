@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adjsim.compiler.library import compiled
-from adjsim.compiler.mathematics import HEADER, OF_VECTORS, REPRODUCIBLE, VECTORISED
-from adjsim.compiler.nests import PARALLEL_WORK
+from adjsim.compiler import PARALLEL_WORK, VECTOR_FUNCTIONS, compiled, scalar_functions
 from adjsim.core.layout import is_tracing
 from adjsim.potentials.pairs.kernels.call import CALL, CallStruct, ViewStruct, declarations, text
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
@@ -129,7 +127,7 @@ class KernelSpec:
         }
         return "\n".join(
             [
-                HEADER,
+                scalar_functions(self.rounds),
                 declarations(self.dtype),
                 *(f"#define {name} {value}" for name, value in defined.items()),
                 "enum Kind { NUMBER, TABLE, ATOM };",
@@ -142,8 +140,7 @@ class KernelSpec:
                 "typedef REAL V __attribute__((vector_size(W * sizeof(REAL))));",
                 "typedef decltype(V{} < V{}) Mask;",
                 "static inline V splat(REAL x) { return V{} + x; }",
-                REPRODUCIBLE if self.rounds else VECTORISED,
-                OF_VECTORS,
+                VECTOR_FUNCTIONS,
                 functions,
                 text("rows.cpp"),
             ]
@@ -257,22 +254,16 @@ class Kernel:
 KERNELS: dict[str, Kernel] = {}
 
 
-@torch.library.custom_op("adjsim::pairs", mutates_args=())
-def pairs(
-    position: Tensor,
-    vector: Tensor | None,
-    weight: Tensor | None,
-    operands: Sequence[Tensor],
-    box: Tensor | None,
-    species: Tensor | None,
-    exclusions: Tensor | None,
-    spacing: Tensor | None,
-    kernel: str,
-) -> list[Tensor]:
-    """Evaluate the kernel of this name. A traced step contains such operators."""
-    return KERNELS[kernel](
-        PairInputs(position, vector, weight, operands, box, species, exclusions, spacing)
-    )
+_SORTS = {"position": "Tensor", "operands": "Tensor[]"}
+_SCHEMA = ", ".join(f"{_SORTS.get(name, 'Tensor?')} {name}" for name in PairInputs._fields)
+
+
+@torch.library.custom_op(
+    "adjsim::pairs", mutates_args=(), schema=f"({_SCHEMA}, str kernel) -> Tensor[]"
+)
+def pairs(*given: Any) -> list[Tensor]:
+    """Evaluate the kernel of a name, the last argument. A traced step contains such operators."""
+    return KERNELS[given[-1]](PairInputs(*given[:-1]))
 
 
 @pairs.register_fake

@@ -15,16 +15,17 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.tools_common import legalize_graph
 
-from adjsim.compiler.calls import (
+from adjsim.compiler import (
     Address,
     Call,
     Operators,
+    UnprintableError,
+    Value,
     address_of,
     dense_copy,
     in_order,
     pointer_to,
 )
-from adjsim.compiler.values import UnprintableError, Value
 from adjsim.potentials.pairs.kernels.call import declarations
 from adjsim.potentials.pairs.kernels.exclusions import matrix
 from adjsim.potentials.pairs.kernels.kernel import (

@@ -1,8 +1,8 @@
 """Compilation of a loop of steps to one function of tensors.
 
 A :class:`LoopSpec` defines the loop by its parts. Each part is traced by running it on tensors that
-record their operations. The graphs are printed as one C++ function (:mod:`adjsim.compiler`), which
-a compiler takes about a second to compile, and which calls torch for operations that are not
+record their operations. The graphs are printed as one C++ function, which a compiler takes about a
+second to compile (:mod:`adjsim.compiler.to_cpp`), and which calls torch for operations that are not
 printed. On a GPU torch's Inductor compiles the graphs (:mod:`adjsim.compiler.inductor`).
 """
 
@@ -19,11 +19,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.loops.refusals import CompileError, explained
 from adjsim.compiler.calls import Operators
 from adjsim.compiler.decompositions import decompositions
 from adjsim.compiler.inductor import compile_with_torch
 from adjsim.compiler.invariants import hoist_invariants
+from adjsim.compiler.refusals import CompileError, explained
 from adjsim.compiler.systems import SYSTEM_OPERATORS
 from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
 from adjsim.compiler.torch_calls import mutates, overwrites_its_own
