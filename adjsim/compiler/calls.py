@@ -60,13 +60,12 @@ class Call(ABC):
 
 @dataclass(frozen=True)
 class Operators:
-    """Operators of torch that a loop treats in ways of their own.
+    """Operators of torch that a loop calls, or that torch evaluates before the loop.
 
     Attributes:
         calls: makes the call of an operator, from its arguments as values, the example tensors of
             its outputs, and a function that stores a value.
-        invariant: those that torch evaluates before the loop, if their first argument is a constant
-            of the loop.
+        invariant: those that are evaluated before, if their first argument is constant in the loop.
         merge: changes a traced graph so that operators share what they compute.
     """
 
@@ -97,14 +96,14 @@ class Address:
         return Address(self.pointer, self.strides[::-1])
 
 
-def in_order(value: Value, store: Store) -> Value:
-    """Return a value stored with its axes in order and without padding, itself if it is."""
-    rows = row_major(value.shape)
+def in_order(value: Value, store: Store, strides: Sequence[int] | None = None) -> Value:
+    """Return a value stored with these strides, or else those of its shape, itself if it is."""
+    strides = row_major(value.shape) if strides is None else strides
     address = address_of(value)
     if address is None or any(
-        n > 1 and a != b for n, a, b in zip(value.shape, address.strides, rows, strict=True)
+        n > 1 and a != b for n, a, b in zip(value.shape, address.strides, strides, strict=True)
     ):
-        value = dense_copy(value, rows)
+        value = dense_copy(value, strides)
         store(value, fill=False)
     return value
 

@@ -17,7 +17,7 @@ from itertools import count
 
 from adjsim.compiler.calls import Call, Called
 from adjsim.compiler.graph import Lowering
-from adjsim.compiler.nests import Nest, Task
+from adjsim.compiler.nests import Nest, Space, Task
 from adjsim.compiler.values import (
     Buffer,
     Index,
@@ -28,9 +28,6 @@ from adjsim.compiler.values import (
     StoredExpression,
     Value,
 )
-
-# The lengths of the loops over kept axes and over summed axes.
-Space = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class FunctionPrinter:
@@ -217,7 +214,7 @@ def group_of(tasks: Iterable[Task], threads: int) -> NestGroup:
     groups: dict[Space, list[Task]] = {}
     for task in tasks:
         groups.setdefault(task.space, []).append(task)
-    return NestGroup(nests={space: Nest(*space, group, threads) for space, group in groups.items()})
+    return NestGroup(nests={space: Nest(space, group, threads) for space, group in groups.items()})
 
 
 def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
@@ -244,7 +241,7 @@ def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
         for (where, space), tasks in placed.items():
             host = joined[where].nests.get(space)
             together = [*(host.tasks if host else ()), *tasks]
-            joined[where].nests[space] = Nest(*space, together, threads)
+            joined[where].nests[space] = Nest(space, together, threads)
             for task in tasks:
                 last, _ = made.get(task.buffer.name, (where, space))
                 made[task.buffer.name] = max(last, where), None if task.begin else space
@@ -258,7 +255,7 @@ def _computes_operands(nest: Nest, task: Task) -> bool:
     """
     if nest.summed_loops or not nest.kept_loops or task.buffer.variable:
         return False
-    alone = Nest(*task.space, [task], nest.threads)
+    alone = Nest(task.space, [task], nest.threads)
     read = {buffer.name for buffer, _ in alone.body.reads}
     own = [x for x in nest.tasks if x.buffer.name in read]
     return alone.innermost == nest.innermost and all(_reads_once(alone, x) for x in own)
@@ -291,7 +288,7 @@ def fuse(groups: Iterable[NestGroup], needed: Set[str]) -> list[NestGroup]:
             known = groups[where].nests
             tasks = [task for task in known[space].tasks if task not in fused]
             if tasks:
-                known[space] = Nest(*space, tasks, known[space].threads, {*fused.values()})
+                known[space] = Nest(space, tasks, known[space].threads, {*fused.values()})
             else:
                 del known[space]
         for where, space in {*changed, *((at, space) for space in groups[at].nests)}:

@@ -33,6 +33,8 @@ from adjsim.compiler.values import (
 PARALLEL_WORK = 131_072
 # Number of neighbouring sums that are accumulated together.
 BLOCK = 16
+# The lengths of the loops over kept axes and over summed axes.
+Space = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(eq=False)
@@ -67,7 +69,7 @@ class Task:
         return [a for a in self._loop_axes if a in self.axes]
 
     @property
-    def space(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def space(self) -> Space:
         """The lengths of the loops over kept axes and over summed axes."""
         return tuple(self.value.shape[a] for a in self.kept), tuple(
             self.value.shape[a] for a in self.summed
@@ -108,14 +110,10 @@ class Nest:
     """
 
     def __init__(
-        self,
-        kept: tuple[int, ...],
-        summed: tuple[int, ...],
-        tasks: list[Task],
-        threads: int,
-        fused: Set[Lazy] = frozenset(),
+        self, space: Space, tasks: list[Task], threads: int, fused: Set[Lazy] = frozenset()
     ) -> None:
         self.tasks, self.threads = tasks, threads
+        kept, summed = space
         self.kept_loops = [f"i{n}" for n in range(len(kept))]
         self.summed_loops = [f"j{n}" for n in range(len(summed))]
         loops = [*self.kept_loops, *self.summed_loops]

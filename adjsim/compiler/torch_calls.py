@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from adjsim.compiler.calls import Call, Called, address_of, pointer_to
-from adjsim.compiler.values import TYPES, Store, UnprintableError, Value, dense_copy
+from adjsim.compiler.calls import Call, Called, address_of, in_order, pointer_to
+from adjsim.compiler.values import TYPES, Store, UnprintableError, Value
 
 Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
 # The status of a loop in which a called function raised an error, and what a function returns that
@@ -148,7 +148,7 @@ class TorchCall(Call):
     ) -> None:
         self.region, self.checks = region, region.checks
         like = [node.meta["val"] for node in region.printed]
-        inputs = [_in_memory(x, meta, store) for x, meta in zip(values, like, strict=True)]
+        inputs = [in_order(x, store, y.stride()) for x, y in zip(values, like, strict=True)]
         self.inputs = (*inputs, *([before] if before else []))
         made = [node.meta["val"] for node in region.results]
         token = torch.empty(1, dtype=torch.int64, device="meta")
@@ -215,14 +215,3 @@ def _tensor(address: int, place: tuple[torch.dtype, Sequence[int], Sequence[int]
     last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     memory = (ctypes.c_char * ((1 + last) * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
-
-
-def _in_memory(value: Value, meta: Tensor, store: Store) -> Value:
-    """Return a value stored with the strides of the trace, itself if it is."""
-    address, strides = address_of(value), meta.stride()
-    if address is None or any(
-        n > 1 and a != b for n, a, b in zip(value.shape, address.strides, strides, strict=True)
-    ):
-        value = dense_copy(value, strides)
-        store(value, fill=False)
-    return value
