@@ -48,7 +48,7 @@ def compile_with_torch(
     """
     device = constants[0].device
     on_gpu = device.type == "cuda"
-    parts = replace(parts, start=_on(device, parts.start), body=_on(device, parts.body))
+    parts = on_device(parts, device)
     # An operation that only checks its operands, as torch.linalg.solve has one, waits for the GPU.
     checks = any(
         node.op == "call_function" and node.is_impure() for node in parts.body.graph.graph.nodes
@@ -65,13 +65,17 @@ def compile_with_torch(
     return replayed(parts, iteration, constants, carry, capacity, capture), path
 
 
-def _on(device: torch.device, part: Part) -> Part:
-    """Move what a part of a loop makes on the CPU, such as indices, to the device of the loop."""
-    for node in part.graph.graph.nodes:
-        if "device" in node.kwargs:
-            node.update_kwarg("device", device)
-    part.graph.recompile()
-    return replace(part, baked=[x.to(device) for x in part.baked])
+def on_device(parts: Parts, device: torch.device) -> Parts:
+    """Move what a loop makes on the CPU, such as indices, to the device of its inputs."""
+
+    def moved(part: Part) -> Part:
+        for node in part.graph.graph.nodes:
+            if "device" in node.kwargs:
+                node.update_kwarg("device", device)
+        part.graph.recompile()
+        return replace(part, baked=[x.to(device) for x in part.baked])
+
+    return replace(parts, start=moved(parts.start), body=moved(parts.body))
 
 
 def _by_inductor(

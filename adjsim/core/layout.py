@@ -64,6 +64,13 @@ def unpacked(x: Tensor, batch: torch.Size) -> Tensor:
     return x.permute([order.index(i) for i in range(x.ndim)])
 
 
+def number_on(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number as a tensor, which on a GPU is filled, since a copy would be waited for."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype)
+    return torch.full((), value, dtype=dtype, device=device)
+
+
 def materialise(x: Tensor) -> Tensor:
     """Make the compiler write traced positions or forces ``(*batch, atoms, dim)`` to memory.
 

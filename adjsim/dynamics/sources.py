@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_check
 import torch
 from torch import Tensor
 
+from adjsim.core.layout import number_on
 from adjsim.core.state import AnyState, position_of
 from adjsim.dynamics.cotangents import Cotangents, add_each, select_link
 from adjsim.dynamics.forces import ForceEvaluator
@@ -82,7 +83,7 @@ class Time(_Constant):
     """The time."""
 
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
-        return torch.as_tensor(context.t, dtype=torch.float64, device=state[0].device)
+        return number_on(context.t, torch.float64, state[0].device)
 
 
 @dataclass(frozen=True)

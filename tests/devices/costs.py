@@ -1,6 +1,6 @@
 """What a step costs on a pretended device: synchronisations, copies and kernels, forward and back.
 
-Prints a line of JSON for each row. Run: python -m tests.devices.costs [word of a row ...]
+Prints a line of JSON for each row. Run: python -m tests.devices.costs [row ...]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 import adjsim
 from tests.devices.pretended import DEVICE, Log, pretended
-from tests.devices.systems import DT, SYSTEMS, System
+from tests.devices.systems import SYSTEMS, System
 
 STEPS = 4
 PARTS = ("waits", "copies", "kernels")
@@ -43,7 +43,12 @@ def run(system: System, solver: Any, adjoint: Any, steps: int) -> tuple[Log, Log
         )
     with pretended() as forward:
         path = adjsim.simulate(
-            system.dynamics, state, [0.0, steps * DT], solver=solver, adjoint=adjoint, generator=1
+            system.dynamics,
+            state,
+            [0.0, steps * solver.dt],
+            solver=solver,
+            adjoint=adjoint,
+            generator=1,
         )
         final = path.final[0]
     wanted = [x for x in (*state, *system.dynamics.parameters()) if x.requires_grad]
@@ -89,9 +94,7 @@ def cost(name: str) -> dict[str, Any]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    words = sys.argv[1:]
-    for name in SYSTEMS:
-        if not words or any(word in name for word in words):
-            print(json.dumps({name: cost(name)}), flush=True)
+    for name in sys.argv[1:] or SYSTEMS:
+        print(json.dumps({name: cost(name)}), flush=True)
     # Torch's backend of the pretended device does not survive the end of the interpreter.
     os._exit(0)

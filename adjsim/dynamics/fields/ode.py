@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_tensor, describe_type, refuse_uncalled_class
+from adjsim.core.layout import number_on
 from adjsim.core.state import AnyState, FieldState, as_state, check_fields, in_transform, is_finite
 from adjsim.core.typing import Seed
 from adjsim.dynamics.base import Dynamics, named_rates
@@ -137,7 +138,7 @@ def evaluated(
 ) -> tuple[Tensor, ...]:
     """Evaluate a function of (t, y), and return its value as one tensor a field."""
     single = isinstance(state, FieldState)
-    time = torch.as_tensor(t, dtype=state[0].dtype, device=state[0].device)
+    time = number_on(t, state[0].dtype, state[0].device)
     value = function(time, state.y if single else state)
     values = (value,) if single else value
     if not isinstance(values, tuple) or len(values) != len(state):

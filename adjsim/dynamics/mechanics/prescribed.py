@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import describe_type
+from adjsim.core.layout import number_on
 from adjsim.core.parameters import leaves, point_of_differentiation
 from adjsim.core.state import PhaseState
 from adjsim.core.typing import Array
@@ -84,7 +85,7 @@ class PrescribedStream(Stream[PhaseState]):
         self.prescribed = prescribed
 
     def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
-        time = torch.as_tensor(t, dtype=torch.float64, device=state.position.device)
+        time = number_on(t, torch.float64, state.position.device)
         moved = self.prescribed.placed(_rate(self.prescribed.path, time), state.position)
         return {"position": super().drift(t, state)["position"] + moved}
 

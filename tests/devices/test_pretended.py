@@ -1,0 +1,61 @@
+"""What a step would do on a GPU: nothing in a wrong place, no waiting for the device, no copies."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.devices.systems import SYSTEMS
+from tests.problems import slow_but
+
+SHORT = ["hamiltonian", "langevin-atoms", "EulerMaruyama, diagonal"]
+SLOW = ["listed", "friction"]
+# Synchronisations and copies of a step, forward and backward, with the reason.
+ALLOWED = {
+    "chain-1": (0.5, "the buffer of an exact run is checked at times"),
+    "chain-3": (0.5, "the buffer of an exact run is checked at times"),
+    "ewald": (5, "excluded pairs are checked, and reciprocal vectors are made from the box"),
+    "graph": (8, "edges follow from the positions"),
+    "implicit": (18, "the host ends Newton's iteration"),
+    "own module": (13, "the module makes its indices on the CPU"),
+    "feedback": (4, "the controller makes its time on the CPU"),
+    "everything": (4, "the controller makes its time on the CPU"),
+    "friction-moving": (8, "the path makes its time on the CPU"),
+    "prescribed": (12, "the path makes its time on the CPU"),
+}
+# A segment of one step is compared with its end by one number that the host reads.
+SEGMENT = 1
+# The pretended device has no Fourier transforms of real numbers, and crashes in double backward.
+UNKNOWN = {"mesh", "prescribed", "Milstein, diagonal", "StochasticHeun, diagonal"}
+NAMES = [name for name in SYSTEMS if name not in UNKNOWN]
+
+
+@functools.cache
+def costs(*names: str) -> dict[str, dict[str, Any]]:
+    """Return what steps cost, of a process that uses the device for nothing else."""
+    command = [sys.executable, "-m", "tests.devices.costs", *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return {key: row for line in done.stdout.splitlines() for key, row in json.loads(line).items()}
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(lambda name: name in SHORT, NAMES, marathon=lambda name: name not in SLOW)
+)
+def test_a_step_keeps_to_its_device(name):
+    rows = costs(*SHORT)[name] if name in SHORT else costs(name)[name]
+    assert rows
+    allowed, _ = ALLOWED.get(name, (0, ""))
+    for adjoint, row in rows.items():
+        assert "error" not in row, row
+        assert not row["mixes"], row["mixes"]
+        assert not row["on the CPU"]
+        for side in ("forward", "backward"):
+            found = row[f"waits {side}"] + row[f"copies {side}"]
+            segment = SEGMENT if adjoint == "checkpoint" and side == "backward" else 0
+            assert found <= allowed + segment, (adjoint, side, row)
