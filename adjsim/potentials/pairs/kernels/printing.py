@@ -26,7 +26,7 @@ from adjsim.compiler import (
     in_order,
     pointer_to,
 )
-from adjsim.potentials.pairs.kernels.call import declarations
+from adjsim.potentials.pairs.kernels.call import CALL, declarations
 from adjsim.potentials.pairs.kernels.exclusions import matrix
 from adjsim.potentials.pairs.kernels.kernel import (
     FORCE,
@@ -48,19 +48,14 @@ class PairCall(Call):
     def __init__(
         self, args: Sequence[Any], outputs: Sequence[torch.Tensor], store: Callable[..., None]
     ) -> None:
-        *given, name = args
-        x: Any = PairInputs(*given)
-        self.kernel, self._store, self.batch = KERNELS[name], store, x.position.shape[:-2]
-        reals = [x.position, x.vector, x.weight, x.box, x.spacing, *x.operands]
-        dtypes = {value.dtype for value in reals if value is not None}
-        integers = {value.dtype for value in (x.species, x.exclusions) if value is not None}
-        if dtypes != {self.kernel.spec.dtype} or not integers <= {torch.int64}:
-            raise UnprintableError("pairs of mixed types")
-        fields: list[Any] = [self._field(value) for value in x[:2]]
-        stored: list[Any] = [value and in_order(value, store) for value in (x.weight, *x[4:])]
-        operands: list[Any] = [in_order(value, store) for value in x.operands]
-        self.arguments: Any = PairInputs._make([*fields, stored[0], operands, *stored[1:]])
-        self.inputs = tuple(y for y in (*fields, *stored, *operands) if y is not None)
+        *given, kernel = args
+        self.kernel, self._store, self.batch = KERNELS[kernel], store, given[0].shape[:-2]
+        found = dict(zip(PairInputs._fields, given, strict=True))
+        values = found.pop("operands")
+        stored: Any = {name: value and self._stored(name, value) for name, value in found.items()}
+        operands: Any = [self._stored("operands", value) for value in values]
+        self.arguments: Any = PairInputs(**stored, operands=operands)
+        self.inputs = tuple(y for y in (*stored.values(), *operands) if y is not None)
         self.outputs = tuple(map(self.output, outputs))
         self.addresses = (self.kernel.address, *self.kernel.list_addresses)
         self.declarations = declarations(self.kernel.spec.dtype)
@@ -86,10 +81,13 @@ class PairCall(Call):
             "}",
         ]
 
-    def _field(self, value: Value | None) -> Value | None:
-        """Store a field ``(*batch, atoms, dim)`` so that its batch axes are one."""
-        if value is None:
-            return None
+    def _stored(self, name: str, value: Value) -> Value:
+        """Store an argument, a field ``(*batch, atoms, dim)`` so that its batch axes are one."""
+        real = self.kernel.spec.dtype
+        if value.dtype != (torch.int64 if "int64_t" in CALL[name] else real):
+            raise UnprintableError("pairs of mixed types")
+        if CALL[name] != "View":
+            return in_order(value, self._store)
         address = address_of(value)
         if address is None or self._system_stride(address) is None:
             value = dense_copy(value, value.strides)
