@@ -530,6 +530,7 @@ RULES = {
     "signs": lambda p, s: torch.sign(s - p.a) * (s - p.a) ** 3 + (s - 2).abs() ** 3,
     "powers": lambda p, s: p.a * s**0 + s**-2 + s**1.7 + s**3 + (1 + s) ** p.b,
     "functions": lambda p, s: torch.erfc(p.a * s) + torch.tanh(s) * torch.log1p(p.b * s),
+    "functions of two": lambda p, s: torch.hypot(s, p.a) + p.b * torch.fmod(s, 1.5),
 }
 
 
@@ -560,6 +561,13 @@ def test_rules(name):
             assert x is None or not bool(x.any())
         else:
             torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["conditions", "functions of two"])
+def test_what_loops_print_has_an_operator(name):
+    """Both read one table, and the functions of vectors are those of numbers."""
+    pair = Rule(RULES[name], cutoff=2.9, box=box_of("cube"))
+    assert "by torch" not in pair.path(gas(cell("cube"), 12, seed=12))
 
 
 # Everything that a force depends on is that of the forward evaluation.
