@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import adjsim
 from adjsim.adjoints.loops.runner import cache
 from adjsim.core import box
+from adjsim.potentials.pairs import formula
 
 DT, ROUNDS, HORIZONS = 0.002, 3, (1, 4)
 # Atoms, steps, replicas.
@@ -137,25 +138,28 @@ def liquid(atoms: int, device: str) -> tuple[Any, Any]:
 
 def lists(device: str, small: bool) -> list[Row]:
     """All pairs beside a list, not compiled: forward and gradient."""
-    rows, usual = [], box.LISTED
+    rows, usual, steps = [], (box.LISTED, formula.LISTED_ON_GPU), 10 if small else 40
     for atoms in (216,) if small else LISTS:
-        dynamics, state = liquid(atoms, device)
 
-        def run(listed: float, dynamics: Any = dynamics, state: Any = state) -> Tensor:
-            box.LISTED = listed
-            final = adjsim.simulate(
-                dynamics, state, [0.0, 10 * DT], solver=adjsim.VelocityVerlet(DT),
-                adjoint=adjsim.ReversibleAdjoint(),
-            ).final  # fmt: skip
-            loss = final.position.square().sum()
-            return torch.autograd.grad(loss, list(dynamics.parameters()))[0]
+        def run(listed: float, atoms: int = atoms) -> Callable[[], Tensor]:
+            # The number of atoms from which a list is made is kept with the potential.
+            box.LISTED, formula.LISTED_ON_GPU = listed, 0
+            dynamics, state = liquid(atoms, device)
+            print(f"  {atoms} atoms: {dynamics.potential.path(state.position)}")
 
-        sides = {
-            "all pairs": lambda run=run: run(float("inf")),
-            "list": lambda run=run: run(0.0),
-        }
-        rows.append(compared(f"{atoms} atoms, cutoff 2.5", sides, 10, device, 1e-6))
-    box.LISTED = usual
+            def gradient() -> Tensor:
+                final = adjsim.simulate(
+                    dynamics, state, [0.0, steps * DT], solver=adjsim.VelocityVerlet(DT),
+                    adjoint=adjsim.ReversibleAdjoint(),
+                ).final  # fmt: skip
+                loss = final.position.square().sum()
+                return torch.autograd.grad(loss, list(dynamics.parameters()))[0]
+
+            return gradient
+
+        sides = {"all pairs": run(float("inf")), "list": run(0.0)}
+        rows.append(compared(f"{atoms} atoms, cutoff 2.5", sides, steps, device, 1e-6))
+    box.LISTED, formula.LISTED_ON_GPU = usual
     cache.drop(lambda key: True)
     return rows
 

@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 
 import adjsim
-from tests.devices.pretended import DEVICE, Log, pretended
+from adjsim.potentials.pairs import formula, listed
+from tests.devices.pretended import DEVICE, Log, Pretended, pretended
 from tests.devices.systems import SYSTEMS, System
 
+# Lists are for tensors of torch's own class, and on a GPU for larger systems than these.
+vars(listed)["Tensor"] = Pretended
+formula.LISTED_ON_GPU = 0
 STEPS = 4
 PARTS = ("waits", "copies", "kernels")
 

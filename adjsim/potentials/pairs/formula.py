@@ -255,7 +255,15 @@ def misshapen(species: Tensor | None, atoms: int, operands: Mapping[str, Tensor]
     return None
 
 
+# Up to this number of pairs, of all systems of a batch, all pairs take less time than a list on a
+# GPU: a list is bound by launches and by what the host reads. Measured, see benchmarks/README.md.
+LISTED_ON_GPU = 7e6
+
+
 def skin_of(pair: PairFormula, position: Tensor) -> float | None:
     """Return the skin of the neighbour list; None: evaluate all pairs."""
-    smallest = pair.smallest_listed
-    return None if smallest is None or position.shape[-2] < smallest else pair.list_skin
+    smallest, atoms = pair.smallest_listed, position.shape[-2]
+    if smallest is None or atoms < smallest:
+        return None
+    few = position.device.type != "cpu" and position.shape[:-1].numel() * atoms < LISTED_ON_GPU
+    return None if few else pair.list_skin

@@ -178,7 +178,9 @@ class Mesh(ChargeSum):
         along = gather(u, self._potential(self._spread(u, dipoles)), 1, self.order)
         here = gather(u, phi, 2, self.order)
         slope, curvature = here[..., 1:4], here[..., 4:]
-        bent = (curvature[..., _SYMMETRIC] * w.unsqueeze(-2)).sum(-1)
+        # A list of places would be copied to a GPU, which a CUDA graph refuses.
+        matrix = torch.stack([curvature[..., i] for row in _SYMMETRIC for i in row], -1)
+        bent = (matrix.unflatten(-1, (3, 3)) * w.unsqueeze(-2)).sum(-1)
         found = -(slope * w).sum(-1) - along[..., 0]
         return self._back(-q * (bent + along[..., 1:]), position), found.sum(0)
 
