@@ -92,6 +92,12 @@ def as_indices(name: str, value: Any) -> Tensor:
     return found.long()
 
 
+def wrong_shape(name: str, wanted: str, value: Tensor, advice: str = "") -> ValueError:
+    """Make the error of a tensor of another shape than is wanted."""
+    shape = tuple(value.shape)
+    return ValueError(f"{name} must be {wanted}; got shape {shape}.{advice and ' '}{advice}")
+
+
 def _plain(name: str, value: Any) -> Any:
     """Replace quantities, and the tensors inside lists, by their numbers."""
     if isinstance(value, list | tuple):

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_tensor, outside_inference_mode
+from adjsim.core.arguments import as_tensor, outside_inference_mode, wrong_shape
 from adjsim.core.coordinates import cross
 from adjsim.core.derived import derived
 from adjsim.core.typing import Array
@@ -168,9 +168,7 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
     given = as_box(box)
     cell = given.detach()
     if cell.ndim not in (1, 2) or (cell.ndim == 2 and cell.shape[0] != cell.shape[1]):
-        raise ValueError(
-            f"box must be (dim,) lengths or (dim, dim) rows; got shape {tuple(cell.shape)}."
-        )
+        raise wrong_shape("box", "(dim,) lengths or (dim, dim) rows", cell)
     smallest = float(cell.min() if cell.ndim == 1 else volume(cell))
     if not bool(torch.isfinite(cell).all()) or smallest <= 0:
         raise ValueError(f"box must have positive lengths and a volume; got {cell.tolist()}.")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from adjsim.core.arguments import as_tensor, outside_inference_mode
+from adjsim.core.arguments import as_tensor, outside_inference_mode, wrong_shape
 from adjsim.core.typing import Number
 
 # Sizes of a tensor; a word stands for a size that is free.
@@ -89,10 +89,7 @@ class NumberRule:
         if self.shapes and not any(_fits(value.shape, shape) for shape in self.shapes):
             allowed = ", ".join(map(_describe_shape, self.shapes[:-1]))
             allowed += f"{allowed and ' or '}{_describe_shape(self.shapes[-1])}"
-            raise ValueError(
-                f"{name} must be {allowed}{self.each and ', ' + self.each}; got shape "
-                f"{tuple(value.shape)}."
-            )
+            raise wrong_shape(name, f"{allowed}{self.each and ', ' + self.each}", value)
         if self.single and value.numel() != 1:
             raise ValueError(
                 f"{name} must be one number, for all atoms and replicas; got shape "

@@ -14,7 +14,7 @@ from itertools import combinations, permutations
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_indices, as_number, as_tensor, as_whole
+from adjsim.core.arguments import as_indices, as_number, as_tensor, as_whole, wrong_shape
 from adjsim.core.typing import Array, Number
 
 # The faces of a tetrahedron of positive volume, seen counterclockwise from outside.
@@ -129,9 +129,8 @@ class Mesh:
         """
         value, elements = as_tensor("density", density), self.elements
         if value.numel() != 1 and value.shape != elements.shape[:1]:
-            raise ValueError(
-                f"density must be a number or ({len(elements)},), one for each element; got shape "
-                f"{tuple(value.shape)}."
+            raise wrong_shape(
+                "density", f"a number or ({len(elements)},), one for each element", value
             )
         low, high = (float(x) for x in value.detach().aminmax())
         if not 0 < low <= high < math.inf:
@@ -251,9 +250,7 @@ def _checked_vertices(value: Array) -> Tensor:
             "elastic potential is a rest shape with a gradient."
         )
     if found.ndim != 2 or found.shape[1] not in (2, 3) or len(found) == 0:
-        raise ValueError(
-            f"vertices must be (vertices, 3) or (vertices, 2); got shape {tuple(found.shape)}."
-        )
+        raise wrong_shape("vertices", "(vertices, 3) or (vertices, 2)", found)
     finite = torch.isfinite(found).all(-1)
     if not bool(finite.all()):
         number = int((~finite).int().argmax())
@@ -265,10 +262,7 @@ def _checked_elements(name: str, value: Array, vertices: int) -> Tensor:
     """Convert tetrahedra or triangles to integers, and check that they name vertices."""
     found, members = as_indices(name, value), 4 if name == "tetrahedra" else 3
     if found.ndim != 2 or found.shape[1] != members or len(found) == 0:
-        raise ValueError(
-            f"{name} must be ({name}, {members}) vertex numbers, at least one; got shape "
-            f"{tuple(found.shape)}."
-        )
+        raise wrong_shape(name, f"({name}, {members}) vertex numbers, at least one", found)
     wrong = ((found < 0) | (found >= vertices)).any(-1)
     if bool(wrong.any()):
         number = int(wrong.int().argmax())

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_number, as_tensor
+from adjsim.core.arguments import as_number, as_tensor, wrong_shape
 from adjsim.core.box import checked_box, volume
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, PositionsLike
@@ -45,9 +45,7 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
     q = refuse_not_finite(_fluid("radial_distribution", position, box).detach())
     bounds = as_tensor("edges", edges).detach().double().cpu()
     if bounds.ndim != 1 or len(bounds) < 2 or not bool((bounds[1:] > bounds[:-1]).all()):
-        raise ValueError(
-            f"edges must be at least two increasing distances; got shape {tuple(bounds.shape)}."
-        )
+        raise wrong_shape("edges", "at least two increasing distances", bounds)
     if q.numel() == 0:
         raise ValueError(f"radial_distribution needs a frame; position has shape {tuple(q.shape)}.")
     cell = checked_box(box, float(bounds[-1]))

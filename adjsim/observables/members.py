@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_number, as_tensor
+from adjsim.core.arguments import as_number, as_tensor, wrong_shape
 from adjsim.core.box import nearest_image
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, Number, PositionsLike
@@ -67,10 +67,7 @@ def atom_weights(name: str, value: Number, q: Tensor) -> Tensor:
         w = as_tensor(name, value)
     atoms = q.shape[-2]
     if w.ndim > 0 and tuple(w.shape) not in ((atoms,), (atoms, 1)):
-        raise ValueError(
-            f"{name} must be one number or ({atoms},), one for each atom; got shape "
-            f"{tuple(w.shape)}."
-        )
+        raise wrong_shape(name, f"one number or ({atoms},), one for each atom", w)
     if not values_unknown() and not bool((w.isfinite() & (w >= 0)).all() & (w > 0).any()):
         raise ValueError(
             f"{name} must be zero or positive, and not all zero; got {w.detach().tolist()}."

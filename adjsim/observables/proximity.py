@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from adjsim.core.arguments import as_indices, as_number, as_tensor
+from adjsim.core.arguments import as_indices, as_number, as_tensor, wrong_shape
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, Energies, Number, PositionsLike
 from adjsim.observables.members import (
@@ -51,10 +51,7 @@ def contacts(
     with outside_tracing():
         limit = as_tensor("distance", distance)
     if limit.ndim > 0 and tuple(limit.shape) != (len(first),):
-        raise ValueError(
-            f"distance must be one number or ({len(first)},), one for each pair; got shape "
-            f"{tuple(limit.shape)}."
-        )
+        raise wrong_shape("distance", f"one number or ({len(first)},), one for each pair", limit)
     cell = _cell(box, limit, known=not isinstance(distance, Tensor))
     return _in_contact(vectors(q, first, second, cell), limit, width).sum(-1)
 
@@ -229,10 +226,7 @@ def _groups(groups: Array, q: Tensor) -> tuple[Tensor, Tensor]:
     with outside_tracing():
         group = as_indices("groups", groups)
         if tuple(group.shape) != (q.shape[-2],):
-            raise ValueError(
-                f"groups must be ({q.shape[-2]},), the group of each atom; got shape "
-                f"{tuple(group.shape)}."
-            )
+            raise wrong_shape("groups", f"({q.shape[-2]},), the group of each atom", group)
         if int(group.min()) < -1 or int(group.max()) < 0:
             raise ValueError(f"groups must be counted from 0, or be -1; got {group.tolist()}.")
         lists = [(group == g).nonzero().flatten() for g in range(int(group.max()) + 1)]

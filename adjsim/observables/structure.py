@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_tensor, as_whole
+from adjsim.core.arguments import as_tensor, as_whole, wrong_shape
 from adjsim.core.box import checked_box, volume
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, Energies, Number, PositionsLike
@@ -91,9 +91,7 @@ def structure_factor(position: PositionsLike, wavevectors: Array) -> Tensor:
     with outside_tracing():
         k = as_tensor("wavevectors", wavevectors)
     if k.ndim != 2 or k.shape[-1] != q.shape[-1]:
-        raise ValueError(
-            f"wavevectors must be (n, {q.shape[-1]}) for this position; got shape {tuple(k.shape)}."
-        )
+        raise wrong_shape("wavevectors", f"(n, {q.shape[-1]}) for this position", k)
     phase = q @ k.to(q).T
     return (phase.cos().sum(-2) ** 2 + phase.sin().sum(-2) ** 2) / q.shape[-2]
 
@@ -238,9 +236,7 @@ def dipole(position: PositionsLike, charge: Array) -> Tensor:
     with outside_tracing():
         c = as_tensor("charge", charge)
     if tuple(c.shape) not in ((q.shape[-2],), (q.shape[-2], 1)):
-        raise ValueError(
-            f"charge must be ({q.shape[-2]},), one for each atom; got shape {tuple(c.shape)}."
-        )
+        raise wrong_shape("charge", f"({q.shape[-2]},), one for each atom", c)
     return (c.to(q).reshape(-1, 1) * q).sum(-2)
 
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_number, as_tensor
+from adjsim.core.arguments import as_number, as_tensor, wrong_shape
 from adjsim.core.box import volume
 from adjsim.core.parameters import check_count
 from adjsim.core.typing import Array, Energies, Number, PositionsLike
@@ -143,9 +143,7 @@ def heat_capacity(
     """
     u, count = as_tensor("energy", energy), as_number("dof", dof)
     if u.ndim < 1 or len(u) < 2:
-        raise ValueError(
-            f"energy must be (time, *batch), of at least two frames; got shape {tuple(u.shape)}."
-        )
+        raise wrong_shape("energy", "(time, *batch), of at least two frames", u)
     temperature = checked_temperature(kT, u, u.shape[1:])
     if not count >= 0:
         raise ValueError(f"dof must be zero or positive; got {count:g}.")
@@ -238,10 +236,7 @@ def dielectric_constant(
     m = as_tensor("dipoles", dipoles)
     size, strength = positive("volume", volume), positive("constant", constant)
     if m.ndim < 2 or len(m) < 2 or m.shape[-1] != 3:
-        raise ValueError(
-            f"dipoles must be (time, *batch, 3), of at least two frames; got shape {tuple(m.shape)}"
-            "."
-        )
+        raise wrong_shape("dipoles", "(time, *batch, 3), of at least two frames", m)
     temperature = checked_temperature(kT, m, m.shape[1:-1])
     spread = m.var(0, correction=1).sum(-1)
     return 1 + 4 * math.pi * strength / (3 * size * temperature) * spread

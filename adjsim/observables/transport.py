@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adjsim.core.arguments import as_number, as_tensor, as_whole
+from adjsim.core.arguments import as_number, as_tensor, as_whole, wrong_shape
 from adjsim.core.typing import Array, Energies, Number
 from adjsim.observables.averages import lagged_products
 from adjsim.observables.members import positive
@@ -188,9 +188,7 @@ def viscosity(
     """
     p, size = as_tensor("stress", stress), positive("volume", volume)
     if p.ndim < 3 or p.shape[-1] != p.shape[-2] or p.shape[-1] not in (2, 3):
-        raise ValueError(
-            f"stress must be (time, *batch, dim, dim) with dim 2 or 3; got shape {tuple(p.shape)}."
-        )
+        raise wrong_shape("stress", "(time, *batch, dim, dim) with dim 2 or 3", p)
     temperature = checked_temperature(kT, p, p.shape[1:-2])
     (length, spacing), stop = _even_times(times, len(p)), as_number("stop", stop)
     if not spacing * (1 - 1e-9) <= stop <= length * (1 + 1e-9):
@@ -211,10 +209,7 @@ def _even_times(times: Array, frames: int) -> tuple[float, float]:
     """Check that times belong to the frames and are evenly spaced; return length and spacing."""
     t = as_tensor("times", times).detach().double().cpu()
     if t.ndim != 1 or len(t) != frames or frames < 2:
-        raise ValueError(
-            f"times must be ({frames},), one for each of at least two frames; got shape "
-            f"{tuple(t.shape)}."
-        )
+        raise wrong_shape("times", f"({frames},), one for each of at least two frames", t)
     length = float(t[-1] - t[0])
     spacing = length / (frames - 1)
     even = t[0] + spacing * torch.arange(frames, dtype=torch.float64)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import describe_type
+from adjsim.core.arguments import describe_type, wrong_shape
 from adjsim.core.layout import number_on
 from adjsim.core.parameters import leaves, point_of_differentiation
 from adjsim.core.state import PhaseState
@@ -49,9 +49,8 @@ class Prescribed(Placement):
         target, index = self.path(t).detach().to(position), self.vertices.index
         shape = (len(index), position.shape[-1])
         if target.shape != shape:
-            raise ValueError(
-                f"the path of prescribed vertices must be {shape}, a position for each of them; "
-                f"got shape {tuple(target.shape)}."
+            raise wrong_shape(
+                "the path of prescribed vertices", f"{shape}, a position for each of them", target
             )
         away = (position[..., index, :] - target).abs().amax(-1).flatten()
         allowed = AGREEMENT * torch.finfo(position.dtype).eps * max(1.0, float(target.abs().amax()))

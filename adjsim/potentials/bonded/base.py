@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_indices, outside_inference_mode
+from adjsim.core.arguments import as_indices, outside_inference_mode, wrong_shape
 from adjsim.core.box import Periodic, nearest_image
 from adjsim.core.coordinates import Coordinate, Distance, Vector, combined, scaled, subtracted
 from adjsim.core.declared import Declaring
@@ -265,9 +265,7 @@ def whole(vector: Vector) -> Tensor:
 def _checked_types(types: Array, index: Tensor) -> Tensor:
     found = as_indices("types", types)
     if found.shape != index.shape[:1]:
-        raise ValueError(
-            f"types must be ({len(index)},), the type of each term; got shape {tuple(found.shape)}."
-        )
+        raise wrong_shape("types", f"({len(index)},), the type of each term", found)
     if int(found.min()) < 0:
         raise ValueError(f"types must be numbered from 0; got {int(found.min())}.")
     return found

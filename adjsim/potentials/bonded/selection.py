@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_indices
+from adjsim.core.arguments import as_indices, wrong_shape
 from adjsim.core.typing import Array
 
 # Entries of a row of a table. The sum of more entries is a sum of sums.
@@ -53,10 +53,7 @@ def as_members(name: str, index: Any, columns: int, atoms: int) -> Tensor:
     """Convert the indices of atoms, ``(n, columns)``; the atoms of a row are different."""
     found = as_indices(name, index)
     if found.ndim != 2 or found.shape[1] != columns or len(found) == 0:
-        raise ValueError(
-            f"{name} must be (n, {columns}) indices of atoms with n at least 1; got shape "
-            f"{tuple(found.shape)}."
-        )
+        raise wrong_shape(name, f"(n, {columns}) indices of atoms with n at least 1", found)
     check_range(name, found, atoms)
     ordered = found.sort(-1).values
     twice = (ordered[:, 1:] == ordered[:, :-1]).any(-1)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import describe_type, outside_inference_mode
+from adjsim.core.arguments import describe_type, outside_inference_mode, wrong_shape
 from adjsim.core.coordinates import Coordinate, Vector, combined, scaled
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.rounding import UNROUNDED, Rounding
@@ -204,10 +204,7 @@ class MovingContact(SurfaceContact, ForceField):
     def _shift(self, like: Tensor, t: Any) -> Tensor:
         found, dim = self.surface.path(t), self._resting.dim
         if found.shape != (dim,):
-            raise ValueError(
-                f"the path of a {type(self._resting).__name__} must be ({dim},); got shape "
-                f"{tuple(found.shape)}."
-            )
+            raise wrong_shape(f"the path of a {type(self._resting).__name__}", f"({dim},)", found)
         return found.to(like)
 
     def surface_velocity(self, position: Positions, t: Any = 0.0) -> Positions:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import describe_type
+from adjsim.core.arguments import describe_type, wrong_shape
 from adjsim.core.coordinates import Coordinate, Distance, Vector, combined, dot, scaled, subtracted
 from adjsim.core.declared import declared
 from adjsim.core.typing import Number
@@ -164,9 +164,8 @@ class Box(Centred):
     def validate(self) -> None:
         """Refuse half lengths that are not as many as the coordinates of the center."""
         if self.half_lengths.shape != self.center.shape:
-            raise ValueError(
-                f"half_lengths must be ({len(self.center)},), as center; got shape "
-                f"{tuple(self.half_lengths.shape)}."
+            raise wrong_shape(
+                "half_lengths", f"({len(self.center)},), as center", self.half_lengths
             )
 
     def coordinate(self, x: Vector) -> Coordinate:

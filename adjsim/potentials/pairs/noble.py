@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_indices, outside_inference_mode
+from adjsim.core.arguments import as_indices, outside_inference_mode, wrong_shape
 from adjsim.core.declared import declared
 from adjsim.core.derived import derived
 from adjsim.core.parameters import describe
@@ -144,10 +144,7 @@ class LennardJonesMixture(LennardJones):
 def _checked_species(species: Array, count: int) -> Tensor:
     found = as_indices("species", species)
     if found.ndim != 1 or len(found) == 0:
-        raise ValueError(
-            "species must be (atoms,), the index of each atom's species; got shape "
-            f"{tuple(found.shape)}."
-        )
+        raise wrong_shape("species", "(atoms,), the index of each atom's species", found)
     if not 0 <= int(found.min()) <= int(found.max()) < count:
         raise ValueError(
             f"species must be indices from 0 to {count - 1}, since epsilon and sigma list {count}; "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim.core.arguments import wrong_shape
 from adjsim.core.declared import declared
 from adjsim.core.derived import has_values
 from adjsim.core.parameters import check_numbers, register
@@ -51,9 +52,8 @@ class _Nodes(Signal):
                 f"times must be at least two increasing numbers; got {found.tolist()}."
             )
         if self.values.ndim < 1 or len(self.values) != len(found):
-            raise ValueError(
-                f"values must be ({len(found)}, ...), one entry for each time; got shape "
-                f"{tuple(self.values.shape)}."
+            raise wrong_shape(
+                "values", f"({len(found)}, ...), one entry for each time", self.values
             )
 
     def _shares(self, t: Any) -> tuple[Tensor, Tensor, Tensor]:
