@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,7 +16,6 @@ from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, all_finite, in_transform
 from adjsim.core.trajectory import RunEnd, step_numbers
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.buffer import BufferGrowth
 from adjsim.dynamics.copies import Copies
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
@@ -206,19 +205,6 @@ class StepPlan:
         return FloatingPointError(f"the simulation reached NaN or infinity {where}{why}")
 
 
-@runtime_checkable
-class VaryingSteps(Protocol):
-    """The numbers that depend on the size of a step, where steps differ in size."""
-
-    def coefficients(self, h: float) -> dict[str, Coefficients]:
-        """Return each letter's coefficients of a step of size h."""
-        ...
-
-    def growth(self, plan: StepPlan, clock: VaryingClock) -> BufferGrowth | None:
-        """Compute how the buffers of an exact run fill; None for any other run."""
-        ...
-
-
 class SteppingSolver(ABC):
     """The base class of solvers that take steps, on a lattice if ``exact``."""
 
@@ -265,8 +251,8 @@ class SteppingSolver(ABC):
         begin, before = (float(times[0]), 0) if end is None else (end.begin, end.step)
         return Clock(begin, self.dt, tuple(step_numbers(times, self.dt)), before)
 
-    def varying(self, state: AnyState) -> VaryingSteps | None:
-        """Return what depends on the size of a step; None if all steps have one size."""
+    def varying(self, state: AnyState) -> Any:
+        """Return the VaryingCoupling of steps that differ in size; None if all have one size."""
         return None
 
     def report_choices(self, report: RunReport) -> None:

@@ -21,9 +21,10 @@ from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.masses import HeatLimit
 from adjsim.dynamics.sources import Coefficients
 from adjsim.dynamics.starts import describe_force_not_finite
-from adjsim.solvers.base import StepContext, SteppingSolver, StepPlan, VaryingSteps
+from adjsim.solvers.base import StepContext, SteppingSolver, StepPlan
 from adjsim.solvers.clock import Clock, VaryingClock
 from adjsim.solvers.implicit.newton import UnsolvedStepError
+from adjsim.solvers.reversible.varying_coupling import VaryingCoupling
 from adjsim.solvers.run import Run
 
 # Steps between finiteness checks.
@@ -119,7 +120,7 @@ class Stepper:
     kind: type[Any]
     noise: StepNoise | None = None
     buffer_growth: BufferGrowth | None = None
-    varying: VaryingSteps | None = None
+    varying: VaryingCoupling | None = None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to_lattice(self, state: AnyState) -> AnyState:
