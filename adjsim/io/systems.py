@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from ase import units
 from ase.io.formats import UnknownFileTypeError
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjsim.core.box import perpendicular_widths
 from adjsim.io import box_of
-from adjsim.potentials.pairs.noble import NOBLE_GASES, LennardJonesMixture, trainable_numbers
+from adjsim.potentials.pairs.noble import NOBLE_GASES, LennardJonesMixture
 from adjsim.potentials.pairs.powers import LennardJones
 from adjsim.potentials.pairs.truncation import ForceShifted, Shifted, Switched, Truncation
 
@@ -103,7 +103,7 @@ def cluster(
     atoms = ase.io.read(str(files("adjsim.io") / "data" / "lj13.xyz"))
     assert isinstance(atoms, ase.Atoms)
     depth, scale = (1.0 if x is None else x for x in (epsilon, sigma))
-    numbers = trainable_numbers([depth]), trainable_numbers([scale])
+    numbers = [nn.Parameter(torch.tensor(x, dtype=torch.float64)) for x in (depth, scale)]
     potential = LennardJones(*numbers, **cutoff.arguments(None))
     position, mass = torch.from_numpy(atoms.get_positions() * scale), torch.ones(())
     name = "13-atom Lennard-Jones cluster"
@@ -201,7 +201,9 @@ def _potential(
     default = None
     if box is not None:
         default = min(3.0 * max(sigmas), 0.5 * float(perpendicular_widths(box).min()))
-    numbers = trainable_numbers(epsilons), trainable_numbers(sigmas)
+    # One number is a scalar.
+    values = [torch.tensor(x, dtype=torch.float64).squeeze() for x in (epsilons, sigmas)]
+    numbers = [nn.Parameter(value) for value in values]
     options: dict[str, Any] = {"box": box, **cutoff.arguments(default)}
     if len(species) == 1:
         return LennardJones(*numbers, **options)

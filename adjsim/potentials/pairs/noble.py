@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjsim.core.arguments import as_indices, outside_inference_mode, wrong_shape
 from adjsim.core.declared import declared
@@ -151,9 +151,3 @@ def _checked_species(species: Array, count: int) -> Tensor:
             f"got {int(found.min())} to {int(found.max())}."
         )
     return found
-
-
-def trainable_numbers(values: Sequence[float]) -> nn.Parameter:
-    """Make a float64 parameter, a scalar from one number or a vector from several."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    return nn.Parameter(tensor[0] if len(values) == 1 else tensor)
