@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from adjsim.adjoints.base import Adjoint, Result
+from adjsim.core.arguments import as_positive
 from adjsim.core.run_report import RunReport
 from adjsim.core.second_derivative import once_differentiable
 from adjsim.core.state import State
@@ -40,10 +41,8 @@ class BacksolveAdjoint(Adjoint):
     accepts = (ContinuousSolver,)
 
     def __init__(self, *, rtol: float | None = None, atol: float | None = None) -> None:
-        for name, value in (("rtol", rtol), ("atol", atol)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive; got {value}.")
-        self.rtol, self.atol = rtol, atol
+        self.rtol = None if rtol is None else as_positive("rtol", rtol)
+        self.atol = None if atol is None else as_positive("atol", atol)
 
     def check(self, run: Run[State]) -> None:
         run.solver.check(run, self._options())

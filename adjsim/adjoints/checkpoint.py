@@ -43,11 +43,7 @@ class CheckpointAdjoint(Adjoint):
     accepts = (SteppingSolver,)
 
     def __init__(self, segments: int | None = None) -> None:
-        if segments is not None:
-            segments = as_whole("segments", segments)
-        if segments is not None and segments < 1:
-            raise ValueError(f"segments must be at least 1; got {segments}.")
-        self.segments = segments
+        self.segments = None if segments is None else as_whole("segments", segments, least=1)
 
     def run(self, run: Run[State], report: RunReport) -> Result[State]:
         def history(stepper: Stepper) -> History:

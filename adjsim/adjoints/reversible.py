@@ -16,7 +16,7 @@ from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.sweep.history import ErrorBudget, History, Rewind, SweepStart
 from adjsim.adjoints.sweep.passes import run_swept
 from adjsim.adjoints.sweep.stepper import Stepper
-from adjsim.core.arguments import as_number, as_whole
+from adjsim.core.arguments import as_positive, as_whole
 from adjsim.core.durable.stateful import Entries
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, magnitudes, select
@@ -59,13 +59,8 @@ class ReversibleAdjoint(Adjoint):
 
     def __init__(self, *, checkpoint_every: int | None = None, tol: float = 1e-6) -> None:
         if checkpoint_every is not None:
-            checkpoint_every = as_whole("checkpoint_every", checkpoint_every)
-        tol = as_number("tol", tol)
-        if checkpoint_every is not None and checkpoint_every < 1:
-            raise ValueError(f"checkpoint_every must be at least 1 step; got {checkpoint_every}.")
-        if not tol > 0:
-            raise ValueError(f"tol must be positive; got {tol}.")
-        self.checkpoint_every, self.tol = checkpoint_every, tol
+            checkpoint_every = as_whole("checkpoint_every", checkpoint_every, least=1)
+        self.checkpoint_every, self.tol = checkpoint_every, as_positive("tol", tol)
 
     def check(self, run: Run[State]) -> None:
         for stage, move in run.plan.moves:

@@ -9,6 +9,7 @@ eV, angstrom and amu. A string, None or a bool in place of a number is a TypeErr
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -41,11 +42,21 @@ def as_number(name: str, value: Any) -> float:
     return float(value)
 
 
-def as_whole(name: str, value: Any) -> int:
+def as_positive(name: str, value: Any) -> float:
+    """Convert a setting to a positive float, which may be infinite."""
+    number = as_number(name, value)
+    if not number > 0:
+        raise ValueError(f"{name} must be positive; got {number:g}.")
+    return number
+
+
+def as_whole(name: str, value: Any, least: float = -math.inf) -> int:
     """Convert a count to an int."""
     number = as_number(name, value)
     if not number.is_integer():
         raise ValueError(f"{name} must be an integer; got {number:g}.")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}; got {number:g}.")
     return int(number)
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_number, as_tensor
+from adjsim.core.arguments import as_positive, as_tensor
 from adjsim.core.krylov import largest_eigenvalue
 from adjsim.core.parameters import NumberRule
 from adjsim.core.typing import Number, PositionsLike
@@ -57,8 +57,8 @@ def largest_stable_step(
     at = as_start(position)[0].detach()
     added: Tensor | None = None
     if contact is not None:
-        if energy is not None and not as_number("energy", energy) > 0:
-            raise ValueError(f"energy must be positive; got {energy}.")
+        if energy is not None:
+            as_positive("energy", energy)
         added = contact.largest_curvature(at.shape[-2], energy).to(at).unsqueeze(-1)
     masses = as_tensor("mass", mass).detach()
     NumberRule(positive=True, shapes=PER_ATOM)("mass", masses)

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Generic
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import outside_inference_mode
+from adjsim.core.arguments import as_whole, outside_inference_mode
 from adjsim.core.durable.manifest import tensor_fingerprint
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.noise import Noise, as_generator, seed_from
@@ -224,9 +224,8 @@ def stacked(columns: list[Tensor], value: Tensor, parameter: Tensor) -> Tensor:
 
 def chunk_slices(replicas: int, chunks: int) -> list[slice]:
     """Divide the replicas into groups as even as possible."""
-    if replicas < 1 or chunks < 1:
-        raise ValueError(f"replicas and chunks must be at least 1; got {replicas} and {chunks}.")
-    chunks = min(chunks, replicas)
+    replicas = as_whole("replicas", replicas, least=1)
+    chunks = min(as_whole("chunks", chunks, least=1), replicas)
     edges = [replicas * i // chunks for i in range(chunks + 1)]
     return [slice(a, b) for a, b in pairwise(edges)]
 

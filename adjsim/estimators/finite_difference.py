@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_number
+from adjsim.core.arguments import as_positive
 from adjsim.core.state import State
 from adjsim.estimators.base import Chunk, ChunkedEstimator, joined_stats, stacked
 from adjsim.estimators.replicas import Observable, Replicas, Simulation
@@ -32,9 +32,7 @@ class FiniteDifference(ChunkedEstimator):
     estimand: ClassVar[str] = "path"
 
     def __init__(self, h: float = 1e-3) -> None:
-        self.h = as_number("h", h)
-        if not self.h > 0:
-            raise ValueError(f"h must be positive; got {self.h}.")
+        self.h = as_positive("h", h)
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         simulation.refuse_captured_force("FiniteDifference")

@@ -12,7 +12,7 @@ from matplotlib.animation import AbstractMovieWriter, FFMpegWriter, PillowWriter
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from adjsim.core.arguments import as_number, as_tensor, as_whole
+from adjsim.core.arguments import as_positive, as_tensor, as_whole
 from adjsim.core.box import checked_box, rows_of
 from adjsim.core.durable.files import replacing
 from adjsim.core.trajectory import Trajectory
@@ -49,11 +49,7 @@ def animate(
             three dimensions or not finite, a number that is not positive.
         RuntimeError: an .mp4 without ffmpeg.
     """
-    path, most, rate = Path(path), as_whole("frames", frames), as_number("fps", fps)
-    if most < 1:
-        raise ValueError(f"frames must be at least 1; got {most}.")
-    if not rate > 0:
-        raise ValueError(f"fps must be positive; got {rate}.")
+    path, most, rate = Path(path), as_whole("frames", frames, least=1), as_positive("fps", fps)
     times = trajectory.times if isinstance(trajectory, Trajectory) else None
     q, chosen = _positions(trajectory, most)
     rows = None

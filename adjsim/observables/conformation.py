@@ -108,11 +108,9 @@ def dihedral_histogram(angles: Array, bins: int) -> Tensor:
     :func:`dihedral_distribution` has one. Angles may be outside of -pi to pi, and pi itself is in
     the first bin, with -pi.
     """
-    x, number = as_tensor("angles", angles).detach().double(), as_whole("bins", bins)
+    x, number = as_tensor("angles", angles).detach().double(), as_whole("bins", bins, 1)
     if x.numel() == 0:
         raise ValueError(f"dihedral_histogram needs an angle; angles have shape {tuple(x.shape)}.")
-    if number < 1:
-        raise ValueError(f"bins must be at least 1; got {number}.")
     refuse_not_finite(x, "angles")
     place = torch.remainder(x + math.pi, 2 * math.pi) * (number / (2 * math.pi))
     counts = torch.bincount(place.long().clamp(max=number - 1).flatten(), minlength=number)

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_number, as_tensor, wrong_shape
+from adjsim.core.arguments import as_number, as_positive, as_tensor, wrong_shape
 from adjsim.core.box import checked_box, volume
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, PositionsLike
-from adjsim.observables.members import points, positions, positive
+from adjsim.observables.members import points, positions
 from adjsim.observables.neighbours import (
     PairVectors,
     optional_box,
@@ -81,7 +81,7 @@ def smooth_radial_distribution(
         width: standard deviation of the kernel, length.
     """
     q = _fluid("smooth_radial_distribution", position, box)
-    at, width = points("r", r, "distances"), positive("width", width)
+    at, width = points("r", r, "distances"), as_positive("width", width)
     with outside_tracing():
         largest = float(at.detach().max())
         cell, atoms = checked_box(box, largest), q.shape[-2]

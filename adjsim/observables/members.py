@@ -7,20 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_number, as_tensor, wrong_shape
+from adjsim.core.arguments import as_tensor, wrong_shape
 from adjsim.core.box import nearest_image
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, Number, PositionsLike
 from adjsim.observables.neighbours import values_unknown
 from adjsim.potentials.bonded.selection import as_members
-
-
-def positive(name: str, value: float | int) -> float:
-    """Convert a positive number."""
-    number = as_number(name, value)
-    if not number > 0:
-        raise ValueError(f"{name} must be positive; got {number}.")
-    return number
 
 
 def points(name: str, value: Array, what: str) -> Tensor:

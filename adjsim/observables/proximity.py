@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from adjsim.core.arguments import as_indices, as_number, as_tensor, wrong_shape
+from adjsim.core.arguments import as_indices, as_number, as_positive, as_tensor, wrong_shape
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, Energies, Number, PositionsLike
 from adjsim.observables.members import (
@@ -17,7 +17,6 @@ from adjsim.observables.members import (
     members,
     nearest,
     positions,
-    positive,
     reference_like,
     vectors,
 )
@@ -76,7 +75,7 @@ def native_contacts(
     The box is that of both structures. Arguments and errors are those of :func:`contacts`.
     """
     q = positions("native_contacts", position)
-    y, factor = reference_like(q, reference), positive("tolerance", tolerance)
+    y, factor = reference_like(q, reference), as_positive("tolerance", tolerance)
     first, second = members("pairs", pairs, 2, q).unbind(-1)
     cell = optional_box(box)
     limit = factor * length(vectors(y, first, second, cell))
@@ -94,7 +93,7 @@ def _cell(box: Array | None, limit: Tensor, known: bool = False) -> Tensor | Non
 
 
 def _in_contact(d: Tensor, limit: Tensor, width: float | int) -> Tensor:
-    return torch.sigmoid((limit.to(d) - length(d)) / positive("width", width))
+    return torch.sigmoid((limit.to(d) - length(d)) / as_positive("width", width))
 
 
 def hydrogen_bonds(
@@ -131,8 +130,8 @@ def hydrogen_bonds(
         ValueError: an index out of range, an acceptor listed twice, a number out of range.
     """
     q = positions("hydrogen_bonds", position)
-    limit, width = positive("distance", distance), positive("width", width)
-    largest, smooth = as_number("angle", angle), positive("angular_width", angular_width)
+    limit, width = as_positive("distance", distance), as_positive("width", width)
+    largest, smooth = as_number("angle", angle), as_positive("angular_width", angular_width)
     if not 0 < largest < math.pi:
         raise ValueError(f"angle must be between 0 and pi, in radians; got {largest}.")
     bonds, cell = members("donors", donors, 2, q), optional_box(box, limit)
@@ -208,7 +207,7 @@ def closest_distances(
     number of groups and of the atoms of the largest. Arguments and errors are those of
     :func:`residue_distances`, and ``width`` is a positive length.
     """
-    q, smooth = positions("closest_distances", position), positive("width", width)
+    q, smooth = positions("closest_distances", position), as_positive("width", width)
     table, inside = _groups(groups, q)
     count, largest = table.shape
     atoms = q.index_select(-2, table.flatten())

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_tensor, as_whole, wrong_shape
+from adjsim.core.arguments import as_positive, as_tensor, as_whole, wrong_shape
 from adjsim.core.box import checked_box, volume
 from adjsim.core.layout import outside_tracing
 from adjsim.core.typing import Array, Energies, Number, PositionsLike
@@ -15,7 +15,6 @@ from adjsim.observables.members import (
     atom_weights,
     centred,
     positions,
-    positive,
     root,
     shares,
 )
@@ -70,8 +69,8 @@ def coordination_number(
     The distance is at most half the smallest perpendicular width of the box. The gradient is large
     where the width is small.
     """
-    q, limit = as_tensor("position", position), positive("distance", distance)
-    width = positive("width", width)
+    q, limit = as_tensor("position", position), as_positive("distance", distance)
+    width = as_positive("width", width)
     cell = optional_box(box, limit)
 
     def neighbours(pairs: PairVectors) -> Tensor:
@@ -118,8 +117,8 @@ def bond_order(
     Raises:
         ValueError: an odd degree, a distance or width out of range, or a system without bonds.
     """
-    q, limit = positions("bond_order", position, dim=3), positive("distance", distance)
-    width, degree = positive("width", width), as_whole("degree", degree)
+    q, limit = positions("bond_order", position, dim=3), as_positive("distance", distance)
+    width, degree = as_positive("width", width), as_whole("degree", degree)
     if degree < 0 or degree % 2:
         raise ValueError(f"degree must be even, since a bond has no direction; got {degree}.")
     cell = optional_box(box, limit)

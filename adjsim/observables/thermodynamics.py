@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_number, as_tensor, wrong_shape
+from adjsim.core.arguments import as_number, as_positive, as_tensor, wrong_shape
 from adjsim.core.box import volume
 from adjsim.core.parameters import check_count
 from adjsim.core.typing import Array, Energies, Number, PositionsLike
-from adjsim.observables.members import positive
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import terms_of
 
@@ -182,7 +181,7 @@ def compressibility(
         ValueError: another shape, a number that is not positive, equal wavenumbers.
     """
     s, k = as_tensor("structure", structure), as_tensor("wavenumbers", wavenumbers)
-    number = positive("density", density)
+    number = as_positive("density", density)
     if k.ndim != 1 or s.ndim < 1 or len(k) != s.shape[-1]:
         raise ValueError(
             f"structure must be (*batch, n) and wavenumbers (n,); got shapes {tuple(s.shape)} and "
@@ -234,7 +233,7 @@ def dielectric_constant(
         ValueError: fewer than two frames, another shape, a number that is not positive.
     """
     m = as_tensor("dipoles", dipoles)
-    size, strength = positive("volume", volume), positive("constant", constant)
+    size, strength = as_positive("volume", volume), as_positive("constant", constant)
     if m.ndim < 2 or len(m) < 2 or m.shape[-1] != 3:
         raise wrong_shape("dipoles", "(time, *batch, 3), of at least two frames", m)
     temperature = checked_temperature(kT, m, m.shape[1:-1])

@@ -8,10 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adjsim.core.arguments import as_number, as_tensor, as_whole, wrong_shape
+from adjsim.core.arguments import as_number, as_positive, as_tensor, as_whole, wrong_shape
 from adjsim.core.typing import Array, Energies, Number
 from adjsim.observables.averages import lagged_products
-from adjsim.observables.members import positive
 from adjsim.observables.thermodynamics import checked_temperature
 
 # The rounding error of a lag that is a number of frames, in frames.
@@ -186,7 +185,7 @@ def viscosity(
         ValueError: another shape, uneven times, a number that is not positive, a limit shorter than
             the spacing or longer than the run.
     """
-    p, size = as_tensor("stress", stress), positive("volume", volume)
+    p, size = as_tensor("stress", stress), as_positive("volume", volume)
     if p.ndim < 3 or p.shape[-1] != p.shape[-2] or p.shape[-1] not in (2, 3):
         raise wrong_shape("stress", "(time, *batch, dim, dim) with dim 2 or 3", p)
     temperature = checked_temperature(kT, p, p.shape[1:-2])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_number
+from adjsim.core.arguments import as_number, as_positive
 from adjsim.core.parameters import register
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, MomentumState, PhaseState
@@ -53,8 +53,8 @@ class Rescaling(Thermostat[MomentumState]):
 
     def validate(self) -> None:
         """Refuse degrees of freedom that the constructor would refuse."""
-        if self.dof is not None and not self.dof > 0:
-            raise ValueError(f"dof must be positive; got {self.dof}.")
+        if self.dof is not None:
+            as_positive("dof", self.dof)
 
     def check(self, state: AnyState) -> None:
         super().check(state)

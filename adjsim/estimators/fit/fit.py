@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_number, as_whole
+from adjsim.core.arguments import as_positive, as_whole
 from adjsim.core.durable.manifest import describe_function
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.durable.store import Nested
@@ -149,12 +149,9 @@ def fit(
         raise ValueError(
             f"{count} parameters cannot be fitted to {len(data.values)} numbers; give more data."
         )
-    if as_whole("iterations", iterations) < 1:
-        raise ValueError(f"iterations must be at least 1; got {iterations}.")
-    if not as_number("largest_change", largest_change) > 0:
-        raise ValueError(f"largest_change must be positive; got {largest_change}.")
-    if as_whole("replicas", replicas) < 2:
-        raise ValueError(f"replicas must be at least 2, for an error; got {replicas}.")
+    as_whole("iterations", iterations, least=1)
+    as_positive("largest_change", largest_change)
+    as_whole("replicas", replicas, least=2)
     sizes = [part.stop - part.start for part in chunk_slices(replicas, chunks)]
     if len(sizes) < 2:
         raise ValueError(f"chunks must be at least 2, for an error; got {chunks}.")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_number, as_whole
+from adjsim.core.arguments import as_number, as_positive, as_whole
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential, with_energy
@@ -33,9 +33,7 @@ class RadialBasis(nn.Module):
 
     def __init__(self, number: int, cutoff: float) -> None:
         super().__init__()
-        self.number, self.cutoff = as_whole("number", number), as_number("cutoff", cutoff)
-        if self.number < 1:
-            raise ValueError(f"number must be at least 1; got {number}.")
+        self.number, self.cutoff = as_whole("number", number, least=1), as_number("cutoff", cutoff)
         self.register_buffer("centres", torch.linspace(0, 1, self.number, dtype=torch.float64))
         self.validate()
 
@@ -46,8 +44,7 @@ class RadialBasis(nn.Module):
                 f"number is {self.number}, and there are {len(self.centres)} centres: make the "
                 "basis again."
             )
-        if not self.cutoff > 0:
-            raise ValueError(f"cutoff must be positive; got {self.cutoff}.")
+        as_positive("cutoff", self.cutoff)
 
     def forward(self, s: Tensor) -> Tensor:
         x = s.unsqueeze(-1) / self.cutoff**2

@@ -10,7 +10,13 @@ import scipy.optimize
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_indices, as_number, as_tensor, as_whole, outside_inference_mode
+from adjsim.core.arguments import (
+    as_indices,
+    as_positive,
+    as_tensor,
+    as_whole,
+    outside_inference_mode,
+)
 from adjsim.core.reading import Reading
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import check_position
@@ -101,11 +107,7 @@ def minimize(
             a load moves all atoms together, and nothing holds them.
     """
     potential = with_energy(potential)
-    tol, max_iterations = as_number("tol", tol), as_whole("max_iterations", max_iterations)
-    if not tol > 0 or max_iterations < 1:
-        raise ValueError(
-            f"tol and max_iterations must be positive; got {tol} and {max_iterations}."
-        )
+    tol, max_iterations = as_positive("tol", tol), as_whole("max_iterations", max_iterations, 1)
     start = as_tensor("position", position)
     check_position(start)
     if not bool(torch.isfinite(start.detach()).all()):

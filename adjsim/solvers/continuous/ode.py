@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_number
+from adjsim.core.arguments import as_positive
 from adjsim.core.state import State
 from adjsim.solvers.base import refuse_no_equation
 from adjsim.solvers.clock import check_dt
@@ -52,9 +52,7 @@ class ODESolver(ContinuousSolver):
         known = ADAPTIVE + SCIPY + ONE_STEP + MULTISTEP
         if method not in known:
             raise ValueError(f"unknown ODE method {method!r}; torchdiffeq has {', '.join(known)}.")
-        self.rtol, self.atol = as_number("rtol", rtol), as_number("atol", atol)
-        if not (self.rtol > 0 and self.atol > 0):
-            raise ValueError(f"rtol and atol must be positive; got {rtol} and {atol}.")
+        self.rtol, self.atol = as_positive("rtol", rtol), as_positive("atol", atol)
         self.fixed_step = method in ONE_STEP + MULTISTEP
         if self.fixed_step and dt is None:
             raise ValueError(f"{method!r} takes fixed steps: give dt.")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.compiler import LARGEST_SYSTEM
-from adjsim.core.arguments import as_number
+from adjsim.core.arguments import as_positive
 from adjsim.core.reading import Reading
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import power_of_two
@@ -216,9 +216,7 @@ class ImplicitSolver(SteppingSolver):
     order: ClassVar[int]
 
     def __init__(self, dt: float, *, tol: float = TOL) -> None:
-        self.dt, self.tol = check_dt(dt), as_number("tol", tol)
-        if not self.tol > 0:
-            raise ValueError(f"tol must be positive; got {tol}.")
+        self.dt, self.tol = check_dt(dt), as_positive("tol", tol)
 
     def supports_compiling(
         self, dynamics: Dynamics[Any], state: AnyState | None = None, *, undone: bool = False
