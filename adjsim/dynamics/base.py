@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Generic, cast
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import refuse_uncalled
 from adjsim.core.parameters import check_count, trainable
 from adjsim.core.state import (
     AnyState,
@@ -28,6 +27,7 @@ from adjsim.dynamics.masses import HeatLimit
 from adjsim.dynamics.starts import as_start, check_potential
 from adjsim.dynamics.terms import Term
 from adjsim.potentials import SurfaceContact
+from adjsim.potentials.evaluated import as_module
 
 
 class Dynamics(nn.Module, Generic[State]):
@@ -47,13 +47,7 @@ class Dynamics(nn.Module, Generic[State]):
 
     def __init__(self, potential: nn.Module) -> None:
         super().__init__()
-        refuse_uncalled("potential", potential)
-        if not isinstance(potential, nn.Module):
-            raise TypeError(
-                "potential must be an nn.Module mapping position to energy; got "
-                f"{type(potential).__name__}. Wrap a function in a module."
-            )
-        self.potential = potential
+        self.potential = as_module("potential", potential)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
