@@ -105,6 +105,8 @@ class Potential(Evaluated):
         The second product is a :class:`DeferredVJP`, a list of gradients or a :class:`VJPSum`. On a
         rounding the force has the bits of :meth:`force`.
         """
+        if type(self).force is Potential.force:
+            return energy_vjp(self, position, parameters, rounding)
         return autograd_vjp(lambda q: force(self, q, rounding=rounding), self, position, parameters)
 
 

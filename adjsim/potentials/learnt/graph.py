@@ -16,12 +16,11 @@ from adjsim.core.box import Periodic
 from adjsim.core.declared import NOT_NEGATIVE, POSITIVE
 from adjsim.core.layout import is_tracing
 from adjsim.core.neighbour_list import AllImages
-from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential
 from adjsim.potentials.evaluated import as_module
-from adjsim.potentials.products import Pullback, Tensors, derivative, energy_vjp
+from adjsim.potentials.products import derivative
 
 ADVICE = (
     "Wrap the potential in InPrecision(potential, dtype), or convert the model with "
@@ -210,11 +209,6 @@ class GraphPotential(_GraphModel, Potential):
             return self._energy(position + position @ strain, edges, moved)
 
         return -derivative(strained, position.new_zeros(*batch, dim, dim))
-
-    def force_vjp(
-        self, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
-    ) -> tuple[Tensor, Pullback]:
-        return energy_vjp(self, position, parameters, rounding)
 
     def _energy(self, position: Tensor, edges: Edges, shifts: Tensor) -> Tensor:
         """Sum the energies of atoms in each system."""

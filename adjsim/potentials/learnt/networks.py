@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_number, as_positive, as_whole
-from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential, with_energy
 from adjsim.potentials.evaluated import as_module
 from adjsim.potentials.pairs.base import PairPotential
-from adjsim.potentials.products import Pullback, Tensors, energy_vjp
 
 
 class RadialBasis(nn.Module):
@@ -227,8 +225,3 @@ class InPrecision(Potential):
         if not isinstance(self.potential, Potential):
             return super().virial(position)
         return self.potential.virial(position.to(self.dtype)).to(position.dtype)
-
-    def force_vjp(
-        self, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
-    ) -> tuple[Tensor, Pullback]:
-        return energy_vjp(self, position, parameters, rounding)
