@@ -23,7 +23,7 @@ from adjsim.core.declared import (
 )
 from adjsim.core.derived import derived
 from adjsim.core.layout import materialise
-from adjsim.core.parameters import refuse_unknown, register
+from adjsim.core.parameters import register
 from adjsim.core.reading import as_part
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Number, Positions
@@ -32,7 +32,7 @@ from adjsim.potentials.charges.coulomb import DampedCoulomb
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, Product, force_of
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, partners_of
 from adjsim.potentials.pairs.formula import ATOMS, SHIFTED
-from adjsim.potentials.products import ParameterVJP, Pullback, VJPSum
+from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback, VJPSum
 
 TOLERANCE = Limits("between 0 and 0.5", lambda x: 0 < x < 0.5)
 
@@ -187,13 +187,11 @@ class EwaldSum(Declaring, Periodic, Potential):
         self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         value, real_product = self.real.force_vjp(position, parameters, rounding)
-        with torch.enable_grad():
-            charge = self._charges(position)
-        refuse_unknown(charge, self, parameters, f"the force of {type(self).__name__}")
         products: list[Product] = []
         with torch.no_grad():
+            charge = self._charges(position)
             for part in self._parts(position):
-                more, product = part.linearised(position, charge.detach())
+                more, product = part.linearised(position, charge)
                 value = value + _rounded(more, rounding)
                 products.append(product)
 
@@ -203,15 +201,9 @@ class EwaldSum(Declaring, Periodic, Potential):
                 found = [product(v) for product in products]
             for more, _ in found:
                 along = along + more
-            grads: list[Tensor | None] = [None] * len(parameters)
-            if parameters and charge.requires_grad:
-                cotangent: Any = sum(weight for _, weight in found)
-                grads = list(
-                    torch.autograd.grad(
-                        charge, parameters, cotangent, allow_unused=True, retain_graph=True
-                    )
-                )
-            return materialise(along), VJPSum((rest, grads))
+            cotangent: Any = sum(weight for _, weight in found)
+            deferred = DeferredVJP(self, self._charges, cotangent, position)
+            return materialise(along), VJPSum((rest, deferred))
 
         return materialise(value), pullback
 
