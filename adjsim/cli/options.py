@@ -153,16 +153,11 @@ def _numbers(option: str, text: str) -> list[float]:
     return numbers
 
 
-def is_given(context: typer.Context, name: str) -> bool:
-    """Return whether an option was given on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
 def refuse_misplaced(context: typer.Context, dynamics: str) -> None:
     """Refuse options of a thermostat that the dynamics does not have."""
     for name, users in THERMOSTAT.items():
-        if dynamics not in users and name in context.params and is_given(context, name):
+        source = context.get_parameter_source(name)
+        if dynamics not in users and source is not None and source.name == "COMMANDLINE":
             raise ValueError(f"--{name} is for {' and '.join(users)}, not for {dynamics}.")
 
 
