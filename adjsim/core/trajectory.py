@@ -11,7 +11,8 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_number, as_tensor, describe_type, refuse_uncalled_class
+from adjsim.core.arguments import as_tensor, describe_type, refuse_uncalled_class
+from adjsim.core.declared import NOT_NEGATIVE
 from adjsim.core.state import State, detached, in_transform
 
 
@@ -38,9 +39,7 @@ class TimeAverage:
 
     def __post_init__(self) -> None:
         check_function("TimeAverage", self.function)
-        object.__setattr__(self, "burn_in", as_number("burn_in", self.burn_in))
-        if not self.burn_in >= 0:
-            raise ValueError(f"burn_in must be zero or a positive time; got {self.burn_in}.")
+        object.__setattr__(self, "burn_in", NOT_NEGATIVE("burn_in", self.burn_in))
 
 
 @dataclass(frozen=True)

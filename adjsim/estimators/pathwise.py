@@ -12,6 +12,7 @@ from torch import Tensor
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
+from adjsim.core.arguments import as_positive
 from adjsim.core.state import State, detached
 from adjsim.core.trajectory import TimeAverage, Trajectory, step_numbers
 from adjsim.estimators.base import Chunk, ChunkedEstimator, jacobian, joined_stats, mean_and_stderr
@@ -47,9 +48,8 @@ class Pathwise(ChunkedEstimator):
     def __init__(
         self, adjoint: Adjoint = DirectAdjoint(), *, truncate: float | None = None
     ) -> None:
-        if truncate is not None and not truncate > 0:
-            raise ValueError(f"truncate must be a positive time; got {truncate}.")
-        self.adjoint, self.truncate = adjoint, truncate
+        self.adjoint = adjoint
+        self.truncate = None if truncate is None else as_positive("truncate", truncate)
 
     def can_compile(self, simulation: Simulation[State]) -> bool:
         """Return whether forward run and backward sweep can be compiled."""

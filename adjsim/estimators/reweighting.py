@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.core.arguments import as_positive
+from adjsim.core.declared import NOT_NEGATIVE
 from adjsim.core.durable.manifest import tensor_fingerprint
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.durable.store import Nested, moved
@@ -56,12 +58,8 @@ class Reweighting(Estimator):
     ) -> None:
         if not 0 < threshold <= 1:
             raise ValueError(f"threshold must be a share between 0 and 1; got {threshold}.")
-        if not burn_in >= 0 or (every is not None and not every > 0):
-            raise ValueError(
-                "every must be positive and burn_in must not be negative; got "
-                f"{every} and {burn_in}."
-            )
-        self.every, self.burn_in, self.threshold = every, burn_in, threshold
+        self.every = None if every is None else as_positive("every", every)
+        self.burn_in, self.threshold = NOT_NEGATIVE("burn_in", burn_in), threshold
         self._samples: _Samples[Any] | None = None
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.direct import DirectAdjoint
-from adjsim.core.arguments import as_number
+from adjsim.core.declared import NOT_NEGATIVE
 from adjsim.core.state import State
 from adjsim.core.trajectory import TimeAverage
 from adjsim.estimators.base import Chunk, Estimator, Request, joined_stats, weighted_mean
@@ -51,9 +51,7 @@ class ScoreFunction(Estimator):
     estimand: ClassVar[str] = "stationary"
 
     def __init__(self, burn_in: float = 0.0) -> None:
-        self.burn_in = as_number("burn_in", burn_in)
-        if not self.burn_in >= 0:
-            raise ValueError(f"burn_in must be zero or a positive time; got {self.burn_in}.")
+        self.burn_in = NOT_NEGATIVE("burn_in", burn_in)
         # Kept between calls, since the cache of compiled loops is keyed by these objects.
         self._known: dict[bool, Moments] = {}
 

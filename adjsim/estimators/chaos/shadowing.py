@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_whole
+from adjsim.core.declared import NOT_NEGATIVE
 from adjsim.core.state import State, detached
 from adjsim.core.trajectory import TimeAverage
 from adjsim.dynamics.fields.ode import ODE
@@ -93,15 +94,14 @@ class Shadowing(ChunkedEstimator):
         burn_in: float | int = 0.0,
         penalty: float | int = 0.0,
     ) -> None:
-        self.unstable, self.segment = as_whole("unstable", unstable), as_number("segment", segment)
-        self.burn_in, self.penalty = as_number("burn_in", burn_in), as_number("penalty", penalty)
+        self.unstable = as_whole("unstable", unstable)
         if self.unstable < 0:
             raise ValueError(f"unstable must not be negative; got {unstable}.")
+        self.segment = as_number("segment", segment)
         if not 0 < self.segment < math.inf:
             raise ValueError(f"segment must be a positive time; got {segment}.")
-        for name, value in (("burn_in", self.burn_in), ("penalty", self.penalty)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} must not be negative; got {value}.")
+        self.burn_in = NOT_NEGATIVE("burn_in", burn_in)
+        self.penalty = NOT_NEGATIVE("penalty", penalty)
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         if not isinstance(observable, TimeAverage):
