@@ -218,6 +218,7 @@ def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -
     dim = sum(part.shape[-3] for part in parts)
     if box.shape[0] != dim:
         raise ValueError(f"box has {box.shape[0]} dimensions and position {dim}.")
+    box = box.to(parts[0].device)
     if box.ndim == 1:
         lengths = [box[:, None, None]] if len(parts) == 1 else list(box)
         return [

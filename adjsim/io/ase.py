@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,16 +185,18 @@ class ASECalculator(Calculator):
         assert isinstance(self.atoms, ase.Atoms)
         box = box_of(self.atoms)
         _check_box(self.potential, box)
-        position = torch.from_numpy(self.atoms.get_positions())
+        tensors = chain(self.potential.parameters(), self.potential.buffers())
+        device = next((x.device for x in tensors), None)
+        position = torch.from_numpy(self.atoms.get_positions()).to(device)
         with torch.no_grad():
             self.results = {
                 "energy": float(self.potential(position)),
-                "forces": force(self.potential, position).numpy(),
+                "forces": force(self.potential, position).cpu().numpy(),
             }
             if "stress" in properties:
                 if box is None or not isinstance(self.potential, Potential):
                     raise ValueError("the stress needs a pair potential with a periodic box.")
-                stress = -self.potential.virial(position) / volume(box)
+                stress = -self.potential.virial(position).cpu() / volume(box)
                 self.results["stress"] = stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]].numpy()
 
 

@@ -82,7 +82,7 @@ def neighbour_pairs(
         )
     if not 0 < reach < math.inf:
         raise ValueError(f"radius must be positive and finite; got {reach}.")
-    cell = None if box is None else checked_box(box, reach)
+    cell = None if box is None else checked_box(box, reach).to(q.device)
     i, j = _search(q, cell, reach)
     return i, j, _shifts(q, i, j, cell)
 

@@ -63,6 +63,7 @@ def _read(
     reading = Reading(dynamics)
     if reading.lazy:
         return None
+    _refuse_other_devices(reading, state)
     tensors = reading.connected() if in_transform() else reading.leaves()
     read = reading.bound(tensors)
     read.check(state)
@@ -108,6 +109,18 @@ def _read(
     if key is not None:
         _checked.put(form, True)
     return reading, tensors, read, key
+
+
+def _refuse_other_devices(reading: Reading[Dynamics[State]], state: State) -> None:
+    """Refuse tensors on another device than the state, which every step would copy."""
+    device = state[0].device
+    for name, x in zip(reading.names, reading.tensors, strict=True):
+        if x.device != device:
+            kind = type(reading.source).__name__
+            raise ValueError(
+                f"{name} of {kind} is on {x.device}, and the start is on {device}: move the "
+                f"dynamics by .to({str(device)!r}), or the start."
+            )
 
 
 def _key(dynamics: Dynamics[State], record: Record[State]) -> Any:

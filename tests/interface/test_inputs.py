@@ -972,3 +972,22 @@ def test_starts_of_a_simulation_may_be_arrays():
         adjsim.Pathwise()(simulation, observable, replicas=4, generator=0).value.dtype
         == torch.float64
     )
+
+
+def test_numbers_on_another_device_than_the_start_are_refused():
+    """Every step would copy them. The meta device is the one other that every computer has."""
+
+    class Spring(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.k = nn.Parameter(torch.tensor(1.0, device="meta"))
+
+        def forward(self, position):
+            return self.k.to("cpu") * position.square().sum((-1, -2))
+
+    dynamics = adjsim.Hamiltonian(Spring())
+    start = dynamics.init(torch.zeros(1, 2), torch.zeros(1, 2))
+    with pytest.raises(
+        ValueError, match=r"potential\.k of Hamiltonian is on meta, .* on cpu: move"
+    ):
+        adjsim.simulate(dynamics, start, [0.0, 0.1], solver=VelocityVerlet(0.1))
