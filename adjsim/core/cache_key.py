@@ -190,11 +190,9 @@ class _KeyBuilder:
         hooks = x._forward_pre_hooks.values()
         computed = {hook.name for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))}
         left_out = _LEFT_OUT | derived_names(type(x)) | computed
-        attributes = {
-            key: value
-            for key, value in vars(x).items()
-            if key not in left_out or (key in _HOOKS and value)
-        }
+        attributes = {key: value for key, value in vars(x).items() if key not in left_out}
+        # Hooks are registered under numbers that no other hook of the process has.
+        attributes |= {key: list(hooks.values()) for key in _HOOKS if (hooks := vars(x)[key])}
         parts = x._modules.items()
         return (
             self._number(x),
@@ -234,7 +232,8 @@ class _KeyBuilder:
                     found.append((name, self.key(value, f"{where}.{name}")))
         kind = () if of_library(type(x)) else self.key(type(x), where)
         bases = tuple(f"{base.__module__}.{base.__qualname__}" for base in x.__mro__[1:])
-        return Identity(x), bases, kind, *found
+        # A class that the same code makes anew, in a function or in a cell of a notebook, is equal.
+        return x.__qualname__, bases, kind, *found
 
     def _function(self, x: Any, where: str) -> Any:
         if isinstance(x, MethodType):

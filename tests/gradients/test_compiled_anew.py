@@ -99,10 +99,26 @@ def molecule(k):
     return adjsim.Langevin(adjsim.LennardJones(parameter(k), 1.0) + bonds, kT=0.3)
 
 
+def well_of_a_class_made_anew(k):
+    class Local(Well):
+        def forward(self, position):
+            return 1.5 * super().forward(position)
+
+    return energy_of(Local(k))
+
+
+def well_with_a_hook(k):
+    well = Well(k)
+    well.part.register_forward_hook(lambda part, given, value: 2 * value)
+    return energy_of(well)
+
+
 MADE = {
     "pairs and bonds": (molecule, adjsim.BAOAB(0.01)),
     "a module": (lambda k: energy_of(Well(k)), None),
     "a buffer": (lambda k: energy_of(Well(k, shift=k)), None),
+    "a class": (well_of_a_class_made_anew, None),
+    "a hook": (well_with_a_hook, None),
     "exact": (molecule, adjsim.Splitting("BAOAB", 0.01, exact=True)),
 }
 

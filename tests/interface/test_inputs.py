@@ -987,7 +987,5 @@ def test_numbers_on_another_device_than_the_start_are_refused():
 
     dynamics = adjsim.Hamiltonian(Spring())
     start = dynamics.init(torch.zeros(1, 2), torch.zeros(1, 2))
-    with pytest.raises(
-        ValueError, match=r"potential\.k of Hamiltonian is on meta, .* on cpu"
-    ):
+    with pytest.raises(ValueError, match=r"potential\.k of Hamiltonian is on meta, .* on cpu"):
         adjsim.simulate(dynamics, start, [0.0, 0.1], solver=VelocityVerlet(0.1))
