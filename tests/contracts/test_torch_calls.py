@@ -310,7 +310,7 @@ class Filter(nn.Module):
         return -torch.fft.irfft(torch.fft.rfft(y) * self.phase * self.weight.sum(), n=4)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_complex_parameters_and_records_are_left_to_inductor():
     """And named before it starts."""
     found = []

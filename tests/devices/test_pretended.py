@@ -14,7 +14,7 @@ from tests.devices.systems import SYSTEMS
 from tests.problems import slow_but
 
 SHORT = ["hamiltonian", "langevin-atoms", "EulerMaruyama, diagonal"]
-SLOW = ["listed", "friction"]
+SLOW = ["listed"]
 # Synchronisations and copies of a step, forward and backward, with the reason.
 ALLOWED = {
     "chain-1": (0.5, "the buffer of an exact run is checked at times"),

@@ -117,7 +117,11 @@ def by_default(problem, kind, exact=False):
     return problem == "pendulum" and (kind != "final" or exact)
 
 
-@pytest.mark.parametrize(("problem", "kind", "exact"), slow_but(by_default, ROWS))
+def is_of_atoms(problem, *_):
+    return problem == "atoms"
+
+
+@pytest.mark.parametrize(("problem", "kind", "exact"), slow_but(by_default, ROWS, is_of_atoms))
 def test_all_adjoints_agree(problem, kind, exact):
     direct, _ = gradients(problem, kind, DirectAdjoint(), exact=exact)
     agree(gradients(problem, kind, CheckpointAdjoint(), exact=exact)[0], direct, 1e-12)
@@ -134,6 +138,7 @@ def test_all_adjoints_agree(problem, kind, exact):
     slow_but(
         lambda problem, kind: kind == "saves" and problem != "atoms",
         PAIRS,
+        is_of_atoms,
     ),
 )
 def test_direct_against_central_differences(problem, kind):

@@ -365,6 +365,7 @@ UNITS = {
     slow_but(
         lambda name, units: (name, units) == ("hamiltonian", "SI"),
         itertools.product(["hamiltonian", "langevin", "chain"], UNITS),
+        marathon=lambda name, units: name == "chain" and units != "SI",
     ),
 )
 def test_any_units(name, units):

@@ -71,8 +71,8 @@ STRONG = {
     ("name", "scheme"),
     [
         ("langevin", "BAOAB"),
-        pytest.param("langevin", "OBABO", marks=pytest.mark.slow),
-        pytest.param("langevin", "ABOBA", marks=pytest.mark.slow),
+        pytest.param("langevin", "OBABO", marks=pytest.mark.marathon),
+        pytest.param("langevin", "ABOBA", marks=pytest.mark.marathon),
         pytest.param("langevin-atoms", "BAOAB", marks=pytest.mark.slow),
         pytest.param("generalised", "BAGAB", marks=pytest.mark.marathon),
     ],

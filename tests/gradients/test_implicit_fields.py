@@ -192,7 +192,7 @@ def robertson(t, y):
     return torch.stack([three - one, one - two - three, two], -1)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 @torch.no_grad()
 def test_robertson():
     dynamics = ODE(robertson)

@@ -40,6 +40,8 @@ def is_marathon(name, implicit):
         ("friction-vertices", None),
         ("rayleigh", None),
         ("prescribed", BackwardEuler),
+        ("prescribed", ImplicitMidpoint),
+        ("everything", None),
     ]
 
 

@@ -307,7 +307,7 @@ def test_a_crystal_and_a_liquid_give_the_same_numbers(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "estimator",
     [
-        pytest.param("reweighting", marks=pytest.mark.slow),
+        pytest.param("reweighting", marks=pytest.mark.marathon),
         pytest.param("pathwise", marks=pytest.mark.marathon),
     ],
 )
