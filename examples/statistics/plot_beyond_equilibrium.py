@@ -432,13 +432,13 @@ for i, width in enumerate(widths.tolist()):
     rows.append(
         entry(
             pathwise(
-                well(at), blurred(width), replicas=16384, generator=seeded(200 + i)
+                well(at), blurred(width), replicas=8192, generator=seeded(200 + i)
             )
         )
     )
 _, grad, _, error = np.array(rows).T
 score = entry(
-    girsanov(well(at), adjsim.Final(crossed), replicas=16384, generator=seeded(210))
+    girsanov(well(at), adjsim.Final(crossed), replicas=8192, generator=seeded(210))
 )
 sharp = exact(sharp_share, round(at / DT))[1][-1]
 line = np.geomspace(0.03, 0.4, 25)

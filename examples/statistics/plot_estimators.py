@@ -160,7 +160,7 @@ plt.show()
 # are large enough for their means to be Gaussian. The uncertainty of the fitted slope
 # follows from it.
 
-CHUNKS, sizes = 64, np.array([1024, 4096, 16384])
+CHUNKS, sizes = 64, np.array([512, 2048, 8192])
 observable = adjsim.TimeAverage(lambda state: position(state) ** 2, burn_in=RELAXATIONS)
 x = np.log(sizes)
 uncertain = np.sqrt(2 / (CHUNKS - 1) / ((x - x.mean()) ** 2).sum())
