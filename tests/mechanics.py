@@ -37,7 +37,7 @@ class Path(nn.Module):
 
     def forward(self, t) -> Tensor:
         phase = self.centre.new_tensor([0.0, 0.5])
-        turn = self.rate * torch.as_tensor(t).to(phase) + phase
+        turn = self.rate * torch.as_tensor(t, dtype=torch.float64).to(phase) + phase
         round_ = torch.stack([torch.cos(turn), torch.sin(turn)], -1)
         return self.centre + self.radius * round_
 
@@ -50,11 +50,11 @@ class Slide(nn.Module):
         self.speed = parameter(0.4)
 
     def forward(self, t) -> Tensor:
-        t = torch.as_tensor(t).to(self.speed)
+        t = torch.as_tensor(t, dtype=torch.float64).to(self.speed)
         return torch.stack([self.speed * t + 0.1 * t**2, 0.05 * torch.sin(t)])
 
     def rate(self, t) -> Tensor:
-        t = torch.as_tensor(t).to(self.speed)
+        t = torch.as_tensor(t, dtype=torch.float64).to(self.speed)
         return torch.stack([self.speed + 0.2 * t, 0.05 * torch.cos(t)])
 
 

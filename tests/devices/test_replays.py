@@ -11,8 +11,8 @@ from tests.devices.systems import SYSTEMS
 from tests.devices.test_gpu import UNCOMPILED, WAYS, computed
 from tests.problems import slow_but
 
-SHORT = ["hamiltonian", "langevin"]
-SLOW = ["chain-1", "own module", "listed", "rk4", "EulerMaruyama, diagonal"]
+SHORT = ["langevin"]
+SLOW = ["hamiltonian", "chain-1", "own module", "listed", "rk4", "EulerMaruyama, diagonal"]
 ROWS = [name for name in SYSTEMS if name not in UNCOMPILED]
 
 
