@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -95,11 +94,10 @@ class Girsanov(ChunkedEstimator):
                 f"Girsanov: {scaling[0]!r} scales the noise, so its path score diverges as dt "
                 "goes to zero. Give it as a number, and use Pathwise for its gradient."
             )
-        momentum_check = _MomentumCheck.of(simulation, observable)
-        if momentum_check is not None:
-            start = simulation.probes(PROBED)
-            frames = type(start)._make(torch.stack([x] * len(simulation.ts)) for x in start)
-            momentum_check.refuse(start, frames, slopes=True)
+        if _positions_only(solver):
+            start, times = simulation.probes(PROBED), check_times(simulation.ts)
+            frames = type(start)._make(torch.stack([x] * len(times)) for x in start)
+            _refuse_momenta(observable, start, (times, frames), slopes=True)
 
     @torch.no_grad()
     def chunk(self, replicas: Replicas[State]) -> Chunk:
@@ -118,9 +116,7 @@ class Girsanov(ChunkedEstimator):
         kind = path_score_of(dynamics, solver)
         assert kind is not None
         score = kind(dynamics, stepper, inputs)
-        # The observable may depend on momenta at the visited states only.
-        momentum_check = _MomentumCheck.of(simulation, replicas.observable)
-        path = _PathObserver(stepper, recorder, score, replicas, momentum_check)
+        path = _PathObserver(stepper, recorder, score, replicas)
         driver = EagerDriver(stepper, inputs, stepper.plan.forces(copy.potential, report=report))
         last = stepper.run(
             stepper.to_lattice(inputs.state), inputs, driver, [recording, path], run, report
@@ -129,8 +125,9 @@ class Girsanov(ChunkedEstimator):
         states, record = recording.result()
         stats, final = report.stats(), stepper.from_lattice(last)
         trajectory = cast("Trajectory[State]", Trajectory(times, states, record, final, stats))
-        if momentum_check is not None and average is None:
-            momentum_check.refuse(final, states)
+        # The observable may depend on momenta at the visited states only.
+        if _positions_only(solver) and average is None:
+            _refuse_momenta(replicas.observable, final, (times, states))
         with torch.enable_grad():
             seen = replicas.evaluate(trajectory)
             mean = seen.mean(0)
@@ -208,20 +205,15 @@ class _PathObserver:
     """An observer that feeds the score with steps, and tests and differentiates a time average."""
 
     def __init__(
-        self,
-        stepper: Stepper,
-        recorder: Recorder,
-        score: PathScore,
-        replicas: Replicas[Any],
-        momentum_check: _MomentumCheck | None,
+        self, stepper: Stepper, recorder: Recorder, score: PathScore, replicas: Replicas[Any]
     ) -> None:
         self.stepper, self.score, self.first = stepper, score, recorder.first
-        self.averaged = replicas.function if replicas.average else None
-        self.momentum_check = None if self.averaged is None else momentum_check
+        self.average = replicas.average
         self.parameters, self.count = replicas.simulation.dynamics.trainable(), 0
         self.total: dict[str, Tensor] = {}
         self.before: AnyState | None = None
-        self.probed = evenly_spaced(recorder.first, stepper.clock.last, PROBED_STEPS)
+        probed = evenly_spaced(recorder.first, stepper.clock.last, PROBED_STEPS)
+        self.probed = probed if _positions_only(replicas.simulation.solver) else set[int]()
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
         return range(1, stepper.clock.last + 1)
@@ -231,10 +223,11 @@ class _PathObserver:
         if step > 0:
             assert self.before is not None
             self.score(step - 1, self.before, after)
-            if self.averaged is not None and step >= self.first:
-                self._differentiate(self.averaged, after)
-            if self.momentum_check is not None and step in self.probed:
-                self.momentum_check.refuse(after, None)
+            if self.average is not None:
+                if step >= self.first:
+                    self._differentiate(self.average.function, after)
+                if step in self.probed:
+                    _refuse_momenta(self.average, after, None)
         self.before = after
 
     def _differentiate(self, function: Callable[[Any], Tensor], state: AnyState) -> None:
@@ -247,47 +240,46 @@ class _PathObserver:
             self.total[name] = self.total[name] + grad if name in self.total else grad
 
 
-@dataclass(frozen=True)
-class _MomentumCheck:
-    """A test of whether an observable depends on momenta, which have no path density under BAOAB.
+def _positions_only(solver: Any) -> bool:
+    """Return whether only the positions of a scheme have a path density."""
+    return getattr(solver, "scheme", None) == "BAOAB"
+
+
+def _refuse_momenta(
+    observable: Observable[Any],
+    final: AnyState,
+    run: tuple[Tensor, AnyState] | None,
+    *,
+    slopes: bool = False,
+) -> None:
+    """Refuse an observable whose value, or with ``slopes`` whose graph, depends on momenta.
+
+    ``run`` are times and frames, None: the observable is a function of the state.
 
     Values are compared as in :mod:`adjsim.estimators.probes`. In addition, differentiation finds a
     dependence that does not change the value at the tested states.
     """
 
-    observable: Observable[Any]
-    times: Tensor
-
-    @classmethod
-    def of(cls, simulation: Simulation[Any], observable: Observable[Any]) -> _MomentumCheck | None:
-        """Return the test of an observable of this simulation, or None if it may read momenta."""
-        restricted = getattr(simulation.solver, "scheme", None) == "BAOAB"
-        return cls(observable, check_times(simulation.ts)) if restricted else None
-
-    def refuse(self, final: AnyState, frames: AnyState | None, *, slopes: bool = False) -> None:
-        """Refuse an observable whose value, or with ``slopes`` whose graph, has momenta."""
-        found = depends_on(lambda state: self._seen(state, final, frames), final, "momentum")
-        if slopes and not found:
-            with torch.enable_grad():
-                moving = final._replace(momentum=momentum_of(final).detach().requires_grad_())
-                total, p = self._seen(moving, final, frames).sum(), momentum_of(moving)
-            slope = torch.autograd.grad(total, p, allow_unused=True) if total.requires_grad else ()
-            found = any(x is not None for x in slope)
-        if found:
-            raise ValueError(
-                "Girsanov: under BAOAB only positions have a path density, and the observable "
-                "depends on momenta; use Splitting('OBABO', dt)."
-            )
-
-    def _seen(self, state: AnyState, final: AnyState, frames: AnyState | None) -> Tensor:
-        """Evaluate the observable with displaced momenta."""
-        if isinstance(self.observable, TimeAverage | Final):
-            return self.observable.function(state)
-        assert frames is not None
+    def seen(state: AnyState) -> Tensor:
+        if isinstance(observable, TimeAverage | Final):
+            return observable.function(state)
+        assert run is not None
+        times, frames = run
         p, moved = momentum_of(frames), momentum_of(state)
         # Different displacements of the frames change differences between frames too.
         shares = torch.linspace(0.5, 1.0, len(p), dtype=torch.float64).to(moved).square()
         moved = p + shares.reshape(-1, 1, 1, 1) * (moved - momentum_of(final))
-        return self.observable(
-            Trajectory(self.times, frames._replace(momentum=moved), None, state, {})
+        return observable(Trajectory(times, frames._replace(momentum=moved), None, state, {}))
+
+    found = depends_on(seen, final, "momentum")
+    if slopes and not found:
+        with torch.enable_grad():
+            moving = final._replace(momentum=momentum_of(final).detach().requires_grad_())
+            total, p = seen(moving).sum(), momentum_of(moving)
+        slope = torch.autograd.grad(total, p, allow_unused=True) if total.requires_grad else ()
+        found = any(x is not None for x in slope)
+    if found:
+        raise ValueError(
+            "Girsanov: under BAOAB only positions have a path density, and the observable "
+            "depends on momenta; use Splitting('OBABO', dt)."
         )
