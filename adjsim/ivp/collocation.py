@@ -45,8 +45,6 @@ and ends at the end of the time span, where the solution is used.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 from scipy.special import roots_jacobi
 
@@ -75,25 +73,18 @@ INTERPOLATION = np.vander(LOW_POINTS, STAGES + 1) @ np.linalg.inv(np.vander(TIME
 LOOKAHEAD = 3
 
 
-@dataclass
 class Step:
     """A collocation step of size h, negative backward in time, from ``start`` ``(n,)``.
 
-    ``matrices`` are the matrices A at :data:`TIMES`, ``(s + 1, n, n)``.
+    ``matrices`` are the matrices A at :data:`TIMES`, ``(s + 1, n, n)``. ``values`` are those at the
+    s points ``(s, n)``, of which the last is the result, and ``low_values`` those at three points.
     """
 
-    h: float
-    start: Array
-    matrices: Array
-    #: The values at the s points ``(s, n)``, of which the last is the result; and at three points.
-    values: Array = field(init=False)
-    low_values: Array = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.values = _solve(self.h * WEIGHTS, self.matrices[1:], self.start)
-        self.low_values = _solve(
-            self.h * LOW_WEIGHTS, np.einsum("ij,jkl->ikl", INTERPOLATION, self.matrices), self.start
-        )
+    def __init__(self, h: float, start: Array, matrices: Array) -> None:
+        self.h, self.start, self.matrices = h, start, matrices
+        low_matrices = np.einsum("ij,jkl->ikl", INTERPOLATION, matrices)
+        self.values = _solve(h * WEIGHTS, matrices[1:], start)
+        self.low_values = _solve(h * LOW_WEIGHTS, low_matrices, start)
 
     def error(self, rtol: float, atol: float, remaining: float) -> tuple[float, Array]:
         """Return the propagated error relative to the tolerance, and the sum over :math:`E_{kj}`.

@@ -79,11 +79,11 @@ def solve_columns(
             f"for y0 of shape (n, batch) adjoint must be one of {', '.join(COLUMN_ADJOINTS)}; got "
             f"{adjoint!r}."
         )
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown:
-        raise ValueError(
-            f"y0 of shape (n, batch) takes the options {', '.join(OPTIONS)}; got {unknown[0]!r}."
-        )
+    for name in options:
+        if name not in OPTIONS:
+            raise ValueError(
+                f"y0 of shape (n, batch) takes the options {', '.join(OPTIONS)}; got {name!r}."
+            )
     ends = [as_times(t, start) for t in t_span]
     begin, end = (per_column(t, start[0], 1, "each end of t_span") for t in ends)
     shared = all(t.ndim == 0 for t in ends)

@@ -186,13 +186,11 @@ class Event:
                 "direction, which determines whether the event happens at the start."
             )
 
-    def found_times(self, like: Tensor) -> Tensor:
-        """Return the times of the event so far."""
-        return torch.stack(self.times).to(like.real.dtype) if self.times else like.detach().real[:0]
-
-    def found_states(self, like: Tensor) -> Tensor:
-        """Return the states at the times of the event so far, ``(events, n)``."""
-        return torch.stack(self.states) if self.states else like.detach()[:0]
+    def found(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the times of the event so far, and the states ``(events, n)`` at these times."""
+        if not self.times:
+            return like.detach().real[:0], like.detach()[:0]
+        return torch.stack(self.times).to(like.real.dtype), torch.stack(self.states)
 
     def slopes(self, t: float, y: Array, flow: Array | None = None) -> tuple[float, float, Array]:
         """Compute the value, its rate along ``flow``, and its absolute gradient in the state.

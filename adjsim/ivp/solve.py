@@ -185,22 +185,21 @@ def solve_ivp(
     grad = torch.is_grad_enabled()
     rhs.check(first, to_numpy(start), grad)
     differentiable = [start, begin, end, *([] if times is None else [times]), *rhs.parameters]
-    events_need_grad = [event.reads_gradient(begin, start) for event in user_events]
-    wants_gradient = grad and (
-        any(x.requires_grad for x in differentiable) or any(events_need_grad)
-    )
+    reads = [event.reads_gradient(begin, start) for event in user_events]
+    wants_gradient = grad and any([*(x.requires_grad for x in differentiable), *reads])
     if wants_gradient:
         rhs.check_differentiable(first, to_numpy(start))
     piecewise = PiecewiseSolve(
         settings, adjoint, begin, end, sign, times, dense_output, user_events, wants_gradient
     )
     final = piecewise.run(start)
+    happened = [event.found(start) for event in user_events]
     return OdeResult(
         t=torch.cat(piecewise.times).to(start.real.dtype),
         y=torch.cat(piecewise.states, 1),
         sol=DenseSolution(piecewise.pieces, start.detach()) if dense_output else None,
-        t_events=None if events is None else [event.found_times(start) for event in user_events],
-        y_events=None if events is None else [event.found_states(start) for event in user_events],
+        t_events=None if events is None else [times for times, _ in happened],
+        y_events=None if events is None else [states for _, states in happened],
         **piecewise.counts,
         status=final.status,
         message=final.message,
