@@ -431,9 +431,7 @@ rows = []
 for i, width in enumerate(widths.tolist()):
     rows.append(
         entry(
-            pathwise(
-                well(at), blurred(width), replicas=8192, generator=seeded(200 + i)
-            )
+            pathwise(well(at), blurred(width), replicas=8192, generator=seeded(200 + i))
         )
     )
 _, grad, _, error = np.array(rows).T
