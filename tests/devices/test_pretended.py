@@ -13,8 +13,7 @@ import pytest
 from tests.devices.systems import SYSTEMS
 from tests.problems import slow_but
 
-SHORT = ["hamiltonian", "langevin-atoms", "EulerMaruyama, diagonal"]
-SLOW = ["listed"]
+SLOW = ["hamiltonian", "langevin-atoms", "listed", "EulerMaruyama, diagonal"]
 # Synchronisations and copies of a step, forward and backward, with the reason.
 ALLOWED = {
     "chain-1": (0.5, "the buffer of an exact run is checked at times"),
@@ -47,10 +46,10 @@ def costs(*names: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(lambda name: name in SHORT, NAMES, marathon=lambda name: name not in SLOW)
+    "name", slow_but(lambda _: False, NAMES, marathon=lambda name: name not in SLOW)
 )
 def test_a_step_keeps_to_its_device(name):
-    rows = costs(*SHORT)[name] if name in SHORT else costs(name)[name]
+    rows = costs(*SLOW)[name] if name in SLOW else costs(name)[name]
     assert rows
     allowed, _ = ALLOWED.get(name, (0, ""))
     for adjoint, row in rows.items():

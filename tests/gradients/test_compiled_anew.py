@@ -220,8 +220,8 @@ OTHERS = {
 
 # One of each kind of key: numbers, parts, classes, what requires grad, records, pairs.
 BY_DEFAULT = (
-    *("a number", "a part", "a class", "a buffer or none", "a parameter that is held"),
-    *("a captured tensor", "a closure", "a cutoff"),
+    *("a number", "a class", "a parameter that is held"),
+    *("a captured tensor", "a closure"),
 )
 
 

@@ -22,6 +22,7 @@ def _default_dtype():
     torch.set_default_dtype(before)
 
 
+@pytest.mark.slow
 def test_sessions_print_what_the_page_shows():
     failed, tried = doctest.testfile(
         str(DOCS / "getting_started.rst"), module_relative=False, optionflags=doctest.ELLIPSIS
