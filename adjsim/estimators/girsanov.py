@@ -248,7 +248,7 @@ def _positions_only(solver: Any) -> bool:
 def _refuse_momenta(
     observable: Observable[Any],
     final: AnyState,
-    run: tuple[Tensor, AnyState] | None,
+    run: tuple[Tensor, AnyState | None] | None,
     *,
     slopes: bool = False,
 ) -> None:
@@ -265,6 +265,7 @@ def _refuse_momenta(
             return observable.function(state)
         assert run is not None
         times, frames = run
+        assert frames is not None
         p, moved = momentum_of(frames), momentum_of(state)
         # Different displacements of the frames change differences between frames too.
         shares = torch.linspace(0.5, 1.0, len(p), dtype=torch.float64).to(moved).square()
