@@ -138,7 +138,7 @@ def test_all_adjoints_agree(problem, kind, exact):
     slow_but(
         lambda problem, kind: kind == "saves" and problem != "atoms",
         PAIRS,
-        is_of_atoms,
+        marathon=lambda problem, kind: problem != "pendulum",
     ),
 )
 def test_direct_against_central_differences(problem, kind):

@@ -72,7 +72,8 @@ def distance_of_lattice(case: Case) -> float:
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    slow_but(by_default, ROWS, in_a_marathon),
+    # What a record reads does not depend on the rounding of the steps.
+    slow_but(by_default, ROWS, lambda c, kind: kind == "record" or in_a_marathon(c, kind)),
     ids=str,
 )
 def test_all_adjoints_agree(case, kind):

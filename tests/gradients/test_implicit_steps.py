@@ -86,7 +86,10 @@ def gradients(dynamics, q, p, solver, adjoint, **options):
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize(
-    "force", slow_but(lambda name: name in ("plain-module", "force-field"), FORCES)
+    "force",
+    slow_but(
+        lambda name: name in ("plain-module", "force-field"), FORCES, lambda name: name == "sum"
+    ),
 )
 def test_gradients_against_differences_and_between_adjoints(force, solver):
     """Along one random direction in start, parameters of the force and masses together."""

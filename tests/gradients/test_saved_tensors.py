@@ -111,9 +111,7 @@ ROWS = {
         itertools.product(ROWS, (False, True)),
         # How an average reads the states does not depend on the field.
         marathon=lambda name, average: (
-            name not in ("ode", "sde")
-            if average
-            else name in ("ode, many systems", "ode, two axes", "sde")
+            name != "ode" if average else name in ("ode, many systems", "ode, two axes", "sde")
         ),
     ),
 )

@@ -35,7 +35,8 @@ def by_default(case, kind):
 
 def in_a_marathon(case, kind):
     """Other potentials under a dynamics whose every scheme is a row: none knows its potential."""
-    return case.potential != "lennard-jones" and case.dynamics in ("chain-3", "esh", "overdamped")
+    others = ("chain-3", "esh", "langevin", "overdamped")
+    return case.potential != "lennard-jones" and case.dynamics in others
 
 
 TABLE = slow_but(by_default, ROWS, in_a_marathon)

@@ -642,7 +642,7 @@ def test_command_line_refuses_stationary_estimators_of_a_displacement(command, t
     assert [run["horizon"] for run in document["runs"]] == [0.5, 1.0]
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_command_line_sweeps_over_replicas(command, tmp_path):
     """Errors fall with the replicas, and the gradients agree within them."""
     done = command(

@@ -169,7 +169,7 @@ def test_numbers_are_those_of_this_process(make, horizon, replicas):
                 assert mine.diagnostics[key] == theirs.diagnostics[key]
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_memory_of_a_method_is_its_own(tmp_path, monkeypatch):
     """Whatever ran before it: other methods, shorter horizons, or nothing. A resident set is good
     to a megabyte, and backpropagation through 800 steps takes seven."""

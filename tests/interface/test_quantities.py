@@ -139,7 +139,7 @@ def test_methods_that_evaluate_pairs_otherwise_say_so(command, tmp_path):
     [
         pytest.param("msd", marks=pytest.mark.marathon),
         pytest.param("pressure", marks=pytest.mark.marathon),
-        pytest.param("rdf", marks=pytest.mark.slow),
+        pytest.param("rdf", marks=pytest.mark.marathon),
         pytest.param("temperature", marks=pytest.mark.slow),
     ],
 )
