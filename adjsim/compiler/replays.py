@@ -85,7 +85,8 @@ def replayed(
 def captured(iterate: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """Capture what a function does as a CUDA graph; return a function that replays it.
 
-    It is run twice before, since kernels are loaded when they are first called.
+    It is run once before, since kernels are loaded when they are first called. Once only: a loop of
+    one step has no second iteration, whose rows lie beyond the ends of its tensors.
     """
     with _replaying, torch.cuda.device(device):
         if device not in _pools:
@@ -95,7 +96,6 @@ def captured(iterate: Callable[[], None], device: torch.device) -> Callable[[], 
         present, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(present)
         with torch.cuda.stream(side):
-            iterate()
             iterate()
         present.wait_stream(side)
         graph = torch.cuda.CUDAGraph()

@@ -11,6 +11,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def cost(name: str) -> dict[str, Any]:
             once, twice = (run(system, solver, adjoint, n) for n in (STEPS, 2 * STEPS))
         except Exception as error:  # One row that fails is a result, and the others are run.
             lines = [
-                f"{f.filename.rpartition('/main/')[2]}:{f.lineno}"
+                f"{Path(f.filename).name}:{f.lineno}"
                 for f in traceback.extract_tb(error.__traceback__)
                 if "adjsim" in f.filename
             ]

@@ -30,13 +30,13 @@ class System(NamedTuple):
     exact: Any = None
 
 
-def molecular(dynamics: Any, position: Tensor, word: str, exact: bool = True) -> System:
-    """A start with momenta, and a splitting."""
+def molecular(dynamics: Any, position: Tensor) -> System:
+    """A start with momenta, and velocity Verlet."""
     torch.manual_seed(0)
     momentum = 0.1 * torch.randn(position.shape, dtype=torch.float64)
     state = problems.start(dynamics, position, momentum)
-    splitting = functools.partial(adjsim.Splitting, word, DT)
-    return System(dynamics, state, splitting(), splitting(exact=True) if exact else None)
+    verlet, exact = adjsim.Splitting("BAB", DT), adjsim.Splitting("BAB", DT, exact=True)
+    return System(dynamics, state, verlet, exact)
 
 
 def drawn(word: str, name: str) -> System:
@@ -101,7 +101,7 @@ def equation(noise: str | None, solver: Any) -> System:
 def potential(pair: Callable[[], tuple[nn.Module, Tensor]]) -> Callable[[], System]:
     def made() -> System:
         found, position = pair()
-        return molecular(adjsim.Hamiltonian(found, parameter(1.3)), position, "BAB")
+        return molecular(adjsim.Hamiltonian(found, parameter(1.3)), position)
 
     return made
 

@@ -27,7 +27,9 @@ WAYS = ["direct", "checkpoint", "exact"]
 UNCOMPILED = {"graph", "implicit"}
 
 
-def computed(system: System, way: str, compiled: bool, device: str) -> list[Tensor]:
+def computed(
+    system: System, way: str, compiled: bool, device: str, steps: int = STEPS
+) -> list[Tensor]:
     """Return the end of a run and its gradients, on the CPU."""
     dynamics = system.dynamics.to(device)
     state = type(system.state)._make(
@@ -42,7 +44,7 @@ def computed(system: System, way: str, compiled: bool, device: str) -> list[Tens
     path = adjsim.simulate(
         dynamics,
         state,
-        [0.0, STEPS * solver.dt],
+        [0.0, steps * solver.dt],
         solver=solver,
         adjoint=adjoint,
         generator=1,
