@@ -35,7 +35,9 @@ def drawn(term: Term, state: State, seed: int | None = 1) -> tuple[Tensor, ...] 
     """Noise for one flow of the term: standard normal, or zero for no seed."""
     if term.draws == 0:
         return None
-    shape = (term.draws, *state.position.shape)
+    *batch, atoms, dim = state.position.shape
+    # A bath of a piston draws one more row.
+    shape = (term.draws, *batch, atoms + ("strain" in state._fields), dim)
     if seed is None:
         return torch.zeros(shape, dtype=state.position.dtype).unbind(0)
     return torch.randn(

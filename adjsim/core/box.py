@@ -41,6 +41,25 @@ def perpendicular_widths(box: Tensor) -> Tensor:
     return box if box.ndim == 1 else 1 / torch.linalg.inv(box).norm(dim=0)
 
 
+def is_orthogonal(box: Tensor) -> bool:
+    """Return whether a box, or the boxes of systems, have lengths alone."""
+    return box.ndim == 1 or box.shape[-2] == 1
+
+
+def stretched(box: Tensor, strain: Tensor) -> Tensor:
+    """Multiply the rows of a box by exp(strain), for each system.
+
+    Args:
+        box: ``(dim,)`` lengths or ``(dim, dim)`` rows.
+        strain: the logarithm of the stretch, ``(*batch, 1, dim)`` of each row or ``(*batch, 1, 1)``.
+
+    Returns:
+        ``(*batch, 1, dim)`` lengths or ``(*batch, dim, dim)`` rows.
+    """
+    factor = torch.exp(strain)
+    return box.to(strain) * (factor if box.ndim == 1 else factor.transpose(-1, -2))
+
+
 def rows_of(box: Tensor) -> Tensor:
     """Return the rows of a cell."""
     return torch.diag(box) if box.ndim == 1 else box
@@ -211,16 +230,18 @@ def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -
     """Move differences to the nearest image.
 
     The differences are one tensor ``(*batch, dim, ...)`` with the coordinates third from the end,
-    or one tensor ``(*batch, 1, ...)`` for each coordinate. The box comes from :func:`checked_box`.
+    or one tensor ``(*batch, 1, ...)`` for each coordinate. The box comes from :func:`checked_box`,
+    or is such a box of each system from :func:`stretched`.
     In a tilted cell rounding finds the nearest image only within half the smallest width, which a
     cutoff guarantees; ``exact`` also searches the neighbouring images of the reduced cell.
     """
     dim = sum(part.shape[-3] for part in parts)
-    if box.shape[0] != dim:
-        raise ValueError(f"box has {box.shape[0]} dimensions and position {dim}.")
+    if box.shape[-1] != dim:
+        raise ValueError(f"box has {box.shape[-1]} dimensions and position {dim}.")
     box = box.to(parts[0].device)
-    if box.ndim == 1:
-        lengths = [box[:, None, None]] if len(parts) == 1 else list(box)
+    if is_orthogonal(box):
+        columns = box[..., None, None] if box.ndim == 1 else box.transpose(-1, -2)[..., None]
+        lengths = [columns] if len(parts) == 1 else list(columns.split(1, -3))
         return [
             d - x * torch.round(d.detach() * (1 / x)) for d, x in zip(parts, lengths, strict=True)
         ]
@@ -234,7 +255,9 @@ def _shifts(d: Sequence[Tensor], box: Tensor, exact: bool) -> list[Tensor]:
 
     They are written in scalar entries of the cell, which a compiled loop over pairs can contain.
     """
-    rows = [row.unbind(0) for row in box.unbind(0)]
+    entries = box if box.ndim == 2 else box[..., None, None, None]
+    axis = box.ndim - 2
+    rows = [row.unbind(axis) for row in entries.unbind(axis)]
     integers = [-torch.round(_dot(d, fraction)) for fraction in _fractions(rows)]
     shift = [_dot(integers, column) for column in zip(*rows, strict=True)]
     if not exact:

@@ -33,6 +33,7 @@ class NoiseStream(IntEnum):
     STEPS = 0
     MOMENTA = 1
     MEMORY = 2
+    PISTON = 3
 
 
 def as_generator(seed: Seed) -> torch.Generator | None:

@@ -70,6 +70,13 @@ def position_of(state: AnyState) -> Tensor:
     return cast(Any, state).position
 
 
+def point_of(state: AnyState) -> tuple[Tensor, ...]:
+    """Return the fields that forces depend on: the position, and the strain of a box that moves."""
+    strain = getattr(state, "strain", None)
+    position = position_of(state)
+    return (position,) if strain is None else (position, strain)
+
+
 def momentum_of(state: AnyState) -> Tensor:
     """Return the momentum of a state that has one."""
     return cast(Any, state).momentum

@@ -93,7 +93,7 @@ class RunEnd:
             two checks of the buffers.
         fields: fields of the last state that a state of the dynamics lacks: buffers, or the second
             copies of :class:`~adjsim.Coupled`.
-        force: the force with which the next compiled step begins.
+        force: the forces with which the next compiled step begins.
     """
 
     begin: float
@@ -104,7 +104,7 @@ class RunEnd:
     spacings: dict[str, Tensor]
     check_every: int | None
     fields: dict[str, Tensor]
-    force: Tensor | None
+    force: tuple[Tensor, ...] | None
 
 
 class Trajectory(Generic[State]):

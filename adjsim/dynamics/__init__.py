@@ -15,6 +15,8 @@ from adjsim.dynamics.masses import HeatLimit as HeatLimit
 from adjsim.dynamics.massive import Hamiltonian, MassiveDynamics as MassiveDynamics
 from adjsim.dynamics.mechanics.mechanics import Mechanics
 from adjsim.dynamics.moves import GeneralFlow as GeneralFlow, Scale as Scale, Shear as Shear
+from adjsim.dynamics.pressure.langevin_piston import LangevinPiston
+from adjsim.dynamics.pressure.terms import PistonState
 from adjsim.dynamics.sources import (
     Coefficient as Coefficient,
     Combination as Combination,
@@ -49,11 +51,13 @@ __all__ = [
     "GeneralizedLangevin",
     "Hamiltonian",
     "Langevin",
+    "LangevinPiston",
     "Mechanics",
     "MemoryState",
     "NoseHooverChain",
     "OverdampedLangevin",
     "PhaseState",
+    "PistonState",
     "PositionState",
     "VelocityRescale",
 ]

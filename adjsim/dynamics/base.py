@@ -5,7 +5,7 @@ Continuous solvers sum the drifts of the terms, and splittings compose their flo
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Generic, cast
+from typing import Any, ClassVar, Generic, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from adjsim.core.state import (
     check_kind,
     check_position,
     in_transform,
+    point_of,
+    position_of,
 )
 from adjsim.core.typing import Energies, PositionsLike, Seed
 from adjsim.dynamics.density import StationaryDensity
@@ -26,8 +28,19 @@ from adjsim.dynamics.forces import add_to
 from adjsim.dynamics.masses import HeatLimit
 from adjsim.dynamics.starts import as_start, check_potential
 from adjsim.dynamics.terms import Term
-from adjsim.potentials import SurfaceContact
 from adjsim.potentials.evaluated import as_module
+
+
+class StateLimit(Protocol):
+    """A limit of the states of a dynamics."""
+
+    def margin(self, state: AnyState, t: Any) -> Tensor | None:
+        """Return how far a state is from the limit, negative beyond it; None: no state is near."""
+        ...
+
+    def refuse(self, state: AnyState, t: float) -> None:
+        """Raise a ValueError if a state is beyond the limit."""
+        ...
 
 
 class Dynamics(nn.Module, Generic[State]):
@@ -156,7 +169,7 @@ class Dynamics(nn.Module, Generic[State]):
 
         Returns drift and diffusion there by descriptions, if a graph is recorded.
         """
-        check_potential(self.potential, state[0])
+        check_potential(self.potential, *self.force_point(state))
         if in_transform() or not torch.is_grad_enabled():
             return {}
         at = torch.tensor(t, dtype=torch.float64)
@@ -174,17 +187,26 @@ class Dynamics(nn.Module, Generic[State]):
     def heat_limit(self, start: AnyState) -> HeatLimit | None:
         """Return the kinetic energy above which a run has blown up; None: there is no limit.
 
-        With a bath at kT it is ``HeatLimit(self.masses, self.kT, self.potential, start)``.
+        With a bath at kT it is ``HeatLimit(self, start)``.
         """
         return None
 
     @property
-    def limiting_surface(self) -> SurfaceContact | None:
-        """A surface behind which no state may be, checked after every step; None without one.
+    def limit(self) -> StateLimit | None:
+        """The limit beyond which no state may be, checked after every step; None without one.
 
-        A compiled loop is run again up to the step that ends behind it.
+        A compiled loop is run again up to the step that ends beyond it.
         """
         return None
+
+    def force_point(self, state: AnyState) -> tuple[Tensor, ...]:
+        """Return the fields that forces depend on."""
+        return point_of(state) if self.potential is not None else ()
+
+    def potential_energy(self, state: AnyState) -> Energies:
+        """Compute the energy that depends on positions, ``(*batch,)``."""
+        assert self.potential is not None
+        return self.potential(position_of(state))
 
     def trainable(self) -> dict[str, Tensor]:
         """Collect everything registered that requires grad, by name."""

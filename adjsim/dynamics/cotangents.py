@@ -14,6 +14,8 @@ from adjsim.potentials.products import DeferredVJP
 
 # Entries of small systems that are collected and differentiated together.
 STACK = 16_384
+# The fields that forces depend on, see adjsim.core.state.point_of.
+POINT = "position", "strain"
 
 
 class Cotangents:
@@ -43,7 +45,7 @@ class Cotangents:
         return tuple(self._state)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name == "position":
+        if name in POINT:
             self._take_products()
         return self._state[name]
 
@@ -55,11 +57,11 @@ class Cotangents:
         old = self._state[name]
         self._state[name] = replace_link(old, link, select_link(old, link) + self._present(value))
 
-    def add_to_force(self, force: LinearForce, value: Tensor) -> None:
-        """Add to the cotangent of a force."""
-        if force.cotangent is None:
+    def add_to_force(self, force: LinearForce, which: int, value: Tensor) -> None:
+        """Add to the cotangent of one of the forces at a point."""
+        if not force.waits:
             self._forces.append(force)
-        force.accumulate(self._present(value))
+        force.accumulate(which, self._present(value))
 
     def add_coefficient(self, letter: str, name: str, value: Tensor) -> None:
         """Add to the cotangent of a coefficient."""
@@ -109,7 +111,8 @@ class Cotangents:
     def _take_products(self) -> None:
         for force in self._forces:
             along, deferred, grads = force.product()
-            self._state["position"] = self._state["position"] + along
+            for name, product in zip(POINT, along, strict=False):
+                self._state[name] = self._state[name] + product
             for found in deferred:
                 pending = self._deferred.setdefault(found.function, [])
                 pending.append(found)

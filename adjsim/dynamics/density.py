@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from adjsim.core.state import AnyState, position_of
+from adjsim.core.state import AnyState
 from adjsim.core.typing import Energies
 from adjsim.potentials.base import ForceField
 
@@ -50,8 +50,8 @@ class CanonicalPositions(StationaryDensity):
         self.dynamics = dynamics
 
     def reduced_energy(self, state: AnyState) -> Energies:
-        position = position_of(state)
-        return self.dynamics.potential(position) / self.dynamics.kT.to(position)
+        energy = self.dynamics.potential_energy(state)
+        return energy / self.dynamics.kT.to(energy)
 
 
 class Canonical(CanonicalPositions):
@@ -74,9 +74,9 @@ class Canonical(CanonicalPositions):
         self.bath_fields = tuple(self.bath)
 
     def reduced_energy(self, state: AnyState) -> Energies:
-        q = position_of(state)
-        kT = self.dynamics.kT.to(q)
-        found = (self.dynamics.potential(q) + self.dynamics.kinetic_energy(state)) / kT
+        energy = self.dynamics.potential_energy(state) + self.dynamics.kinetic_energy(state)
+        kT = self.dynamics.kT.to(energy)
+        found = energy / kT
         for name, weight in self.bath.items():
             squares: Tensor = getattr(state, name) ** 2 / weight(state)
             found = found + squares.sum(tuple(range(found.ndim, squares.ndim))) / (2 * kT)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from adjsim.core.parameters import refuse_unknown
@@ -12,25 +14,39 @@ from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.run_report import RunReport
 from adjsim.potentials.base import ForceField, Forces
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, VJPSum
+from adjsim.potentials.strained import ForcesAt
+
+# The fields of a state that forces depend on, and the forces along them: F, and W of a strain.
+Point = Sequence[Tensor]
+FORCE, STRAIN_FORCE = 0, 1
 
 
 class LinearForce:
-    """A force at a position, with one product, of the sum of the cotangents of its readers."""
+    """The forces at a point, with one product, of the sums of the cotangents of their readers."""
 
-    def __init__(self, evaluator: ForceEvaluator, position: Tensor, t: Any) -> None:
+    def __init__(self, evaluator: ForceEvaluator, point: Point, t: Any) -> None:
         self._evaluator, parameters = evaluator, list(evaluator.parameters.values())
-        self.value, self._pullback = evaluator.forces.force_vjp(t, position, parameters)
-        self.cotangent: Tensor | None = None
+        self.values, self._pullback = evaluator.forces.vjp(t, point, parameters)
+        self._cotangents: dict[int, Tensor] = {}
 
-    def accumulate(self, cotangent: Tensor) -> None:
-        """Add to the cotangent of the force."""
-        self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
+    @property
+    def waits(self) -> bool:
+        """Whether the product of cotangents is still to be taken."""
+        return bool(self._cotangents)
 
-    def product(self) -> tuple[Tensor, list[DeferredVJP], dict[str, Tensor]]:
-        """Take the product for the position; those for parameters are deferred, or by name."""
-        cotangent, self.cotangent = self.cotangent, None
-        assert cotangent is not None
-        along, found = self._pullback(cotangent)
+    def accumulate(self, which: int, cotangent: Tensor) -> None:
+        """Add to the cotangent of one of the forces."""
+        add_to(self._cotangents, which, cotangent)
+
+    def product(self) -> tuple[tuple[Tensor, ...], list[DeferredVJP], dict[str, Tensor]]:
+        """Take the products for the point; those for parameters are deferred, or by name."""
+        given, self._cotangents = self._cotangents, {}
+        along, found = self._pullback(
+            *(
+                given[k] if k in given else torch.zeros_like(value)
+                for k, value in enumerate(self.values)
+            )
+        )
         self._evaluator.count()
         deferred: list[DeferredVJP] = []
         grads: dict[str, Tensor] = {}
@@ -53,33 +69,35 @@ def _flat(found: ParameterVJP) -> Iterator[DeferredVJP | list[Tensor | None]]:
 
 
 class ForceEvaluator:
-    """The force of one potential (None: no forces) for one run or sweep, once at each position.
+    """The forces of one potential (None: no forces) for one run or sweep, once at each point.
 
-    States are immutable, so the identity of a position tensor is its version. The last force is
-    cached for its position, one that depends on time only where no time passes while the position
-    stays (``one_time_per_position``). It is differentiated by the leaves ``parameters``. ``known``
-    is a position with its force.
+    A point is a position, or a position and the strain of its box. States are immutable, so the
+    identity of a tensor is its version. The last forces are cached for their point, those that
+    depend on time only where no time passes while the position stays (``one_time_per_position``).
+    They are differentiated by the leaves ``parameters``. ``known`` is a point with its forces.
     """
 
     def __init__(
         self,
         potential: nn.Module | None,
         *,
-        rounding: Rounding = UNROUNDED,
+        roundings: Sequence[Rounding] = (UNROUNDED, UNROUNDED),
         one_time_per_position: bool = True,
         parameters: Mapping[str, Tensor] | None = None,
-        known: tuple[Tensor, Tensor] | None = None,
+        known: tuple[Point, tuple[Tensor, ...]] | None = None,
         report: RunReport | None = None,
     ) -> None:
-        self._forces = None if potential is None else Forces(potential, rounding)
+        self._forces = None
+        if potential is not None:
+            self._forces = ForcesAt(Forces(potential, roundings[FORCE]), *roundings)
         self.parameters = dict(parameters or {})
         self.report = RunReport() if report is None else report
-        self._position, self._value = known if known is not None else (None, None)
+        self._last = known
         self._caches = one_time_per_position or not isinstance(potential, ForceField)
-        self._linear: tuple[Tensor, LinearForce] | None = None
+        self._linear: tuple[Point, LinearForce] | None = None
 
     @property
-    def forces(self) -> Forces:
+    def forces(self) -> ForcesAt:
         """The forces of the potential; a TypeError without one."""
         if self._forces is None:
             raise TypeError("a term reads the force, and the dynamics has no potential.")
@@ -90,32 +108,33 @@ class ForceEvaluator:
         """The potential, as it is read."""
         return self.forces.potential
 
-    def force(self, position: Tensor, t: Any) -> Tensor:
-        """Evaluate the force at a position ``(*batch, atoms, dim)`` and a time."""
-        if self._caches and self._linear is not None and self._linear[0] is position:
-            return self._linear[1].value
-        value = self.cached(position)
-        if value is None:
-            value = self.forces.force(t, position)
+    def values(self, point: Point, t: Any) -> tuple[Tensor, ...]:
+        """Evaluate the forces at a point and a time."""
+        if self._caches and self._linear is not None and _same(self._linear[0], point):
+            return self._linear[1].values
+        values = self.cached(point)
+        if values is None:
+            values = self.forces.values(t, point)
             self.count()
-            count_backward(self.report, (value,))
-            self._position, self._value = position, value
-        return value
+            count_backward(self.report, values)
+            self._last = point, values
+        return values
 
-    def cached(self, position: Tensor) -> Tensor | None:
-        """Return the force at a position if it is the last one that was evaluated."""
-        return self._value if self._caches and self._position is position else None
+    def cached(self, point: Point) -> tuple[Tensor, ...] | None:
+        """Return the forces at a point if they are the last ones that were evaluated."""
+        last = self._last
+        return last[1] if self._caches and last is not None and _same(last[0], point) else None
 
-    def linear(self, position: Tensor, t: Any) -> LinearForce:
-        """Evaluate the force at a position and a time, ready to receive cotangents."""
-        if not self._caches or self._linear is None or self._linear[0] is not position:
-            self._linear = (position, LinearForce(self, position, t))
+    def linear(self, point: Point, t: Any) -> LinearForce:
+        """Evaluate the forces at a point and a time, ready to receive cotangents."""
+        if not self._caches or self._linear is None or not _same(self._linear[0], point):
+            self._linear = (point, LinearForce(self, point, t))
             self.count()
         return self._linear[1]
 
     def forget(self) -> None:
         """Drop the cached forces."""
-        self._position = self._value = self._linear = None
+        self._last = self._linear = None
 
     def count(self, passes: int = 1) -> None:
         """Add passes over the energy, or evaluations of a drift."""
@@ -125,6 +144,10 @@ class ForceEvaluator:
         """Refuse a value that depends on a tensor neither in ``known`` nor a parameter."""
         module = nn.Module() if self._forces is None else self._forces.potential
         refuse_unknown(output, module, [*self.parameters.values(), *known], what)
+
+
+def _same(one: Point, other: Point) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def count_backward(report: RunReport, values: Iterable[Tensor], passes: int = 1) -> None:

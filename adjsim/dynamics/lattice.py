@@ -27,14 +27,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.rounding import LARGEST, UNROUNDED, Rounding, power_of_two, straight_through
+from adjsim.core.rounding import LARGEST, Rounding, power_of_two, straight_through
 from adjsim.core.state import AnyState, State, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import (
@@ -50,7 +50,7 @@ from adjsim.dynamics.buffer import (
 from adjsim.dynamics.copies import Copies, copy_name, extended, typical_sizes
 from adjsim.dynamics.cotangents import select_link
 from adjsim.dynamics.moves import Move, Reflection, Scale, Shear, replace_field
-from adjsim.dynamics.sources import Coefficient, Coefficients, Force, MoveContext
+from adjsim.dynamics.sources import Coefficient, Coefficients, Force, Logarithm, MoveContext
 from adjsim.potentials.base import Potential
 
 # The factor by which a field may outgrow its scale. Scaled fields get a finer lattice, since a
@@ -60,6 +60,8 @@ ROOM, ROOM_SCALED = 2.0**11, 2.0**7
 LONGEST_WAIT = 4096
 # The denominator of factors that depend on the state.
 DENOMINATOR = 2**22
+# The names of the roundings of forces, in the order of adjsim.dynamics.forces.
+FORCE_NAMES = "force", "virial"
 
 
 class Lattice:
@@ -94,18 +96,15 @@ class Lattice:
             self.roundings[name] = Rounding(power_of_two(size) * (room / LARGEST))
         if copies is not None:
             self.roundings |= {copy_name(name): x for name, x in self.roundings.items()}
-        kicked = [
-            self.roundings[m.field]
-            for _, m in all_moves
-            if isinstance(m, Shear) and isinstance(m.source, Force)
-        ]
-        self.force_rounding = UNROUNDED
-        if kicked:
-            _check_force(dynamics.potential)
-            # Contributions to forces have one axis more, and a spacing at least as fine as that of
-            # the momentum increments.
-            spacing = power_of_two(kicked[0].spacing / dt).unsqueeze(-1) / 2
-            self.force_rounding = Rounding(spacing)
+        # The roundings of contributions to the force, and to that along a strain.
+        self.force_roundings: dict[str, Rounding] = {}
+        for _, m in all_moves:
+            if isinstance(m, Shear) and isinstance(m.source, Force):
+                _check_force(dynamics.potential)
+                # Contributions to forces have one axis more, and a spacing at least as fine as that
+                # of the momentum increments.
+                spacing = power_of_two(self.roundings[m.field].spacing / dt).unsqueeze(-1) / 2
+                self.force_roundings.setdefault(FORCE_NAMES[m.source.which], Rounding(spacing))
         self._constant_factors = [
             (letter, m.source.name) for letter, m in scales if isinstance(m.source, Coefficient)
         ]
@@ -114,17 +113,15 @@ class Lattice:
         self._half = torch.tensor(0.5, dtype=torch.float64, device=state[0].device)
 
     def spacings(self) -> dict[str, Tensor]:
-        """Return the spacing of each field, and as ``"force"`` that of force contributions."""
-        found = {name: rounding.spacing for name, rounding in self.roundings.items()}
-        rounding = self.force_rounding
-        return {**found, "force": rounding.spacing} if rounding.rounds else found
+        """Return the spacing of each field, and of contributions to forces, by name."""
+        roundings = self.roundings | self.force_roundings
+        return {name: rounding.spacing for name, rounding in roundings.items()}
 
     def with_spacings(self, spacings: Mapping[str, Tensor]) -> Lattice:
         """Return the same lattice with these spacings, as inputs of compiled code."""
         other = copy(self)
         other.roundings = {name: Rounding(spacings[name]) for name in self.roundings}
-        if self.force_rounding.rounds:
-            other.force_rounding = Rounding(spacings["force"])
+        other.force_roundings = {name: Rounding(spacings[name]) for name in self.force_roundings}
         return other
 
     def on_lattice(self, move: Move) -> Move:
@@ -134,11 +131,20 @@ class Lattice:
         assert isinstance(move, Shear | Scale)
         rounding = self.roundings[move.field].link(move.link)
         if isinstance(move, Shear):
-            return LatticeShear(
-                move.field, move.source, move.coefficient, move.link, rounding=rounding
-            )
-        fraction = {"denominator": self._denominator, "half": self._half}
-        return LatticeScale(move.field, move.source, move.link, rounding=rounding, **fraction)
+            source = move.source
+            if isinstance(source, Logarithm):
+                # That of the fraction by which the lattice form of the scale multiplies.
+                source = replace(source, denominator=DENOMINATOR)
+            return LatticeShear(move.field, source, move.coefficient, move.link, rounding=rounding)
+        return LatticeScale(
+            move.field,
+            move.source,
+            move.link,
+            move.bits,
+            rounding=rounding,
+            denominator=self._denominator,
+            half=self._half,
+        )
 
     def rationals(self, coefficients: dict[str, Coefficients]) -> dict[str, Coefficients]:
         """Add to the coefficients a fraction n/d for each coefficient that scales a field."""
@@ -159,10 +165,14 @@ class Lattice:
                 n, d = (coefficients[letter][f"{move.source.name} {part}"] for part in "nd")
                 bits[move.field] = bits[move.field] + torch.log2(d.double() / n.double())
                 largest = max(largest, int(d.max()), int(n.max()))
-        # Factors that depend on the state are assumed to be above 1/2. The check of the buffers
-        # finds smaller ones.
+        # The check of the buffers finds factors that are smaller than those that are planned with.
         rates = [float(x.abs().max()) for x in bits.values()]
-        fastest = max([float(self._state_dependent), *rates])
+        assumed = [
+            move.bits
+            for _, move in moves
+            if isinstance(move, Scale) and not isinstance(move.source, Coefficient)
+        ]
+        fastest = max([*assumed, *rates], default=0.0)
         spare_bits = LONGEST - FULL - math.log2(largest)
         if fastest > spare_bits:
             raise ValueError(

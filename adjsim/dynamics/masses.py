@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjsim.core.parameters import check_count
 from adjsim.core.state import AnyState, detached, momentum_of, position_of
@@ -71,17 +72,18 @@ class HeatLimit:
     """The largest kinetic energy of each system of a run with a bath at kT.
 
     Potential energy that is given up may become kinetic energy. A force field may do any work, so
-    with one there is no limit. Masses, kT and potential are those of the dynamics.
+    with one there is no limit. The dynamics has masses, kT and a potential.
     """
 
-    def __init__(self, masses: Masses, kT: Tensor, potential: nn.Module, start: AnyState) -> None:
-        self.masses, self.kT, self.potential = masses, kT, potential
-        self.start = detached(start)
+    def __init__(self, dynamics: Any, start: AnyState) -> None:
+        self.masses: Masses = dynamics.masses
+        self.kT: Tensor = dynamics.kT
+        self.dynamics, self.start = dynamics, detached(start)
 
     @cached_property
     def thermal(self) -> float:
         """The mean kinetic energy at kT; infinite where there is no limit."""
-        known = not isinstance(self.potential, ForceField) and self.dof > 0
+        known = not isinstance(self.dynamics.potential, ForceField) and self.dof > 0
         return self.dof / 2 * float(self.kT.detach()) if known else math.inf
 
     @cached_property
@@ -97,7 +99,7 @@ class HeatLimit:
     @cached_property
     def energy(self) -> Tensor:
         """The potential energy at the start."""
-        return self.potential(position_of(self.start))
+        return self.dynamics.potential_energy(self.start)
 
     @torch.no_grad()
     def exceeded(self, state: AnyState) -> Tensor:
@@ -106,7 +108,7 @@ class HeatLimit:
         hot = found > self.largest
         if not bool(hot.any()):
             return hot
-        given = LARGEST_RISE * (self.energy - self.potential(position_of(state)))
+        given = LARGEST_RISE * (self.energy - self.dynamics.potential_energy(state))
         # A potential energy that is not finite gives nothing.
         return hot & ~(found <= given)
 

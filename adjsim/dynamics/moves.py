@@ -128,6 +128,8 @@ class Scale(Coupling):
     field: str
     source: Source
     link: int | None = None
+    # The largest |log2 f| that exact runs plan with, where f depends on the state.
+    bits: float = 1.0
 
     def moved(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
         y = self._part(state)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from adjsim.core.layout import number_on
-from adjsim.core.state import AnyState, position_of
+from adjsim.core.rounding import straight_through
+from adjsim.core.state import AnyState, point_of
 from adjsim.dynamics.cotangents import Cotangents, add_each, select_link
-from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.dynamics.forces import FORCE, ForceEvaluator
 
 Coefficients = Mapping[str, Tensor]
 # Takes the cotangent of a value, and adds its products to the cotangents of the value's inputs. It
@@ -69,13 +70,22 @@ class Field:
 
 @dataclass(frozen=True)
 class Random(_Constant):
-    """A draw of the stage's noise: standard normal numbers of the shape of position."""
+    """A draw of the stage's noise: standard normal numbers of the shape of position.
+
+    Where the draws of a dynamics have another shape, ``rows`` and ``columns`` are the begin and the
+    end of the part that is read.
+    """
 
     draw: int = 0
+    rows: tuple[int | None, int | None] = (None, None)
+    columns: tuple[int | None, int | None] = (None, None)
 
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
         assert context.noise is not None
-        return context.noise[self.draw]
+        drawn = context.noise[self.draw]
+        if self.rows != (None, None):
+            drawn = drawn[..., slice(*self.rows), :]
+        return drawn if self.columns == (None, None) else drawn[..., slice(*self.columns)]
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,30 @@ class Coefficient:
         return value, lambda cotangent: cotangents.add_coefficient(
             context.letter, self.name, unbroadcast(cotangent, value)
         )
+
+
+@dataclass(frozen=True)
+class Logarithm:
+    """The logarithm of a factor, or of the nearest fraction with a denominator."""
+
+    factor: Source
+    denominator: int | None = None
+
+    def value(self, state: AnyState, context: MoveContext) -> Tensor:
+        return self._logarithm(self.factor.value(state, context))
+
+    def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
+        value, accumulate = self.factor.vjp(state, context, cotangents)
+        if accumulate is None:
+            return self._logarithm(value), None
+        return self._logarithm(value), lambda cotangent: accumulate(cotangent / value)
+
+    def _logarithm(self, factor: Tensor) -> Tensor:
+        if self.denominator is None:
+            return torch.log(factor)
+        nearest = torch.floor(factor.detach() * self.denominator + 0.5) / self.denominator
+        rounded = torch.log(nearest)
+        return straight_through(torch.log(factor), rounded) if factor.requires_grad else rounded
 
 
 @dataclass(frozen=True)
@@ -141,14 +175,16 @@ class Combination:
 
 @dataclass(frozen=True)
 class Force:
-    """The force at the position."""
+    """The force at the position, or along the strain of the box (``which``)."""
+
+    which: int = FORCE
 
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
-        return context.forces.force(position_of(state), context.t)
+        return context.forces.values(point_of(state), context.t)[self.which]
 
     def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
-        linear = context.forces.linear(position_of(state), context.t)
-        return linear.value, lambda cotangent: cotangents.add_to_force(linear, cotangent)
+        linear, k = context.forces.linear(point_of(state), context.t), self.which
+        return linear.values[k], lambda cotangent: cotangents.add_to_force(linear, k, cotangent)
 
 
 class Differentiated(Source):

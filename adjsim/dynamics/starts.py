@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -14,9 +15,10 @@ from adjsim.core.noise import Noise, NoiseStream, seed_from
 from adjsim.core.state import AnyState, check_position, in_transform
 from adjsim.core.typing import Positions, PositionsLike, Seed
 from adjsim.core.writes import refuse_written, version_of
-from adjsim.potentials.base import ForceField, Potential, force
+from adjsim.potentials.base import ForceField, Forces, Potential
 from adjsim.potentials.evaluated import terms_of
 from adjsim.potentials.force_field import refuse_high_energy
+from adjsim.potentials.strained import ForcesAt, strained_energy
 
 
 def as_start(
@@ -61,7 +63,9 @@ def standard_normal(
     return drawn.reshape((*batch, *links, atoms, dim))
 
 
-def check_potential(potential: nn.Module | None, position: Tensor) -> None:
+def check_potential(
+    potential: nn.Module | None, position: Tensor, strain: Tensor | None = None
+) -> None:
     """Refuse a potential of the wrong shape, or that writes, and a start without finite energy."""
     if potential is None:
         return
@@ -72,7 +76,8 @@ def check_potential(potential: nn.Module | None, position: Tensor) -> None:
         if isinstance(potential, ForceField):
             value, what, expected = potential(0.0, copy), "force", copy.shape
         else:
-            value, what, expected = potential(copy), "energy", copy.shape[:-2]
+            value = potential(copy) if strain is None else strained_energy(potential, copy, strain)
+            what, expected = "energy", copy.shape[:-2]
     refuse_written(potential, copy, version)
     if value.shape != expected:
         raise ValueError(
@@ -84,7 +89,7 @@ def check_potential(potential: nn.Module | None, position: Tensor) -> None:
     if not bool(torch.isfinite(value).all()):
         raise ValueError(describe_not_finite(potential, copy, value, what))
     parts = terms_of(potential)
-    if what == "energy" and any(map(_in_ev, (potential, *parts))):
+    if what == "energy" and strain is None and any(map(_in_ev, (potential, *parts))):
         refuse_high_energy(cast(Potential, potential), copy, value)
     elif what == "force":
         for part in filter(_in_ev, parts):
@@ -107,12 +112,13 @@ def describe_not_finite(potential: nn.Module, position: Tensor, value: Tensor, w
 
 
 def describe_force_not_finite(
-    potential: nn.Module | None, position: Tensor, t: float
+    potential: nn.Module | None, point: Sequence[Tensor], t: float
 ) -> str | None:
     """Describe a force at a start that is not finite, as that of a root at zero; None if it is."""
     if potential is None:
         return None
-    found = force(potential, position, t)
+    position = point[0]
+    found = ForcesAt(Forces(potential)).values(t, point)[0]
     if bool(torch.isfinite(found).all()):
         return None
     return describe_not_finite(potential, position, found, "force")

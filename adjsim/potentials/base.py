@@ -31,9 +31,10 @@ from adjsim.potentials.products import (
     derived_force,
     energy_vjp,
 )
+from adjsim.potentials.strained import Strainable, summed_energy, summed_force, summed_vjp
 
 
-class Potential(Evaluated):
+class Potential(Strainable):
     """An energy ``U(q; theta)``. Subclasses write ``forward``, and may write closed forms.
 
     ``potential(position, box=None)`` evaluates a reading of the potential, made at the call. A box
@@ -209,6 +210,11 @@ class SumPotential(_Sum, Potential):
 
     kinds = "potentials", "a module with an energy"
     refused = (ForceField,)
+    strained_energy, strained_force, strained_vjp = (  # pyright: ignore[reportAssignmentType]
+        summed_energy,
+        summed_force,
+        summed_vjp,
+    )
 
     @property
     def box(self) -> Tensor | None:

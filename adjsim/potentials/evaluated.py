@@ -24,10 +24,12 @@ def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
     return evaluated
 
 
+STRAINED = "strained_force", "strained_vjp"
+READING_METHODS = {"force", "force_vjp", "virial", "strained_energy", *STRAINED}
 # Methods that follow from another one, and have to be written anew where it is.
 FOLLOWING = {
-    "forward": ("force", "force_vjp", "virial"),
-    "force": ("force_vjp",),
+    "forward": ("force", "force_vjp", "virial", "strained_energy", *STRAINED),
+    "force": ("force_vjp", *STRAINED),
     "element": ("slope", "curvature"),
     "slope": ("curvature",),
     "pair_energy": ("pair_slope", "pair_curvature"),
@@ -42,7 +44,7 @@ class Evaluated(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in {"force", "force_vjp", "virial"} & vars(cls).keys():
+        for name in READING_METHODS & vars(cls).keys():
             setattr(cls, name, _reads(vars(cls)[name]))
 
     def terms(self) -> list[nn.Module]:

@@ -19,7 +19,7 @@ from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.copies import Copies
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.dynamics.lattice import Lattice
+from adjsim.dynamics.lattice import FORCE_NAMES, Lattice
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients, MoveContext, reads_force
 from adjsim.solvers.clock import Clock, VaryingClock, check_dt
@@ -121,7 +121,7 @@ class StepPlan:
         """Make an evaluator of the potential's forces, with the rounding of this plan."""
         return ForceEvaluator(
             potential,
-            rounding=self.force_rounding,
+            roundings=self.force_roundings,
             one_time_per_position=self.one_time_per_position,
             **options,
         )
@@ -158,8 +158,9 @@ class StepPlan:
         return tuple(known[id(move)] for _, move in self.moves)
 
     @property
-    def force_rounding(self) -> Rounding:
-        return UNROUNDED if self.lattice is None else self.lattice.force_rounding
+    def force_roundings(self) -> tuple[Rounding, ...]:
+        known = {} if self.lattice is None else self.lattice.force_roundings
+        return tuple(known.get(name, UNROUNDED) for name in FORCE_NAMES)
 
     def with_spacings(self, spacings: Mapping[str, Tensor]) -> StepPlan:
         """Return the same step with these tensors as the spacings of its lattice."""

@@ -147,7 +147,7 @@ def test_a_vector_field_has_no_forces():
     field = ODE(Net())
     assert field.potential is None
     with pytest.raises(TypeError, match="the dynamics has no potential"):
-        ForceEvaluator(field.potential).force(torch.zeros(1, 1), 0.0)
+        ForceEvaluator(field.potential).values((torch.zeros(1, 1),), 0.0)
 
 
 def test_girsanov_on_an_ornstein_uhlenbeck_process():

@@ -492,7 +492,7 @@ def test_the_order_of_a_sum_does_not_matter():
     # differ.
     potential, grid = (
         dynamics.potential,
-        Splitting("BAB", 0.005, exact=True).plan(dynamics, start, 0.0).force_rounding,
+        Splitting("BAB", 0.005, exact=True).plan(dynamics, start, 0.0).force_roundings[0],
     )
     position = run.final.position.detach()
     assert torch.equal(

@@ -255,12 +255,12 @@ class ReadsForce(Force):
     """A source of a user's own, which evaluates the force itself."""
 
     def vjp(self, state, at, cotangents):
-        value = at.forces.force(state.position, at.t)
-        linear = at.forces.linear(state.position, at.t)
-        torch.testing.assert_close(linear.value, value, rtol=1e-13, atol=1e-13)
+        value = at.forces.values((state.position,), at.t)[0]
+        linear = at.forces.linear((state.position,), at.t)
+        torch.testing.assert_close(linear.values[0], value, rtol=1e-13, atol=1e-13)
 
         def accumulate(cotangent):
-            cotangents.add_to_force(linear, value * 0 + cotangent)
+            cotangents.add_to_force(linear, 0, value * 0 + cotangent)
 
         return value.detach(), accumulate
 

@@ -88,7 +88,7 @@ def test_a_step_knows_whether_it_shares_its_force(case):
     for _ in range(2):
         state = plan.step(state, StepContext(float, coefficients, noise, forces))
         counts.append(forces.report.energy_evaluations)
-    shared = forces.cached(state.position) is not None and counts[1] < 2 * counts[0]
+    shared = forces.cached((state.position,)) is not None and counts[1] < 2 * counts[0]
     assert plan.shares_force == shared
 
 

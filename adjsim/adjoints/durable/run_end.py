@@ -15,11 +15,11 @@ from adjsim.solvers.run import Run
 
 
 def run_end(
-    run: Run[State], stepper: Stepper, state: AnyState, force: Tensor | None
+    run: Run[State], stepper: Stepper, state: AnyState, force: tuple[Tensor, ...] | None
 ) -> RunEnd | None:
     """Describe the end of a run, from which another can go on; None for steps of varying size.
 
-    ``force`` is the force with which the next step begins, if it is not evaluated again.
+    ``force`` are the forces with which the next step begins, if they are not evaluated again.
     """
     clock, noise = stepper.clock, run.noise
     lattice, growth = stepper.plan.lattice, stepper.buffer_growth

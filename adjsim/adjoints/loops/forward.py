@@ -24,8 +24,7 @@ from adjsim.adjoints.sweep.recorder import Recording
 from adjsim.adjoints.sweep.stepper import naming
 from adjsim.compiler import LoopSpec, clone
 from adjsim.core.run_report import RunReport
-from adjsim.core.state import AnyState, State, position_of
-from adjsim.dynamics.base import Dynamics
+from adjsim.core.state import AnyState, State, point_of
 from adjsim.solvers.base import StepContext
 from adjsim.solvers.implicit.field import ImplicitField, Newton, first_iteration, iterate
 
@@ -35,7 +34,7 @@ class ForwardCarry(NamedTuple):
 
     Attributes:
         total: the sum of a time average.
-        force: the force that the next step begins with, if steps share forces.
+        force: the forces that the next step begins with, if steps share forces.
         error_growth: the growth of rounding errors, where it varies.
         margin: the smallest distances to states that the dynamics refuses.
     """
@@ -67,7 +66,7 @@ class ForwardLoops:
         # The growth in a step, as far as it is known.
         self.pace = 0.0
         # The force with which the next step begins; None where it is evaluated again.
-        self.force: Tensor | None = None
+        self.force: tuple[Tensor, ...] | None = None
 
     def stops(self, wanted: set[int]) -> Sequence[int]:
         return self.runner.boundaries(wanted)
@@ -87,9 +86,9 @@ class ForwardLoops:
         if start == 0 and self.force is None and runner.plan.shares_force:
             forces = runner.plan.forces(runner.dynamics.potential, report=runner.report)
             with torch.no_grad():
-                forces.force(position_of(state), runner.clock.time(0))
+                forces.values(point_of(state), runner.clock.time(0))
             # None where the force depends on a time that passes while the position stays.
-            self.force = forces.cached(position_of(state))
+            self.force = forces.cached(point_of(state))
         while start < stop:
             wanted = min(runner.length, stop - start)
             carry, rows, count = self._run_sound(state, start, wanted)
@@ -99,7 +98,7 @@ class ForwardLoops:
             if carry.total:
                 assert self.recording is not None
                 self.recording.total, self.recording.last_step = carry.total[0], start
-            self.force = runner.unpack(carry.force[0]) if carry.force else None
+            self.force = tuple(map(runner.unpack, carry.force)) or None
             state = runner.unpack_state(carry.state)
             if budget is not None:
                 # Half of the budget is left for the next loop.
@@ -122,7 +121,8 @@ class ForwardLoops:
             count = max(1, min(count, int(budget.left / self.pace)))
         while True:
             carry, rows = self._run(state, start, count)
-            refused = any(bool((x < 0).any()) for x in carry.margin)
+            # A distance that is not a number comes from a state that was beyond the limit before.
+            refused = any(not bool((x >= 0).all()) for x in carry.margin)
             allowed = count // 2 if refused else count
             if budget is not None:
                 found = budget.largest(carry.error_growth[0], count)
@@ -144,7 +144,7 @@ class ForwardLoops:
         if iterated_move(runner) is not None:
             total, state, rows = run_iterated(runner, total, state, start, count, stores)
             return ForwardCarry(total, (), (), (), runner.pack_state(state)), rows
-        force = () if self.force is None else (runner.pack(self.force),)
+        force = () if self.force is None else tuple(map(runner.pack, self.force))
         t, growth = runner.clock.time(start), tuple[Tensor, ...]()
         with torch.no_grad():
             least = _margin(runner, t, state)
@@ -177,11 +177,11 @@ def _specify(
     def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
         k = torch.zeros_like(constants.steps)
         if runner.exact and carry.force:
-            report, position = RunReport(), position_of(runner.unpack_state(carry.state))
+            report, point = RunReport(), point_of(runner.unpack_state(carry.state))
             plan = runner.plan.with_spacings(constants.spacings)
             forces = plan.forces(runner.dynamics.potential, report=report)
-            force = forces.force(position, runner.time(constants, k)(0.0))
-            carry = carry._replace(force=(runner.pack(force),))
+            force = forces.values(point, runner.time(constants, k)(0.0))
+            carry = carry._replace(force=tuple(map(runner.pack, force)))
             loop.fixed_evaluations += report.energy_evaluations
         return k, carry
 
@@ -190,7 +190,7 @@ def _specify(
     ) -> tuple[Tensor, ForwardCarry, Sequence[Tensor]]:
         report, t = RunReport(), runner.time(constants, k)
         state = runner.unpack_state(carry.state)
-        known = (position_of(state), runner.unpack(carry.force[0])) if carry.force else None
+        known = (point_of(state), tuple(map(runner.unpack, carry.force))) if carry.force else None
         plan = runner.plan.with_spacings(constants.spacings)
         forces = plan.forces(runner.dynamics.potential, known=known, report=report)
         context = runner.context(constants, k, forces)
@@ -198,7 +198,8 @@ def _specify(
             saving_step(plan, state, context) if saves else (plan.step(state, context), ())
         )
         total = tuple(map(clone, runner.added(carry.total, state)))
-        force = (runner.pack(forces.force(position_of(state), t(1.0))),) if carry.force else ()
+        last = forces.values(point_of(state), t(1.0)) if carry.force else ()
+        force = tuple(map(runner.pack, last))
         loop.evaluations_per_step = report.energy_evaluations
         growth = tuple(
             clone(x + growth_in_step(runner.dynamics, runner.clock.dt, t(1.0), state))
@@ -214,10 +215,8 @@ def _specify(
 
 
 def _margin(runner: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
-    dynamics: Dynamics[Any] = runner.dynamics
-    if dynamics.limiting_surface is None:
-        return None
-    return dynamics.limiting_surface.margin(position_of(runner.stepper.from_lattice(state)), t)
+    limit = runner.dynamics.limit
+    return None if limit is None else limit.margin(runner.stepper.from_lattice(state), t)
 
 
 FORWARD = LoopKind(partial(_specify, False, False))

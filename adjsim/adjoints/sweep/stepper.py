@@ -14,7 +14,7 @@ from adjsim.adjoints.durable.saves import Saves
 from adjsim.core.noise import Noise
 from adjsim.core.progress import with_progress
 from adjsim.core.run_report import RunReport
-from adjsim.core.state import AnyState, State, detached, in_transform, position_of
+from adjsim.core.state import AnyState, State, detached, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import BufferGrowth, Spill
 from adjsim.dynamics.forces import ForceEvaluator
@@ -211,7 +211,7 @@ class _StateChecks:
 
     def check(self, state: AnyState, step: int) -> None:
         """Refuse a state that the dynamics excludes, and now and then one that is not sound."""
-        if self.dynamics.limiting_surface is not None and not in_transform():
+        if self.dynamics.limit is not None and not in_transform():
             reason = self._refusal(state, step)
             if reason is not None:
                 self._raise_refusal(reason, step)
@@ -228,11 +228,10 @@ class _StateChecks:
 
     @torch.no_grad()
     def _refusal(self, state: AnyState, step: int) -> ValueError | None:
-        surface = self.dynamics.limiting_surface
-        assert surface is not None
-        position = position_of(self.stepper.from_lattice(state)).detach()
+        limit = self.dynamics.limit
+        assert limit is not None
         try:
-            surface.refuse_penetration(position, self.stepper.clock.time(step))
+            limit.refuse(detached(self.stepper.from_lattice(state)), self.stepper.clock.time(step))
         except ValueError as reason:
             return reason
         return None
@@ -271,8 +270,8 @@ class _StateChecks:
             raise FloatingPointError(text)
         reason = None
         if k == 1:
-            position = stepper.from_lattice(self.good)[0].detach()
-            reason = describe_force_not_finite(self.dynamics.potential, position, clock.time(0))
+            point = self.dynamics.force_point(stepper.from_lattice(detached(self.good)))
+            reason = describe_force_not_finite(self.dynamics.potential, point, clock.time(0))
         raise stepper.plan.failure(
             state, self.good, clock.time(self.step), where, clock.smaller, self.dynamics, reason
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from adjsim.core.arguments import describe_type
 from adjsim.core.derived import derived
 from adjsim.core.parameters import check_count, register
 from adjsim.core.reading import as_part
-from adjsim.core.state import AnyState, PhaseState, in_transform, momentum_of
+from adjsim.core.state import AnyState, PhaseState, in_transform, momentum_of, position_of
 from adjsim.core.typing import Array, Energies, Number, PositionsLike, Seed
 from adjsim.dynamics.masses import PER_ATOM, Masses
 from adjsim.dynamics.massive import MassiveDynamics
@@ -252,8 +253,8 @@ class Mechanics(MassiveDynamics[PhaseState]):
         return found if found > 0 else None
 
     @property
-    def limiting_surface(self) -> SurfaceContact | None:
-        return self.contact
+    def limit(self) -> SurfaceLimit | None:
+        return None if self.contact is None else SurfaceLimit(self.contact)
 
     def check_rates(self, t: float, state: PhaseState) -> dict[str, Tensor]:
         rates = super().check_rates(t, state)
@@ -292,6 +293,19 @@ class Mechanics(MassiveDynamics[PhaseState]):
         if len(self.terms) > 2 or self.prescribed is not None:
             return super().invariant(state)
         return self.energy(state)
+
+
+@dataclass(frozen=True)
+class SurfaceLimit:
+    """A surface behind which no vertex may be."""
+
+    surface: SurfaceContact
+
+    def margin(self, state: AnyState, t: Any) -> Tensor | None:
+        return self.surface.margin(position_of(state), t)
+
+    def refuse(self, state: AnyState, t: float) -> None:
+        self.surface.refuse_penetration(position_of(state), t)
 
 
 def _is_given(name: str, number: Tensor) -> bool:

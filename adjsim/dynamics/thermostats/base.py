@@ -34,7 +34,7 @@ class Thermostat(MassiveDynamics[MomentumState]):
         return position, self.thermal_momentum(position, self.kT, generator) if p is None else p
 
     def heat_limit(self, start: AnyState) -> HeatLimit:
-        return HeatLimit(self.masses, self.kT, self.potential, start)
+        return HeatLimit(self, start)
 
 
 class Rescaling(Thermostat[MomentumState]):

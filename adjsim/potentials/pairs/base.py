@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from adjsim.compiler import TYPES
+from adjsim.core.box import stretched
 from adjsim.core.derived import MADE, Made, own_tensors
 from adjsim.core.layout import is_tracing
 from adjsim.core.reading import read
@@ -24,11 +25,12 @@ from adjsim.core.state import in_transform
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import terms_of
-from adjsim.potentials.pairs import dense, kernel_sums, listed
+from adjsim.potentials.pairs import dense, kernel_sums, listed, strained_sums
 from adjsim.potentials.pairs.formula import PairFormula
 from adjsim.potentials.pairs.kernels.kernel import FORCE
 from adjsim.potentials.pairs.operator import PairForm, PairOperator, form_of
-from adjsim.potentials.products import Pullback, Tensors
+from adjsim.potentials.products import ParameterVJP, Pullback, Tensors
+from adjsim.potentials.strained import Forced, StrainedPullback
 
 
 class PairPotential(PairFormula, Potential):
@@ -80,6 +82,52 @@ class PairPotential(PairFormula, Potential):
         way, pair = evaluator_of(self, position).way(self, position, *formulas)
         return way.force_vjp(pair, position, parameters, rounding)
 
+    def strained_energy(self, position: Positions, strain: Tensor) -> Energies:
+        found, box = _strained(self, position, strain)
+        if isinstance(found, PairOperator):
+            return strained_sums.energy(found, position)
+        return dense.energy(self, position, box)
+
+    def strained_force(
+        self,
+        position: Positions,
+        strain: Tensor,
+        rounding: Rounding = UNROUNDED,
+        virial_rounding: Rounding = UNROUNDED,
+    ) -> Forced:
+        found, box = _strained(self, position, strain)
+        roundings = rounding, virial_rounding
+        if isinstance(found, PairOperator):
+            whole = strain.expand((*box.shape[:-2], 1, position.shape[-1]))
+            force, virial = strained_sums.force(found, position, whole, *roundings)
+        else:
+            force, virial = dense.strained_force(self, position, box, *roundings)
+        return force, virial.sum_to_size(strain.shape)
+
+    def strained_vjp(
+        self,
+        position: Positions,
+        strain: Tensor,
+        parameters: Tensors,
+        rounding: Rounding = UNROUNDED,
+        virial_rounding: Rounding = UNROUNDED,
+    ) -> tuple[Forced, StrainedPullback]:
+        with torch.no_grad():
+            found, box = _strained(self, position, strain)
+        roundings = rounding, virial_rounding
+        if isinstance(found, PairOperator):
+            values, product = strained_sums.force_vjp(found, position, parameters, *roundings)
+        else:
+            values, product = dense.strained_vjp(self, position, box, *roundings)
+
+        def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, ParameterVJP]:
+            with torch.no_grad():
+                each = c.expand_as(values[1])
+                along, moved, rest = strained_sums.with_strain(position, values, v, each, product)
+                return along, moved.sum_to_size(strain.shape), rest
+
+        return (values[0], values[1].sum_to_size(strain.shape)), pullback
+
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``.
 
@@ -97,6 +145,19 @@ class PairPotential(PairFormula, Potential):
             return "all pairs" if evaluator.form.spec.skin is None else "neighbour list"
         near = evaluator.by_torch(pair, position, "truncated_slope") is listed
         return f"{'neighbour list' if near else 'all pairs'}, by torch: {evaluator.form.reason}"
+
+
+def _strained(
+    pair: PairPotential, position: Tensor, strain: Tensor
+) -> tuple[PairOperator | None, Tensor]:
+    """Return the operator in the boxes of systems, None where there is none, and the boxes."""
+    if pair.image_box is None:
+        raise ValueError(f"{type(pair).__name__} has no box that a strain could stretch.")
+    box = stretched(pair.image_box, strain)
+    evaluator = evaluator_of(pair, position)
+    if not isinstance(evaluator.form, PairForm):
+        return None, box
+    return PairOperator.of(pair, evaluator.form, position, box), box
 
 
 def pair_paths(potential: nn.Module, position: Positions) -> dict[str, str]:

@@ -16,7 +16,7 @@ and the others are masked. Coordinates come first, so that the last axis is long
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
 
@@ -32,9 +32,9 @@ from adjsim.potentials.pairs.kernels.exclusions import interacting
 from adjsim.potentials.products import DeferredVJP, Pullback, Tensors
 
 
-def energy(pair: PairFormula, position: Positions) -> Energies:
+def energy(pair: PairFormula, position: Positions, box: Tensor | None = None) -> Energies:
     """Compute the energy."""
-    _, s, included = geometry(pair, position)
+    _, s, included = geometry(pair, position, box)
     return 0.5 * torch.where(included, pair.truncated_energy(s), 0.0).sum((-1, -2))
 
 
@@ -74,11 +74,69 @@ def virial(pair: PairFormula, position: Positions) -> Tensor:
     return torch.einsum("...ij,...aij,...bij->...ab", weight, vectors, vectors)
 
 
-def geometry(pair: PairFormula, position: Positions) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Compute differences by coordinate, squared distances, and the mask of included pairs."""
+def strained_force(
+    pair: PairFormula,
+    position: Positions,
+    box: Tensor,
+    rounding: Rounding = UNROUNDED,
+    virial_rounding: Rounding = UNROUNDED,
+) -> tuple[Tensor, Tensor]:
+    """Compute the force and the diagonal of the virial ``(*batch, 1, dim)``, differentiable."""
+    d, s, included = geometry(pair, position, box)
+    weight = -2 * _masked(pair, pair.truncated_slope(s), included)
+    force = _sum_pairs(weight, d, rounding)
+    return force, _virial_rows(weight, d, virial_rounding).sum(-2, keepdim=True)
+
+
+def strained_vjp(
+    pair: PairFormula,
+    position: Positions,
+    box: Tensor,
+    rounding: Rounding,
+    virial_rounding: Rounding,
+) -> tuple[tuple[Tensor, Tensor], Callable[[Tensor, Tensor], tuple[Tensor, Tensor, DeferredVJP]]]:
+    """Compute :func:`strained_force`, and its product with cotangents v and c.
+
+    With w_ij = v_i - v_j + c d_ij, of which the part in c is by coordinate, the product is that of
+    :func:`force_vjp`, and the sum of d_ij times what a pair adds to it, ``(*batch, 1, dim)``.
+    """
+    with torch.no_grad():
+        d, s, included = geometry(pair, position, box)
+        weight = -2 * _masked(pair, pair.truncated_slope(s), included)
+        force = _sum_pairs(weight, d, rounding)
+        virial = _virial_rows(weight, d, virial_rounding).sum(-2, keepdim=True)
+        weight = weight.unsqueeze(-3)
+
+    def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, DeferredVJP]:
+        with torch.no_grad():
+            stretch = split_coordinates(c.transpose(-1, -2)[..., None])
+            moved = split_coordinates(differences(v))
+            w = [y + z * x for x, y, z in zip(d, moved, stretch, strict=True)]
+            dw = sum_coordinates([x * y for x, y in zip(d, w, strict=True)])
+            dw = _masked(pair, dw, included)
+            curvature = (-4 * pair.truncated_curvature(s) * dw).unsqueeze(-3)
+            parts = [curvature * x + weight * y for x, y in zip(d, w, strict=True)]
+            along = join_coordinates([part.sum(-1) for part in parts])
+            strain = join_coordinates(
+                [(x * part).sum(-1) for x, part in zip(d, parts, strict=True)]
+            )
+            deferred = DeferredVJP(pair, pair.truncated_slope, -dw, s)
+            return along, 0.5 * strain.sum(-2, keepdim=True), deferred
+
+    return (force, virial), pullback
+
+
+def geometry(
+    pair: PairFormula, position: Positions, box: Tensor | None = None
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Compute differences by coordinate, squared distances, and the mask of included pairs.
+
+    The boxes of systems take the place of that of the potential.
+    """
     parts = split_coordinates(differences(position))
-    if pair.image_box is not None:
-        parts = nearest_image(parts, pair.image_box.to(position), exact=pair.cutoff is None)
+    box = pair.image_box if box is None else box
+    if box is not None:
+        parts = nearest_image(parts, box.to(position), exact=pair.cutoff is None)
     s = sum_coordinates([x * x for x in parts])
     excluded = pair.exclusions
     included = distinct(position) if excluded is None else interacting(excluded, position)
@@ -119,6 +177,12 @@ def _masked(pair: PairFormula, x: Tensor, included: Tensor) -> Tensor:
 
 def _sum_pairs(weight: Tensor, d: Sequence[Tensor], rounding: Rounding = UNROUNDED) -> Tensor:
     return join_coordinates([rounding.round(weight.unsqueeze(-3) * x).sum(-1) for x in d])
+
+
+def _virial_rows(weight: Tensor, d: Sequence[Tensor], rounding: Rounding) -> Tensor:
+    """Sum the parts of each atom in the diagonal of the virial, ``(*batch, atoms, dim)``."""
+    weight = weight.unsqueeze(-3)
+    return 0.5 * join_coordinates([rounding.round(weight * x * x).sum(-1) for x in d])
 
 
 def join_coordinates(rows: Sequence[Tensor]) -> Tensor:

@@ -51,19 +51,19 @@ def force_vjp(
         def pullback_by_rows(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
             along, found = product(v)
             assert isinstance(found, DeferredVJP)
-            return along, _propagate(operator, _gradients_by_rows(operator, found), parameters)
+            return along, propagate(operator, gradients_by_rows(operator, found), parameters)
 
         return value, pullback_by_rows
     value = operator.evaluate(FORCE, position, rounding=rounding)[0]
 
     def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         _, along, *found = operator.evaluate(PRODUCT, position, vector=v, rounding=rounding)
-        return along, _propagate(operator, found, parameters)
+        return along, propagate(operator, found, parameters)
 
     return value, pullback
 
 
-def _gradients_by_rows(operator: PairOperator, deferred: DeferredVJP) -> list[Tensor]:
+def gradients_by_rows(operator: PairOperator, deferred: DeferredVJP) -> list[Tensor]:
     """Compute the cotangents of operands, with numbers expanded over the rows of pairs.
 
     The compiler then fuses the sum over each row with the loop over pairs of the compiled step,
@@ -88,7 +88,7 @@ def _gradients_by_rows(operator: PairOperator, deferred: DeferredVJP) -> list[Te
     ]
 
 
-def _propagate(
+def propagate(
     operator: PairOperator, found: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Propagate the cotangents of operands to parameters."""
@@ -129,7 +129,7 @@ class PairForce(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (v,), (position, _, _, _, *operands) = cotangents, ctx.saved_tensors
         operator: PairOperator = ctx.operator
-        if torch.is_grad_enabled() or _is_batched(v):
+        if torch.is_grad_enabled() or is_batched(v):
             # Inputs may depend on each other (a position on the parameters of earlier steps), which
             # torch.autograd.grad would follow.
             along, *grads = torch.func.vjp(
@@ -137,7 +137,7 @@ class PairForce(torch.autograd.Function):
             )[1](v)
         else:
             _, along, *found = operator.evaluate(PRODUCT, position, vector=v)
-            grads = _of_all(operator, found)
+            grads = gradients_of_all(operator, found)
         return None, None, along, None, None, None, *grads
 
 
@@ -154,7 +154,7 @@ class PairEnergy(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (weight,), (position, _, _, _, *operands) = cotangents, ctx.saved_tensors
         operator: PairOperator = ctx.operator
-        if torch.is_grad_enabled() or _is_batched(weight):
+        if torch.is_grad_enabled() or is_batched(weight):
             along, *grads = torch.func.vjp(
                 lambda q, *values: dense.energy(operator.by_torch(values), q), position, *operands
             )[1](weight)
@@ -164,17 +164,17 @@ class PairEnergy(torch.autograd.Function):
                 along = -operator.evaluate(FORCE, position)[0] * weight[..., None, None]
             if operator.wanted:
                 found = operator.evaluate(SLOPES, position, weight=weight)
-            grads = _of_all(operator, found)
+            grads = gradients_of_all(operator, found)
         return None, along, None, None, None, *grads
 
 
-def _of_all(operator: PairOperator, found: Sequence[Tensor]) -> list[Tensor | None]:
+def gradients_of_all(operator: PairOperator, found: Sequence[Tensor]) -> list[Tensor | None]:
     """Return the cotangents of all operands, None for those that none is wanted of."""
     known = dict(zip(operator.wanted, found, strict=True))
     return [known.get(k) for k in range(len(operator.operands))]
 
 
-def _is_batched(x: Tensor) -> bool:
+def is_batched(x: Tensor) -> bool:
     """Return whether a cotangent has a batch that torch hides, as in ``is_grads_batched``."""
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     return in_transform() or functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)

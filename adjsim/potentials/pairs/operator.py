@@ -47,11 +47,14 @@ class Kernels:
     """The kernels of the formulas of a class, for one layout of a force.
 
     ``graph`` is the trace of slope, energy and curvature, once they have been found elementwise,
-    and ``made`` has kernels by mode, rounding and gradients, or the reason why there is none.
+    and ``made`` has kernels by mode, rounding, gradients and whether systems have boxes of their
+    own, or the reason why there is none.
     """
 
     graph: GraphModule | None = None
-    made: dict[tuple[str, bool, tuple[int, ...]], Kernel | Refusal] = field(default_factory=dict)
+    made: dict[tuple[str, bool, tuple[int, ...], bool], Kernel | Refusal] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True)
@@ -121,16 +124,24 @@ def _formula_key(pair: PairFormula) -> Any:
 
 @dataclass(frozen=True)
 class PairOperator:
-    """The operator of a potential for positions of one shape, with gradients to its operands."""
+    """The operator of a potential for positions of one shape, with gradients to its operands.
+
+    ``box`` are the boxes of systems, from :func:`~adjsim.core.box.stretched`; None: that of the
+    potential.
+    """
 
     pair: PairFormula
     operands: tuple[Tensor, ...]
     form: PairForm
+    box: Tensor | None = None
 
     @classmethod
-    def of(cls, pair: PairFormula, form: PairForm, position: Tensor) -> PairOperator:
-        """Return the operator, with the present values of operands."""
-        return cls(pair, tuple(_operand_of(pair, name, position) for name in form.names), form)
+    def of(
+        cls, pair: PairFormula, form: PairForm, position: Tensor, box: Tensor | None = None
+    ) -> PairOperator:
+        """Return the operator, with the present values of operands, and boxes of systems if any."""
+        operands = tuple(_operand_of(pair, name, position) for name in form.names)
+        return cls(pair, operands, form, box)
 
     @property
     def printed(self) -> bool:
@@ -142,7 +153,8 @@ class PairOperator:
     @property
     def settings(self) -> tuple[Tensor | None, ...]:
         """The tensors other than operands."""
-        return self.pair.image_box, self.pair.species, self.pair.exclusions
+        box = self.pair.image_box if self.box is None else self.box
+        return box, self.pair.species, self.pair.exclusions
 
     @cached_property
     def wanted(self) -> tuple[int, ...]:
@@ -168,22 +180,33 @@ class PairOperator:
         vector: Tensor | None = None,
         rounding: Rounding = UNROUNDED,
         weight: Tensor | None = None,
+        stretch: Tensor | None = None,
+        virial_rounding: Rounding = UNROUNDED,
     ) -> list[Tensor]:
         """Evaluate the kernel of a mode, see :class:`~.kernels.kernel.Kernel`."""
         kernel = self.kernel(mode, rounding.rounds)
         if isinstance(kernel, Refusal):
             raise RuntimeError(f"{type(self.pair).__name__} has no pair operator: {kernel.reason}.")
         box, species, exclusions = self.settings
-        box = None if box is None else box.to(position)
-        spacing = rounding.spacing if rounding.rounds else None
-        inputs = (position, vector, weight, self.operands, box, species, exclusions, spacing)
-        return evaluate(kernel, PairInputs(*inputs))
+        inputs = PairInputs(
+            position=position,
+            vector=vector,
+            weight=weight,
+            operands=self.operands,
+            box=None if box is None else box.to(position),
+            species=species,
+            exclusions=exclusions,
+            spacing=rounding.spacing if rounding.rounds else None,
+            stretch=stretch,
+            virial_spacing=virial_rounding.spacing if virial_rounding.rounds else None,
+        )
+        return evaluate(kernel, inputs)
 
     def kernel(self, mode: str, rounds: bool = False) -> Kernel | Refusal:
         """Return the kernel of a mode, or the reason why there is none."""
         gradients = self.wanted if mode in (PRODUCT, SLOPES) else ()
-        made = self.form.kernels.made
-        known = made.get((mode, rounds, gradients))
+        made, key = self.form.kernels.made, (mode, rounds, gradients, self.box is not None)
+        known = made.get(key)
         if known is None:
             if _formula_key(self.pair) != self.form.key:
                 raise RuntimeError(
@@ -191,12 +214,18 @@ class PairOperator:
                     "was evaluated, and its gradient had not been compiled yet. Call backward "
                     "before the change."
                 )
-            spec = replace(self.form.spec, mode=mode, rounds=rounds, gradients=gradients)
+            spec = replace(
+                self.form.spec,
+                mode=mode,
+                rounds=rounds,
+                gradients=gradients,
+                strained=self.box is not None,
+            )
             try:
                 known = self._compiled(spec)
             except UnprintableError as error:
                 known = Refusal(str(error))
-            made[mode, rounds, gradients] = known
+            made[key] = known
         return known
 
     def _compiled(self, spec: KernelSpec) -> Kernel:

@@ -200,7 +200,7 @@ def solve_position(
     x = torch.where(mobile, guess, z)
 
     def residual(at: Tensor) -> Tensor:
-        return over_root * (z - at) + a**2 * root * forces.force(at, t)
+        return over_root * (z - at) + a**2 * root * forces.values((at,), t)[0]
 
     left, scale = residual(x), largest(x)
     done, before = torch.zeros_like(scale, dtype=torch.bool), torch.zeros_like(scale)

@@ -91,7 +91,7 @@ class ImplicitMove(Move):
         """Compute the position and the momentum after the move."""
         a = self.theta * self.h
         x = solve_position(context.forces, context.t, a, c, q + a * c * p, q, self.tol)
-        f = torch.where(c > 0, context.forces.force(x, context.t), 0.0)
+        f = torch.where(c > 0, context.forces.values((x,), context.t)[0], 0.0)
         # It equals q + h c (p + a f), and the x of a backward step follows from it to rounding.
         return x + (1 / self.theta - 1) * (x - q), p + self.h * f
 
@@ -101,8 +101,8 @@ class ImplicitMove(Move):
         assert isinstance(after, AnyMomentumState)
         h, a, c = self.h, self.theta * self.h, context.coefficients["1/m"].detach()
         x = self._inner_position(after, c, context, before)
-        linear = context.forces.linear(x, context.t)
-        f = torch.where(c > 0, linear.value, 0.0)
+        linear = context.forces.linear((x,), context.t)
+        f = torch.where(c > 0, linear.values[0], 0.0)
         reversed_ = before is None
         if before is None:
             p = after.momentum - h * f
@@ -111,7 +111,7 @@ class ImplicitMove(Move):
         along_q, along_p = cotangents["position"], cotangents["momentum"]
         b = torch.where(c > 0, h * along_p + h * a * c * along_q, 0.0)
         w = self._adjoint_force(x, b, c, context, reversed_)
-        cotangents.add_to_force(linear, w)
+        cotangents.add_to_force(linear, 0, w)
         # a J^T w, from the linear system.
         r = h * along_q + torch.where(c > 0, (w - b) / (a * torch.where(c > 0, c, 1.0)), 0.0)
         cotangents["momentum"] = along_p + c * r

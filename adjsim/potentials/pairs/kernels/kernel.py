@@ -26,13 +26,16 @@ NO_BOX, ORTHOGONAL, TILTED = 0, 1, 2
 OUT_OF_RANGE, NO_SUCH_ATOM = 3, 4
 # What each mode computes before derivatives by operands, which for SLOPES are those of the energy.
 OUTPUTS = {FORCE: ("force",), PRODUCT: ("force", "product"), ENERGY: ("energy",), SLOPES: ()}
+STRAINED = {FORCE: ("force", "virial"), PRODUCT: ("force", "virial", "product", "strain")}
 
 
 class PairInputs(NamedTuple):
     """The tensors that a kernel reads, in the order of the operator's arguments.
 
     ``vector`` is that of the product, ``weight`` the cotangent of the energy, ``box`` the rows by
-    which nearest images are found, and ``spacing`` that of the grid of a rounding.
+    which nearest images are found, and ``spacing`` that of the grid of a rounding. Where systems
+    have boxes of their own, ``stretch`` is the cotangent of the virial, and ``virial_spacing`` that
+    of its grid.
     """
 
     position: Tensor
@@ -43,6 +46,8 @@ class PairInputs(NamedTuple):
     species: Tensor | None
     exclusions: Tensor | None
     spacing: Tensor | None
+    stretch: Tensor | None = None
+    virial_spacing: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class KernelSpec:
 
     ``kinds`` are those of the operands, and ``gradients`` the operands with respect to which
     derivatives are computed. Without a ``skin`` all pairs are evaluated, and no neighbour list.
+    ``strained``: systems have boxes of their own, and the virial is computed with the force.
     """
 
     mode: str
@@ -63,6 +69,12 @@ class KernelSpec:
     kinds: tuple[str, ...]
     gradients: tuple[int, ...]
     excluded: bool
+    strained: bool = False
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What the kernel computes before derivatives by operands."""
+        return (OUTPUTS | STRAINED if self.strained else OUTPUTS)[self.mode]
 
     def arguments(
         self,
@@ -81,7 +93,8 @@ class KernelSpec:
         operands = zip(inputs.operands, self.kinds, strict=True)
         spacing, exclusions = inputs.spacing, inputs.exclusions
         stored = inputs._replace(operands=None)._asdict()
-        stored |= zip(OUTPUTS[self.mode], results, strict=False)
+        stored |= zip(self.outputs, results, strict=False)
+        virial_spacing = inputs.virial_spacing
         return {
             **{
                 name: field(x) if CALL[name] == "View" else pointer(x)
@@ -94,6 +107,10 @@ class KernelSpec:
             "threads": thread_count(systems * atoms * (atoms if self.skin is None else 64)),
             "image": self.image,
             "spacing_step": int(spacing is not None and math.prod(spacing.shape) > 1),
+            "virial_spacing_step": int(
+                virial_spacing is not None and math.prod(virial_spacing.shape) > 1
+            ),
+            "box_step": (dim * dim if self.image == TILTED else dim) if self.strained else 0,
             "kinds": next((x.shape[0] for x, kind in operands if kind == TABLE), 1),
             "cutoff": self.cutoff or 0.0,
             "skin": self.skin or 0.0,
@@ -117,6 +134,7 @@ class KernelSpec:
             "CUTOFF": int(self.cutoff is not None),
             "LISTED": int(self.skin is not None),
             "GRID": int(self.rounds),
+            "STRAINED": int(self.strained),
             "OPERANDS": len(self.kinds),
             "SLOTS": len(self.kinds) + self.kinds.count(ATOM),
             "GRADIENTS": len(self.gradients),
@@ -197,7 +215,7 @@ class Kernel:
         return modes <= {FORCE, PRODUCT} and first == second and self._slope == other._slope
 
     def __call__(self, inputs: PairInputs) -> list[Tensor]:
-        """Compute what :data:`OUTPUTS` names, and the gradients."""
+        """Compute the outputs of the specification, and the gradients."""
         spec, shape = self.spec, inputs.position.shape
 
         def plain(x: Tensor, dtype: torch.dtype = spec.dtype) -> Tensor:
@@ -217,11 +235,13 @@ class Kernel:
             species=dense(inputs.species, torch.int64),
             exclusions=dense(inputs.exclusions, torch.int64),
             spacing=dense(inputs.spacing),
+            stretch=dense(inputs.stretch),
+            virial_spacing=dense(inputs.virial_spacing),
         )
         gradients = [torch.empty_like(given.operands[k]) for k in spec.gradients]
         results = [
             torch.empty(shape[:-2] if name == "energy" else shape, dtype=spec.dtype, device="cpu")
-            for name in OUTPUTS[spec.mode]
+            for name in spec.outputs
         ]
 
         def field(x: Tensor) -> ViewStruct:
@@ -271,7 +291,7 @@ def _(position: Tensor, vector: Any, weight: Any, operands: Sequence[Tensor], *r
     spec = KERNELS[rest[-1]].spec
     results = [
         position.new_empty(position.shape[:-2]) if name == "energy" else torch.empty_like(position)
-        for name in OUTPUTS[spec.mode]
+        for name in spec.outputs
     ]
     return [*results, *(torch.empty_like(operands[k]) for k in spec.gradients)]
 
@@ -280,9 +300,11 @@ def evaluate(kernel: Kernel, inputs: PairInputs) -> list[Tensor]:
     """Evaluate a kernel, or record its evaluation in a trace."""
     if not is_tracing():
         return kernel(inputs)
-    given = [None if x is None else x.detach() for x in inputs[:3]]
-    operands = [x.detach() for x in inputs.operands]
-    return torch.ops.adjsim.pairs(*given, operands, *inputs[4:], kernel.name)
+    given = {
+        name: [y.detach() for y in x] if name == "operands" else x if x is None else x.detach()
+        for name, x in inputs._asdict().items()
+    }
+    return torch.ops.adjsim.pairs(*given.values(), kernel.name)
 
 
 def thread_count(pairs: int) -> int:

@@ -1,7 +1,10 @@
 // Neighbour lists, which are a cache: a list is used while it contains every pair within the cutoff,
 // and built again when atoms have moved too far. It contains them as long as the two largest
-// displacements since it was built sum to less than the skin. A list is found by its size, cell and
-// exclusions, and is checked at every use, so nobody has to keep it or to say that it is out of date.
+// displacements since it was built sum to less than the skin. In a cell whose edges are now lambda
+// times as long, displacements are those of the positions divided by lambda, and the skin is
+// shorter by cutoff (1/lambda - 1), for the smallest lambda: a pair within the cutoff is within
+// cutoff/lambda after the division. A list is found by its size, cell and exclusions, and is checked
+// at every use, so nobody has to keep it or to say that it is out of date.
 #include <cstring>
 #include <limits>
 #include <list>
@@ -14,6 +17,7 @@ struct Built {
   std::vector<int> atom, place, index;
   std::vector<int64_t> start, steps, full;
   std::vector<REAL> at, rows;  // positions of the build and of now, by place
+  std::vector<REAL> box;       // the cell of the build
 };
 
 // Lists are kept up to this number, and up to this size unless one alone is larger.
@@ -22,7 +26,7 @@ constexpr size_t KEPT = 16, BYTES = (size_t)1 << 28;
 struct Slot {
   int64_t systems, atoms, dim;
   double reach;
-  std::vector<REAL> box;
+  int64_t entries;  // numbers of a cell
   std::vector<int64_t> exclusions;
   std::vector<Built> built;
   std::vector<List> lists;
@@ -35,8 +39,7 @@ int64_t builds = 0;
 
 bool same(const Slot& s, const Call& c, int64_t entries) {
   return s.systems == c.systems && s.atoms == c.atoms && s.dim == c.dim &&
-         s.reach == c.cutoff + c.skin && (int64_t)s.box.size() == entries &&
-         (entries == 0 || !std::memcmp(s.box.data(), c.box, entries * sizeof(REAL))) &&
+         s.reach == c.cutoff + c.skin && s.entries == entries &&
          (int64_t)s.exclusions.size() == 2 * c.excluded &&
          std::equal(s.exclusions.begin(), s.exclusions.end(), c.exclusions);
 }
@@ -52,11 +55,44 @@ struct Moved {
   }
 };
 
+const REAL* cell_of(const Call& c, int64_t system) { return c.box + system * c.box_step; }
+
+// How much longer each edge of a cell is than at the build of a list.
+struct Ratio {
+  double axis[3] = {1, 1, 1}, smallest = 1;
+
+  Ratio(const std::vector<REAL>& built, const REAL* now, int64_t dim) {
+    const int64_t entries = (int64_t)built.size();
+    if (entries == dim) {
+      for (int64_t a = 0; a < dim; ++a) axis[a] = (double)now[a] / built[a];
+    } else if (entries) {
+      // The ratio of tilted cells is known where all entries have the same one.
+      int64_t largest = 0;
+      for (int64_t k = 0; k < entries; ++k)
+        if (std::fabs(built[k]) > std::fabs(built[largest])) largest = k;
+      double ratio = (double)now[largest] / built[largest];
+      const double slack = 16 * std::numeric_limits<REAL>::epsilon() * std::fabs((double)now[largest]);
+      for (int64_t k = 0; k < entries; ++k)
+        if (!(std::fabs(now[k] - ratio * built[k]) <= slack)) ratio = 0;
+      if (!std::memcmp(built.data(), now, entries * sizeof(REAL))) ratio = 1;
+      for (double& x : axis) x = ratio;
+    }
+    smallest = axis[0];
+    for (int64_t a = 1; a < dim; ++a) smallest = std::min(smallest, axis[a]);
+  }
+
+  // The sum of displacements up to which a list holds all pairs, negative where no list does.
+  double room(const Call& c) const { return smallest > 0 ? c.skin - c.cutoff * (1 / smallest - 1) : -INFINITY; }
+};
+
 // Copy positions (and vectors) in the order of places. Returns the sum of the two largest
 // displacements since the build, which is infinite or NaN where a position is not finite.
-REAL pack(Built& b, const Call& c, int64_t system, int64_t width, bool compare) {
+REAL pack(Built& b, const Call& c, int64_t system, int64_t width, const Ratio* ratio) {
   const int64_t n = c.atoms, dim = c.dim;
   b.rows.resize(n * width + 8);
+  const bool compare = ratio != nullptr;
+  REAL scale[3] = {1, 1, 1};
+  for (int64_t a = 0; compare && a < dim; ++a) scale[a] = (REAL)(1 / ratio->axis[a]);
   Moved all;
   // Below some thousands of atoms another thread would take longer to start than to copy.
 #pragma omp declare reduction(join : Moved : omp_out.join(omp_in))
@@ -68,7 +104,7 @@ REAL pack(Built& b, const Call& c, int64_t system, int64_t width, bool compare) 
     REAL moved = 0;
     for (int64_t a = 0; a < dim; ++a) {
       row[a] = from[a * q.axis];
-      const REAL d = row[a] - (compare ? b.at[p * dim + a] : 0);
+      const REAL d = scale[a] * row[a] - (compare ? b.at[p * dim + a] : 0);
       moved += d * d;
     }
     all.join({moved, 0, moved * 0});
@@ -115,13 +151,14 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
   double largest = 0;
   for (double x : q) largest = std::max(largest, std::fabs(x));
   double reach = s.reach + 16 * largest * std::numeric_limits<REAL>::epsilon();
-  if (!s.box.empty()) {
+  b.box.assign(cell_of(c, system), cell_of(c, system) + s.entries);
+  if (!b.box.empty()) {
     // No nearest image is farther than the sum of the edges.
     double edges = 0;
-    for (const REAL x : s.box) edges += std::fabs(x);
+    for (const REAL x : b.box) edges += std::fabs(x);
     reach = std::min(reach, edges);
   }
-  Cells cells(divide(c, s.box, q, reach), n, reach);
+  Cells cells(divide(c, b.box, q, reach), n, reach);
   const Grid& g = cells.grid;
   const int64_t total = g.cells[0] * g.cells[1] * g.cells[2];
   std::vector<int64_t>& head = cells.head;
@@ -161,7 +198,7 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
     }
   }
   cells.atom = b.atom.data(), cells.place = b.place.data();
-  cells.nearest = !cells.once && (int64_t)s.box.size() == dim;
+  cells.nearest = !cells.once && s.entries == dim;
   // Each thread finds the neighbours of the atoms of cells that follow each other.
   std::vector<int64_t> begin(n), count(n);
   std::vector<int*> row(n);
@@ -205,8 +242,10 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
     for (int64_t a = 0; a < dim; ++a) b.at[p * dim + a] = (REAL)q[3 * b.atom[p] + a];
 }
 
-bool finite(const Call& c, int64_t system) {
+bool finite(const Call& c, int64_t system, int64_t entries) {
   const View& q = c.position;
+  for (int64_t k = 0; k < entries; ++k)
+    if (!std::isfinite(cell_of(c, system)[k])) return false;
   for (int64_t i = 0; i < c.atoms; ++i)
     for (int64_t a = 0; a < c.dim; ++a)
       if (!std::isfinite(q.data[system * q.system + i * q.atom + a * q.axis])) return false;
@@ -224,12 +263,17 @@ size_t bytes(const Slot& s) {
 // Make the list of one system valid, unless its positions are not finite. Returns the number of builds.
 int64_t prepare_one(Slot& s, const Call& c, int64_t width, int64_t k) {
   Built& b = s.built[k];
-  const bool valid = !b.at.empty() && pack(b, c, k, width, true) <= (REAL)c.skin;
-  const bool lost = !valid && !finite(c, k);
+  bool valid = !b.at.empty();
+  if (valid) {
+    const Ratio ratio(b.box, cell_of(c, k), c.dim);
+    const double room = ratio.room(c);
+    valid = room >= 0 && pack(b, c, k, width, &ratio) <= (REAL)room;
+  }
+  const bool lost = !valid && !finite(c, k, s.entries);
   if (!valid && !lost) {
     b.at.clear();
     build(b, c, s, k);
-    pack(b, c, k, width, false);
+    pack(b, c, k, width, nullptr);
   }
   s.lists[k] = lost ? List{}
                     : List{b.atom.data(), b.index.data(), b.start.data(), b.steps.data(), b.full.data(), b.rows.data()};
@@ -264,12 +308,15 @@ void prepare(Slot& s, const Call& c, int64_t width) {
 bool near(const Slot& s, const Call& c) {
   const Built& b = s.built[0];
   if (b.at.empty()) return true;
+  const Ratio ratio(b.box, c.box, c.dim);
+  if (!(ratio.room(c) >= -4 * c.skin)) return false;
   const View& q = c.position;
   const int64_t stride = std::max<int64_t>(1, c.atoms / 32);
   for (int64_t p = 0; p < c.atoms; p += stride) {
     double moved = 0;
     for (int64_t a = 0; a < c.dim; ++a) {
-      const double d = q.data[b.atom[p] * q.atom + a * q.axis] - b.at[p * c.dim + a];
+      const double x = q.data[b.atom[p] * q.atom + a * q.axis];
+      const double d = x / ratio.axis[a] - b.at[p * c.dim + a];
       moved += d * d;
     }
     if (!(moved <= 4 * c.skin * c.skin)) return false;
@@ -311,7 +358,7 @@ extern "C" void* neighbours_acquire(const Call* c, int64_t width, const List** l
       best = slots.begin();
       best->systems = c->systems, best->atoms = c->atoms, best->dim = c->dim;
       best->reach = c->cutoff + c->skin;
-      if (entries) best->box.assign(c->box, c->box + entries);
+      best->entries = entries;
       if (c->excluded) best->exclusions.assign(c->exclusions, c->exclusions + 2 * c->excluded);
       best->built.resize(c->systems);
       best->lists.resize(c->systems);

@@ -31,15 +31,14 @@ from adjsim.potentials.pairs.kernels.exclusions import matrix
 from adjsim.potentials.pairs.kernels.kernel import (
     FORCE,
     KERNELS,
-    OUTPUTS,
     PRODUCT,
     PairInputs,
     pairs,
 )
 
 _OPERATOR = pairs._opoverload
-# The arguments other than the vector.
-_SAME = tuple(i for i, name in enumerate(PairInputs._fields) if name != "vector")
+# The arguments other than the vectors of a product.
+_SAME = tuple(i for i, name in enumerate(PairInputs._fields) if name not in ("vector", "stretch"))
 
 
 class PairCall(Call):
@@ -62,7 +61,7 @@ class PairCall(Call):
 
     def lines(self, functions: Sequence[str]) -> list[str]:
         spec, x = self.kernel.spec, self.arguments
-        systems, gradients = torch.Size(self.batch).numel(), self.outputs[len(OUTPUTS[spec.mode]) :]
+        systems, gradients = torch.Size(self.batch).numel(), self.outputs[len(spec.outputs) :]
         members = {
             **spec.arguments(systems, x, self.outputs, self._view, pointer_to),
             "operands": "operands",

@@ -47,16 +47,16 @@ static inline void gather(const REAL* rows, const int* place, V& x, V& y, V& z) 
 struct Cell {
   V length[3], inverse[3], row[3][3], fraction[3][3];
 
-  explicit Cell(const Call& c) {
+  explicit Cell(const REAL* box) {
 #if IMAGE == ORTHOGONAL
     for (int a = 0; a < 3; ++a) {
-      length[a] = splat(a < DIM ? c.box[a] : 0);
-      inverse[a] = splat(a < DIM ? 1 / c.box[a] : 0);
+      length[a] = splat(a < DIM ? box[a] : 0);
+      inverse[a] = splat(a < DIM ? 1 / box[a] : 0);
     }
 #elif IMAGE == TILTED
     REAL r[3][3] = {}, n[3][3] = {};
     for (int a = 0; a < DIM; ++a)
-      for (int b = 0; b < DIM; ++b) r[a][b] = c.box[a * DIM + b];
+      for (int b = 0; b < DIM; ++b) r[a][b] = box[a * DIM + b];
     if (DIM == 1) n[0][0] = 1;
     if (DIM == 2) n[0][0] = r[1][1], n[0][1] = -r[1][0], n[1][0] = -r[0][1], n[1][1] = r[0][0];
     if (DIM == 3)
@@ -102,11 +102,13 @@ struct Cell {
 // The sums of W atoms.
 struct Sums {
   V force[3] = {}, product[3] = {}, energy = {}, gradient[GRADIENTS + 1] = {};
+  V virial[3] = {}, strain[3] = {};
 
   // Add the pairs of W atoms with a neighbour each: d and w are the differences of positions and of
   // vectors, `valid` excludes the pair of an atom with itself.
   template <bool CHECKED>
-  inline void add(const V* d, const V* w, const V* operands, Mask valid, V cutoff, V grid, V* rest) {
+  inline void add(const V* d, const V* w, const V* operands, Mask valid, V cutoff, V grid, V virial_grid,
+                  V* rest) {
     const V s = SQUARED_DISTANCE;
     const V zero = {};
     V f[2 + GRADIENTS + 1];
@@ -126,11 +128,21 @@ struct Sums {
         force[a] += weight * d[a];
 #endif
       }
+#if STRAINED
+      for (int a = 0; a < DIM; ++a) {
+        const V part = weight * d[a] * d[a];
+        virial[a] += GRID ? (part + virial_grid) - virial_grid : part;
+      }
+#endif
       if constexpr (MODE == PRODUCT) {
         V dw = d[0] * w[0];
         for (int a = 1; a < DIM; ++a) dw = dw + d[a] * w[a];
         const V curvature = (REAL)-4 * INCLUDED(f[1]) * dw;
-        for (int a = 0; a < DIM; ++a) product[a] += curvature * d[a] + weight * w[a];
+        for (int a = 0; a < DIM; ++a) {
+          const V part = curvature * d[a] + weight * w[a];
+          product[a] += part;
+          if (STRAINED) strain[a] += d[a] * part;
+        }
         if constexpr (GRADIENTS > 0) {
 #pragma GCC unroll 32
           for (int g = 0; g < GRADIENTS; ++g) {
@@ -172,7 +184,7 @@ struct System {
   int64_t number;
   const int* atom;
   const REAL* rows;
-  V cutoff, grid;
+  V cutoff, grid, virial_grid;
   REAL* const* gradients;  // of each atom, one row of kinds for a table
   REAL* energies;
   V numbers[OPERANDS + 1];
@@ -195,6 +207,11 @@ struct System {
 #endif
     for (int a = 0; a < 3; ++a) d[a] = x[a] - y[a], w[a] = v[a] - u[a];
     cell.nearest_image(d[0], d[1], d[2]);
+#if STRAINED
+    // A strain moves the two atoms of a pair apart in proportion to their distance.
+    if constexpr (MODE == PRODUCT)
+      for (int a = 0; a < DIM; ++a) w[a] += call.stretch[number * DIM + a] * d[a];
+#endif
     LOAD_OPERANDS
     Mask valid = ~Mask{};
 #ifdef MASKED
@@ -206,7 +223,7 @@ struct System {
     if constexpr (CHECKED)
       for (int l = 0; l < W; ++l) valid[l] = mine[l] == other[l] ? 0 : -1;
 #endif
-    sums.add<CHECKED>(d, w, found, valid, cutoff, grid, rest);
+    sums.add<CHECKED>(d, w, found, valid, cutoff, grid, virial_grid, rest);
     if constexpr (TABLES && GRADIENTS > 0)
       for (int g = 0; g < GRADIENTS; ++g)
         if (GRADIENT_KIND[g] == TABLE)
@@ -265,6 +282,15 @@ struct System {
           const View& p = call.product;
           if constexpr (MODE == PRODUCT)
             p.data[number * p.system + i * p.atom + a * p.axis] = sums.product[a][l];
+#if STRAINED
+          // The two atoms of a pair share what it adds to the whole system.
+          const View &virial = call.virial, &strain = call.strain;
+          virial.data[number * virial.system + i * virial.atom + a * virial.axis] =
+              (REAL)0.5 * sums.virial[a][l];
+          if constexpr (MODE == PRODUCT)
+            strain.data[number * strain.system + i * strain.atom + a * strain.axis] =
+                (REAL)0.5 * sums.strain[a][l];
+#endif
         }
       if constexpr (MODE == ENERGY) energies[number * call.atoms + i] = sums.energy[l];
       for (int g = 0; g < GRADIENTS; ++g)
@@ -290,7 +316,7 @@ extern "C" int pairs(const Call* given) {
     if (c.exclusions[k] < 0 || c.exclusions[k] >= c.atoms) return 4;
 #endif
   const int64_t n = c.atoms, blocks = (n + W - 1) / W, tasks = c.systems * blocks;
-  const Cell cell(c);
+  const Cell shared(c.box);
   constexpr bool ROWS = TABLES && GRADIENTS > 0;
   // Sums over the neighbours of each atom: of one system after another, or a row of a table.
   const int64_t each = n * (ROWS && c.kinds > c.systems ? c.kinds : c.systems);
@@ -364,6 +390,13 @@ extern "C" int pairs(const Call* given) {
       if (lost.data[b]) continue;
       const V cutoff = splat((REAL)(c.cutoff * c.cutoff));
       const V grid = splat(GRID ? c.spacing[b * c.spacing_step] * (REAL)0x1.8p52 : 0);
+      const V virial_grid = splat(
+          GRID && STRAINED ? c.virial_spacing[b * c.virial_spacing_step] * (REAL)0x1.8p52 : 0);
+#if STRAINED
+      const Cell cell(c.box + b * c.box_step);
+#else
+      const Cell& cell = shared;
+#endif
 #if LISTED
       const List* list = &lists[b];
       const int* atom = list->atom;
@@ -373,7 +406,7 @@ extern "C" int pairs(const Call* given) {
       const int* atom = identity.data;
       const REAL* rows = packed.data + b * n * WIDTH;
 #endif
-      const System system{c,      cell, operands.data[LISTED ? b : 0], b, atom, rows, cutoff, grid,
+      const System system{c,      cell, operands.data[LISTED ? b : 0], b, atom, rows, cutoff, grid, virial_grid,
                           gradients, energies.data, NUMBERS
 #ifdef MASKED
                           , left_out.data
@@ -388,6 +421,8 @@ extern "C" int pairs(const Call* given) {
     const REAL nan = (REAL)NAN;
     if (FORCES && lost.data[b]) fill(c.force, c, b, nan);
     if (MODE == PRODUCT && lost.data[b]) fill(c.product, c, b, nan);
+    if (STRAINED && FORCES && lost.data[b]) fill(c.virial, c, b, nan);
+    if (STRAINED && MODE == PRODUCT && lost.data[b]) fill(c.strain, c, b, nan);
     if (MODE == ENERGY) {
       REAL total = 0;
       for (int64_t i = 0; i < n; ++i) total += energies.data[b * n + i];

@@ -1,0 +1,1 @@
+"""Constant pressure: dynamics whose box is a field of the state."""

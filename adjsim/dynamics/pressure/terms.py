@@ -1,0 +1,239 @@
+"""The terms of dynamics in a box that moves with a piston."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from adjsim.core.box import volume
+from adjsim.core.typing import Positions
+from adjsim.dynamics.forces import STRAIN_FORCE
+from adjsim.dynamics.masses import Masses
+from adjsim.dynamics.moves import Move, Scale, Shear
+from adjsim.dynamics.sources import Coefficient, Coefficients, Force, Function, Logarithm, Random
+from adjsim.dynamics.terms import Kick, Term
+from adjsim.dynamics.thermostats.langevin import OrnsteinUhlenbeck
+from adjsim.potentials import tail_corrections
+from adjsim.potentials.strained import strained_force
+
+# The largest change of a field by a half step of the piston that exact runs plan with, in bits.
+BITS = 1 / 32
+
+
+class PistonState(NamedTuple):
+    """Position and momentum ``(*batch, atoms, dim)``, strain of the box and its momentum.
+
+    The strain is the logarithm of the edges over those of the potential's box, ``(*batch, 1, 1)``
+    where all edges move together, and ``(*batch, 1, dim)`` where each moves by itself.
+    """
+
+    position: Positions
+    momentum: Positions
+    strain: Float[Tensor, "*batch 1 axes"]
+    strain_momentum: Float[Tensor, "*batch 1 axes"]
+
+
+class Piston:
+    """The piston: its pressure and mass, and the box and the potential that it compresses.
+
+    ``tail`` is the potential whose pairs beyond the cutoff add to the pressure; None: none do.
+    """
+
+    def __init__(
+        self, pressure: Tensor, kT: Tensor, tau: Tensor, box: Tensor, tail: Any = None
+    ) -> None:
+        self.pressure, self.kT, self.tau, self.box, self.tail = pressure, kT, tau, box, tail
+
+    def mass(self, state: Any) -> Tensor:
+        """Compute the mass W of each axis of a strain."""
+        like = state.strain_momentum
+        atoms, dim = state.position.shape[-2:]
+        count = (atoms * dim + dim) / like.shape[-1]
+        return count * self.kT.to(like) * self.tau.to(like) ** 2
+
+    def thermal(self, state: Any) -> Tensor:
+        """Compute the thermal momentum sqrt(W kT)."""
+        mass = self.mass(state)
+        return torch.sqrt(mass * self.kT.to(mass))
+
+    def numbers(self, state: Any) -> dict[str, Tensor]:
+        """Return the pressure, the volume without strain, and the tail's share.
+
+        The tail's pressure is inverse to the squared volume. Its share is their product.
+        """
+        like, base = state.position, volume(self.box)
+        found = {"pressure": self.pressure.to(like).reshape(()), "volume": base.to(like)}
+        if self.tail is not None:
+            _, tail = tail_corrections(self.tail, like.shape[-2], float(base))
+            found["tail"] = (tail * base**2).to(like)
+        return found
+
+    def work(self, state: Any) -> Tensor:
+        """Compute the energy of the pressure and of its tail correction, ``(*batch,)``."""
+        c, dim = self.numbers(state), state.position.shape[-1]
+        now = volume_at(c["volume"], state.strain, dim)
+        work = c["pressure"] * now
+        return (work + c["tail"] / now if "tail" in c else work)[..., 0, 0]
+
+
+def volume_at(volume: Tensor, strain: Tensor, dim: int) -> Tensor:
+    """Compute the volume at a strain, from that without strain."""
+    axes = strain.shape[-1]
+    return volume * torch.exp(strain.sum(-1, keepdim=True) * (dim / axes))
+
+
+class StrainedKick(Kick[Any]):
+    """The kick, B, by the force in the box of the state."""
+
+    def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
+        force, _ = strained_force(self.potential, state.position, state.strain)
+        return {"momentum": force}
+
+
+class PistonKick(Term[Any]):
+    """The kick of the piston, V, with d the dimension and N_f = d atoms::
+
+        dp_e/dt = W_q + 2K + (d/N_f) 2K - d V (P - P_tail)            isotropic
+        dp_e,a/dt = W_q,a + 2K_a + (1/N_f) 2K - V (P - P_tail)        each axis a
+
+    W_q is the force along the strain, minus the derivative of the energy as box and positions are
+    stretched together; 2K is twice the kinetic energy, and 2K_a the part of axis a. The terms in
+    N_f make the pressure that of the Gibbs ensemble (Martyna, Tobias and Klein).
+    """
+
+    def __init__(self, masses: Masses, piston: Piston, potential: nn.Module) -> None:
+        self.masses, self.piston, self.potential = masses, piston, potential
+
+    def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
+        _, along = strained_force(self.potential, state.position, state.strain)
+        rest = _pressure_force(self.coefficients(1.0, state), state.momentum, state.strain)
+        return {"strain_momentum": along + rest}
+
+    def coefficients(self, h: float, state: Any) -> dict[str, Tensor]:
+        like = state.momentum
+        step = torch.as_tensor(h, dtype=like.dtype, device=like.device)
+        return {"h": step, "1/m": 1 / self.masses(like), **self.piston.numbers(state)}
+
+    def moves(self, h: float, state: Any) -> Sequence[Move]:
+        return (
+            Shear("strain_momentum", Force(STRAIN_FORCE), "h"),
+            Shear("strain_momentum", Function(_pressure_force, ("momentum", "strain")), "h"),
+        )
+
+
+def _pressure_force(c: Coefficients, p: Tensor, strain: Tensor) -> Tensor:
+    """Compute the force on the piston, other than that of the potential."""
+    dim, axes = p.shape[-1], strain.shape[-1]
+    dof, share = p.shape[-2] * dim, dim / axes
+    squares = (p**2 * c["1/m"]).sum(-2, keepdim=True)
+    twice = squares.sum(-1, keepdim=True)
+    volume = volume_at(c["volume"], strain, dim)
+    work = -c["pressure"] * volume
+    if "tail" in c:
+        work = work + c["tail"] / volume
+    return (squares if axes == dim else twice) + share * (work + twice / dof)
+
+
+class Dilation(Term[Any]):
+    """The flow of the box, S: box and positions are stretched, and momenta shrink::
+
+        de/dt = p_e/W = v      dq/dt = v q      dp/dt = -(1 + d/N_f) v p
+
+    For each axis a, dp_a/dt = -(v_a + sum_b v_b/N_f) p_a. The flow over h is a scale of positions
+    by exp(h v), a scale of momenta, and a shear of the strain by the logarithm of the first scale.
+    """
+
+    def __init__(self, piston: Piston) -> None:
+        self.piston = piston
+
+    def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
+        v = state.strain_momentum / self.piston.mass(state)
+        p = state.momentum
+        return {
+            "position": v * state.position,
+            "momentum": -_shrinking(v, p.shape[-2], p.shape[-1]) * p,
+            "strain": v,
+        }
+
+    def coefficients(self, h: float, state: Any) -> dict[str, Tensor]:
+        return {"h/W": h / self.piston.mass(state)}
+
+    def moves(self, h: float, state: Any) -> Sequence[Move]:
+        atoms, dim = state.momentum.shape[-2:]
+        stretch = Function(_stretch, ("strain_momentum",))
+        shrink = Function(_Shrink(atoms, dim), ("strain_momentum",))
+        return (
+            Scale("position", stretch, bits=BITS),
+            Scale("momentum", shrink, bits=BITS),
+            Shear("strain", Logarithm(stretch)),
+        )
+
+
+def _stretch(c: Coefficients, strain_momentum: Tensor) -> Tensor:
+    return torch.exp(c["h/W"] * strain_momentum)
+
+
+class _Shrink(NamedTuple):
+    """The factor of momenta, for a number of atoms and of dimensions."""
+
+    atoms: int
+    dim: int
+
+    def __call__(self, c: Coefficients, strain_momentum: Tensor) -> Tensor:
+        return torch.exp(-_shrinking(c["h/W"] * strain_momentum, self.atoms, self.dim))
+
+
+def _shrinking(v: Tensor, atoms: int, dim: int) -> Tensor:
+    """Compute v + (d/N_f) v, or v_a + sum_b v_b/N_f for each axis."""
+    share = dim / v.shape[-1]
+    return v + v.sum(-1, keepdim=True) * (share / (atoms * dim))
+
+
+class PistonBath(OrnsteinUhlenbeck):
+    """The baths of momenta and piston, O, each as :class:`~.OrnsteinUhlenbeck`.
+
+    The draw of a step is ``(atoms + 1, dim)``, whose last row is that of the piston.
+    """
+
+    def __init__(
+        self, masses: Masses, kT: Tensor, friction: Tensor, piston: Piston, damping: Tensor
+    ) -> None:
+        super().__init__(masses, kT, friction)
+        self.piston, self.piston_friction = piston, damping
+
+    def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
+        friction = self.piston_friction.to(state.strain_momentum)
+        return {
+            **super().drift(t, state),
+            "strain_momentum": -friction * state.strain_momentum,
+        }
+
+    def diffusion(self, t: Any, state: Any) -> Mapping[str, Tensor]:
+        friction = self.piston_friction.to(state.strain_momentum)
+        thermal = self.piston.thermal(state)
+        return {
+            **super().diffusion(t, state),
+            "strain_momentum": torch.sqrt(2 * friction) * thermal,
+        }
+
+    def coefficients(self, h: float, state: Any) -> dict[str, Tensor]:
+        friction = self.piston_friction.to(state.strain_momentum).reshape(())
+        noise = torch.sqrt(-torch.expm1(-2 * h * friction)) * self.piston.thermal(state)
+        return {
+            **super().coefficients(h, state),
+            "piston decay": torch.exp(-h * friction),
+            "piston noise": noise,
+        }
+
+    def moves(self, h: float, state: Any) -> Sequence[Move]:
+        piston = Random(rows=(-1, None), columns=(0, state.strain.shape[-1]))
+        return (
+            Scale("momentum", Coefficient("decay")),
+            Shear("momentum", Random(rows=(0, -1)), "noise"),
+            Scale("strain_momentum", Coefficient("piston decay")),
+            Shear("strain_momentum", piston, "piston noise"),
+        )

@@ -1,0 +1,295 @@
+"""Forces in boxes that states carry, and the terms of pistons."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import adjsim
+from adjsim.core.reading import read
+from adjsim.core.rounding import Rounding
+from adjsim.potentials.pairs import dense
+from adjsim.potentials.strained import (
+    _energy,
+    _force,
+    _vjp,
+    strained_energy,
+    strained_force,
+    strained_vjp,
+)
+from tests.pressure import OwnPairs, piston, position, potential, start
+from tests.suites import TermContract
+
+KINDS = ["orthogonal", "tilted", "mixture", "own", "sum"]
+TERMS = []
+for kind, axes in (("orthogonal", "isotropic"), ("orthogonal", "each"), ("tilted", "isotropic")):
+    for batch in ((), (3,)):
+        made = piston(kind, axes)
+        TERMS += [
+            pytest.param(made, letter, start(made, batch), id=f"{kind}-{axes}-{letter}-{len(batch)}")
+            for letter in (made.terms if batch else "VS")
+        ]
+
+
+@pytest.mark.parametrize(("dynamics", "letter", "state"), TERMS)
+class TestTerms(TermContract):
+    pass
+
+
+def strains(batch, axes, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return 0.06 * torch.rand(*batch, 1, axes, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("axes", [1, 3])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_closed_forms_equal_automatic_differentiation(kind, batch, axes):
+    """Of energy, force, W and their products, by the operator, and by torch over all pairs."""
+    if kind == "tilted" and axes == 3:
+        pytest.skip("an axis of a tilted cell has no strain of its own")
+    module, strain = read(potential(kind)), strains(batch, axes)
+    q = position(batch) * torch.exp(strain) + 3.6 * (kind != "tilted")
+    parameters = list(module.parameters())
+    v, c = torch.randn_like(q), torch.randn_like(strain)
+    force, along = strained_force(module, q, strain)
+    energy = sum(_energy(part, q, strain) for part in module.terms()) if kind == "sum" else None
+    expected = _energy(module, q, strain) if energy is None else energy
+    close = {"rtol": 1e-11, "atol": 1e-11}
+    torch.testing.assert_close(strained_energy(module, q, strain), expected, **close)
+    values, pullback = strained_vjp(module, q, strain, parameters)
+    by_autograd, other = _vjp(module, q, strain, parameters)
+    for ours, theirs in zip((force, along, *values), by_autograd * 2, strict=True):
+        torch.testing.assert_close(ours, theirs, **close)
+    along_q, along_strain, rest = pullback(v, c)
+    rest = rest if isinstance(rest, list) else rest.gradient(parameters)
+    other_q, other_strain, others = other(v, c)
+    for ours, theirs in zip(
+        (along_q, along_strain, *rest), (other_q, other_strain, *others), strict=True
+    ):
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    leaves = [q.clone().requires_grad_(), strain.clone().requires_grad_()]
+    found = strained_force(module, *leaves)
+    total = (found[0] * v).sum() + (found[1] * c).sum()
+    grads = torch.autograd.grad(total, [*leaves, *parameters], allow_unused=True)
+    for ours, theirs in zip(grads, (along_q, along_strain, *rest), strict=True):
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_the_automatic_forms_are_derivatives_of_the_energy():
+    """Force and W of the pairs against central differences of the energy in position and strain."""
+    module, strain = read(potential()), strains((), 3)
+    q, h = position() * torch.exp(strain), 1e-5
+    force, along = _force(module, q, strain)
+    direction = torch.randn_like(q)
+
+    def energy(x, e):
+        return float(strained_energy(module, x, e))
+
+    slope = (energy(q + h * direction, strain) - energy(q - h * direction, strain)) / (2 * h)
+    # The error of the differences is h^2 U''' and eps U / h, both about 1e-9 here.
+    assert float((force * direction).sum()) == pytest.approx(-slope, abs=1e-7)
+    for a in range(3):
+        e = torch.zeros_like(strain)
+        e[..., a] = h
+        slope = (
+            energy(q * torch.exp(e), strain + e) - energy(q * torch.exp(-e), strain - e)
+        ) / (2 * h)
+        assert float(along[..., a]) == pytest.approx(-slope, abs=1e-7)
+
+
+def test_the_virial_is_that_at_rest():
+    """W without strain is the diagonal of the virial of the potential."""
+    module, q = potential(), position((2,))
+    strain = torch.zeros(2, 1, 3, dtype=torch.float64)
+    _, along = strained_force(read(module), q, strain)
+    torch.testing.assert_close(
+        along.squeeze(-2), module.virial(q).diagonal(dim1=-2, dim2=-1), rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("tilted", [False, True])
+def test_lists_hold_all_pairs_in_boxes_that_move(tilted):
+    """A walk of box and positions, listed, against all pairs of each box: the same sums."""
+    generator = torch.Generator().manual_seed(2)
+    size, atoms = 9.0, 700
+    box = torch.full((3,), size, dtype=torch.float64)
+    if tilted:
+        box = torch.diag(box) + torch.tensor([[0, 0, 0], [2.0, 0, 0], [-1.0, 1.5, 0]])
+    lattice = torch.cartesian_prod(*[torch.arange(9, dtype=torch.float64)] * 3)[:atoms]
+    module = read(adjsim.LennardJones(cutoff=2.5, box=box))
+    assert module.path(lattice) == "neighbour list"
+    q = lattice @ (box / 9 if tilted else torch.diag(box) / 9)
+    strain = torch.zeros(1, 1 if tilted else 3, dtype=torch.float64)
+    for step in range(40):
+        # Now and then a jump that no list outlives, and mostly moves of a tenth of the skin.
+        scale = 0.1 if step % 13 == 12 else 0.01
+        move = scale * torch.randn(strain.shape, generator=generator, dtype=torch.float64)
+        move = move.clamp(min=-0.02 - strain.amin())
+        q = q * torch.exp(move) + 0.01 * torch.randn(
+            q.shape, generator=generator, dtype=torch.float64
+        )
+        strain = strain + move
+        force, along = strained_force(module, q, strain)
+        expected = dense.strained_force(
+            module, q, adjsim.core.box.stretched(module.image_box, strain)
+        )
+        torch.testing.assert_close(force, expected[0], rtol=1e-10, atol=1e-9)
+        total = expected[1].sum_to_size(along.shape)
+        torch.testing.assert_close(along, total, rtol=1e-10, atol=1e-8)
+
+
+def test_exact_sums_do_not_depend_on_how_pairs_are_found():
+    """Rounded contributions: the operator, its list and torch give the same bits of F and W."""
+    box = torch.full((3,), 9.0, dtype=torch.float64)
+    lattice = torch.cartesian_prod(*[torch.arange(9, dtype=torch.float64)] * 3)[:700]
+    q = lattice + 0.1 * torch.randn(700, 3, generator=torch.Generator().manual_seed(0)).double()
+    strain = torch.full((1, 3), 0.01, dtype=torch.float64)
+    rounding = Rounding(torch.full((1, 1, 1), 2.0**-30, dtype=torch.float64))
+    found = [
+        strained_force(
+            read(adjsim.LennardJones(cutoff=2.5, box=box, skin=skin)), q, strain, rounding, rounding
+        )
+        for skin in (0.1, 0.6)
+    ]
+    module = read(adjsim.LennardJones(cutoff=2.5, box=box))
+    stretched = adjsim.core.box.stretched(module.image_box, strain)
+    found.append(dense.strained_force(module, q, stretched, rounding, rounding))
+    for force, along in found[1:]:
+        assert torch.equal(force, found[0][0])
+        assert torch.equal(along, found[0][1])
+
+
+@pytest.mark.parametrize(
+    ("axes", "tail"), [("isotropic", False), ("isotropic", True), ("each", True)]
+)
+def test_the_enthalpy_is_conserved_by_the_drift(axes, tail):
+    dynamics = piston(axes=axes, friction=0.0, tail=tail)
+    state = start(dynamics, (2,))
+    state = state._replace(strain_momentum=state.strain_momentum + 1.3)
+    leaves = type(state)(*(x.requires_grad_() for x in state))
+    grads = torch.autograd.grad(dynamics.invariant(leaves).sum(), leaves)
+    rates = dynamics.drift(0.0, state)
+    changes = [(g * r).sum((-1, -2)) for g, r in zip(grads, rates, strict=True)]
+    change, size = sum(changes), sum(x.abs() for x in changes)
+    assert bool((change.abs() < 1e-12 * size).all())
+
+
+@pytest.mark.parametrize("axes", ["isotropic", "each"])
+def test_the_equations_are_those_of_martyna_tobias_and_klein(axes):
+    """As printed: for the box alone, in terms of the pressure tensor (1994, their equation 2.7)."""
+    dynamics = piston(axes=axes, friction=0.0)
+    state = start(dynamics)._replace(strain_momentum=torch.full((1, 1), 1.5).double())
+    if axes == "each":
+        state = state._replace(strain_momentum=torch.tensor([[1.5, -0.4, 0.8]]).double())
+    q, p, e, rate = (x.detach() for x in state)
+    dof, d, m = 24, 3, 1.4
+    W = (dof + d) * 0.6 * 0.5**2 / (1 if axes == "isotropic" else d)
+    v = rate / W
+    found = dynamics.drift(0.0, state)
+    force, along = strained_force(read(dynamics.potential), q, e)
+    spread = v.sum() * (d if axes == "isotropic" else 1) / dof
+    torch.testing.assert_close(found.position, p / m + v * q)
+    torch.testing.assert_close(found.momentum, force - (v + spread) * p)
+    volume = dynamics.volume(state)
+    twice = (p**2 / m).sum(-2)
+    if axes == "isotropic":
+        internal = (twice.sum() + along.sum()) / (d * volume)
+        expected = d * volume * (internal - 0.3) + d / dof * twice.sum()
+    else:
+        expected = twice + along - volume * 0.3 + twice.sum() / dof
+    torch.testing.assert_close(found.strain_momentum.flatten(), expected.detach().flatten())
+
+
+def test_boxes_and_volumes():
+    box = torch.tensor([[3.9, 4.0, 4.1], [3.8, 3.9, 4.0]], dtype=torch.float64)
+    own = torch.tensor([3.6, 3.7, 3.8], dtype=torch.float64)
+    each = piston(axes="each")
+    state = each.init(position((2,)), box=box)
+    torch.testing.assert_close(each.box(state), box)
+    torch.testing.assert_close(each.volume(state), box.prod(-1))
+    whole = piston()
+    state = whole.init(position((2,)), box=own * 1.1)
+    torch.testing.assert_close(whole.box(state), (own * 1.1).expand(2, 3))
+    with pytest.raises(ValueError, match="another shape"):
+        whole.init(position((2,)), box=box)
+    tilted = piston("tilted")
+    rows = tilted.potential.box * 1.05
+    state = tilted.init(position(), box=rows)
+    torch.testing.assert_close(tilted.box(state), rows)
+
+
+class Wall(torch.nn.Module):
+    def forward(self, position):
+        return (position**2).sum((-1, -2))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: piston(axes="both"), ValueError, 'axes must be "isotropic" or "each"'),
+        (lambda: adjsim.LangevinPiston(adjsim.LennardJones()), ValueError, "needs a periodic box"),
+        (lambda: piston(friction=-1.0), ValueError, "friction must not be negative"),
+        (lambda: piston(friction=[1.0] * 8), ValueError, "give that of the piston"),
+        (lambda: piston("tilted", "each"), ValueError, "takes an orthogonal box"),
+        (
+            lambda: adjsim.LangevinPiston(OwnPairs([3.0])).init(torch.zeros(2, 1)),
+            ValueError,
+            "two or three dimensions",
+        ),
+        (
+            lambda: piston(mass=[1.0] * 7 + [torch.inf]).init(position()),
+            ValueError,
+            "finite mass",
+        ),
+        (
+            lambda: adjsim.LangevinPiston(potential() + Wall()).init(position()),
+            ValueError,
+            "points in space",
+        ),
+        (
+            lambda: piston().init(position(), box=[3.0, 3.1, 3.2]),
+            ValueError,
+            "box has another shape",
+        ),
+        (
+            lambda: piston().init(position() * 0.85, box=[0.85 * x for x in (3.6, 3.7, 3.8)]),
+            ValueError,
+            "cutoff 1.6 is above half the smallest width of the box, 1.53, at the density 0.2573",
+        ),
+        (
+            lambda: adjsim.LangevinPiston(
+                adjsim.EwaldSum([1.0, -1.0] * 4, alpha=2.0, box=[3.6, 3.7, 3.8])
+            ),
+            TypeError,
+            "not supported at constant pressure",
+        ),
+    ],
+)
+def test_what_no_piston_takes(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_a_pressure_in_another_unit_is_asked_about():
+    class Own(OwnPairs, adjsim.potentials.Potential):
+        energy_unit = "eV"
+
+    with pytest.raises(ValueError, match=r"1\.6 million bar\. Is it in another unit"):
+        adjsim.LangevinPiston(Own([3.6, 3.7, 3.8]), pressure=1.0)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_box_that_becomes_too_small_stops_the_run(compile):
+    """Large pressure: the error names the step, and the density."""
+    dynamics = piston(pressure=40.0, friction=0.0)
+    with pytest.raises(ValueError, match=r"at the density .* in step \d+"):
+        adjsim.simulate(
+            dynamics,
+            start(dynamics, (2,)),
+            torch.tensor([0.0, 2.0]),
+            solver=adjsim.Splitting(dynamics.scheme, 0.01),
+            compile=compile,
+        )

@@ -1,0 +1,74 @@
+"""Liquids of a few atoms in boxes that move, for tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import adjsim
+from tests.problems import parameter
+
+TILTED = torch.tensor([[3.6, 0.0, 0.0], [0.7, 3.5, 0.0], [-0.5, 0.6, 3.7]], dtype=torch.float64)
+
+
+class OwnPairs(nn.Module):
+    """A module of a user's own, with a box that it reads as a buffer, and no closed forms."""
+
+    def __init__(self, box: list[float]) -> None:
+        super().__init__()
+        self.register_buffer("box", torch.tensor(box, dtype=torch.float64))
+        self.k = parameter(0.7)
+
+    def forward(self, position: Tensor) -> Tensor:
+        d = position.unsqueeze(-2) - position.unsqueeze(-3)
+        d = d - self.box * torch.round(d.detach() / self.box)
+        return self.k * torch.exp(-(d**2).sum(-1)).sum((-1, -2)) / 2
+
+
+def potential(kind: str = "orthogonal") -> nn.Module:
+    """A potential in three dimensions for eight atoms, with every number trainable."""
+    box = {"orthogonal": [3.6, 3.7, 3.8], "tilted": TILTED}.get(kind, [3.6, 3.7, 3.8])
+    switched = adjsim.potentials.Switched(1.2)
+    pairs = adjsim.LennardJones(
+        parameter(1.1), parameter(0.95), cutoff=1.6, box=box, truncation=switched
+    )
+    if kind == "mixture":
+        return adjsim.LennardJonesMixture(
+            torch.tensor([0, 1] * 4),
+            nn.Parameter(torch.tensor([1.1, 0.8], dtype=torch.float64)),
+            nn.Parameter(torch.tensor([0.95, 0.9], dtype=torch.float64)),
+            cutoff=1.6,
+            box=box,
+            exclusions=[[0, 1], [2, 5]],
+        )
+    if kind == "own":
+        return OwnPairs([3.6, 3.7, 3.8])
+    if kind == "sum":
+        bonds = adjsim.HarmonicBond([[0, 1], [2, 3]], parameter(4.0), parameter(1.6))
+        return pairs + bonds + OwnPairs([3.6, 3.7, 3.8])
+    return pairs
+
+
+def position(batch: tuple[int, ...] = (), seed: int = 0) -> Tensor:
+    """Eight atoms near a cubic lattice, some of them in other images of the box."""
+    generator = torch.Generator().manual_seed(seed)
+    corners = torch.cartesian_prod(*[torch.arange(2, dtype=torch.float64)] * 3) * 1.75
+    shift = 0.08 * torch.randn(*batch, 8, 3, generator=generator, dtype=torch.float64)
+    return corners + shift
+
+
+def piston(kind: str = "orthogonal", axes: str = "isotropic", **numbers) -> adjsim.LangevinPiston:
+    """A piston with every number trainable."""
+    given = {"mass": 1.4, "kT": 0.6, "friction": 0.8, "pressure": 0.3, "tau": 0.5}
+    made = {name: parameter(value) for name, value in given.items()} | numbers
+    return adjsim.LangevinPiston(potential(kind), axes=axes, **made)
+
+
+def start(dynamics: adjsim.LangevinPiston, batch: tuple[int, ...] = ()) -> adjsim.PistonState:
+    """A start with a box of its own in each system, larger than that of the potential."""
+    state = dynamics.init(position(batch), generator=3)
+    state = type(state)(*(x.detach() for x in state))
+    size = torch.linspace(0.04, 0.07, 3, dtype=torch.float64)[: state.strain.shape[-1]]
+    more = 0.01 * torch.arange(max(1, state.strain[..., :1].numel()), dtype=torch.float64)
+    strain = size + more.reshape((*batch, 1, 1))
+    return state._replace(strain=strain, position=state.position * torch.exp(strain))
