@@ -41,6 +41,10 @@ def potential(kind: str = "orthogonal") -> nn.Module:
             box=box,
             exclusions=[[0, 1], [2, 5]],
         )
+    if kind in ("ewald", "mesh"):
+        charge = nn.Parameter(torch.tensor([0.8, -0.8] * 4, dtype=torch.float64))
+        sums = {"ewald": adjsim.Ewald, "mesh": adjsim.ParticleMeshEwald}[kind]
+        return pairs + sums(charge, cutoff=1.6, box=box, tolerance=1e-3, exclusions=[[0, 1]])
     if kind == "own":
         return OwnPairs([3.6, 3.7, 3.8])
     if kind == "sum":
@@ -52,7 +56,7 @@ def potential(kind: str = "orthogonal") -> nn.Module:
 def position(batch: tuple[int, ...] = (), seed: int = 0) -> Tensor:
     """Eight atoms near a cubic lattice, some of them in other images of the box."""
     generator = torch.Generator().manual_seed(seed)
-    corners = torch.cartesian_prod(*[torch.arange(2, dtype=torch.float64)] * 3) * 1.75
+    corners = torch.cartesian_prod(*[torch.arange(2, dtype=torch.float64)] * 3) * 1.2
     shift = 0.08 * torch.randn(*batch, 8, 3, generator=generator, dtype=torch.float64)
     return corners + shift
 

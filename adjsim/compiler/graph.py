@@ -262,6 +262,9 @@ class Lowering:
             source = self._cast(args[1], dtype)
             return View(shape, dtype, (source,), map=expanded(source.shape))
         if base in COPIES:
+            if isinstance(args[0], (int, float)):
+                # vmap writes a number of an operation as a copy of the number.
+                return Literal(shape, dtype, text=literal(args[0], dtype))
             return self._converted(args[0], meta)
         if base == "as_strided":
             source, rows = node.args[0].meta["val"], row_major(shape)

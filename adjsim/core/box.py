@@ -51,7 +51,7 @@ def stretched(box: Tensor, strain: Tensor) -> Tensor:
 
     Args:
         box: ``(dim,)`` lengths or ``(dim, dim)`` rows.
-        strain: the logarithm of the stretch, ``(*batch, 1, dim)`` of each row or ``(*batch, 1, 1)``.
+        strain: logarithm of the stretch, ``(*batch, 1, dim)`` of each row or ``(*batch, 1, 1)``.
 
     Returns:
         ``(*batch, 1, dim)`` lengths or ``(*batch, dim, dim)`` rows.
@@ -67,7 +67,18 @@ def rows_of(box: Tensor) -> Tensor:
 
 def volume(box: Tensor) -> Tensor:
     """Compute the volume of a cell."""
-    return box.prod() if box.ndim == 1 else torch.linalg.det(box).abs()
+    if box.ndim == 1:
+        return reduce(mul, box.unbind(0))
+    if len(box) > 3:
+        return torch.linalg.det(box).abs()
+    rows = [row.unbind(0) for row in box.unbind(0)]
+    return _dot(rows[0], _normals(rows)[0]).abs()
+
+
+def inverse(rows: Tensor) -> Tensor:
+    """Invert the rows of a cell of up to three dimensions, by operations that loops can contain."""
+    columns = _fractions([row.unbind(0) for row in rows.unbind(0)])
+    return torch.stack([torch.stack(column) for column in columns], -1)
 
 
 # The skin of a neighbour list, as a share of the cutoff.
@@ -276,14 +287,18 @@ def _shifts(d: Sequence[Tensor], box: Tensor, exact: bool) -> list[Tensor]:
 
 def _fractions(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     """Invert a cell: a difference times the i-th column is its i-th fractional coordinate."""
-    if len(rows) == 1:
-        return [[1 / rows[0][0]]]
-    if len(rows) == 2:
-        normals = [[rows[1][1], -rows[1][0]], [-rows[0][1], rows[0][0]]]
-    else:
-        normals = [cross(rows[k - 2], rows[k - 1]) for k in range(3)]
+    normals = _normals(rows)
     size = _dot(rows[0], normals[0])
     return [[x / size for x in normal] for normal in normals]
+
+
+def _normals(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Compute the normal of each pair of faces, as long as the area of a face."""
+    if len(rows) == 1:
+        return [[torch.ones_like(rows[0][0])]]
+    if len(rows) == 2:
+        return [[rows[1][1], -rows[1][0]], [-rows[0][1], rows[0][0]]]
+    return [list(cross(rows[k - 2], rows[k - 1])) for k in range(3)]
 
 
 def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:

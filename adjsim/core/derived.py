@@ -80,7 +80,7 @@ class derived(Generic[V]):
         if module is None:
             return cast(V, self)
         made: Made | None = module.__dict__.get(MADE)
-        if made is not None and made.holds(module, _first_sources(type(module), self.name)):
+        if made is not None and made.holds(module, first_sources(type(module), self.name)):
             found = module._buffers.get(self.name)
             if found is not None:
                 return cast(V, found)
@@ -136,12 +136,12 @@ def derived_names(kind: type) -> frozenset[str]:
 
 
 @cache
-def _first_sources(kind: type, name: str) -> tuple[str, ...]:
+def first_sources(kind: type, name: str) -> tuple[str, ...]:
     """Return the attributes from which a derived value follows, through other derived values."""
     rule = getattr(kind, name, None)
     if not isinstance(rule, derived):
         return (name,)
-    return tuple({first for x in rule.sources for first in _first_sources(kind, x)})
+    return tuple({first for x in rule.sources for first in first_sources(kind, x)})
 
 
 def _has_numbers(x: Tensor) -> bool:

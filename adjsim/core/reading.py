@@ -99,7 +99,9 @@ class Reading(Generic[M]):
             values: dict[str, Any] = {}
             self._values.append((part, values))
             for rule in rules:
-                value = rule.make(holder, readable)
+                # A copy that another reading has made knows its values.
+                known = box is None and MADE in vars(part)
+                value = rule.__get__(part) if known else rule.make(holder, readable)
                 if not isinstance(value, Tensor):
                     values[rule.name] = value
                 elif not value.requires_grad:

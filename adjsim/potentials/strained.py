@@ -10,27 +10,34 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from adjsim.core.box import stretched
-from adjsim.core.derived import derived_of
+from adjsim.core.derived import derived_of, first_sources
 from adjsim.core.layout import materialise
-from adjsim.core.parameters import refuse_unknown
+from adjsim.core.parameters import point_of_differentiation, refuse_unknown
 from adjsim.core.reading import Reading
 from adjsim.core.rounding import UNROUNDED, Rounding, straight_through
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.evaluated import Evaluated
-from adjsim.potentials.products import ParameterVJP, Tensors, VJPSum
+from adjsim.potentials.products import (
+    ParameterVJP,
+    Tensors,
+    VJPSum,
+    derived_force,
+    energy_vjp,
+)
 
+M = TypeVar("M", bound=nn.Module)
 Forced: TypeAlias = tuple[Tensor, Tensor]
 # Takes the cotangents of force and W, and returns those of position and strain, and of parameters.
 StrainedPullback: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, ParameterVJP]]
 
-# The values of a potential that follow from a box, and are known for a stretched one.
-_FOLLOWING = ("image_box", "smallest_listed")
+# The boxes of a potential: as they are given, and by whose rows nearest images are found.
+_BOXES = "box", "image_box"
 
 
 class PositionForces(Protocol):
@@ -48,11 +55,17 @@ class Strainable(Evaluated):
     """Base class of energies that can be evaluated in a box that a state carries.
 
     The methods differentiate the energy automatically. Subclasses may write them in closed form.
+
+    Attributes:
+        reads_values: whether an evaluation reads the values of positions, as one that builds a
+            neighbour list does, so that ``torch.vmap`` cannot take it.
     """
+
+    reads_values: ClassVar[bool] = False
 
     def strained_energy(self, position: Positions, strain: Tensor) -> Energies:
         """Compute the energy at a strain, differentiable."""
-        return _energy(self, position, strain)
+        return energy_at(self, position, strain)
 
     def strained_force(
         self,
@@ -66,7 +79,7 @@ class Strainable(Evaluated):
         The roundings are those of what pairs contribute to each, see
         :meth:`~adjsim.potentials.Potential.force`.
         """
-        return _force(self, position, strain, rounding)
+        return ByAutograd(self).force(position, strain, rounding)
 
     def strained_vjp(
         self,
@@ -81,14 +94,14 @@ class Strainable(Evaluated):
         The function returns the products with the derivatives by position, strain and parameters,
         each with the others fixed.
         """
-        return _vjp(self, position, strain, parameters, rounding)
+        return ByAutograd(self).vjp(position, strain, parameters, rounding)
 
 
 def strained_energy(module: nn.Module, position: Positions, strain: Tensor) -> Energies:
     """Compute the energy of any module, as :meth:`Strainable.strained_energy`."""
     if isinstance(module, Strainable):
         return module.strained_energy(position, strain)
-    return _energy(module, position, strain)
+    return energy_at(module, position, strain)
 
 
 def strained_force(
@@ -97,7 +110,7 @@ def strained_force(
     """Compute force and W of any module, as :meth:`Strainable.strained_force`."""
     if isinstance(module, Strainable):
         return module.strained_force(position, strain, *roundings)
-    return _force(module, position, strain, *roundings[:1])
+    return ByAutograd(module).force(position, strain, *roundings[:1])
 
 
 def strained_vjp(
@@ -110,7 +123,7 @@ def strained_vjp(
     """Compute the product of any module, as :meth:`Strainable.strained_vjp`."""
     if isinstance(module, Strainable):
         return module.strained_vjp(position, strain, parameters, *roundings)
-    return _vjp(module, position, strain, parameters, *roundings[:1])
+    return ByAutograd(module).vjp(position, strain, parameters, *roundings[:1])
 
 
 class ForcesAt:
@@ -168,24 +181,31 @@ def summed_force(
     whole: Evaluated, position: Positions, strain: Tensor, *roundings: Rounding
 ) -> Forced:
     """Sum the forces of the parts of a sum, and their W."""
-    return _sum([strained_force(part, position, strain, *roundings) for part in whole.terms()])
+    return added([strained_force(part, position, strain, *roundings) for part in whole.terms()])
 
 
 def summed_vjp(
     whole: Evaluated, position: Positions, strain: Tensor, parameters: Tensors, *roundings: Rounding
 ) -> tuple[Forced, StrainedPullback]:
     """Sum the forces of the parts of a sum, their W, and their products."""
-    parts = [strained_vjp(part, position, strain, parameters, *roundings) for part in whole.terms()]
+    return added_vjp(
+        [strained_vjp(part, position, strain, parameters, *roundings) for part in whole.terms()]
+    )
+
+
+def added_vjp(parts: Sequence[tuple[Forced, StrainedPullback]]) -> tuple[Forced, StrainedPullback]:
+    """Sum forces, their W, and their products."""
 
     def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, ParameterVJP]:
         found = [inner(v, c) for _, inner in parts]
-        along, strained = _sum([x[:2] for x in found])
+        along, strained = added([x[:2] for x in found])
         return along, strained, VJPSum(tuple(rest for *_, rest in found))
 
-    return _sum([values for values, _ in parts]), pullback
+    return added([values for values, _ in parts]), pullback
 
 
-def _sum(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def added(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Sum forces, and their W."""
     first, second = zip(*found, strict=True)
     return reduce(add, first), reduce(add, second)
 
@@ -195,105 +215,151 @@ def has_box(module: nn.Module) -> bool:
     return any(part._buffers.get("box") is not None for part in module.modules())
 
 
-def refuse_unstrained(module: nn.Module) -> None:
-    """Refuse a part that computes other values from its box when it is read."""
-    for part in module.modules():
-        for rule in derived_of(type(part)):
-            if "box" in rule.sources and rule.name not in _FOLLOWING and has_box(part):
-                raise TypeError(
-                    f"{type(part).__name__} computes {rule.name} from its box once a run, so it "
-                    "cannot follow a box that moves: it is not supported at constant pressure."
-                )
+def follow_box(part: nn.Module) -> None:
+    """Compute the tensors that follow from the box of a copy again.
+
+    Numbers such as those of waves and of mesh points stay those of the box of the potential.
+    """
+    for rule in derived_of(type(part)):
+        known = part._buffers.get(rule.name)
+        if (
+            known is not None
+            and rule.name not in _BOXES
+            and "box" in first_sources(type(part), rule.name)
+        ):
+            part._buffers[rule.name] = rule.function(part).to(known.device)
 
 
-def _energy(module: nn.Module, position: Tensor, strain: Tensor) -> Tensor:
+def energy_at(
+    module: M,
+    position: Tensor,
+    strain: Tensor,
+    evaluate: Callable[[M, Tensor], Tensor] = nn.Module.__call__,
+) -> Tensor:
+    """Compute an energy of a module in the boxes of systems, differentiable."""
     if not has_box(module):
-        found: Tensor = module(position)
-        return found
-    refuse_unstrained(module)
+        return evaluate(module, position)
     reading, batch = Reading(module), position.shape[:-2]
 
     def one(q: Tensor, e: Tensor) -> Tensor:
         tensors = [
-            stretched(x, e).reshape(x.shape) if name.endswith("box") else x
+            stretched(x, e).reshape(x.shape) if name.rpartition(".")[2] in _BOXES else x
             for name, x in zip(reading.names, reading.tensors, strict=True)
         ]
-        energy: Tensor = reading.bound(tensors)(q)
-        return energy
+        copy = reading.bound(tensors)
+        for part in copy.modules():
+            follow_box(part)
+        return evaluate(copy, q)
 
     if not batch:
         return one(position, strain)
-    # The energies of a module are those of systems with one box.
+    # A module has one box, so systems are evaluated one by one, or as if they were.
     flat = position.reshape(-1, *position.shape[-2:])
     strains = strain.expand(*batch, *strain.shape[-2:]).reshape(-1, *strain.shape[-2:])
+    if any(getattr(part, "reads_values", False) for part in module.modules()):
+        return torch.stack(list(map(one, flat, strains))).reshape(batch)
     return torch.vmap(one)(flat, strains).reshape(batch)
 
 
-def _force(
-    module: nn.Module, position: Tensor, strain: Tensor, rounding: Rounding = UNROUNDED
-) -> Forced:
-    create = torch.is_grad_enabled()
-    smooth = _differentiated(module, position, strain, create)
-    if not rounding.rounds or not create:
-        return smooth
-    # A derivative with a graph comes from other kernels, and may differ in the last bit.
-    same = _differentiated(module, position, strain, False)
-    return straight_through(smooth[0], same[0]), straight_through(smooth[1], same[1])
+class ByAutograd(Generic[M]):
+    """Forces in boxes of systems, differentiated automatically from an energy of a module."""
 
+    def __init__(
+        self, module: M, evaluate: Callable[[M, Tensor], Tensor] = nn.Module.__call__
+    ) -> None:
+        self.module, self.evaluate = module, evaluate
 
-def _differentiated(
-    module: nn.Module,
-    position: Tensor,
-    strain: Tensor,
-    create: bool,
-    stretch: Tensor | None = None,
-) -> Forced:
-    """Compute minus the derivatives by position, and by a stretch of positions and box."""
-    with torch.enable_grad():
-        q = position.view_as(position) if create else position.detach()
-        q = q if q.requires_grad else q.detach().requires_grad_()
-        stretch = _no_stretch(strain) if stretch is None else stretch
-        base = strain if create else strain.detach()
-        total = _energy(module, q * torch.exp(stretch), base + stretch).sum()
-        if not total.requires_grad:
-            return torch.zeros_like(position), torch.zeros_like(strain)
-        found = torch.autograd.grad(
-            total, (q, stretch), create_graph=create, materialize_grads=True
+    def energy(self, position: Tensor, strain: Tensor) -> Tensor:
+        """Compute the energy, differentiable."""
+        return energy_at(self.module, position, strain, self.evaluate)
+
+    def force(self, position: Tensor, strain: Tensor, rounding: Rounding = UNROUNDED) -> Forced:
+        """Compute force and W, differentiable when grad mode is on."""
+        if not has_box(self.module):
+            value = self._force_without_box(position, rounding)
+            return value, (position * value).sum(-2, keepdim=True).sum_to_size(strain.shape)
+        create = torch.is_grad_enabled()
+        smooth = self._differentiated(position, strain, create)
+        if not rounding.rounds or not create:
+            return smooth
+        # A derivative with a graph comes from other kernels, and may differ in the last bit.
+        same = self._differentiated(position, strain, False)
+        return straight_through(smooth[0], same[0]), straight_through(smooth[1], same[1])
+
+    def vjp(
+        self,
+        position: Tensor,
+        strain: Tensor,
+        parameters: Tensors,
+        rounding: Rounding = UNROUNDED,
+    ) -> tuple[Forced, StrainedPullback]:
+        """Compute force and W, and their product with cotangents."""
+        if not has_box(self.module):
+            return self._vjp_without_box(position, strain, parameters, rounding)
+        with torch.enable_grad():
+            q, e = position.detach().requires_grad_(), strain.detach().requires_grad_()
+            smooth = self._differentiated(q, e, True)
+        what = f"the force of {type(self.module).__name__}"
+        for value in smooth:
+            refuse_unknown(value, self.module, [q, e, *parameters], what)
+        values = smooth[0].detach(), smooth[1].detach()
+        if rounding.rounds:
+            with torch.no_grad():
+                values = self._differentiated(position, strain, False)
+
+        def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+            pairs = [(x, y) for x, y in zip(smooth, (v, c), strict=True) if x.requires_grad]
+            found: Sequence[Any] = (None,) * (2 + len(parameters))
+            if pairs:
+                outputs, given = zip(*pairs, strict=True)
+                found = torch.autograd.grad(outputs, (q, e, *parameters), given, allow_unused=True)
+            along, strained = (
+                torch.zeros_like(x) if g is None else g for x, g in zip((q, e), found, strict=False)
+            )
+            return along, strained, list(found[2:])
+
+        return values, pullback
+
+    def _force_without_box(self, position: Tensor, rounding: Rounding) -> Tensor:
+        if not isinstance(self.module, Strainable):
+            return derived_force(self.module, position, rounding)
+        potential: Any = self.module
+        return potential.force(position, *((rounding,) if rounding.rounds else ()))
+
+    def _vjp_without_box(
+        self, position: Tensor, strain: Tensor, parameters: Tensors, rounding: Rounding
+    ) -> tuple[Forced, StrainedPullback]:
+        """Compute force, W and products of an energy that depends on positions alone.
+
+        With W_a = sum_i q_ia F_ia, the cotangent of q is ``J (v + c q) + c F``, J that of F.
+        """
+        if isinstance(self.module, Strainable):
+            potential: Any = self.module
+            given = (rounding,) if rounding.rounds else ()
+            value, product = potential.force_vjp(position, parameters, *given)
+        else:
+            value, product = energy_vjp(self.module, position, parameters, rounding)
+        along = (position * value).sum(-2, keepdim=True).sum_to_size(strain.shape)
+
+        def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, ParameterVJP]:
+            found, rest = product(v + c * position)
+            return found + c * value, torch.zeros_like(strain), rest
+
+        return (value, along), pullback
+
+    def _differentiated(self, position: Tensor, strain: Tensor, create: bool) -> Forced:
+        """Compute minus the derivatives by position, and by a stretch of positions and box."""
+        with torch.enable_grad():
+            q = position.view_as(position) if create else position.detach()
+            q = q if q.requires_grad else point_of_differentiation(q)
+            stretch = point_of_differentiation(torch.zeros_like(strain))
+            base = strain if create else strain.detach()
+            total = self.energy(q * torch.exp(stretch), base + stretch).sum()
+            if not total.requires_grad:
+                return torch.zeros_like(position), torch.zeros_like(strain)
+            found = torch.autograd.grad(total, (q, stretch), create_graph=create, allow_unused=True)
+        force, along = (
+            torch.zeros_like(x) if g is None else -g
+            for x, g in zip((position, strain), found, strict=True)
         )
-    return -found[0], -found[1]
-
-
-def _no_stretch(strain: Tensor) -> Tensor:
-    return torch.zeros_like(strain.detach()).requires_grad_()
-
-
-def _vjp(
-    module: nn.Module,
-    position: Tensor,
-    strain: Tensor,
-    parameters: Tensors,
-    rounding: Rounding = UNROUNDED,
-) -> tuple[Forced, StrainedPullback]:
-    with torch.enable_grad():
-        q, e = position.detach().requires_grad_(), strain.detach().requires_grad_()
-        stretch = _no_stretch(strain)
-        smooth = _differentiated(module, q, e, True, stretch)
-    what = f"the force of {type(module).__name__}"
-    for value in smooth:
-        refuse_unknown(value, module, [q, e, stretch, *parameters], what)
-    values = tuple(x.detach() for x in smooth)
-    if rounding.rounds:
-        with torch.no_grad():
-            values = _differentiated(module, position, strain, False)
-
-    def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        pairs = [(x, y) for x, y in zip(smooth, (v, c), strict=True) if x.requires_grad]
-        found: Sequence[Any] = (None,) * (2 + len(parameters))
-        if pairs:
-            outputs, given = zip(*pairs, strict=True)
-            found = torch.autograd.grad(outputs, (q, e, *parameters), given, allow_unused=True)
-        zero = torch.zeros_like
-        along, strained = (zero(x) if g is None else g for x, g in zip((q, e), found, strict=False))
-        return along, strained, list(found[2:])
-
-    return (values[0], values[1]), pullback
+        return force, along

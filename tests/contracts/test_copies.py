@@ -57,6 +57,9 @@ MODULES = {
     "controller": lambda: potentials.NeuralController(nn.Linear(7, 3), index=[0]),
     "force field": lambda: potentials.ForceFieldPotential(a=adjsim.Harmonic(parameter(1.0))),
     "sum": lambda: adjsim.Harmonic(parameter(1.0)) + potentials.ForceModel(nn.Linear(3, 3)),
+    "piston": lambda: adjsim.LangevinPiston(
+        adjsim.HarmonicBond([[0, 1]], parameter(2.0), 0.5, box=[4.0, 4.1, 4.2]), piston_friction=0.3
+    ),
     "positive": adjsim.Positive,
     "between": lambda: adjsim.Between(0.0, 1.0),
 }
@@ -93,6 +96,7 @@ def made():
         adjsim.NoseHooverChain(adjsim.Harmonic()).init(*square(), 0),
         adjsim.GeneralizedLangevin(adjsim.Harmonic()).init(*square(), 0),
         adjsim.ESH(adjsim.Harmonic()).init(*square(), 0),
+        MODULES["piston"]().init(torch.ones(3, 3, dtype=torch.float64)),
         adjsim.OverdampedLangevin(adjsim.Harmonic()).init(square()[0]),
         potentials.Shifted(), potentials.ForceShifted(), potentials.Switched(1.0),
         dynamics.Scale("momentum", dynamics.Coefficient("c")),

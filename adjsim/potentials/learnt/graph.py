@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_indices, outside_inference_mode
-from adjsim.core.box import Periodic
+from adjsim.core.box import Periodic, rows_of
 from adjsim.core.declared import NOT_NEGATIVE, POSITIVE
 from adjsim.core.layout import is_tracing
 from adjsim.core.neighbour_list import AllImages
@@ -62,12 +62,19 @@ def find_edges(
         d = (flat.index_select(0, receiver) - flat.index_select(0, sender) + moved).T
         near = ((d * d).sum(0) < cutoff**2).nonzero().squeeze(-1)
         pairs = torch.stack([sender.index_select(0, near), receiver.index_select(0, near)])
-        return Edges(pairs, moved.index_select(0, near), finite)
+        shifts = moved.index_select(0, near)
+    if box is not None and box.requires_grad:
+        rows = rows_of(box).to(shifts)
+        by_box = torch.round(shifts @ torch.linalg.inv(rows.detach())) @ rows
+        # The same shifts, with the derivative of whole multiples of the rows of the box.
+        shifts = shifts + (by_box - by_box.detach())
+    return Edges(pairs, shifts, finite)
 
 
 class _GraphModel(Periodic):
     """A model of a graph, and the settings of its edges."""
 
+    reads_values = True
     box: Tensor | None
     species: Tensor | None
 

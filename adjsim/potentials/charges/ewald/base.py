@@ -33,6 +33,14 @@ from adjsim.potentials.charges.ewald.autograd import ChargeSum, Product, force_o
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, partners_of
 from adjsim.potentials.pairs.formula import ATOMS, SHIFTED
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback, VJPSum
+from adjsim.potentials.strained import (
+    ByAutograd,
+    Forced,
+    StrainedPullback,
+    added,
+    added_vjp,
+    energy_at,
+)
 
 TOLERANCE = Limits("between 0 and 0.5", lambda x: 0 < x < 0.5)
 
@@ -166,11 +174,15 @@ class EwaldSum(Declaring, Periodic, Potential):
         raise TypeError(f"{type(self).__name__} has no reciprocal(position).")
 
     def forward(self, position: Positions) -> Energies:
+        beyond = self.beyond(position)
+        return self.real(position) + beyond
+
+    def beyond(self, position: Positions) -> Energies:
+        """Compute the energy other than that in real space."""
         charge = self._charges(position)
-        energy = self.real(position)
         # The energy of each charge in its own Gaussian.
         own = self.constant * self.alpha / math.sqrt(math.pi) * charge.square().sum()
-        energy = energy + (self._background(charge) - own)
+        energy = self._background(charge) - own
         for part in self._parts(position):
             energy = energy + part.energy(position, charge)
         return energy
@@ -206,6 +218,33 @@ class EwaldSum(Declaring, Periodic, Potential):
             return materialise(along), VJPSum((rest, deferred))
 
         return materialise(value), pullback
+
+    def strained_energy(self, position: Positions, strain: Tensor) -> Energies:
+        real = self.real.strained_energy(position, strain)
+        return real + energy_at(self, position, strain, type(self).beyond)
+
+    def strained_force(
+        self,
+        position: Positions,
+        strain: Tensor,
+        rounding: Rounding = UNROUNDED,
+        virial_rounding: Rounding = UNROUNDED,
+    ) -> Forced:
+        real = self.real.strained_force(position, strain, rounding, virial_rounding)
+        beyond = ByAutograd(self, type(self).beyond)
+        return added([real, beyond.force(position, strain, rounding)])
+
+    def strained_vjp(
+        self,
+        position: Positions,
+        strain: Tensor,
+        parameters: Sequence[Tensor],
+        rounding: Rounding = UNROUNDED,
+        virial_rounding: Rounding = UNROUNDED,
+    ) -> tuple[Forced, StrainedPullback]:
+        real = self.real.strained_vjp(position, strain, parameters, rounding, virial_rounding)
+        beyond = ByAutograd(self, type(self).beyond)
+        return added_vjp([real, beyond.vjp(position, strain, parameters, rounding)])
 
     def virial(self, position: Positions) -> Tensor:
         """Compute minus the derivative of the energy with respect to strain.

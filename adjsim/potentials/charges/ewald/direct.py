@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim.core.box import inverse
 from adjsim.core.derived import derived
 from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, Product
@@ -77,7 +78,7 @@ class Ewald(EwaldSum):
         ranges = (range(-k, k + 1) for k in self.kmax)
         integers = [n for n in product(*ranges) if n > (0, 0, 0)]
         numbers = torch.tensor(integers, dtype=torch.float64).reshape(-1, 3)
-        return 2 * math.pi * numbers.to(self.cell.device) @ torch.linalg.inv(self.cell).T
+        return 2 * math.pi * numbers.to(self.cell.device) @ inverse(self.cell).T
 
     @derived("volume", "vectors", "alpha", "constant")
     def weight(self) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_whole
+from adjsim.core.box import inverse
 from adjsim.core.derived import derived
 from adjsim.core.layout import is_tracing
 from adjsim.core.typing import Number
@@ -101,7 +102,7 @@ class ParticleMeshEwald(EwaldSum):
     def to_mesh(self) -> Tensor:
         """The matrix that takes positions to units of the spacing of the mesh."""
         points = torch.tensor(self.grid, dtype=torch.float64, device=self.cell.device)
-        return torch.linalg.inv(self.cell) * points
+        return inverse(self.cell) * points
 
     def reciprocal(self, position: Tensor) -> Mesh:
         influence, to_mesh = self.influence.to(position), self.to_mesh.to(position)
@@ -112,7 +113,7 @@ class ParticleMeshEwald(EwaldSum):
         like: dict[str, Any] = {"dtype": torch.float64, "device": self.cell.device}
         numbers = [torch.fft.fftfreq(n, 1 / n, **like) for n in self.grid]
         integers = torch.stack(torch.meshgrid(*numbers, indexing="ij"), -1)
-        return 2 * math.pi * integers @ torch.linalg.inv(self.cell).T
+        return 2 * math.pi * integers @ inverse(self.cell).T
 
     def _full_influence(self, waves: Tensor) -> Tensor:
         """Compute G of every wave of the mesh."""
