@@ -15,7 +15,7 @@ from ase.calculators.calculator import Calculator, all_changes
 from ase.io.formats import filetype
 from torch import Tensor
 
-from adjsim.core.box import rows_of, volume
+from adjsim.core.box import rows_of, stretched, volume
 from adjsim.core.durable.files import replacing
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.trajectory import Trajectory
@@ -32,7 +32,8 @@ class Structure(NamedTuple):
     """Atoms with their positions, momenta, masses, box and symbols, in ASE's units.
 
     ``position`` and ``momentum`` are ``(atoms, 3)``, ``mass`` is ``(atoms,)``. ``box`` is ``(3,)``
-    edge lengths, ``(3, 3)`` rows, or None without periodic boundaries.
+    edge lengths, ``(3, 3)`` rows, or None without periodic boundaries. ``pressure`` (eV/angstrom^3)
+    and ``temperature`` (kelvin) are those of a barostat, None without one.
     """
 
     position: Tensor
@@ -40,6 +41,8 @@ class Structure(NamedTuple):
     mass: Tensor
     box: Tensor | None
     symbols: tuple[str, ...]
+    pressure: float | None = None
+    temperature: float | None = None
 
 
 def from_ase(atoms: ase.Atoms) -> Structure:
@@ -114,7 +117,8 @@ def to_ase(trajectory: Trajectory[Any], structure: Structure) -> list[ase.Atoms]
 
     Args:
         trajectory: of one system, in ASE's units.
-        structure: the symbols, masses and box.
+        structure: the symbols, masses and box. At constant pressure it is the box of the potential,
+            which the strain of each frame stretches.
 
     Raises:
         ValueError: a trajectory of a batch, without frames, or of another number of atoms.
@@ -128,9 +132,13 @@ def to_ase(trajectory: Trajectory[Any], structure: Structure) -> list[ase.Atoms]
             "of one replica in an ase.Atoms."
         )
     momentum = getattr(trajectory, "momentum", None)
-    frames = []
+    strain, frames = getattr(trajectory, "strain", None), list[ase.Atoms]()
     for k, time in enumerate(trajectory.times.tolist()):
-        atoms = _atoms(structure, positions=position[k].numpy(), info={"time": time})
+        framed = structure
+        if strain is not None and structure.box is not None:
+            box = stretched(structure.box.detach().cpu(), strain[k].detach().cpu().double())
+            framed = structure._replace(box=box.reshape(structure.box.shape))
+        atoms = _atoms(framed, positions=position[k].numpy(), info={"time": time})
         if momentum is not None:
             atoms.set_momenta(momentum[k].detach().cpu().double().numpy())
         frames.append(atoms)

@@ -9,9 +9,10 @@ import copy
 from typing import Any
 
 import torch
+from ase import units
 
 from adjsim.io._openmm.bonded import read_bonded, write_bonded
-from adjsim.io._openmm.library import box_of_system, check_system, lengths, plain
+from adjsim.io._openmm.library import barostat_of, box_of_system, check_system, lengths, plain
 from adjsim.io._openmm.nonbonded import read_nonbonded, write_nonbonded
 from adjsim.io._openmm.solvent import read_solvent, write_solvent
 from adjsim.io._openmm.types import Names
@@ -63,7 +64,9 @@ def from_openmm(
     that are smaller than half the box. Bonded terms take nearest images only if their force is
     periodic.
 
-    The solvent shares the charges of ``coulomb`` if they are equal. A CMMotionRemover is ignored.
+    The solvent shares the charges of ``coulomb`` if they are equal. A CMMotionRemover is ignored. A
+    MonteCarloBarostat is no potential: its pressure and temperature are ``Structure.pressure`` and
+    ``.temperature``, for :class:`~adjsim.LangevinPiston`.
 
     Args:
         system: an ``openmm.System`` without constraints, made with ``constraints=None,
@@ -80,8 +83,8 @@ def from_openmm(
         ImportError: OpenMM is not installed.
         TypeError: not an ``openmm.System``.
         ValueError: anything in the system that has no counterpart, by name (constraints, virtual
-            sites, other forces, barostats); positions or a topology for another number of atoms; an
-            energy of 1e6 eV, or 100 eV an atom, or more, which tells of wrong units.
+            sites, other forces and barostats); positions or a topology for another number of atoms;
+            an energy of 1e6 eV, or 100 eV an atom, or more, which tells of wrong units.
     """
     check_system(system)
     masses = [plain(system.getParticleMass(k)) for k in range(system.getNumParticles())]
@@ -101,13 +104,15 @@ def from_openmm(
     potential = ForceFieldPotential(labels, **parts)
     with torch.no_grad():
         refuse_high_energy(potential, position, potential(position))
-    box = box_of_system(system)
+    box, (bar, kelvin) = box_of_system(system), barostat_of(system)
     return potential, Structure(
         position,
         torch.zeros_like(position),
         torch.tensor(masses, dtype=torch.float64),
         None if box is None else torch.from_numpy(box),
         names.symbols,
+        None if bar is None else bar * units.bar,
+        kelvin,
     )
 
 

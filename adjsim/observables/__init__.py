@@ -52,6 +52,8 @@ from adjsim.observables.thermodynamics import (
     kinetic_temperature,
     pressure,
     stress,
+    thermal_expansion,
+    volume_compressibility,
 )
 from adjsim.observables.transport import (
     diffusion_coefficient,
@@ -101,6 +103,8 @@ __all__ = [
     "straightness",
     "stress",
     "structure_factor",
+    "thermal_expansion",
     "velocity_autocorrelation",
     "viscosity",
+    "volume_compressibility",
 ]

@@ -15,6 +15,7 @@ from adjsim.core.parameters import check_count
 from adjsim.core.typing import Array, Energies, Number, PositionsLike
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import terms_of
+from adjsim.potentials.strained import strained_force
 
 
 @runtime_checkable
@@ -63,14 +64,30 @@ def pressure(dynamics: Massive, state: Moving) -> Energies:
         dynamics: dynamics with masses, whose potential has a box and a virial, or a sum of such
             potentials with one box. Terms within molecules (bonds, angles, torsions, scaled pairs)
             need no box if the positions are those of whole molecules.
-        state: a state with positions and momenta, or a trajectory.
+        state: a state with positions and momenta, or a trajectory. A state that carries its box,
+            as that of :class:`~adjsim.LangevinPiston`, has the pressure in its own box.
 
     Raises:
         ValueError: no box, or two different ones.
         TypeError: a potential without a virial.
     """
+    strain = getattr(state, "strain", None)
+    if strain is not None:
+        return _pressure_at(dynamics, state, strain)
     found = stress(dynamics, state)
     return -found.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def _pressure_at(dynamics: Massive, state: Moving, strain: Tensor) -> Energies:
+    """Compute the pressure in the box of a state, from the force along its strain."""
+    q, p = state.position, state.momentum
+    potential = dynamics.potential
+    boxes = (part._buffers.get("box") for part in potential.modules())
+    box = next(x for x in boxes if x is not None)
+    _, along = strained_force(potential, q, strain)
+    twice = (p**2 / _masses(dynamics.mass, p)).sum((-1, -2))
+    size = volume(box).to(q) * torch.exp(strain.sum((-1, -2)) * (q.shape[-1] / strain.shape[-1]))
+    return (twice + along.sum((-1, -2))) / (q.shape[-1] * size)
 
 
 def stress(dynamics: Massive, state: Moving) -> Tensor:
@@ -82,6 +99,11 @@ def stress(dynamics: Massive, state: Moving) -> Tensor:
     those of :func:`pressure`.
     """
     q, p = state.position, state.momentum
+    if hasattr(state, "strain"):
+        raise TypeError(
+            "stress takes states in the box of the potential, and these have boxes of their own: "
+            "adjsim.pressure takes them."
+        )
     size = _volume(dynamics.potential)
     if not isinstance(dynamics.potential, Potential):
         raise TypeError(
@@ -140,13 +162,66 @@ def heat_capacity(
     Raises:
         ValueError: fewer than two frames, another shape, kT that is not positive, negative dof.
     """
-    u, count = as_tensor("energy", energy), as_number("dof", dof)
-    if u.ndim < 1 or len(u) < 2:
-        raise wrong_shape("energy", "(time, *batch), of at least two frames", u)
+    u, count = _series("energy", energy), as_number("dof", dof)
     temperature = checked_temperature(kT, u, u.shape[1:])
     if not count >= 0:
         raise ValueError(f"dof must be zero or positive; got {count:g}.")
     return u.var(0, correction=1) / temperature**2 + count / 2
+
+
+def volume_compressibility(volume: Float[Tensor, "time *batch"] | Array, kT: Number) -> Energies:
+    """Compute the isothermal compressibility from fluctuations of the volume, ``(*batch,)``::
+
+        -(dV/dP)_T / V = var(V) / (kT <V>)
+
+    It is in volume/energy. The volumes must be sampled at constant pressure and temperature
+    (:class:`~adjsim.LangevinPiston`). Volumes are correlated over many frames, which makes the
+    variance too small, see :func:`heat_capacity`. At constant volume use :func:`compressibility`.
+
+    Args:
+        volume: ``(time, *batch)``, at least two frames.
+        kT: the temperature, energy; one number or ``(*batch,)``.
+
+    Raises:
+        ValueError: fewer than two frames, another shape, kT that is not positive.
+    """
+    v = _series("volume", volume)
+    return v.var(0, correction=1) / (v.mean(0) * checked_temperature(kT, v, v.shape[1:]))
+
+
+def thermal_expansion(
+    volume: Float[Tensor, "time *batch"] | Array,
+    enthalpy: Float[Tensor, "time *batch"] | Array,
+    kT: Number,
+) -> Energies:
+    """Compute the thermal expansion at constant pressure from fluctuations, ``(*batch,)``::
+
+        (dV/d(kT))_P / V = cov(V, H) / (kT^2 <V>)
+
+    It is in 1/energy; times the Boltzmann constant, it is the expansion in 1/temperature. The
+    enthalpy H includes the kinetic energy, as that of :meth:`adjsim.LangevinPiston.enthalpy`. See
+    :func:`volume_compressibility`.
+
+    Args:
+        volume, enthalpy: ``(time, *batch)``, at least two frames.
+        kT: the temperature, energy; one number or ``(*batch,)``.
+
+    Raises:
+        ValueError: fewer than two frames, different shapes, kT that is not positive.
+    """
+    v, h = _series("volume", volume), _series("enthalpy", enthalpy)
+    if v.shape != h.shape:
+        raise wrong_shape("enthalpy", f"{tuple(v.shape)}, as that of volume", h)
+    temperature = checked_temperature(kT, v, v.shape[1:])
+    covariance = ((v - v.mean(0)) * (h - h.mean(0))).sum(0) / (len(v) - 1)
+    return covariance / (temperature**2 * v.mean(0))
+
+
+def _series(name: str, values: Float[Tensor, "time *batch"] | Array) -> Tensor:
+    found = as_tensor(name, values)
+    if found.ndim < 1 or len(found) < 2:
+        raise wrong_shape(name, "(time, *batch), of at least two frames", found)
+    return found
 
 
 def compressibility(

@@ -502,7 +502,10 @@ NONBONDED = openmm.NonbondedForce
         (constrained, r"1 constraints, .* atoms 0 and 1.*constraints=None, rigidWater=False"),
         (with_virtual_site, r"particle 2 is a virtual site.*SPC/Fw"),
         (without_mass, r"mass of particle 1 is 0.*PositionRestraint"),
-        (lambda: pair(openmm.MonteCarloBarostat(1, 300)), r"MonteCarloBarostat.*removeForce\(1\)"),
+        (
+            lambda: pair(openmm.MonteCarloAnisotropicBarostat((1, 1, 1), 300)),
+            r"MonteCarloAnisotropicBarostat.*removeForce\(1\)",
+        ),
         (
             lambda: pair(openmm.AndersenThermostat(300, 1)),
             r"AndersenThermostat.*dynamics of adjsim",
@@ -724,3 +727,10 @@ def test_without_openmm(monkeypatch):
     monkeypatch.setitem(sys.modules, "openmm", None)
     with pytest.raises(ImportError, match="pip install openmm"):
         from_openmm(object(), np.zeros((1, 3)))
+
+
+def test_a_barostat_says_what_to_simulate_at():
+    system = pair(openmm.MonteCarloBarostat(2.0, 310))
+    _, structure = from_openmm(system, [[0.0, 0.0, 0.0], [0.4, 0.0, 0.0]])
+    assert structure.pressure == pytest.approx(2.0 * units.bar)
+    assert structure.temperature == 310

@@ -251,6 +251,11 @@ class LangevinPiston(Thermostat[PistonState]):
         base = volume(self._box).to(state.strain)
         return volume_at(base, state.strain, state.position.shape[-1])[..., 0, 0]
 
+    def density(self, state: PistonState) -> Energies:
+        """Compute the mass of all atoms over the volume, ``(*batch,)``."""
+        mass = self.masses(state.momentum).expand(state.momentum.shape[-2], 1).sum()
+        return mass / self.volume(state)
+
     def potential_energy(self, state: AnyState) -> Energies:
         """Compute ``U + P V``, with the energy of the tail's pressure, ``(*batch,)``."""
         at = cast(PistonState, state)

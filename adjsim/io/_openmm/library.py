@@ -25,7 +25,7 @@ READ = (
     "GBSAOBCForce",
     "CustomGBForce",
 )
-IGNORED = ("CMMotionRemover",)
+IGNORED = ("CMMotionRemover", "MonteCarloBarostat")
 
 
 def openmm() -> Any:
@@ -132,6 +132,20 @@ def particles_of(force: Any) -> np.ndarray:
     """Return the numbers of all particles of a force in OpenMM's units, ``(atoms, numbers)``."""
     rows = (force.getParticleParameters(k) for k in range(force.getNumParticles()))
     return np.array([[plain(x) for x in row] for row in rows], dtype=np.float64)
+
+
+def barostat_of(system: Any) -> tuple[float | None, float | None]:
+    """Return the pressure in bar and the temperature in kelvin of the barostat, None without one.
+
+    Raises:
+        ValueError: more than one barostat.
+    """
+    found = forces(system, "MonteCarloBarostat")
+    if len(found) > 1:
+        raise ValueError("the system has more than one MonteCarloBarostat; it may have one.")
+    if not found:
+        return None, None
+    return plain(found[0].getDefaultPressure()), plain(found[0].getDefaultTemperature())
 
 
 def box_of_system(system: Any) -> np.ndarray | None:
