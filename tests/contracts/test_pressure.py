@@ -86,7 +86,7 @@ def test_the_automatic_forms_are_derivatives_of_the_energy():
     direction = torch.randn_like(q)
 
     def energy(x, e):
-        return float(strained_energy(module, x, e))
+        return float(strained_energy(module, x, e).detach())
 
     slope = (energy(q + h * direction, strain) - energy(q - h * direction, strain)) / (2 * h)
     # The error of the differences is h^2 U''' and eps U / h, 1e-7 of forces near the core.
@@ -308,3 +308,55 @@ def test_a_box_that_becomes_too_small_stops_the_run(compile):
             solver=adjsim.Splitting(dynamics.scheme, 0.01),
             compile=compile,
         )
+
+
+def test_observables_are_those_of_the_box_of_the_state():
+    """The pressure by differences of the energy, and the frames of ASE."""
+    from ase import units
+
+    from adjsim.io import to_ase
+    from adjsim.io.ase import Structure
+
+    dynamics = piston()
+    state = start(dynamics, (2,))
+    found, h = adjsim.pressure(dynamics, state).detach(), 1e-5
+
+    def energy(e):
+        change = torch.full((1, 1), e, dtype=torch.float64)
+        moved = state.position * torch.exp(change)
+        return strained_energy(dynamics.potential, moved, state.strain + change).detach()
+
+    volume = dynamics.volume(state)
+    slope = (energy(h) - energy(-h)) / (2 * h)
+    twice = 2 * dynamics.kinetic_energy(state).detach()
+    # Truncation and rounding of the differences are below 1e-6.
+    torch.testing.assert_close(found, (twice - slope) / (3 * volume), rtol=1e-6, atol=1e-8)
+    mass = 8 * 1.4
+    torch.testing.assert_close(dynamics.density(state).detach(), mass / volume)
+    with pytest.raises(TypeError, match="boxes of their own"):
+        adjsim.observables.stress(dynamics, state)
+    single = type(state)(*(x[0] for x in state))
+    run = adjsim.simulate(
+        dynamics, single, [0.0, 0.05, 0.1], solver=adjsim.Splitting(dynamics.scheme, 0.01)
+    )
+    box = dynamics.potential.box
+    structure = Structure(single.position, single.momentum, torch.ones(8), box, ("Ar",) * 8)
+    frames = to_ase(run, structure)
+    volumes = [frame.get_volume() for frame in frames]
+    assert volumes == pytest.approx(dynamics.volume(run).tolist())
+    assert volumes[0] != pytest.approx(volumes[2], rel=1e-3)
+    assert units.bar == pytest.approx(1e5 * units.Pascal)
+
+
+def test_response_by_fluctuations():
+    v = torch.tensor([[1.0, 2.0], [2.0, 4.0], [3.0, 9.0]], dtype=torch.float64)
+    h = torch.tensor([[2.0, 1.0], [1.0, 1.0], [5.0, 4.0]], dtype=torch.float64)
+    found = adjsim.volume_compressibility(v, 2.0)
+    torch.testing.assert_close(found, v.var(0) / (v.mean(0) * 2))
+    covariance = [torch.cov(torch.stack([a, b]))[0, 1] for a, b in zip(v.T, h.T, strict=True)]
+    expected = torch.stack(covariance) / (4 * v.mean(0))
+    torch.testing.assert_close(adjsim.thermal_expansion(v, h, 2.0), expected)
+    with pytest.raises(ValueError, match="enthalpy must be"):
+        adjsim.thermal_expansion(v, h[:, 0], 2.0)
+    with pytest.raises(ValueError, match="at least two frames"):
+        adjsim.volume_compressibility(v[:1], 2.0)

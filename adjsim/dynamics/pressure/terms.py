@@ -61,15 +61,15 @@ class Piston:
         return torch.sqrt(mass * self.kT.to(mass))
 
     def numbers(self, state: Any) -> dict[str, Tensor]:
-        """Return the pressure, the volume without strain, and the tail's share.
+        """Return the pressure, the volume without strain, and the tail's pressure at V = 1.
 
-        The tail's pressure is inverse to the squared volume. Its share is their product.
+        The tail's pressure is inverse to the squared volume.
         """
         like, base = state.position, volume(self.box)
         found = {"pressure": self.pressure.to(like).reshape(()), "volume": base.to(like)}
         if self.tail is not None:
-            _, tail = tail_corrections(self.tail, like.shape[-2], float(base))
-            found["tail"] = (tail * base**2).to(like)
+            _, tail = tail_corrections(self.tail, like.shape[-2], 1.0)
+            found["tail"] = tail.to(like)
         return found
 
     def work(self, state: Any) -> Tensor:

@@ -145,7 +145,11 @@ def barostat_of(system: Any) -> tuple[float | None, float | None]:
         raise ValueError("the system has more than one MonteCarloBarostat; it may have one.")
     if not found:
         return None, None
-    return plain(found[0].getDefaultPressure()), plain(found[0].getDefaultTemperature())
+    unit, barostat = openmm().unit, found[0]
+    return (
+        barostat.getDefaultPressure().value_in_unit(unit.bar),
+        barostat.getDefaultTemperature().value_in_unit(unit.kelvin),
+    )
 
 
 def box_of_system(system: Any) -> np.ndarray | None:

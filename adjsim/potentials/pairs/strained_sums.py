@@ -35,7 +35,7 @@ def energy(operator: PairOperator, position: Positions) -> Energies:
     )
     differentiable = operator.differentiable(position)
     modes = (ENERGY, SLOPES) if differentiable else (ENERGY,)
-    if moves or operator.printed or not operator.has(*modes):
+    if moves or not operator.has(*modes):
         return dense.energy(operator.by_torch(operator.operands), position, box)
     if differentiable:
         return _Energy.apply(operator, position, *operator.operands)
@@ -54,7 +54,7 @@ def force(
     moves = torch.is_grad_enabled() and strain.requires_grad
     differentiable = operator.differentiable(position) or moves
     modes = (FORCE, PRODUCT) if differentiable else (FORCE,)
-    if operator.printed or not operator.has(*modes, rounds=rounding.rounds):
+    if not operator.has(*modes, rounds=rounding.rounds):
         by_torch = operator.by_torch(operator.operands)
         return dense.strained_force(by_torch, position, operator.box, rounding, virial_rounding)
     if differentiable:
@@ -74,7 +74,7 @@ def force_vjp(
 ) -> tuple[tuple[Tensor, Tensor], StrainedProduct]:
     """Compute the force and the diagonal of the virial, and their product with cotangents."""
     assert operator.box is not None
-    if operator.printed or not operator.has(FORCE, PRODUCT, rounds=rounding.rounds):
+    if not operator.has(FORCE, PRODUCT, rounds=rounding.rounds):
         values, product = dense.strained_vjp(
             operator.by_torch(operator.operands), position, operator.box, rounding, virial_rounding
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import cast
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from adjsim.core.arguments import as_number, as_whole, describe_type
 from adjsim.core.box import volume as volume_of
 from adjsim.core.derived import derived
+from adjsim.core.layout import is_tracing
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
@@ -66,13 +68,21 @@ def tail_corrections(potential: Potential, atoms: int, volume: float) -> tuple[T
     begin = potential.truncation.begin(potential.cutoff)
     if not begin > 0:
         raise ValueError("tail_corrections needs a switch that starts at a positive distance.")
-    _check_decay(potential, atoms, potential.cutoff)
+    if not is_tracing():
+        _check_decay(potential, atoms, potential.cutoff)
     energy, pressure = _integrals(potential, atoms, potential.cutoff, math.inf)
     if begin < potential.cutoff:
         within = _integrals(potential, atoms, begin, potential.cutoff)
         energy, pressure = energy + within[0], pressure + within[1]
     density = atoms / volume
     return 0.5 * atoms * density * energy, -(density**2) / 6 * pressure
+
+
+@cache
+def _quadrature() -> tuple[Tensor, Tensor]:
+    """Return nodes and weights of a Gauss-Legendre rule on the interval from -1 to 1."""
+    nodes, weights = np.polynomial.legendre.leggauss(NODES)
+    return torch.from_numpy(nodes), torch.from_numpy(weights)
 
 
 def _integrals(
@@ -82,13 +92,19 @@ def _integrals(
 
     Gauss-Legendre nodes in t, with r = low / t^4, make inverse powers smooth at infinity.
     """
-    nodes, weights = np.polynomial.legendre.leggauss(NODES)
+    nodes, weights = _quadrature()
     bottom = (low / high) ** 0.25
-    t = torch.as_tensor((1 - bottom) / 2 * nodes + (1 + bottom) / 2)
+    t = (1 - bottom) / 2 * nodes + (1 + bottom) / 2
     r = low / t**4
-    rows = [_missing(potential, atoms, x, truncated=high < math.inf) for x in r.tolist()]
-    energy, slope = (torch.stack(column) for column in zip(*rows, strict=True))
-    weight = torch.as_tensor((1 - bottom) / 2 * weights)
+    truncated = high < math.inf
+    if all(potential.pair_table(name).numel() == 1 for name in potential.operand_names()):
+        energy, slope = _missing(potential, r, truncated)
+    else:
+        # One distance at a time, since a table has an entry for each pair.
+        rows = [_missing(potential, x, truncated) for x in r.unbind(0)]
+        found = zip(*rows, strict=True)
+        energy, slope = (torch.stack([_mean(x, atoms) for x in column]) for column in found)
+    weight = (1 - bottom) / 2 * weights
     shell = 4 * math.pi * r**2 * (4 * r / t) * weight
     return (shell * energy).sum(), (shell * r * slope).sum()
 
@@ -96,8 +112,9 @@ def _integrals(
 def _check_decay(potential: PairPotential, atoms: int, cutoff: float) -> None:
     """Refuse an energy that falls like r^-3.25 or more slowly."""
     near, far = (
-        float(_missing(potential, atoms, factor * cutoff)[0].detach().abs()) * factor**3
+        float(_mean(_missing(potential, distance, False)[0], atoms).detach().abs()) * factor**3
         for factor in (1e2, 1e8)
+        for distance in [torch.tensor(factor * cutoff, dtype=torch.float64)]
     )
     if far > 10**-1.5 * near:
         raise ValueError(
@@ -106,16 +123,14 @@ def _check_decay(potential: PairPotential, atoms: int, cutoff: float) -> None:
         )
 
 
-def _missing(
-    potential: PairPotential, atoms: int, r: float, truncated: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Compute the mean over pairs of u - v, and of its derivative, at one distance."""
-    s = torch.tensor(r * r, dtype=torch.float64)
+def _missing(potential: PairPotential, r: Tensor, truncated: bool) -> tuple[Tensor, Tensor]:
+    """Compute u - v of pairs, and its derivative, at a distance; at several for equal pairs."""
+    s = r * r
     energy, slope = potential.pair_energy(s), potential.pair_slope(s)
     if truncated:
         energy = energy - potential.truncated_energy(s)
         slope = slope - potential.truncated_slope(s)
-    return _mean(energy, atoms), 2 * r * _mean(slope, atoms)
+    return energy, 2 * r * slope
 
 
 def _mean(x: Tensor, atoms: int) -> Tensor:

@@ -185,6 +185,7 @@ struct System {
   const int* atom;
   const REAL* rows;
   V cutoff, grid, virial_grid;
+  V stretch[3];  // the cotangent of the virial
   REAL* const* gradients;  // of each atom, one row of kinds for a table
   REAL* energies;
   V numbers[OPERANDS + 1];
@@ -210,7 +211,7 @@ struct System {
 #if STRAINED
     // A strain moves the two atoms of a pair apart in proportion to their distance.
     if constexpr (MODE == PRODUCT)
-      for (int a = 0; a < DIM; ++a) w[a] += call.stretch[number * DIM + a] * d[a];
+      for (int a = 0; a < DIM; ++a) w[a] += stretch[a] * d[a];
 #endif
     LOAD_OPERANDS
     Mask valid = ~Mask{};
@@ -392,7 +393,9 @@ extern "C" int pairs(const Call* given) {
       const V grid = splat(GRID ? c.spacing[b * c.spacing_step] * (REAL)0x1.8p52 : 0);
       const V virial_grid = splat(
           GRID && STRAINED ? c.virial_spacing[b * c.virial_spacing_step] * (REAL)0x1.8p52 : 0);
+      V stretch[3] = {};
 #if STRAINED
+      for (int a = 0; MODE == PRODUCT && a < DIM; ++a) stretch[a] = splat(c.stretch[b * DIM + a]);
       const Cell cell(c.box + b * c.box_step);
 #else
       const Cell& cell = shared;
@@ -407,7 +410,7 @@ extern "C" int pairs(const Call* given) {
       const REAL* rows = packed.data + b * n * WIDTH;
 #endif
       const System system{c,      cell, operands.data[LISTED ? b : 0], b, atom, rows, cutoff, grid, virial_grid,
-                          gradients, energies.data, NUMBERS
+                          {stretch[0], stretch[1], stretch[2]}, gradients, energies.data, NUMBERS
 #ifdef MASKED
                           , left_out.data
 #endif
