@@ -17,6 +17,7 @@ from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.masses import PER_ATOM
 from adjsim.dynamics.pressure.terms import (
     Dilation,
+    InBox,
     Piston,
     PistonBath,
     PistonKick,
@@ -241,32 +242,32 @@ class LangevinPiston(Thermostat[PistonState]):
             )
         return torch.log(ratio)
 
-    def box(self, state: PistonState) -> Tensor:
+    def box(self, state: InBox) -> Tensor:
         """Return the boxes of systems, ``(*batch, dim)`` lengths or ``(*batch, dim, dim)`` rows."""
         box = stretched(self._box, state.strain)
         return box.squeeze(-2) if self._box.ndim == 1 else box
 
-    def volume(self, state: PistonState) -> Energies:
+    def volume(self, state: InBox) -> Energies:
         """Compute the volume of each system, ``(*batch,)``."""
         base = volume(self._box).to(state.strain)
         return volume_at(base, state.strain, state.position.shape[-1])[..., 0, 0]
 
-    def density(self, state: PistonState) -> Energies:
+    def density(self, state: InBox) -> Energies:
         """Compute the mass of all atoms over the volume, ``(*batch,)``."""
         mass = self.masses(state.momentum).expand(state.momentum.shape[-2], 1).sum()
         return mass / self.volume(state)
 
-    def potential_energy(self, state: AnyState) -> Energies:
+    def potential_energy(self, state: Any) -> Energies:
         """Compute ``U + P V``, with the energy of the tail's pressure, ``(*batch,)``."""
-        at = cast(PistonState, state)
+        at = cast(InBox, state)
         energy = strained_energy(self.potential, at.position, at.strain)
         return energy + self.piston.work(at)
 
-    def enthalpy(self, state: PistonState) -> Energies:
+    def enthalpy(self, state: InBox) -> Energies:
         """Compute the enthalpy ``K + U + P V``, with the energy of the tail's pressure."""
-        return self.kinetic_energy(state) + self.potential_energy(state)
+        return self.masses.kinetic_energy(state.momentum) + self.potential_energy(state)
 
-    def invariant(self, state: PistonState) -> Energies:
+    def invariant(self, state: InBox) -> Energies:
         """Compute the enthalpy with that of the piston, which is conserved without friction."""
         piston = state.strain_momentum**2 / (2 * self.piston.mass(state))
         return self.enthalpy(state) + piston.sum((-1, -2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -35,6 +35,20 @@ class PistonState(NamedTuple):
     momentum: Positions
     strain: Float[Tensor, "*batch 1 axes"]
     strain_momentum: Float[Tensor, "*batch 1 axes"]
+
+
+@runtime_checkable
+class InBox(Protocol):
+    """A state that carries its box, or a trajectory of such states."""
+
+    @property
+    def position(self) -> Tensor: ...
+    @property
+    def momentum(self) -> Tensor: ...
+    @property
+    def strain(self) -> Tensor: ...
+    @property
+    def strain_momentum(self) -> Tensor: ...
 
 
 class Piston:
