@@ -1,8 +1,9 @@
-"""The density of flexible water at 298 K and 1 bar, by a Langevin piston and by OpenMM's barostat.
+"""The density of flexible water at 298 K and 1 bar, by a piston and by OpenMM.
 
-216 molecules of SPC/Fw (Wu, Tepper and Voth 2006) with particle-mesh Ewald. Both sides begin with
-the same positions and take the same force field; OpenMM moves the box by Monte Carlo. The results
-are in water_density.json.
+216 molecules of SPC/Fw (Wu, Tepper and Voth 2006) with particle-mesh Ewald. Both sides
+begin with the same positions and take the same force field. One moves the box by
+adjsim.LangevinPiston, the other by OpenMM's Monte Carlo barostat. The results are in
+water_density.json.
 
 Run: python examples/data/make_water_density.py piston|openmm PICOSECONDS
 """
@@ -80,7 +81,7 @@ def by_piston(picoseconds):
 
 def by_openmm(picoseconds):
     """Return densities every EVERY femtoseconds, and seconds a step."""
-    made, position, topology = system()
+    made, position, _ = system()
     integrator = openmm.LangevinMiddleIntegrator(
         KELVIN * unit.kelvin, 1 / unit.picosecond, 1 * unit.femtosecond
     )
@@ -99,7 +100,7 @@ def by_openmm(picoseconds):
 
 
 def main(side, picoseconds):
-    picoseconds = float(picoseconds)
+    picoseconds, made_at = float(picoseconds), commit(__file__)
     sides = {"piston": by_piston, "openmm": by_openmm}
     densities, seconds = sides[side](picoseconds)
     # The first 20 ps are equilibration.
@@ -112,7 +113,7 @@ def main(side, picoseconds):
         "picoseconds": picoseconds,
         "milliseconds a step": 1e3 * seconds,
         "seed": SEED,
-        "commit": commit(),
+        "commit": made_at,
     }
     OUT.write_text(json.dumps(results, indent=1) + "\n")
     print(results[side])
