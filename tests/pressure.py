@@ -61,14 +61,16 @@ def position(batch: tuple[int, ...] = (), seed: int = 0) -> Tensor:
     return corners + shift
 
 
-def piston(kind: str = "orthogonal", axes: str = "isotropic", **numbers) -> adjsim.LangevinPiston:
-    """A piston with every number trainable."""
-    given = {"mass": 1.4, "kT": 0.6, "friction": 0.8, "pressure": 0.3, "tau": 0.5}
+def piston(kind: str = "orthogonal", axes: str = "isotropic", chains=False, **numbers):
+    """A piston with Langevin baths or chains, with every number trainable."""
+    given = {"mass": 1.4, "kT": 0.6, "pressure": 0.3, "tau": 0.5}
+    given["chain_tau" if chains else "friction"] = 0.8
     made = {name: parameter(value) for name, value in given.items()} | numbers
-    return adjsim.LangevinPiston(potential(kind), axes=axes, **made)
+    kind_of = adjsim.NoseHooverPiston if chains else adjsim.LangevinPiston
+    return kind_of(potential(kind), axes=axes, **made)
 
 
-def start(dynamics: adjsim.LangevinPiston, batch: tuple[int, ...] = ()) -> adjsim.PistonState:
+def start(dynamics, batch: tuple[int, ...] = ()):
     """A start with a box of its own in each system, larger than that of the potential."""
     state = dynamics.init(position(batch), generator=3)
     state = type(state)(*(x.detach() for x in state))

@@ -16,6 +16,7 @@ from adjsim.dynamics.massive import Hamiltonian, MassiveDynamics as MassiveDynam
 from adjsim.dynamics.mechanics.mechanics import Mechanics
 from adjsim.dynamics.moves import GeneralFlow as GeneralFlow, Scale as Scale, Shear as Shear
 from adjsim.dynamics.pressure.langevin_piston import LangevinPiston
+from adjsim.dynamics.pressure.nose_hoover_piston import NoseHooverPiston, PistonChainState
 from adjsim.dynamics.pressure.terms import PistonState
 from adjsim.dynamics.sources import (
     Coefficient as Coefficient,
@@ -55,8 +56,10 @@ __all__ = [
     "Mechanics",
     "MemoryState",
     "NoseHooverChain",
+    "NoseHooverPiston",
     "OverdampedLangevin",
     "PhaseState",
+    "PistonChainState",
     "PistonState",
     "PositionState",
     "VelocityRescale",

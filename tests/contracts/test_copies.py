@@ -60,6 +60,9 @@ MODULES = {
     "piston": lambda: adjsim.LangevinPiston(
         adjsim.HarmonicBond([[0, 1]], parameter(2.0), 0.5, box=[4.0, 4.1, 4.2]), piston_friction=0.3
     ),
+    "piston with chains": lambda: adjsim.NoseHooverPiston(
+        adjsim.HarmonicBond([[0, 1]], parameter(2.0), 0.5, box=[4.0, 4.1, 4.2]), chain_tau=0.3
+    ),
     "positive": adjsim.Positive,
     "between": lambda: adjsim.Between(0.0, 1.0),
 }
@@ -97,6 +100,7 @@ def made():
         adjsim.GeneralizedLangevin(adjsim.Harmonic()).init(*square(), 0),
         adjsim.ESH(adjsim.Harmonic()).init(*square(), 0),
         MODULES["piston"]().init(torch.ones(3, 3, dtype=torch.float64)),
+        MODULES["piston with chains"]().init(torch.ones(3, 3, dtype=torch.float64)),
         adjsim.OverdampedLangevin(adjsim.Harmonic()).init(square()[0]),
         potentials.Shifted(), potentials.ForceShifted(), potentials.Switched(1.0),
         dynamics.Scale("momentum", dynamics.Coefficient("c")),

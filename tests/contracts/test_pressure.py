@@ -17,17 +17,19 @@ from adjsim.potentials.strained import (
     strained_vjp,
 )
 from tests.pressure import OwnPairs, piston, position, potential, start
-from tests.suites import TermContract
+from tests.suites import TermContract, disturbed
 
 KINDS = ["orthogonal", "tilted", "mixture", "own", "sum", "ewald", "mesh"]
 TERMS = []
-for kind, axes in (("orthogonal", "isotropic"), ("orthogonal", "each"), ("tilted", "isotropic")):
+for kind, axes, chains in (
+    ("orthogonal", "isotropic", False),
+    ("orthogonal", "each", True),
+    ("tilted", "isotropic", True),
+):
     for batch in ((), (3,)):
-        made = piston(kind, axes)
+        made = piston(kind, axes, chains)
         TERMS += [
-            pytest.param(
-                made, letter, start(made, batch), id=f"{kind}-{axes}-{letter}-{len(batch)}"
-            )
+            pytest.param(made, letter, start(made, batch), id=f"{kind}-{letter}-{len(batch)}")
             for letter in (made.terms if batch else "VS")
         ]
 
@@ -163,16 +165,24 @@ def test_exact_sums_do_not_depend_on_how_pairs_are_found():
 
 
 @pytest.mark.parametrize(
-    ("axes", "tail"), [("isotropic", False), ("isotropic", True), ("each", True)]
+    ("axes", "settings"),
+    [
+        ("isotropic", {"friction": 0.0}),
+        ("isotropic", {"friction": 0.0, "tail": True}),
+        ("each", {"friction": 0.0, "tail": True}),
+        ("isotropic", {"chains": True, "length": 2}),
+        ("each", {"chains": True}),
+    ],
 )
-def test_the_enthalpy_is_conserved_by_the_drift(axes, tail):
-    dynamics = piston(axes=axes, friction=0.0, tail=tail)
-    state = start(dynamics, (2,))
+def test_the_enthalpy_is_conserved_by_the_drift(axes, settings):
+    """With that of piston and chains."""
+    dynamics = piston(axes=axes, **settings)
+    state = disturbed(start(dynamics, (2,)))
     state = state._replace(strain_momentum=state.strain_momentum + 1.3)
     leaves = type(state)(*(x.requires_grad_() for x in state))
     grads = torch.autograd.grad(dynamics.invariant(leaves).sum(), leaves)
     rates = dynamics.drift(0.0, state)
-    changes = [(g * r).sum((-1, -2)) for g, r in zip(grads, rates, strict=True)]
+    changes = [(g * r).flatten(1).sum(-1) for g, r in zip(grads, rates, strict=True)]
     change, size = sum(changes), sum(x.abs() for x in changes)
     assert bool((change.abs() < 1e-12 * size).all())
 

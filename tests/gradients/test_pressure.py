@@ -18,8 +18,9 @@ ROWS = [
     ("sum", "each", {}),
     ("mesh", "isotropic", {}),
     ("own", "each", {}),
+    ("orthogonal", "each", {"chains": True}),
 ]
-NAMES = [f"{kind}-{axes}" for kind, axes, _ in ROWS]
+NAMES = [f"{kind}-{axes}{'-chains' * ('chains' in more)}" for kind, axes, more in ROWS]
 
 
 def moment(state):
@@ -97,7 +98,7 @@ def test_against_central_differences(row):
 
     def loss(change):
         dynamics = piston(kind, axes, **settings)
-        state = start(dynamics)
+        state = [x.clone() for x in start(dynamics)]
         with torch.no_grad():
             parameters = list(dynamics.parameters())
             kept = [p.clone() for p in parameters]
@@ -105,7 +106,7 @@ def test_against_central_differences(row):
                 x += step
             end = adjsim.simulate(
                 dynamics,
-                state,
+                dynamics.state_type._make(state),
                 torch.tensor([0.0, STEPS * DT]),
                 solver=adjsim.Splitting(dynamics.scheme, DT),
                 generator=5,

@@ -1,42 +1,22 @@
-"""Constant pressure and temperature: a piston and a Langevin bath."""
+"""Constant pressure and temperature: a piston and Langevin baths."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.box import as_box, perpendicular_widths, rows_of, stretched, volume
-from adjsim.core.noise import NoiseStream
 from adjsim.core.parameters import register
-from adjsim.core.state import AnyState, in_transform
-from adjsim.core.typing import Array, Energies, Number, PositionsLike, Seed
-from adjsim.dynamics.density import Canonical
+from adjsim.core.state import AnyState
+from adjsim.core.typing import Number
 from adjsim.dynamics.masses import PER_ATOM
-from adjsim.dynamics.pressure.terms import (
-    Dilation,
-    InBox,
-    Piston,
-    PistonBath,
-    PistonKick,
-    PistonState,
-    StrainedKick,
-    volume_at,
-)
-from adjsim.dynamics.starts import as_start, check_shape, standard_normal
-from adjsim.dynamics.terms import Stream, Term
-from adjsim.dynamics.thermostats.base import Thermostat
-from adjsim.potentials.base import ForceField
-from adjsim.potentials.evaluated import terms_of
-from adjsim.potentials.strained import has_box, strained_energy, strained_force
-
-# A million bar in eV per cubic angstrom: more is a pressure in another unit, or a slip.
-LARGEST_PRESSURE = 0.6242
+from adjsim.dynamics.pressure.base import PistonDynamics
+from adjsim.dynamics.pressure.terms import PistonBath, PistonState
+from adjsim.dynamics.terms import Term
 
 
-class LangevinPiston(Thermostat[PistonState]):
+class LangevinPiston(PistonDynamics):
     """Constant pressure and temperature: a piston moves the box, and Langevin baths heat both::
 
         dq = (p/m + v q) dt                                   v = p_e/W
@@ -79,8 +59,7 @@ class LangevinPiston(Thermostat[PistonState]):
         mass: see :class:`~adjsim.dynamics.MassiveDynamics`; finite.
         kT: temperature, energy; one number.
         friction: rate at which momenta decay, 1/time, of the shapes of mass; may be zero.
-        pressure: P, energy / length^d; one number. With ASE's units, ``1e5 * ase.units.Pascal`` is
-            a bar.
+        pressure: P, energy / length^d; one number. With ASE's units a bar is ``ase.units.bar``.
         tau: period of the piston, time; ten to a thousand times that of the fastest vibration.
         piston_friction: rate at which the momentum of the piston decays; None: ``friction``, which
             is one number then.
@@ -99,8 +78,6 @@ class LangevinPiston(Thermostat[PistonState]):
     per_atom = ("mass", "friction")
     scheme: ClassVar[str] = "VBSAOASBV"
     friction: Tensor
-    pressure: Tensor
-    tau: Tensor
     piston_friction: Tensor | None
 
     def __init__(
@@ -116,39 +93,17 @@ class LangevinPiston(Thermostat[PistonState]):
         axes: str = "isotropic",
         tail: bool = False,
     ) -> None:
-        super().__init__(potential, mass, kT)
+        super().__init__(potential, mass, kT, pressure, tau, axes, tail)
         register(self, "friction", friction, finite=True, shapes=PER_ATOM)
-        register(self, "pressure", pressure, finite=True, single=True)
-        register(self, "tau", tau, positive=True, single=True)
         if piston_friction is None:
             self.register_buffer("piston_friction", None)
         else:
             register(self, "piston_friction", piston_friction, finite=True, single=True)
-        self.axes, self.tail = axes, tail
         self.validate()
 
     def validate(self) -> None:
-        """Refuse settings, a potential and a pressure that the constructor would refuse."""
-        if self.axes not in ("isotropic", "each"):
-            raise ValueError(f'axes must be "isotropic" or "each"; got {self.axes!r}.')
-        if isinstance(self.potential, ForceField):
-            raise TypeError(
-                f"{type(self.potential).__name__} is a force without an energy, and the pressure "
-                "follows from an energy."
-            )
-        if not has_box(self.potential):
-            raise ValueError(
-                f"constant pressure needs a periodic box, and {type(self.potential).__name__} has "
-                "none: make it, or its nonbonded parts, with box=."
-            )
-        box = self._box
-        if len(box) == 1:
-            raise ValueError("constant pressure needs two or three dimensions; the box has one.")
-        if self.axes == "each" and box.ndim == 2:
-            raise ValueError(
-                'axes="each" takes an orthogonal box, (dim,) lengths: use axes="isotropic" in a '
-                "tilted one."
-            )
+        """Refuse settings, numbers and a potential that the constructor would refuse."""
+        super().validate()
         for name in ("friction", "piston_friction"):
             value = getattr(self, name)
             if value is not None and bool((value.detach() < 0).any()):
@@ -157,231 +112,18 @@ class LangevinPiston(Thermostat[PistonState]):
             raise ValueError(
                 "friction has a number for each atom: give that of the piston, piston_friction=."
             )
-        pressure, units = float(self.pressure.detach()), set(map(_unit, terms_of(self.potential)))
-        if "eV" in units and abs(pressure) > LARGEST_PRESSURE:
-            raise ValueError(
-                f"pressure is {pressure:g} eV/angstrom^3, which is "
-                f"{pressure / LARGEST_PRESSURE:.3g} million bar. Is it in another unit? "
-                "1 bar is 1e5 * ase.units.Pascal = 6.24e-7 eV/angstrom^3."
-            )
-
-    @property
-    def _box(self) -> Tensor:
-        """The box of the potential, which a state stretches."""
-        boxes = (part._buffers.get("box") for part in self.potential.modules())
-        return next(box for box in boxes if box is not None)
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
         piston, friction = self.piston, self.friction
         damping = friction if self.piston_friction is None else self.piston_friction
-        return {
-            "A": Stream(self.masses),
-            "B": StrainedKick(self.masses, self.potential),
-            "V": PistonKick(self.masses, piston, self.potential),
-            "S": Dilation(piston),
-            "O": PistonBath(self.masses, self.kT, friction, piston, damping),
-        }
-
-    @property
-    def piston(self) -> Piston:
-        """The piston, and the box that it moves."""
-        tail = self.potential if self.tail else None
-        return Piston(self.pressure, self.kT, self.tau, self._box, tail)
-
-    def init(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        position: PositionsLike,
-        momentum: PositionsLike | None = None,
-        box: Array | None = None,
-        generator: Seed = None,
-    ) -> PistonState:
-        """Make a start at a position and a box, and draw the momenta that are not given.
-
-        Args:
-            position: ``(*batch, atoms, dim)``; integers become float64.
-            momentum: of the same shape; then the piston is at rest.
-            box: the box of each system, ``(*batch, dim)`` lengths or ``(*batch, dim, dim)`` rows,
-                which strains alone take from that of the potential; None: that of the potential.
-            generator: a generator, or a seed, which may also be that of the run.
-        """
-        at, p = as_start(position, momentum)
-        batch, axes = at.shape[:-2], self._axes
-        strain = at.new_zeros((*batch, 1, axes))
-        if box is not None:
-            strain = self._strain_of(as_box(box).to(at)).expand_as(strain).clone()
-        rate = torch.zeros_like(strain)
-        if p is None:
-            p = self.thermal_momentum(at, self.kT, generator)
-            drawn = standard_normal(rate, generator, NoiseStream.PISTON)
-            rate = self.piston.thermal(PistonState(at, p, strain, rate)) * drawn
-        state = PistonState(at, p, strain, rate)
-        self.check(state)
-        return state
-
-    def _strain_of(self, box: Tensor) -> Tensor:
-        """Compute the strain that takes the box of the potential to another one."""
-        own = self._box.to(box)
-        if box.shape[-own.ndim :] != own.shape:
-            raise ValueError(
-                f"box has shape {tuple(box.shape)}; it must be (*batch, "
-                f"{', '.join(map(str, own.shape))}), as that of the potential."
-            )
-        if own.ndim == 1:
-            ratio = (box / own).unsqueeze(-2)
-        else:
-            ratio = (torch.linalg.det(box) / torch.linalg.det(own))[..., None, None] ** (
-                1 / len(own)
-            )
-        ratio = ratio if self.axes == "each" else ratio.mean(-1, keepdim=True)
-        same = stretched(own, torch.log(ratio))
-        if not torch.allclose(same, box.reshape(same.shape), rtol=1e-9):
-            raise ValueError(
-                "box has another shape than that of the potential, and a strain of axes="
-                f'"{self.axes}" keeps the shape.'
-            )
-        return torch.log(ratio)
-
-    def box(self, state: InBox) -> Tensor:
-        """Return the boxes of systems, ``(*batch, dim)`` lengths or ``(*batch, dim, dim)`` rows."""
-        box = stretched(self._box, state.strain)
-        return box.squeeze(-2) if self._box.ndim == 1 else box
-
-    def volume(self, state: InBox) -> Energies:
-        """Compute the volume of each system, ``(*batch,)``."""
-        base = volume(self._box).to(state.strain)
-        return volume_at(base, state.strain, state.position.shape[-1])[..., 0, 0]
-
-    def density(self, state: InBox) -> Energies:
-        """Compute the mass of all atoms over the volume, ``(*batch,)``."""
-        mass = self.masses(state.momentum).expand(state.momentum.shape[-2], 1).sum()
-        return mass / self.volume(state)
-
-    def potential_energy(self, state: Any) -> Energies:
-        """Compute ``U + P V``, with the energy of the tail's pressure, ``(*batch,)``."""
-        at = cast(InBox, state)
-        energy = strained_energy(self.potential, at.position, at.strain)
-        return energy + self.piston.work(at)
-
-    def enthalpy(self, state: InBox) -> Energies:
-        """Compute the enthalpy ``K + U + P V``, with the energy of the tail's pressure."""
-        return self.masses.kinetic_energy(state.momentum) + self.potential_energy(state)
-
-    def invariant(self, state: InBox) -> Energies:
-        """Compute the enthalpy with that of the piston, which is conserved without friction."""
-        piston = state.strain_momentum**2 / (2 * self.piston.mass(state))
-        return self.enthalpy(state) + piston.sum((-1, -2))
-
-    def stationary_density(self) -> Canonical:
-        return Canonical(self, {"strain_momentum": self.piston.mass})
+        bath = PistonBath(self.masses, self.kT, friction, piston, damping)
+        return {**self.motion, "O": bath}
 
     def damping(self, state: PistonState) -> float:
         given = self.friction if self.piston_friction is None else self.piston_friction
         return max(float(x.detach().max()) for x in (self.friction, given))
 
-    def characteristic_scales(self, t: float, state: PistonState, time: float) -> dict[str, Tensor]:
-        rate = self.piston.thermal(state)
-        strain = torch.full_like(state.strain, 1.0)
-        piston = {"strain_momentum": rate.expand_as(strain), "strain": strain}
-        return super().characteristic_scales(t, state, time) | piston
-
     def draw_shape(self, t: float, state: AnyState) -> torch.Size:
         atoms, dim = state[0].shape[-2:]
         return torch.Size((atoms + 1, dim))
-
-    @property
-    def limit(self) -> BoxLimit | None:
-        cutoffs = (getattr(part, "image_cutoff", None) for part in self.potential.modules())
-        largest = max((x for x in cutoffs if x is not None), default=None)
-        return None if largest is None else BoxLimit(self._box, largest)
-
-    def check(self, state: AnyState) -> None:
-        super().check(state)
-        position = state[0]
-        batch, dim = position.shape[:-2], position.shape[-1]
-        if len(self._box) != dim:
-            raise ValueError(f"box has {len(self._box)} dimensions and position {dim}.")
-        for name in ("strain", "strain_momentum"):
-            check_shape(state, name, (*batch, 1, self._axes))
-        if bool(torch.isinf(self.mass.detach()).any()):
-            raise ValueError(
-                "an infinite mass pins an atom to a point, which a box that moves does not keep: "
-                "give every atom a finite mass."
-            )
-        if not in_transform():
-            self._check_start(cast(PistonState, state))
-
-    @torch.no_grad()
-    def _check_start(self, state: PistonState) -> None:
-        """Refuse forces that depend on points in space, and a box that is too small."""
-        if self.limit is not None:
-            self.limit.refuse(state, 0.0)
-        first = (0,) * (state.position.ndim - 2)
-        q, strain = state.position[first], state.strain[first]
-        row = rows_of(stretched(self._box, strain).squeeze(-2))[0].to(q)
-        for part in terms_of(self.potential):
-            before = strained_energy(part, q, strain)
-            elsewhere = strained_energy(part, q + 0.37 * row.roll(1) + 0.23 * row, strain)
-            # A mesh changes an energy by about 1e-5.
-            if _differ(before, elsewhere, 1e-3):
-                raise ValueError(
-                    f"the energy of {type(part).__name__} depends on where all atoms are, so it "
-                    "holds them at points in space, which a box that moves does not keep. Hold "
-                    "them at other atoms, or run at constant volume."
-                )
-            if not has_box(part) and self._is_periodic(part, q, row):
-                raise ValueError(
-                    f"the energy of {type(part).__name__} has the period of the box, and it has no "
-                    "box that a state could stretch: register the box as a buffer with the name "
-                    "'box', and read it there."
-                )
-
-    def _is_periodic(self, part: nn.Module, q: Tensor, row: Tensor) -> bool:
-        """Return whether an energy stays the same as the most pulled atom moves by a row."""
-        force, _ = strained_force(part, q, torch.zeros_like(q[:1, :1]))
-        moved, atom = q.clone(), int(force.norm(dim=-1).argmax())
-        moved[atom] += row
-        return bool((force != 0).any()) and not _differ(part(q), part(moved), 1e-9)
-
-    @property
-    def _axes(self) -> int:
-        return len(self._box) if self.axes == "each" else 1
-
-
-@dataclass(frozen=True)
-class BoxLimit:
-    """The smallest box of a cutoff, which half of its smallest width has to reach."""
-
-    box: Tensor
-    cutoff: float
-
-    def margin(self, state: AnyState, t: Any) -> Tensor:
-        return self._width(state) / 2 - self.cutoff * (1 - 1e-9)
-
-    def refuse(self, state: AnyState, t: float) -> None:
-        half = self._width(state).detach() / 2
-        if bool((half < self.cutoff * (1 - 1e-9)).any()):
-            atoms, dim = state[0].shape[-2:]
-            strain = cast(PistonState, state).strain.detach()
-            now = volume_at(volume(self.box).to(strain), strain, dim).flatten()
-            density = atoms / float(now[int(half.flatten().argmin())])
-            raise ValueError(
-                f"cutoff {self.cutoff:g} is above half the smallest width of the box, "
-                f"{float(half.min()):g}, at the density {density:g} atoms a volume. Use more "
-                "atoms, a smaller cutoff, or a larger box if the start is too dense."
-            )
-
-    def _width(self, state: AnyState) -> Tensor:
-        """Compute the smallest width of each box, ``(*batch,)``."""
-        strain = cast(PistonState, state).strain
-        # In a tilted box all rows are stretched alike.
-        widths = perpendicular_widths(self.box).to(strain) * torch.exp(strain)
-        return widths.amin((-1, -2))
-
-
-def _unit(part: nn.Module) -> str | None:
-    return getattr(part, "energy_unit", None)
-
-
-def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    return bool((one - other).abs() > tolerance * torch.maximum(one.abs(), other.abs()))

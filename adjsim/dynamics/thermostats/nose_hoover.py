@@ -35,7 +35,15 @@ class ChainState(NamedTuple):
     bath_momentum: Float[Tensor, "*batch length 1 1"]
 
 
-class Chain(Term[ChainState]):
+class ChainNames(NamedTuple):
+    """The fields of a chain, and the field that its first link scales."""
+
+    momentum: str
+    bath_position: str
+    bath_momentum: str
+
+
+class Chain(Term[Any]):
     """The Nose-Hoover chain, N, whose first link acts on the particles.
 
     Each further link acts on the link before it. Link j has position x_j, momentum b_j and mass
@@ -56,55 +64,71 @@ class Chain(Term[ChainState]):
              = exp(-h v_{j+1}) b_j + h exp(-h v_{j+1}/2) G_j
     """
 
+    names = ChainNames("momentum", "bath_position", "bath_momentum")
+
     def __init__(self, bath: Bath, tau: Tensor, length: int) -> None:
         self.bath, self.tau, self.length = bath, tau, length
 
-    def drift(self, t: Any, state: ChainState) -> Mapping[str, Tensor]:
-        c = self.coefficients(0.0, state)
-        b = state.bath_momentum
+    def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
+        c, names = self.coefficients(0.0, state), self.names
+        b = getattr(state, names.bath_momentum)
         v = b * c["1/Q"]
-        drive = torch.stack([_chain_force(state, c, j) for j in range(self.length)], -3)
+        drive = torch.stack([_chain_force(state, c, j, names) for j in range(self.length)], -3)
         damping = torch.cat([v[..., 1:, :, :], torch.zeros_like(v[..., :1, :, :])], -3)
         return {
-            "momentum": -state.momentum * v[..., 0, :, :],
-            "bath_position": v,
-            "bath_momentum": drive - b * damping,
+            names.momentum: -getattr(state, names.momentum) * v[..., 0, :, :],
+            names.bath_position: v,
+            names.bath_momentum: drive - b * damping,
         }
 
-    def coefficients(self, h: float, state: ChainState) -> dict[str, Tensor]:
-        Q, target = self.links(state.position)
-        m = self.bath.masses(state.momentum)
-        return {"1/Q": 1 / Q, "h/Q": h / Q, "target": target, "1/m": 1 / m}
+    def coefficients(self, h: float, state: Any) -> dict[str, Tensor]:
+        Q, target = self.links(state)
+        return {"1/Q": 1 / Q, "h/Q": h / Q, "target": target, "1/m": 1 / self.masses(state)}
 
-    def links(self, position: Tensor) -> tuple[Tensor, Tensor]:
+    def masses(self, state: Any) -> Tensor:
+        """Return the masses of the momenta that the chain scales."""
+        return self.bath.masses(state.momentum)
+
+    def degrees(self, state: Any) -> float:
+        """Count the degrees of freedom of these momenta."""
+        return self.bath.degrees(state.position)
+
+    def links(self, state: Any) -> tuple[Tensor, Tensor]:
         """Compute masses of the links and means of twice their kinetic energies."""
-        count = torch.ones(self.length, 1, 1, dtype=position.dtype, device=position.device)
-        count[0] = self.bath.degrees(position)
-        kT, tau = self.bath.kT.to(position), self.tau.to(position)
+        like = state.position
+        count = torch.ones(self.length, 1, 1, dtype=like.dtype, device=like.device)
+        count[0] = self.degrees(state)
+        kT, tau = self.bath.kT.to(like), self.tau.to(like)
         return count * (kT * tau**2), count * kT
 
     def moves(self, h: float, state: ChainState) -> Sequence[Move]:
         last = self.length - 1
         inward = [move for j in range(last, -1, -1) for move in self._link(j, h / 2)]
         outward = [move for j in range(last + 1) for move in self._link(j, h / 2)]
-        scale = Scale("momentum", ChainScaling(0, h))
-        advance = Shear("bath_position", Field("bath_momentum"), "h/Q")
+        names = self.names
+        scale = Scale(names.momentum, ChainScaling(0, h, names))
+        advance = Shear(names.bath_position, Field(names.bath_momentum), "h/Q")
         return (*inward, scale, advance, *outward)
 
     def _link(self, j: int, h: float) -> list[Move]:
+        names, field = self.names, self.names.bath_momentum
         if j == self.length - 1:
-            return [Shear("bath_momentum", ChainForce(j, h, None), link=j)]
+            return [Shear(field, ChainForce(j, h, None, names), link=j)]
         return [
-            Scale("bath_momentum", ChainScaling(j + 1, h), link=j),
-            Shear("bath_momentum", ChainForce(j, h, j + 1), link=j),
+            Scale(field, ChainScaling(j + 1, h, names), link=j),
+            Shear(field, ChainForce(j, h, j + 1, names), link=j),
         ]
 
 
-def _chain_force(state: Any, c: Coefficients, j: int) -> Tensor:
+def _chain_force(state: Any, c: Coefficients, j: int, names: ChainNames) -> Tensor:
     """Compute twice the kinetic energy that link j controls, minus its equilibrium value."""
     if j == 0:
-        return (state.momentum**2 * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][0]
-    return select_link(state.bath_momentum, j - 1) ** 2 * c["1/Q"][j - 1] - c["target"][j]
+        squares = getattr(state, names.momentum) ** 2 * c["1/m"]
+        return squares.sum((-1, -2), keepdim=True) - c["target"][0]
+    return (
+        select_link(getattr(state, names.bath_momentum), j - 1) ** 2 * c["1/Q"][j - 1]
+        - c["target"][j]
+    )
 
 
 @dataclass(frozen=True)
@@ -113,13 +137,15 @@ class ChainScaling:
 
     link: int
     h: float
+    names: ChainNames
 
     def value(self, state: Any, context: MoveContext) -> Tensor:
-        b, inverse = state.bath_momentum, context.coefficients["1/Q"]
+        b, inverse = getattr(state, self.names.bath_momentum), context.coefficients["1/Q"]
         return torch.exp(select_link(b, self.link) * inverse[self.link] * -self.h)
 
     def vjp(self, state: Any, context: MoveContext, cotangents: Cotangents) -> Linearised:
-        value, products = self.value(state, context), _ChainProducts(state, context, cotangents)
+        value = self.value(state, context)
+        products = _ChainProducts(state, context, cotangents, self.names)
         return value, lambda cotangent: products.add_scaling(self.link, self.h, cotangent * value)
 
 
@@ -130,6 +156,7 @@ class ChainForce:
     link: int
     h: float
     damped_by: int | None
+    names: ChainNames
 
     def value(self, state: Any, context: MoveContext) -> Tensor:
         impulse, damping = self._factors(state, context)
@@ -137,7 +164,7 @@ class ChainForce:
 
     def vjp(self, state: Any, context: MoveContext, cotangents: Cotangents) -> Linearised:
         impulse, damping = self._factors(state, context)
-        products, k = _ChainProducts(state, context, cotangents), self.damped_by
+        products, k = _ChainProducts(state, context, cotangents, self.names), self.damped_by
         if k is None or damping is None:
             return impulse, lambda cotangent: products.add_force(self.link, cotangent * self.h)
         value = impulse * damping
@@ -149,8 +176,11 @@ class ChainForce:
         return value, accumulate
 
     def _factors(self, state: Any, context: MoveContext) -> tuple[Tensor, Tensor | None]:
-        impulse, k = _chain_force(state, context.coefficients, self.link) * self.h, self.damped_by
-        return impulse, None if k is None else ChainScaling(k, self.h / 2).value(state, context)
+        k, names = self.damped_by, self.names
+        impulse = _chain_force(state, context.coefficients, self.link, names) * self.h
+        if k is None:
+            return impulse, None
+        return impulse, ChainScaling(k, self.h / 2, names).value(state, context)
 
 
 class _ChainProducts(NamedTuple):
@@ -159,33 +189,36 @@ class _ChainProducts(NamedTuple):
     state: Any
     context: MoveContext
     cotangents: Cotangents
+    names: ChainNames
 
     def add_scaling(self, j: int, h: float, cotangent: Tensor) -> None:
         """Add the products of the cotangent of a scaling factor, times the factor."""
         self._add_to_bath(j, cotangent * self.context.coefficients["1/Q"][j] * -h)
-        self._add_to_link("1/Q", j, cotangent * select_link(self.state.bath_momentum, j) * -h)
+        b = getattr(self.state, self.names.bath_momentum)
+        self._add_to_link("1/Q", j, cotangent * select_link(b, j) * -h)
 
     def add_force(self, j: int, cotangent: Tensor) -> None:
         """Add the products of the cotangent of G_j."""
-        state, context, cotangents = self
-        c = context.coefficients
+        state, context, cotangents, names = self
+        c, momentum = context.coefficients, getattr(state, names.momentum)
         self._add_to_link("target", j, -cotangent)
         if j == 0:
-            scaled, inverse_mass = state.momentum * cotangent, c["1/m"]
-            cotangents["momentum"] = torch.addcmul(
-                cotangents["momentum"], scaled, inverse_mass, value=2
+            scaled, inverse_mass = momentum * cotangent, c["1/m"]
+            cotangents[names.momentum] = torch.addcmul(
+                cotangents[names.momentum], scaled, inverse_mass, value=2
             )
             if inverse_mass.requires_grad:
-                found = unbroadcast(scaled * state.momentum, inverse_mass)
+                found = unbroadcast(scaled * momentum, inverse_mass)
                 cotangents.add_coefficient(context.letter, "1/m", found)
         else:
-            before = select_link(state.bath_momentum, j - 1)
+            before = select_link(getattr(state, names.bath_momentum), j - 1)
             self._add_to_bath(j - 1, cotangent * before * c["1/Q"][j - 1] * 2)
             self._add_to_link("1/Q", j - 1, cotangent * before**2)
 
     def _add_to_bath(self, j: int, cotangent: Tensor) -> None:
-        like = select_link(self.cotangents["bath_momentum"], j)
-        self.cotangents.add("bath_momentum", unbroadcast(cotangent, like), j)
+        field = self.names.bath_momentum
+        like = select_link(self.cotangents[field], j)
+        self.cotangents.add(field, unbroadcast(cotangent, like), j)
 
     def _add_to_link(self, name: str, j: int, cotangent: Tensor) -> None:
         """Add to the cotangent of one link of a coefficient."""
@@ -262,7 +295,7 @@ class NoseHooverChain(Rescaling[ChainState]):
             check_shape(state, name, (*state[0].shape[:-2], self.length, 1, 1))
 
     def characteristic_scales(self, t: float, state: ChainState, time: float) -> dict[str, Tensor]:
-        Q, target = self.chain.links(state.position)
+        Q, target = self.chain.links(state)
         # In the extended energy x_1 has the weight dof kT and the other x_j have kT. So the others
         # are of order one, and x_1 is smaller.
         bath = {"bath_momentum": torch.sqrt(Q * target), "bath_position": torch.ones_like(Q)}
@@ -270,10 +303,10 @@ class NoseHooverChain(Rescaling[ChainState]):
 
     def stationary_density(self) -> Canonical:
         """Declare the canonical density, without the chain's positions, which have none."""
-        return Canonical(self, {"bath_momentum": lambda state: self.chain.links(state.position)[0]})
+        return Canonical(self, {"bath_momentum": lambda state: self.chain.links(state)[0]})
 
     def invariant(self, state: ChainState) -> Energies:
         """Compute the extended energy."""
-        Q, target = self.chain.links(state.position)
+        Q, target = self.chain.links(state)
         bath = (state.bath_momentum**2 / (2 * Q) + target * state.bath_position).sum((-1, -2, -3))
         return self.kinetic_energy(state) + self.potential(state.position) + bath

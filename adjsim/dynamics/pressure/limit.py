@@ -1,0 +1,44 @@
+"""The smallest box that a cutoff allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from adjsim.core.box import perpendicular_widths, volume
+from adjsim.core.state import AnyState
+from adjsim.dynamics.pressure.terms import PistonState, volume_at
+
+
+@dataclass(frozen=True)
+class BoxLimit:
+    """The smallest box of a cutoff, which half of its smallest width has to reach."""
+
+    box: Tensor
+    cutoff: float
+
+    def margin(self, state: AnyState, t: Any) -> Tensor:
+        return self._width(state) / 2 - self.cutoff * (1 - 1e-9)
+
+    def refuse(self, state: AnyState, t: float) -> None:
+        half = self._width(state).detach() / 2
+        if bool((half < self.cutoff * (1 - 1e-9)).any()):
+            atoms, dim = state[0].shape[-2:]
+            strain = cast(PistonState, state).strain.detach()
+            now = volume_at(volume(self.box).to(strain), strain, dim).flatten()
+            density = atoms / float(now[int(half.flatten().argmin())])
+            raise ValueError(
+                f"cutoff {self.cutoff:g} is above half the smallest width of the box, "
+                f"{float(half.min()):g}, at the density {density:g} atoms a volume. Use more "
+                "atoms, a smaller cutoff, or a larger box if the start is too dense."
+            )
+
+    def _width(self, state: AnyState) -> Tensor:
+        """Compute the smallest width of each box, ``(*batch,)``."""
+        strain = cast(PistonState, state).strain
+        # In a tilted box all rows are stretched alike.
+        widths = perpendicular_widths(self.box).to(strain) * torch.exp(strain)
+        return widths.amin((-1, -2))
