@@ -83,7 +83,9 @@ def _pressure_at(dynamics: Massive, state: Moving, strain: Tensor) -> Energies:
     q, p = state.position, state.momentum
     potential = dynamics.potential
     boxes = (part._buffers.get("box") for part in potential.modules())
-    box = next(x for x in boxes if x is not None)
+    box = next((x for x in boxes if x is not None), None)
+    if box is None:
+        raise ValueError(f"pressure needs a periodic box, and {type(potential).__name__} has none.")
     _, along = strained_force(potential, q, strain)
     twice = (p**2 / _masses(dynamics.mass, p)).sum((-1, -2))
     size = volume(box).to(q) * torch.exp(strain.sum((-1, -2)) * (q.shape[-1] / strain.shape[-1]))

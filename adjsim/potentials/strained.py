@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from adjsim.core.box import stretched
 from adjsim.core.derived import derived_of, first_sources
 from adjsim.core.layout import materialise
-from adjsim.core.parameters import point_of_differentiation, refuse_unknown
+from adjsim.core.parameters import leaves, point_of_differentiation, refuse_unknown
 from adjsim.core.reading import Reading
 from adjsim.core.rounding import UNROUNDED, Rounding, straight_through
+from adjsim.core.state import in_transform
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.evaluated import Evaluated
 from adjsim.potentials.products import (
@@ -240,11 +241,18 @@ def energy_at(
     if not has_box(module):
         return evaluate(module, position)
     reading, batch = Reading(module), position.shape[:-2]
+    # A box may have another name first, in a part that shares it.
+    kept = (part._buffers.get(name) for part in module.modules() for name in _BOXES)
+    own = {id(x) for x in kept if x is not None}
+    boxes = {
+        id(x)
+        for name, x in zip(reading.names, reading.tensors, strict=True)
+        if name.rpartition(".")[2] in _BOXES or id(x) in own
+    }
 
     def one(q: Tensor, e: Tensor) -> Tensor:
         tensors = [
-            stretched(x, e).reshape(x.shape) if name.rpartition(".")[2] in _BOXES else x
-            for name, x in zip(reading.names, reading.tensors, strict=True)
+            stretched(x, e.to(x)).reshape(x.shape) if id(x) in boxes else x for x in reading.tensors
         ]
         copy = reading.bound(tensors)
         for part in copy.modules():
@@ -349,6 +357,12 @@ class ByAutograd(Generic[M]):
 
     def _differentiated(self, position: Tensor, strain: Tensor, create: bool) -> Forced:
         """Compute minus the derivatives by position, and by a stretch of positions and box."""
+        if in_transform() or torch.compiler.is_compiling():
+            by_both = torch.func.grad(
+                lambda q, u: self.energy(q * torch.exp(u), strain + u).sum(), argnums=(0, 1)
+            )
+            force, along = by_both(position, torch.zeros_like(strain))
+            return -force, -along
         with torch.enable_grad():
             q = position.view_as(position) if create else position.detach()
             q = q if q.requires_grad else point_of_differentiation(q)
@@ -362,4 +376,8 @@ class ByAutograd(Generic[M]):
             torch.zeros_like(x) if g is None else -g
             for x, g in zip((position, strain), found, strict=True)
         )
-        return force, along
+        trained = position.requires_grad or strain.requires_grad
+        if trained or any(next(leaves(x), None) is not None for x in (force, along)):
+            return force, along
+        # Nothing but the leaves made here requires grad.
+        return force.detach(), along.detach()

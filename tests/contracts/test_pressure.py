@@ -16,7 +16,7 @@ from adjsim.potentials.strained import (
     strained_force,
     strained_vjp,
 )
-from tests.pressure import OwnPairs, piston, position, potential, start
+from tests.pressure import OwnPairs, parameter, piston, position, potential, start
 from tests.suites import TermContract, disturbed
 
 KINDS = ["orthogonal", "tilted", "mixture", "own", "sum", "ewald", "mesh"]
@@ -241,6 +241,26 @@ class HiddenBox(torch.nn.Module):
         return torch.exp(-(d**2).sum(-1)).sum((-1, -2))
 
 
+class StaleInverse(OwnPairs):
+    """A module that keeps a value that follows from its box."""
+
+    def __init__(self, box):
+        super().__init__(box)
+        self.register_buffer("inverse", 1 / self.box)
+
+    def forward(self, position):
+        d = position.unsqueeze(-2) - position.unsqueeze(-3)
+        d = d - self.box * torch.round(d.detach() * self.inverse)
+        return torch.exp(-(d**2).sum(-1)).sum((-1, -2))
+
+
+class Capped(adjsim.LennardJones):
+    """A force that is not minus the derivative of the energy."""
+
+    def force(self, position, rounding=None):
+        return super().force(position).clamp(-1, 1)
+
+
 class Wall(torch.nn.Module):
     def forward(self, position):
         return (position**2).sum((-1, -2))
@@ -285,6 +305,28 @@ class Wall(torch.nn.Module):
             ).init(position()),
             ValueError,
             "holds them at points in space",
+        ),
+        (
+            lambda: adjsim.LangevinPiston(StaleInverse([3.6, 3.7, 3.8])).init(position()),
+            ValueError,
+            "keeps a box, or a value that follows from it",
+        ),
+        (
+            lambda: adjsim.LangevinPiston(Capped(cutoff=1.6, box=[3.6, 3.7, 3.8])).init(position()),
+            TypeError,
+            "not minus the derivative",
+        ),
+        (
+            lambda: adjsim.LangevinPiston(OwnPairs([3.6, 3.7, 3.8]), tail=True),
+            ValueError,
+            "no part of OwnPairs is a pair potential with a cutoff",
+        ),
+        (
+            lambda: adjsim.LangevinPiston(potential() + HiddenBox()).init(
+                position() * 1.1, box=[3.96, 4.07, 4.18]
+            ),
+            ValueError,
+            "has the period of the box, and it has no box",
         ),
         (
             lambda: adjsim.LangevinPiston(potential() + HiddenBox()).init(position()),
@@ -370,3 +412,105 @@ def test_response_by_fluctuations():
         adjsim.thermal_expansion(v, h[:, 0], 2.0)
     with pytest.raises(ValueError, match="at least two frames"):
         adjsim.volume_compressibility(v[:1], 2.0)
+
+
+class Constant(adjsim.LennardJones, inherits_forces=True):
+    def forward(self, position):
+        return super().forward(position) + 3.0
+
+
+class Shared(torch.nn.Module):
+    """Two parts with one box, the first of which has another name for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = potential()
+        self.first = torch.nn.Module()
+        self.first.register_buffer("cell", self.second.box)
+
+    def forward(self, position):
+        d = position.unsqueeze(-2) - position.unsqueeze(-3)
+        d = d - self.first.cell * torch.round(d.detach() / self.first.cell)
+        return self.second(position) + torch.exp(-(d**2).sum(-1)).sum((-1, -2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda box: Constant(cutoff=1.6, box=box),
+        lambda box: adjsim.ReactionField([0.5, -0.5] * 4, cutoff=1.6, box=box),
+        lambda box: adjsim.Wolf([0.5, -0.5] * 4, alpha=1.0, cutoff=1.6, box=box),
+        lambda box: potential() + adjsim.Coulomb([0.5, -0.5] * 4),
+        lambda box: Shared(),
+        lambda box: OwnPairs(box),
+    ],
+)
+def test_energies_are_those_of_the_potential_in_the_box(make):
+    """With a self energy, a part without a box, a box of two names; in a plain evaluation too."""
+    own = [3.6, 3.7, 3.8]
+    module, q = make(own), position() * 1.05
+    dynamics = adjsim.LangevinPiston(module, pressure=0.3)
+    box = torch.tensor(own, dtype=torch.float64) * 1.05
+    state = dynamics.init(q, box=box, generator=0)
+    expected = read(module, box)(q) + 0.3 * box.prod()
+    torch.testing.assert_close(dynamics.potential_energy(state), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_module_without_trained_numbers_keeps_no_graph():
+    """Nor does it seem to capture a parameter, which FiniteDifference would refuse."""
+    module = OwnPairs([3.6, 3.7, 3.8])
+    module.k.requires_grad_(False)
+    dynamics = adjsim.LangevinPiston(module, pressure=parameter(0.3))
+    state, solver = dynamics.init(position((4,)), generator=0), adjsim.Splitting("VBSAOASBV", 0.01)
+    force, along = strained_force(read(module), state.position, state.strain)
+    assert not force.requires_grad
+    assert not along.requires_grad
+    simulation = adjsim.Simulation(
+        dynamics,
+        lambda count, generator: dynamics.init(position((count,)), generator=generator),
+        [0.0, 0.1],
+        solver=solver,
+    )
+    estimators = adjsim.FiniteDifference(1e-4), adjsim.Pathwise(adjsim.ReversibleAdjoint())
+    found, other = (
+        estimator(
+            simulation,
+            adjsim.Final(dynamics.volume),
+            replicas=4,
+            chunks=2,
+            generator=torch.Generator().manual_seed(0),
+        )
+        for estimator in estimators
+    )
+    for name, value in other.grad.items():
+        torch.testing.assert_close(found.grad[name], value, rtol=1e-6, atol=1e-8)
+
+
+def test_transforms_of_functions():
+    """torch.func.grad through a run with an own module, against autograd."""
+    dynamics = adjsim.LangevinPiston(OwnPairs([3.6, 3.7, 3.8]), friction=0.5)
+    state, solver = dynamics.init(position(), position() * 0), adjsim.Splitting("VBSAOASBV", 0.01)
+
+    def volume(momentum):
+        end = adjsim.simulate(
+            dynamics, state._replace(momentum=momentum), [0.0, 0.05], solver=solver, generator=1
+        ).final
+        return dynamics.volume(end)
+
+    p = 0.1 * position(seed=2)
+    by_transform = torch.func.grad(volume)(p)
+    leaf = p.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(volume(leaf), leaf)
+    torch.testing.assert_close(by_transform, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_continuous_solvers_stop_at_the_limit_too():
+    dynamics = piston(pressure=40.0)
+    with pytest.raises(ValueError, match="at the density"):
+        adjsim.simulate(
+            dynamics,
+            start(dynamics),
+            [0.0, 0.3],
+            solver=adjsim.SDESolver(dt=0.002),
+            generator=1,
+        )

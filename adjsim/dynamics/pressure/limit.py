@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +16,10 @@ from adjsim.dynamics.pressure.terms import PistonState, volume_at
 
 @dataclass(frozen=True)
 class BoxLimit:
-    """The smallest box of a cutoff, which half of its smallest width has to reach."""
+    """The smallest box of a cutoff, which half of its smallest width has to reach.
+
+    ``box`` has the rows by which nearest images are found.
+    """
 
     box: Tensor
     cutoff: float
@@ -25,11 +29,13 @@ class BoxLimit:
 
     def refuse(self, state: AnyState, t: float) -> None:
         half = self._width(state).detach() / 2
+        # A box that is not finite is not small: the run stops for another reason.
         if bool((half < self.cutoff * (1 - 1e-9)).any()):
-            atoms, dim = state[0].shape[-2:]
-            strain = cast(PistonState, state).strain.detach()
-            now = volume_at(volume(self.box).to(strain), strain, dim).flatten()
-            density = atoms / float(now[int(half.flatten().argmin())])
+            small = cast(PistonState, state)
+            atoms, dim = small.position.shape[-2:]
+            now = volume_at(volume(self.box).to(small.strain), small.strain.detach(), dim).flatten()
+            smallest = float(now[int(half.flatten().nan_to_num(torch.inf).argmin())])
+            density = atoms / smallest if smallest > 0 else math.inf
             raise ValueError(
                 f"cutoff {self.cutoff:g} is above half the smallest width of the box, "
                 f"{float(half.min()):g}, at the density {density:g} atoms a volume. Use more "

@@ -17,7 +17,8 @@ from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Coefficients, Force, Function, Logarithm, Random
 from adjsim.dynamics.terms import Kick, Term
 from adjsim.dynamics.thermostats.langevin import OrnsteinUhlenbeck
-from adjsim.potentials import tail_corrections
+from adjsim.potentials import PairPotential, tail_corrections
+from adjsim.potentials.evaluated import terms_of
 from adjsim.potentials.strained import strained_force
 
 # The largest change of a field by a half step of the piston that exact runs plan with, in bits.
@@ -28,7 +29,8 @@ class PistonState(NamedTuple):
     """Position and momentum ``(*batch, atoms, dim)``, strain of the box and its momentum.
 
     The strain is the logarithm of the edges over those of the potential's box, ``(*batch, 1, 1)``
-    where all edges move together, and ``(*batch, 1, dim)`` where each moves by itself.
+    where all edges move together, and ``(*batch, 1, dim)`` where each moves by itself. For a
+    potential with another box, make the start by ``init(position, momentum, box=box(state))``.
     """
 
     position: Positions
@@ -82,8 +84,9 @@ class Piston:
         like, base = state.position, volume(self.box)
         found = {"pressure": self.pressure.to(like).reshape(()), "volume": base.to(like)}
         if self.tail is not None:
-            _, tail = tail_corrections(self.tail, like.shape[-2], 1.0)
-            found["tail"] = tail.to(like)
+            parts = tailed_parts(self.tail)
+            tails = [tail_corrections(part, like.shape[-2], 1.0)[1] for part in parts]
+            found["tail"] = torch.stack(tails).sum().to(like)
         return found
 
     def work(self, state: Any) -> Tensor:
@@ -92,6 +95,12 @@ class Piston:
         now = volume_at(c["volume"], state.strain, dim)
         work = c["pressure"] * now
         return (work + c["tail"] / now if "tail" in c else work)[..., 0, 0]
+
+
+def tailed_parts(potential: nn.Module) -> list[PairPotential]:
+    """Return the parts of a potential that leave out pairs beyond a cutoff."""
+    parts = terms_of(potential)
+    return [x for x in parts if isinstance(x, PairPotential) and x.cutoff is not None]
 
 
 def volume_at(volume: Tensor, strain: Tensor, dim: int) -> Tensor:

@@ -30,7 +30,7 @@ from adjsim.potentials.pairs.formula import PairFormula
 from adjsim.potentials.pairs.kernels.kernel import FORCE
 from adjsim.potentials.pairs.operator import PairForm, PairOperator, form_of
 from adjsim.potentials.products import ParameterVJP, Pullback, Tensors
-from adjsim.potentials.strained import Forced, StrainedPullback
+from adjsim.potentials.strained import Forced, StrainedPullback, energy_at
 
 
 class PairPotential(PairFormula, Potential):
@@ -83,6 +83,9 @@ class PairPotential(PairFormula, Potential):
         return way.force_vjp(pair, position, parameters, rounding)
 
     def strained_energy(self, position: Positions, strain: Tensor) -> Energies:
+        if self.box is None or type(self).forward is not PairPotential.forward:
+            # An energy that differs by a constant is another one.
+            return energy_at(self, position, strain)
         found, box = _strained(self, position, strain)
         if isinstance(found, PairOperator):
             return strained_sums.energy(found, position)
@@ -95,6 +98,8 @@ class PairPotential(PairFormula, Potential):
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
     ) -> Forced:
+        if self.box is None:
+            return super().strained_force(position, strain, rounding, virial_rounding)
         found, box = _strained(self, position, strain)
         roundings = rounding, virial_rounding
         if isinstance(found, PairOperator):
@@ -112,6 +117,8 @@ class PairPotential(PairFormula, Potential):
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
     ) -> tuple[Forced, StrainedPullback]:
+        if self.box is None:
+            return super().strained_vjp(position, strain, parameters, rounding, virial_rounding)
         with torch.no_grad():
             found, box = _strained(self, position, strain)
         roundings = rounding, virial_rounding
@@ -151,8 +158,7 @@ def _strained(
     pair: PairPotential, position: Tensor, strain: Tensor
 ) -> tuple[PairOperator | None, Tensor]:
     """Return the operator in the boxes of systems, None where there is none, and the boxes."""
-    if pair.image_box is None:
-        raise ValueError(f"{type(pair).__name__} has no box that a strain could stretch.")
+    assert pair.image_box is not None
     box = stretched(pair.image_box, strain)
     evaluator = evaluator_of(pair, position)
     if not isinstance(evaluator.form, PairForm):

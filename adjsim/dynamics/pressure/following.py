@@ -1,0 +1,89 @@
+"""The check that the parts of a potential follow a box that moves, at the start of a run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from adjsim.core.box import rows_of, stretched
+from adjsim.potentials.base import Potential
+from adjsim.potentials.evaluated import terms_of
+from adjsim.potentials.strained import has_box, strained_energy, strained_force
+
+# A part that keeps its box, or a value that follows from it, is off by half a row of the box for an
+# atom that is moved by this number of rows at this strain.
+TRIAL, ROWS = 0.02, 25
+
+
+@torch.no_grad()
+def refuse_unfollowing(
+    potential: nn.Module, box: Tensor, position: Tensor, strain: Tensor, kT: float
+) -> None:
+    """Refuse parts that hold atoms at points in space, or that keep a box of their own.
+
+    Args:
+        position, strain: of one system.
+        kT: the scale of energies: differences below a thousandth of it an atom do not count.
+    """
+    resting, none = position * torch.exp(-strain), torch.zeros_like(strain)
+    trial = strain + TRIAL
+    moved = resting * torch.exp(trial)
+    own, stretched_row = (
+        rows_of(stretched(box, e).squeeze(-2))[0].to(position) for e in (none, trial)
+    )
+    small = 1e-3 * kT * len(position)
+    for part in terms_of(potential):
+        name = type(part).__name__
+        before = strained_energy(part, position, strain)
+        elsewhere = strained_energy(part, position + 0.37 * own.roll(1) + 0.23 * own, strain)
+        # A mesh changes an energy by about 1e-5.
+        if _differ(before, elsewhere, 1e-3, small):
+            raise ValueError(
+                f"the energy of {name} depends on where all atoms are, so it holds them at points "
+                "in space, which a box that moves does not keep. Hold them at other atoms, or run "
+                "at constant volume."
+            )
+        _refuse_own_force(part, resting, none)
+        if not _is_periodic(part, resting, none, own):
+            continue
+        if not has_box(part):
+            raise ValueError(
+                f"the energy of {name} has the period of the box, and it has no box that a state "
+                "could stretch: register the box as a buffer with the name 'box', and read it "
+                "there."
+            )
+        if not _is_periodic(part, moved, trial, stretched_row):
+            raise ValueError(
+                f"{name} keeps a box, or a value that follows from it, as its box is stretched: "
+                "compute what follows from the buffer 'box' in each evaluation."
+            )
+
+
+def _refuse_own_force(part: nn.Module, position: Tensor, strain: Tensor) -> None:
+    """Refuse a force of the user's own that is not minus the derivative of the energy."""
+    if not isinstance(part, Potential) or not has_box(part):
+        return
+    owner = next(kind for kind in type(part).__mro__ if "force" in vars(kind))
+    if owner.__module__.startswith("adjsim."):
+        return
+    force, _ = strained_force(part, position, strain)
+    own = part.force(position)
+    if bool((own - force).abs().max() > 1e-6 * own.abs().max()):
+        raise TypeError(
+            f"{type(part).__name__}.force is not minus the derivative of its energy, from which "
+            "the pressure follows. Write the energy of this force."
+        )
+
+
+def _is_periodic(part: nn.Module, position: Tensor, strain: Tensor, row: Tensor) -> bool:
+    """Return whether an energy stays the same as the most pulled atom moves by some rows."""
+    force, _ = strained_force(part, position, strain)
+    moved, atom = position.clone(), int(force.norm(dim=-1).argmax())
+    moved[atom] += ROWS * row
+    here, there = (strained_energy(part, q, strain) for q in (position, moved))
+    return bool((force != 0).any()) and not _differ(here, there, 1e-7, 0.0)
+
+
+def _differ(one: Tensor, other: Tensor, share: float, small: float) -> bool:
+    allowed = torch.maximum(one.abs(), other.abs()) * share
+    return bool((one - other).abs() > allowed.clamp(min=small))
