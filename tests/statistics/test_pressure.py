@@ -41,7 +41,12 @@ def test_the_volume_of_an_ideal_gas(axes):
     # Decorrelation takes about a time of one: P V / kT starts at 11 and has the mean 9.
     ts = torch.arange(0.0, 40.1, 2.0)
     trajectory = adjsim.simulate(
-        dynamics, state, ts, solver=adjsim.Splitting(dynamics.scheme, 0.02), generator=1
+        dynamics,
+        state,
+        ts,
+        solver=adjsim.Splitting(dynamics.scheme, 0.02),
+        generator=1,
+        compile=True,
     )
     late = adjsim.PistonState(*(x[3:].detach() for x in (
         trajectory.position, trajectory.momentum, trajectory.strain, trajectory.strain_momentum
