@@ -94,6 +94,7 @@ class RunEnd:
         fields: fields of the last state that a state of the dynamics lacks: buffers, or the second
             copies of :class:`~adjsim.Coupled`.
         force: the forces with which the next compiled step begins.
+        box: the box to which strains refer; None without strains.
     """
 
     begin: float
@@ -105,6 +106,7 @@ class RunEnd:
     check_every: int | None
     fields: dict[str, Tensor]
     force: tuple[Tensor, ...] | None
+    box: Tensor | None = None
 
 
 class Trajectory(Generic[State]):

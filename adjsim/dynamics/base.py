@@ -199,6 +199,11 @@ class Dynamics(nn.Module, Generic[State]):
         """
         return None
 
+    @property
+    def reference_box(self) -> Tensor | None:
+        """The box to which the strains of states refer; None: states have no strain."""
+        return None
+
     def force_point(self, state: AnyState) -> tuple[Tensor, ...]:
         """Return the fields that forces depend on."""
         return point_of(state) if self.potential is not None else ()

@@ -144,7 +144,7 @@ def simulate(
     generator = as_generator(generator)
     end, noise = None, None
     if continues is not None:
-        end = check_continues(continues.end, state, ts, solver, generator)
+        end = check_continues(continues.end, state, ts, solver, generator, dynamics.reference_box)
         state = continues.final
         if dynamics.stochastic and end.seed is not None:
             noise = Noise(end.seed, end.first, end.step)

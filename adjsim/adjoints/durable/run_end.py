@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from adjsim.adjoints.sweep.stepper import Stepper
@@ -25,7 +26,8 @@ def run_end(
     lattice, growth = stepper.plan.lattice, stepper.buffer_growth
     if isinstance(clock, VaryingClock):
         return None
-    known = run.state._fields
+    known, box = run.state._fields, run.dynamics.reference_box
+    box = None if box is None else box.detach().clone()
     return RunEnd(
         clock.begin,
         clock.before + clock.last,
@@ -36,6 +38,7 @@ def run_end(
         None if growth is None else growth.check_every,
         {name: x.detach() for name, x in state._asdict().items() if name not in known},
         force,
+        box,
     )
 
 
@@ -44,7 +47,9 @@ def describe_solver(solver: SteppingSolver) -> str:
     return f"{solver!r}, dt = {solver.dt!r}"
 
 
-def check_continues(end: RunEnd | None, state: Any, ts: Any, solver: Any, generator: Any) -> RunEnd:
+def check_continues(
+    end: RunEnd | None, state: Any, ts: Any, solver: Any, generator: Any, box: Tensor | None
+) -> RunEnd:
     """Check the arguments of a run that goes on from the end of another; return this end."""
     if end is None or not isinstance(solver, SteppingSolver):
         raise TypeError(
@@ -59,6 +64,13 @@ def check_continues(end: RunEnd | None, state: Any, ts: Any, solver: Any, genera
         raise TypeError(
             f"continues=: the steps of {solver!r} have a second copy of the state, which a "
             "trajectory does not hand on. Run the whole time at once, with store= if it is long."
+        )
+    if end.box is not None and (box is None or not torch.equal(end.box, box.to(end.box))):
+        raise ValueError(
+            "continues=: the strain of the run is that of a box "
+            f"{end.box.tolist()}, and the potential has {None if box is None else box.tolist()}. "
+            "Give a potential with the same box, or make a new start by "
+            "dynamics.init(position, momentum, box=)."
         )
     described = describe_solver(solver)
     if described != end.solver:

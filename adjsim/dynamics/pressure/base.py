@@ -88,7 +88,7 @@ class PistonDynamics(Thermostat[Any]):
                 f"constant pressure needs a periodic box, and {type(self.potential).__name__} has "
                 "none: make it, or its nonbonded parts, with box=."
             )
-        box = self._box
+        box = self.reference_box
         if len(box) == 1:
             raise ValueError("constant pressure needs two or three dimensions; the box has one.")
         if self.axes == "each" and box.ndim == 2:
@@ -120,7 +120,7 @@ class PistonDynamics(Thermostat[Any]):
         }
 
     @property
-    def _box(self) -> Tensor:
+    def reference_box(self) -> Tensor:
         """The box of the potential, which a state stretches."""
         boxes = (part._buffers.get("box") for part in self.potential.modules())
         return next(box for box in boxes if box is not None)
@@ -129,7 +129,7 @@ class PistonDynamics(Thermostat[Any]):
     def piston(self) -> Piston:
         """The piston, and the box that it moves."""
         tail = self.potential if self.tail else None
-        return Piston(self.pressure, self.kT, self.tau, self._box, tail)
+        return Piston(self.pressure, self.kT, self.tau, self.reference_box, tail)
 
     def init(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -172,7 +172,7 @@ class PistonDynamics(Thermostat[Any]):
 
     def _strain_of(self, box: Tensor) -> Tensor:
         """Compute the strain that takes the box of the potential to another one."""
-        own = self._box.to(box)
+        own = self.reference_box.to(box)
         if box.shape[-own.ndim :] != own.shape:
             raise ValueError(
                 f"box has shape {tuple(box.shape)}; it must be (*batch, "
@@ -201,12 +201,12 @@ class PistonDynamics(Thermostat[Any]):
 
     def box(self, state: InBox) -> Tensor:
         """Return the boxes of systems, ``(*batch, dim)`` lengths or ``(*batch, dim, dim)`` rows."""
-        box = stretched(self._box, state.strain)
-        return box.squeeze(-2) if self._box.ndim == 1 else box
+        box = stretched(self.reference_box, state.strain)
+        return box.squeeze(-2) if self.reference_box.ndim == 1 else box
 
     def volume(self, state: InBox) -> Energies:
         """Compute the volume of each system, ``(*batch,)``."""
-        base = volume(self._box).to(state.strain)
+        base = volume(self.reference_box).to(state.strain)
         return volume_at(base, state.strain, state.position.shape[-1])[..., 0, 0]
 
     def density(self, state: InBox) -> Energies:
@@ -254,8 +254,8 @@ class PistonDynamics(Thermostat[Any]):
         super().check(state)
         position = state[0]
         batch, dim = position.shape[:-2], position.shape[-1]
-        if len(self._box) != dim:
-            raise ValueError(f"box has {len(self._box)} dimensions and position {dim}.")
+        if len(self.reference_box) != dim:
+            raise ValueError(f"box has {len(self.reference_box)} dimensions and position {dim}.")
         for name in ("strain", "strain_momentum"):
             check_shape(state, name, (*batch, 1, self._axes))
         if bool(torch.isinf(self.mass.detach()).any()):
@@ -268,11 +268,11 @@ class PistonDynamics(Thermostat[Any]):
                 self.limit.refuse(state, 0.0)
             first: Any = type(state)._make(x[(0,) * len(batch)].detach() for x in state)
             kT = float(self.kT.detach())
-            refuse_unfollowing(self.potential, self._box, first.position, first.strain, kT)
+            refuse_unfollowing(self.potential, self.reference_box, first.position, first.strain, kT)
 
     @property
     def _axes(self) -> int:
-        return len(self._box) if self.axes == "each" else 1
+        return len(self.reference_box) if self.axes == "each" else 1
 
 
 def _unit(part: nn.Module) -> str | None:
