@@ -7,6 +7,7 @@ import torch
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, TimeAverage
+from adjsim.compiler import to_cpp
 from tests.pressure import parameter, piston, start
 from tests.problems import chaotic
 
@@ -215,3 +216,24 @@ def test_a_hundred_thousand_exact_steps_come_back(axes, density, kT):
     trajectory.record.sum().backward()
     assert trajectory.stats["reconstruction_error"] == 0
     assert trajectory.stats["steps"] == 100_000
+
+
+@pytest.mark.parametrize("kind", ["orthogonal", "tilted"])
+def test_compiled_steps_do_not_return_to_python(kind, monkeypatch):
+    """No operation of a step is left to torch."""
+    found = []
+    described = to_cpp.described
+    monkeypatch.setattr(to_cpp, "described", lambda x: found.append(described(x)) or found[-1])
+    dynamics = piston(kind, tau=parameter(0.45))
+    run = adjsim.simulate(
+        dynamics,
+        start(dynamics),
+        [0.0, 0.05],
+        solver=adjsim.Splitting(dynamics.scheme, DT),
+        generator=1,
+        compile=True,
+        adjoint=ReversibleAdjoint(),
+    )
+    moment(run.final).backward()
+    assert found
+    assert not any(found)

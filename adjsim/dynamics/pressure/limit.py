@@ -25,10 +25,10 @@ class BoxLimit:
     cutoff: float
 
     def margin(self, state: AnyState, t: Any) -> Tensor:
-        return self._width(state) / 2 - self.cutoff * (1 - 1e-9)
+        return self._widths(state) / 2 - self.cutoff * (1 - 1e-9)
 
     def refuse(self, state: AnyState, t: float) -> None:
-        half = self._width(state).detach() / 2
+        half = self._widths(state).detach().amin((-1, -2)) / 2
         # A box that is not finite is not small: the run stops for another reason.
         if bool((half < self.cutoff * (1 - 1e-9)).any()):
             small = cast(PistonState, state)
@@ -42,9 +42,8 @@ class BoxLimit:
                 "atoms, a smaller cutoff, or a larger box if the start is too dense."
             )
 
-    def _width(self, state: AnyState) -> Tensor:
-        """Compute the smallest width of each box, ``(*batch,)``."""
+    def _widths(self, state: AnyState) -> Tensor:
+        """Compute the widths of each box, ``(*batch, 1, dim)``."""
         strain = cast(PistonState, state).strain
         # In a tilted box all rows are stretched alike.
-        widths = perpendicular_widths(self.box).to(strain) * torch.exp(strain)
-        return widths.amin((-1, -2))
+        return perpendicular_widths(self.box).to(strain) * torch.exp(strain)
