@@ -14,7 +14,7 @@ import adjsim
 from adjsim.core.state import State
 from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
 from adjsim.potentials.learnt.graph import GraphPotential
-from tests import fields, mechanics, problems
+from tests import fields, mechanics, pressure, problems
 from tests.contracts import test_elastic, test_ewald, test_graph, test_solvent
 from tests.problems import parameter, vector
 
@@ -98,6 +98,13 @@ def equation(noise: str | None, solver: Any) -> System:
     return System(dynamics, dynamics.init(fields.start()), solver)
 
 
+def at_pressure(kind: str, **settings: Any) -> System:
+    dynamics = pressure.piston(kind, **settings)
+    word = dynamics.scheme
+    exact = adjsim.Splitting(word, DT, exact=True)
+    return System(dynamics, pressure.start(dynamics), adjsim.Splitting(word, DT), exact)
+
+
 def potential(pair: Callable[[], tuple[nn.Module, Tensor]]) -> Callable[[], System]:
     def made() -> System:
         found, position = pair()
@@ -122,6 +129,9 @@ SYSTEMS: dict[str, Callable[[], System]] = {
     "solvent": potential(solvent),
     "graph": potential(graph),
     "solid": potential(solid),
+    "piston": lambda: at_pressure("orthogonal", axes="each"),
+    "piston, mesh": lambda: at_pressure("mesh"),
+    "piston, chains": lambda: at_pressure("tilted", chains=True, tail=True),
     **{name: functools.partial(body, name) for name in mechanics.BODIES},
     "implicit": lambda: body("friction", adjsim.solvers.ImplicitMidpoint(DT)),
     "rk4": lambda: equation(None, adjsim.RungeKutta("rk4", DT)),
