@@ -169,7 +169,7 @@ def test_a_run_goes_on(compile):
 
 
 def test_a_run_does_not_go_on_in_another_box():
-    dynamics, solver = piston(), adjsim.Splitting("VBSAOASBV", DT)
+    dynamics, solver = piston(), adjsim.Splitting("BVSAOASVB", DT)
     first = adjsim.simulate(dynamics, start(dynamics), [0.0, 0.1], solver=solver, generator=5)
     with pytest.raises(ValueError, match="strain of the run is that of a box"):
         adjsim.simulate(piston("tilted"), None, [0.1, 0.2], solver=solver, continues=first)

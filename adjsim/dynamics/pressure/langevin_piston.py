@@ -44,7 +44,7 @@ class LangevinPiston(PistonDynamics):
 
     Terms: A (stream), B (kick), V (:class:`~.terms.PistonKick`), S (:class:`~.terms.Dilation`), O
     (:class:`~.terms.PistonBath`). All are shears and scales, so every adjoint and ``exact=True``
-    apply. The scheme ``LangevinPiston.scheme``, "VBSAOASBV", is second order and costs one force a
+    apply. The scheme ``LangevinPiston.scheme``, "BVSAOASVB", is second order and costs one force a
     step. With zero friction there are no baths, O does nothing, and ``invariant`` is conserved.
 
     The box has to be large enough for the cutoff throughout a run: a step after which the cutoff is
@@ -76,7 +76,7 @@ class LangevinPiston(PistonDynamics):
 
     state_type = PistonState
     per_atom = ("mass", "friction")
-    scheme: ClassVar[str] = "VBSAOASBV"
+    scheme: ClassVar[str] = "BVSAOASVB"
     friction: Tensor
     piston_friction: Tensor | None
 

@@ -63,7 +63,7 @@ class NoseHooverPiston(PistonDynamics):
     chains at rest.
 
     Terms: A (stream), B (kick), V (piston kick), S (box and positions), N (chain of the atoms), M
-    (chain of the piston). The scheme ``NoseHooverPiston.scheme``, "NMVBSASBVMN", is second order
+    (chain of the piston). The scheme ``NoseHooverPiston.scheme``, "NMBVSASVBMN", is second order
     and costs one force a step. The invariant is the enthalpy with that of the piston and of both
     chains, of :class:`~adjsim.NoseHooverChain` each. For averages take
     :class:`~adjsim.LangevinPiston`, which is ergodic without conditions.
@@ -79,7 +79,7 @@ class NoseHooverPiston(PistonDynamics):
     """
 
     state_type = PistonChainState
-    scheme: ClassVar[str] = "NMVBSASBVMN"
+    scheme: ClassVar[str] = "NMBVSASVBMN"
     chain_tau: Tensor | None
 
     def __init__(
