@@ -25,9 +25,9 @@ identity.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -49,8 +49,8 @@ from adjsim.dynamics.buffer import (
 )
 from adjsim.dynamics.copies import Copies, copy_name, extended, typical_sizes
 from adjsim.dynamics.cotangents import select_link
-from adjsim.dynamics.moves import Move, Reflection, Scale, Shear, replace_field
-from adjsim.dynamics.sources import Coefficient, Coefficients, Force, Logarithm, MoveContext
+from adjsim.dynamics.moves import Move, RatioScale, Reflection, Scale, Shear, replace_field
+from adjsim.dynamics.sources import Coefficient, Coefficients, Force, MoveContext
 from adjsim.potentials.base import Potential
 
 # The factor by which a field may outgrow its scale. Scaled fields get a finer lattice, since a
@@ -60,6 +60,8 @@ ROOM, ROOM_SCALED = 2.0**11, 2.0**7
 LONGEST_WAIT = 4096
 # The denominator of factors that depend on the state.
 DENOMINATOR = 2**22
+# How far the function of a ratio is assumed to rise above one.
+LARGEST_RATIO = 8
 # The names of the roundings of forces, in the order of adjsim.dynamics.forces.
 FORCE_NAMES = "force", "virial"
 
@@ -130,19 +132,15 @@ class Lattice:
         assert isinstance(move, Shear | Scale)
         rounding = self.roundings[move.field].link(move.link)
         if isinstance(move, Shear):
-            source = move.source
-            if isinstance(source, Logarithm):
-                # That of the fraction by which the lattice form of the scale multiplies.
-                source = replace(source, denominator=DENOMINATOR)
-            return LatticeShear(move.field, source, move.coefficient, move.link, rounding=rounding)
-        return LatticeScale(
-            move.field,
-            move.source,
-            move.link,
-            move.bits,
-            rounding=rounding,
-            half=self._half,
-        )
+            return LatticeShear(
+                move.field, move.source, move.coefficient, move.link, rounding=rounding
+            )
+        shared: Any = (move.field, move.source, move.link, move.bits)
+        given: Any = {"rounding": rounding, "half": self._half}
+        if isinstance(move, RatioScale):
+            shear: Any = self.on_lattice(move.shear)
+            return LatticeRatioScale(*shared, **given, of=move.of, shear=shear)
+        return LatticeScale(*shared, **given)
 
     def rationals(self, coefficients: dict[str, Coefficients]) -> dict[str, Coefficients]:
         """Add to the coefficients a fraction n/d for each coefficient that scales a field."""
@@ -158,6 +156,8 @@ class Lattice:
         """Compute how fast the scales of a step fill the buffers."""
         bits = dict.fromkeys(self.scaled, torch.zeros((), dtype=torch.float64))
         largest = DENOMINATOR if self._state_dependent else 1
+        if any(isinstance(move, RatioScale) for _, move in moves):
+            largest *= LARGEST_RATIO
         for letter, move in moves:
             if isinstance(move, Scale) and isinstance(move.source, Coefficient):
                 n, d = (coefficients[letter][f"{move.source.name} {part}"] for part in "nd")
@@ -252,7 +252,7 @@ class LatticeScale(Scale):
     half: Tensor = field(kw_only=True)
 
     def moved(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
-        y, (n, d) = self._part(state), self._fraction(value, context)
+        y, (n, d) = self._part(state), self._fraction(state, value, context)
         # The inverse is the scale by d/n.
         out, kept = self._rescaled(state, y, n, d) if sign > 0 else self._rescaled(state, y, d, n)
         if sign > 0 and (y.requires_grad or value.requires_grad):
@@ -260,14 +260,18 @@ class LatticeScale(Scale):
         state = replace_field(state, self.field, self.link, out)
         return replace_field(state, buffer_name(self.field), self.link, kept)
 
-    def _fraction(self, factor: Tensor, context: MoveContext) -> tuple[Tensor, Tensor | int]:
+    def _fraction(
+        self, state: AnyState, factor: Tensor, context: MoveContext
+    ) -> tuple[Tensor, Tensor | int]:
         c, source = context.coefficients, self.source
         if isinstance(source, Coefficient):
             return c[f"{source.name} n"], c[f"{source.name} d"]
-        # Adding a half before truncation rounds to the nearest integer.
-        n = torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64).clamp(min=1)
         # A constant power of two divides by a shift of bits, several times as fast.
-        return n, DENOMINATOR
+        return self._numerator(factor), DENOMINATOR
+
+    def _numerator(self, factor: Tensor) -> Tensor:
+        # Adding a half before truncation rounds to the nearest integer.
+        return torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64).clamp(min=1)
 
     def _rescaled(
         self, state: AnyState, y: Tensor, n: Tensor | int, d: Tensor | int
@@ -280,6 +284,24 @@ class LatticeScale(Scale):
         kept = torch.div(mixed, n, rounding_mode="floor")
         x = _add_multiple(_add_multiple(mixed, kept, n, -1), quotient, n)
         return x * self.rounding.spacing, kept
+
+
+@dataclass(frozen=True)
+class LatticeRatioScale(LatticeScale):
+    """A scale by the ratio of the integers nearest to g after and before a shear."""
+
+    of: Callable[[Tensor], Tensor] = field(kw_only=True)
+    shear: LatticeShear = field(kw_only=True)
+
+    def _fraction(
+        self, state: AnyState, factor: Tensor, context: MoveContext
+    ) -> tuple[Tensor, Tensor | int]:
+        shear, after = self.shear, getattr(state, self.shear.field).detach()
+        value = shear.source.value(state, context).detach()
+        if shear.coefficient is not None:
+            value = context.coefficients[shear.coefficient].detach() * value
+        before = after - shear.rounding.round(value)
+        return self._numerator(self.of(after)), self._numerator(self.of(before))
 
 
 def _add_multiple(x: Tensor, y: Tensor, factor: Tensor | int, sign: int = 1) -> Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
@@ -147,6 +147,19 @@ class Scale(Coupling):
         if accumulate is not None:
             accumulate(unbroadcast(cotangent * self._part(before), value))
         return before
+
+
+@dataclass(frozen=True)
+class RatioScale(Scale):
+    """A scale by g(x)/g(x0) for a field that a shear has just taken from x0 to x.
+
+    The source is the factor in plain steps. The lattice form multiplies by a fraction of the
+    integers nearest to g, so that the products of many steps telescope: the error of a field does
+    not grow with their number, and a slow shear is not lost.
+    """
+
+    of: Callable[[Tensor], Tensor] = field(kw_only=True)
+    shear: Shear = field(kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from adjsim.core.layout import number_on
-from adjsim.core.rounding import straight_through
 from adjsim.core.state import AnyState, point_of
 from adjsim.dynamics.cotangents import Cotangents, add_each, select_link
 from adjsim.dynamics.forces import FORCE, ForceEvaluator
@@ -112,30 +111,6 @@ class Coefficient:
         return value, lambda cotangent: cotangents.add_coefficient(
             context.letter, self.name, unbroadcast(cotangent, value)
         )
-
-
-@dataclass(frozen=True)
-class Logarithm:
-    """The logarithm of a factor, or of the nearest fraction with a denominator."""
-
-    factor: Source
-    denominator: int | None = None
-
-    def value(self, state: AnyState, context: MoveContext) -> Tensor:
-        return self._logarithm(self.factor.value(state, context))
-
-    def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
-        value, accumulate = self.factor.vjp(state, context, cotangents)
-        if accumulate is None:
-            return self._logarithm(value), None
-        return self._logarithm(value), lambda cotangent: accumulate(cotangent / value)
-
-    def _logarithm(self, factor: Tensor) -> Tensor:
-        if self.denominator is None:
-            return torch.log(factor)
-        nearest = torch.floor(factor.detach() * self.denominator + 0.5) / self.denominator
-        rounded = torch.log(nearest)
-        return straight_through(torch.log(factor), rounded) if factor.requires_grad else rounded
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -57,15 +57,16 @@ def pressure(dynamics: Massive, state: Moving) -> Energies:
 
         P = (sum p^2/m + sum over i<j of d_ij . F_ij) / (dim V)
 
-    Its mean at equilibrium is the pressure. A tail correction is not included, see
-    :func:`adjsim.potentials.tail_corrections`.
+    Its mean at equilibrium is the pressure. At constant volume a tail correction is not included,
+    see :func:`adjsim.potentials.tail_corrections`.
 
     Args:
         dynamics: dynamics with masses, whose potential has a box and a virial, or a sum of such
             potentials with one box. Terms within molecules (bonds, angles, torsions, scaled pairs)
             need no box if the positions are those of whole molecules.
         state: a state with positions and momenta, or a trajectory. A state that carries its box,
-            as that of :class:`~adjsim.LangevinPiston`, has the pressure in its own box.
+            as that of :class:`~adjsim.LangevinPiston`, has the pressure in its own box, with the
+            tail correction of a dynamics that has one.
 
     Raises:
         ValueError: no box, or two different ones.
@@ -89,7 +90,9 @@ def _pressure_at(dynamics: Massive, state: Moving, strain: Tensor) -> Energies:
     _, along = strained_force(potential, q, strain)
     twice = (p**2 / _masses(dynamics.mass, p)).sum((-1, -2))
     size = volume(box).to(q) * torch.exp(strain.sum((-1, -2)) * (q.shape[-1] / strain.shape[-1]))
-    return (twice + along.sum((-1, -2))) / (q.shape[-1] * size)
+    found = (twice + along.sum((-1, -2))) / (q.shape[-1] * size)
+    tail = cast(Any, dynamics).piston.numbers(state).get("tail")
+    return found if tail is None else found + tail / size**2
 
 
 def stress(dynamics: Massive, state: Moving) -> Tensor:
@@ -98,7 +101,7 @@ def stress(dynamics: Massive, state: Moving) -> Tensor:
         stress = -(sum p p / m + sum over i<j of d_ij F_ij) / V
 
     Tension is positive, so the pressure is minus the mean of the diagonal. Arguments and errors are
-    those of :func:`pressure`.
+    those of :func:`pressure`, but for states that carry their boxes, which it refuses.
     """
     q, p = state.position, state.momentum
     if hasattr(state, "strain"):

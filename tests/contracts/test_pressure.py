@@ -9,6 +9,7 @@ import adjsim
 from adjsim.core.reading import read
 from adjsim.core.rounding import Rounding
 from adjsim.potentials.pairs import dense
+from adjsim.potentials.pairs.tail import DispersionCorrection
 from adjsim.potentials.strained import (
     ByAutograd,
     energy_at,
@@ -514,3 +515,34 @@ def test_continuous_solvers_stop_at_the_limit_too():
             solver=adjsim.SDESolver(dt=0.002),
             generator=1,
         )
+
+
+def test_a_slow_piston_moves_on_the_lattice_too():
+    """Its factor of one step is nearer to one than the lattice's fractions are to each other."""
+    dynamics = piston(tau=3000.0, friction=0.0)
+    state = start(dynamics)
+    rate = dynamics.piston.mass(state).detach() * -2e-6
+    state = state._replace(strain_momentum=rate.expand_as(state.strain).clone())
+    plain, exact = (
+        adjsim.simulate(
+            dynamics, state, [0.0, 1.0], solver=adjsim.Splitting(dynamics.scheme, 0.01, exact=exact)
+        ).final
+        for exact in (False, True)
+    )
+    change = float(plain.strain - state.strain)
+    assert abs(change) < 1e-5
+    assert float(exact.strain - state.strain) == pytest.approx(change, rel=1e-3)
+    torch.testing.assert_close(exact.position, plain.position, rtol=1e-6, atol=1e-6)
+
+
+def test_pairs_beyond_the_cutoff_count_once():
+    mixture = potential("mixture")
+    whole = mixture + DispersionCorrection(mixture)
+    with pytest.raises(ValueError, match="twice"):
+        adjsim.LangevinPiston(whole, tail=True)
+    liquid = adjsim.LennardJones(cutoff=1.6, box=[3.6, 3.7, 3.8])
+    plain, tailed = (adjsim.LangevinPiston(liquid, tail=tail) for tail in (False, True))
+    state = plain.init(position() * 1.1, box=[x * 1.1 for x in (3.6, 3.7, 3.8)])
+    _, tail = adjsim.potentials.tail_corrections(liquid, 8, float(plain.volume(state)))
+    change = adjsim.pressure(tailed, state) - adjsim.pressure(plain, state)
+    assert float(change) == pytest.approx(float(tail), rel=1e-10)

@@ -32,6 +32,7 @@ from adjsim.dynamics.terms import Stream, Term
 from adjsim.dynamics.thermostats.base import Thermostat
 from adjsim.potentials.base import ForceField
 from adjsim.potentials.evaluated import terms_of
+from adjsim.potentials.pairs.tail import DispersionCorrection
 from adjsim.potentials.strained import has_box, strained_energy
 
 # A million bar in eV per cubic angstrom: more is a pressure in another unit, or a slip.
@@ -101,12 +102,20 @@ class PistonDynamics(Thermostat[Any]):
                 "tail=True adds the pressure of pairs beyond a cutoff, and no part of "
                 f"{type(self.potential).__name__} is a pair potential with a cutoff."
             )
-        pressure, units = float(self.pressure.detach()), set(map(_unit, terms_of(self.potential)))
+        if self.tail and any(isinstance(x, DispersionCorrection) for x in terms_of(self.potential)):
+            raise ValueError(
+                "tail=True would count pairs beyond the cutoff twice: the potential has a "
+                "DispersionCorrection, which follows the box. Leave tail out."
+            )
+        pressure, units = (
+            float(self.pressure.detach()),
+            set(map(_unit, (self.potential, *terms_of(self.potential)))),
+        )
         if "eV" in units and abs(pressure) > LARGEST_PRESSURE:
             raise ValueError(
                 f"pressure is {pressure:g} eV/angstrom^3, which is "
                 f"{pressure / LARGEST_PRESSURE:.3g} million bar. Is it in another unit? "
-                "1 bar is 1e5 * ase.units.Pascal = 6.24e-7 eV/angstrom^3."
+                "1 bar is ase.units.bar = 6.24e-7 eV/angstrom^3."
             )
 
     @property

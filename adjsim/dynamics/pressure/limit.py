@@ -39,7 +39,9 @@ class BoxLimit:
             raise ValueError(
                 f"cutoff {self.cutoff:g} is above half the smallest width of the box, "
                 f"{float(half.min()):g}, at the density {density:g} atoms a volume. Use more "
-                "atoms, a smaller cutoff, or a larger box if the start is too dense."
+                "atoms or a smaller cutoff: leave a tenth of it between cutoff and half the box at "
+                "the start. If a few steps have changed the box by much, check the units of "
+                "pressure, kT and tau."
             )
 
     def _widths(self, state: AnyState) -> Tensor:

@@ -13,8 +13,8 @@ from adjsim.core.box import volume
 from adjsim.core.typing import Positions
 from adjsim.dynamics.forces import STRAIN_FORCE
 from adjsim.dynamics.masses import Masses
-from adjsim.dynamics.moves import Move, Scale, Shear
-from adjsim.dynamics.sources import Coefficient, Coefficients, Force, Function, Logarithm, Random
+from adjsim.dynamics.moves import Move, RatioScale, Scale, Shear
+from adjsim.dynamics.sources import Coefficient, Coefficients, Field, Force, Function, Random
 from adjsim.dynamics.terms import Kick, Term
 from adjsim.dynamics.thermostats.langevin import OrnsteinUhlenbeck
 from adjsim.potentials import PairPotential, tail_corrections
@@ -166,8 +166,9 @@ class Dilation(Term[Any]):
 
         de/dt = p_e/W = v      dq/dt = v q      dp/dt = -(1 + d/N_f) v p
 
-    For each axis a, dp_a/dt = -(v_a + sum_b v_b/N_f) p_a. The flow over h is a scale of positions
-    by exp(h v), a scale of momenta, and a shear of the strain by the logarithm of the first scale.
+    For each axis a, dp_a/dt = -(v_a + sum_b v_b/N_f) p_a. The flow over h is a shear of the strain,
+    and scales of positions by exp(h v) and of momenta. Both factors are ratios of functions of the
+    strain after and before.
     """
 
     def __init__(self, piston: Piston) -> None:
@@ -189,10 +190,11 @@ class Dilation(Term[Any]):
         atoms, dim = state.momentum.shape[-2:]
         stretch = Function(_stretch, ("strain_momentum",))
         shrink = Function(_Shrink(atoms, dim), ("strain_momentum",))
+        shear = Shear("strain", Field("strain_momentum"), "h/W")
         return (
-            Scale("position", stretch, bits=BITS),
-            Scale("momentum", shrink, bits=BITS),
-            Shear("strain", Logarithm(stretch)),
+            shear,
+            RatioScale("position", stretch, bits=BITS, of=torch.exp, shear=shear),
+            RatioScale("momentum", shrink, bits=BITS, of=_Shrunk(atoms, dim), shear=shear),
         )
 
 
@@ -208,6 +210,16 @@ class _Shrink(NamedTuple):
 
     def __call__(self, c: Coefficients, strain_momentum: Tensor) -> Tensor:
         return torch.exp(-_shrinking(c["h/W"] * strain_momentum, self.atoms, self.dim))
+
+
+class _Shrunk(NamedTuple):
+    """The factor of momenta as a function of the strain."""
+
+    atoms: int
+    dim: int
+
+    def __call__(self, strain: Tensor) -> Tensor:
+        return torch.exp(-_shrinking(strain, self.atoms, self.dim))
 
 
 def _shrinking(v: Tensor, atoms: int, dim: int) -> Tensor:
