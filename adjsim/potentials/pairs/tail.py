@@ -97,7 +97,8 @@ def _integrals(
     t = (1 - bottom) / 2 * nodes + (1 + bottom) / 2
     r = low / t**4
     truncated = high < math.inf
-    if all(potential.pair_table(name).numel() == 1 for name in potential.operand_names()):
+    tables = map(potential.pair_table, potential.operand_names())
+    if potential.species is None and all(x.numel() == 1 for x in tables):
         energy, slope = _missing(potential, r, truncated)
     else:
         # One distance at a time, since a table has an entry for each pair.
