@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -36,6 +36,15 @@ class Massive(Protocol):
     def potential(self) -> nn.Module: ...
     @property
     def mass(self) -> Tensor: ...
+
+
+@runtime_checkable
+class MovingBox(Massive, Protocol):
+    """The interface of dynamics at constant pressure."""
+
+    @property
+    def piston(self) -> Any: ...
+    def volume(self, state: Any) -> Tensor: ...
 
 
 def kinetic_temperature(
@@ -72,26 +81,24 @@ def pressure(dynamics: Massive, state: Moving) -> Energies:
         ValueError: no box, or two different ones.
         TypeError: a potential without a virial.
     """
-    strain = getattr(state, "strain", None)
-    if strain is not None:
-        return _pressure_at(dynamics, state, strain)
+    if hasattr(state, "strain"):
+        return _pressure_at(dynamics, state)
     found = stress(dynamics, state)
     return -found.diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
-def _pressure_at(dynamics: Massive, state: Moving, strain: Tensor) -> Energies:
+def _pressure_at(dynamics: Any, state: Any) -> Energies:
     """Compute the pressure in the box of a state, from the force along its strain."""
-    q, p = state.position, state.momentum
-    potential = dynamics.potential
-    boxes = (part._buffers.get("box") for part in potential.modules())
-    box = next((x for x in boxes if x is not None), None)
-    if box is None:
-        raise ValueError(f"pressure needs a periodic box, and {type(potential).__name__} has none.")
-    _, along = strained_force(potential, q, strain)
+    if not isinstance(dynamics, MovingBox):
+        raise TypeError(
+            f"the state carries its box, and {type(dynamics).__name__} does not move one: give the "
+            "dynamics at constant pressure that made the state."
+        )
+    q, p, size = state.position, state.momentum, dynamics.volume(state)
+    _, along = strained_force(dynamics.potential, q, state.strain)
     twice = (p**2 / _masses(dynamics.mass, p)).sum((-1, -2))
-    size = volume(box).to(q) * torch.exp(strain.sum((-1, -2)) * (q.shape[-1] / strain.shape[-1]))
     found = (twice + along.sum((-1, -2))) / (q.shape[-1] * size)
-    tail = cast(Any, dynamics).piston.numbers(state).get("tail")
+    tail = dynamics.piston.numbers(state).get("tail")
     return found if tail is None else found + tail / size**2
 
 

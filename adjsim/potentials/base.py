@@ -49,10 +49,12 @@ class Potential(Strainable):
         within_molecules: whether the energy is a sum over terms of atoms of one molecule, which
             without a box are read as they are, in a periodic system too.
         energy_unit: the unit of the energy, with positions in angstrom; None: any consistent units.
+        corrects_tail: whether the energy is that of the pairs beyond a cutoff.
     """
 
     within_molecules: ClassVar[bool] = False
     energy_unit: ClassVar[str | None] = None
+    corrects_tail: ClassVar[bool] = False
 
     def __init_subclass__(cls, inherits_forces: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -45,13 +45,14 @@ def strains(batch, axes, seed=1):
     return 0.06 * torch.rand(*batch, 1, axes, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("axes", [1, 3])
+# An axis of a tilted cell has no strain of its own.
 @pytest.mark.parametrize("batch", [(), (2,), (2, 2)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [(kind, axes) for kind in KINDS for axes in (1, 3) if (kind, axes) != ("tilted", 3)],
+)
 def test_closed_forms_equal_automatic_differentiation(kind, batch, axes):
     """Of energy, force, W and their products, by the operator, and by torch over all pairs."""
-    if kind == "tilted" and axes == 3:
-        pytest.skip("an axis of a tilted cell has no strain of its own")
     module, strain = read(potential(kind)), strains(batch, axes)
     q = position(batch) * torch.exp(strain) + 3.6 * (kind != "tilted")
     parameters = list(module.parameters())
@@ -388,6 +389,8 @@ def test_observables_are_those_of_the_box_of_the_state():
     torch.testing.assert_close(dynamics.density(state).detach(), mass / volume)
     with pytest.raises(TypeError, match="boxes of their own"):
         adjsim.observables.stress(dynamics, state)
+    with pytest.raises(TypeError, match="does not move one"):
+        adjsim.pressure(adjsim.Langevin(dynamics.potential), state)
     single = type(state)(*(x[0] for x in state))
     run = adjsim.simulate(
         dynamics, single, [0.0, 0.05, 0.1], solver=adjsim.Splitting(dynamics.scheme, 0.01)
@@ -529,9 +532,9 @@ def test_a_slow_piston_moves_on_the_lattice_too():
         ).final
         for exact in (False, True)
     )
-    change = float(plain.strain - state.strain)
+    change = float((plain.strain - state.strain).detach())
     assert abs(change) < 1e-5
-    assert float(exact.strain - state.strain) == pytest.approx(change, rel=1e-3)
+    assert float((exact.strain - state.strain).detach()) == pytest.approx(change, rel=1e-3)
     torch.testing.assert_close(exact.position, plain.position, rtol=1e-6, atol=1e-6)
 
 

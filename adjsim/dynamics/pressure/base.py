@@ -32,7 +32,6 @@ from adjsim.dynamics.terms import Stream, Term
 from adjsim.dynamics.thermostats.base import Thermostat
 from adjsim.potentials.base import ForceField
 from adjsim.potentials.evaluated import terms_of
-from adjsim.potentials.pairs.tail import DispersionCorrection
 from adjsim.potentials.strained import has_box, strained_energy
 
 # A million bar in eV per cubic angstrom: more is a pressure in another unit, or a slip.
@@ -102,15 +101,14 @@ class PistonDynamics(Thermostat[Any]):
                 "tail=True adds the pressure of pairs beyond a cutoff, and no part of "
                 f"{type(self.potential).__name__} is a pair potential with a cutoff."
             )
-        if self.tail and any(isinstance(x, DispersionCorrection) for x in terms_of(self.potential)):
+        parts = (self.potential, *terms_of(self.potential))
+        correction = next((x for x in parts if getattr(x, "corrects_tail", False)), None)
+        if self.tail and correction is not None:
             raise ValueError(
                 "tail=True would count pairs beyond the cutoff twice: the potential has a "
-                "DispersionCorrection, which follows the box. Leave tail out."
+                f"{type(correction).__name__}, which follows the box. Leave tail out."
             )
-        pressure, units = (
-            float(self.pressure.detach()),
-            set(map(_unit, (self.potential, *terms_of(self.potential)))),
-        )
+        pressure, units = float(self.pressure.detach()), set(map(_unit, parts))
         if "eV" in units and abs(pressure) > LARGEST_PRESSURE:
             raise ValueError(
                 f"pressure is {pressure:g} eV/angstrom^3, which is "

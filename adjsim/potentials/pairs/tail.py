@@ -158,6 +158,8 @@ class DispersionCorrection(Potential):
     switch.
     """
 
+    corrects_tail = True
+
     def __init__(self, lennard_jones: LennardJonesMixture, start: float | None = None) -> None:
         super().__init__()
         if lennard_jones.box is None or lennard_jones.cutoff is None:
