@@ -6,9 +6,23 @@ import torch
 from torch import Tensor, nn
 
 import adjsim
+from adjsim.core.strain import Strain
+from adjsim.potentials.strained import reference_box
 from tests.problems import parameter
 
 TILTED = torch.tensor([[3.6, 0.0, 0.0], [0.7, 3.5, 0.0], [-0.5, 0.6, 3.7]], dtype=torch.float64)
+# Other rows of a lattice with the same widths, in an orientation of their own, of which nearest
+# images are found by reduced rows.
+_TURN = torch.linalg.matrix_exp(
+    torch.tensor([[0.0, 0.4, -0.7], [-0.4, 0.0, 0.3], [0.7, -0.3, 0.0]], dtype=torch.float64)
+)
+_ROWS = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
+TURNED = 1.05 * _ROWS @ TILTED @ _TURN
+
+
+def at(module: nn.Module, value: Tensor) -> Strain:
+    """The strain of the box of a module."""
+    return Strain.of(reference_box(module), value)
 
 
 class OwnPairs(nn.Module):
@@ -27,7 +41,7 @@ class OwnPairs(nn.Module):
 
 def potential(kind: str = "orthogonal") -> nn.Module:
     """A potential in three dimensions for eight atoms, with every number trainable."""
-    box = {"orthogonal": [3.6, 3.7, 3.8], "tilted": TILTED}.get(kind, [3.6, 3.7, 3.8])
+    box = {"tilted": TILTED, "turned": TURNED, "bonded": TILTED}.get(kind, [3.6, 3.7, 3.8])
     switched = adjsim.potentials.Switched(1.2)
     pairs = adjsim.LennardJones(
         parameter(1.1), parameter(0.95), cutoff=1.6, box=box, truncation=switched
@@ -47,6 +61,8 @@ def potential(kind: str = "orthogonal") -> nn.Module:
         return pairs + sums(charge, cutoff=1.6, box=box, tolerance=1e-3, exclusions=[[0, 1]])
     if kind == "own":
         return OwnPairs([3.6, 3.7, 3.8])
+    if kind == "bonded":
+        return pairs + adjsim.HarmonicBond([[0, 1], [2, 3]], parameter(4.0), parameter(1.6))
     if kind == "sum":
         bonds = adjsim.HarmonicBond([[0, 1], [2, 3]], parameter(4.0), parameter(1.6))
         return pairs + bonds + OwnPairs([3.6, 3.7, 3.8])
@@ -77,4 +93,5 @@ def start(dynamics, batch: tuple[int, ...] = ()):
     size = torch.linspace(0.04, 0.07, 3, dtype=torch.float64)[: state.strain.shape[-1]]
     more = 0.01 * torch.arange(max(1, state.strain[..., :1].numel()), dtype=torch.float64)
     strain = size + more.reshape((*batch, 1, 1))
-    return state._replace(strain=strain, position=state.position * torch.exp(strain))
+    stretched = at(dynamics.potential, strain).dilated(state.position, torch.exp(strain))
+    return state._replace(strain=strain, position=stretched)

@@ -10,7 +10,7 @@ from adjsim.core.state import State
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.dynamics.moves import GeneralFlow, Scale, Shear
+from adjsim.dynamics.moves import ColumnShear, Coupling, GeneralFlow, Scale, Shear
 from adjsim.dynamics.sources import MoveContext
 from adjsim.dynamics.terms import Term
 from adjsim.potentials.base import force, force_vjp
@@ -213,7 +213,7 @@ class FlowContract:
         term = dynamics.terms[letter]
         coefficients, noise = term.coefficients(0.1, state), drawn(term, state)
         for move in term.moves(0.1, state):
-            if isinstance(move, GeneralFlow):
+            if not isinstance(move, Coupling):
                 continue
             other = getattr(state, move.field).clone()
             if move.link is None:
@@ -236,7 +236,7 @@ class FlowContract:
             name: c.detach().requires_grad_(c.requires_grad) for name, c in coefficients.items()
         }
         for move in term.moves(0.1, state):
-            assert isinstance(move, Shear | Scale | GeneralFlow)
+            assert isinstance(move, Shear | Scale | ColumnShear | GeneralFlow)
             before = type(state)(*(x.clone().requires_grad_() for x in state))
             noise = drawn(term, state)
             after = move.flow(before, at(dynamics, letter, leaves, noise))

@@ -21,7 +21,6 @@ from adjsim.core.durable.stateful import Entries
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, magnitudes, select
 from adjsim.dynamics.buffer import Spill, fingerprint
-from adjsim.dynamics.moves import Reflection, Scale, Shear
 from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.clock import Clock, VaryingClock
 from adjsim.solvers.run import Run
@@ -193,7 +192,7 @@ class FloatInversion(Rewind):
         """Write the error, and what may be used instead; not all dynamics have exact steps."""
         history = self.history
         moves = [move for _, move in history.stepper.plan.moves]
-        exact = all(isinstance(move, Shear | Scale | Reflection) for move in moves)
+        exact = all(move.on_lattice for move in moves)
         # Checkpoints may be planned further apart than the run is long.
         every = None if history.every is None else min(history.every, history.stepper.clock.last)
         fewer = "" if every is None else f" below {every}"

@@ -46,20 +46,6 @@ def is_orthogonal(box: Tensor) -> bool:
     return box.ndim == 1 or box.shape[-2] == 1
 
 
-def stretched(box: Tensor, strain: Tensor) -> Tensor:
-    """Multiply the rows of a box by exp(strain), for each system.
-
-    Args:
-        box: ``(dim,)`` lengths or ``(dim, dim)`` rows.
-        strain: logarithm of the stretch, ``(*batch, 1, dim)`` of each row or ``(*batch, 1, 1)``.
-
-    Returns:
-        ``(*batch, 1, dim)`` lengths or ``(*batch, dim, dim)`` rows.
-    """
-    factor = torch.exp(strain)
-    return box.to(strain) * (factor if box.ndim == 1 else factor.transpose(-1, -2))
-
-
 def rows_of(box: Tensor) -> Tensor:
     """Return the rows of a cell."""
     return torch.diag(box) if box.ndim == 1 else box
@@ -242,7 +228,7 @@ def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -
 
     The differences are one tensor ``(*batch, dim, ...)`` with the coordinates third from the end,
     or one tensor ``(*batch, 1, ...)`` for each coordinate. The box comes from :func:`checked_box`,
-    or is such a box of each system from :func:`stretched`.
+    or is such a box of each system from :meth:`~adjsim.core.strain.Strain.stretched`.
     In a tilted cell rounding finds the nearest image only within half the smallest width, which a
     cutoff guarantees; ``exact`` also searches the neighbouring images of the reduced cell.
     """

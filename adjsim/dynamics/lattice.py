@@ -6,6 +6,7 @@ lattice
 
 * a shear adds the increment rounded to the lattice, ``y' = y + [c g(x)]``. The inverse computes the
   same bits from the same x and subtracts them;
+* a shear of columns adds multiples of other columns, rounded, one column after another;
 * a reflection, ``y' = 2 x - y``, needs no rounding where x and y have one spacing;
 * a scale by n/d, n and d integers, is not a bijection: d/n states go to one. An integer B for each
   entry, the information buffer, keeps the bits that distinguish them (Maclaurin, Duvenaud and
@@ -49,7 +50,16 @@ from adjsim.dynamics.buffer import (
 )
 from adjsim.dynamics.copies import Copies, copy_name, extended, typical_sizes
 from adjsim.dynamics.cotangents import select_link
-from adjsim.dynamics.moves import Move, RatioScale, Reflection, Scale, Shear, replace_field
+from adjsim.dynamics.moves import (
+    ColumnShear,
+    Move,
+    RatioScale,
+    Reflection,
+    Scale,
+    Shear,
+    replace_field,
+    sheared,
+)
 from adjsim.dynamics.sources import Coefficient, Coefficients, Force, MoveContext
 from adjsim.potentials.base import Potential
 
@@ -129,18 +139,21 @@ class Lattice:
         """Convert a move to its form on this lattice."""
         if isinstance(move, Reflection):
             return move
+        if isinstance(move, ColumnShear):
+            shared = move.field, move.coefficient, move.lower, move.inverse
+            return LatticeColumnShear(*shared, rounding=self.roundings[move.field])
         assert isinstance(move, Shear | Scale)
         rounding = self.roundings[move.field].link(move.link)
         if isinstance(move, Shear):
             return LatticeShear(
                 move.field, move.source, move.coefficient, move.link, rounding=rounding
             )
-        shared: Any = (move.field, move.source, move.link, move.bits)
+        scale: Any = (move.field, move.source, move.link, move.bits)
         given: Any = {"rounding": rounding, "half": self._half}
         if isinstance(move, RatioScale):
             shear: Any = self.on_lattice(move.shear)
-            return LatticeRatioScale(*shared, **given, of=move.of, shear=shear)
-        return LatticeScale(*shared, **given)
+            return LatticeRatioScale(*scale, **given, of=move.of, shear=shear)
+        return LatticeScale(*scale, **given)
 
     def rationals(self, coefficients: dict[str, Coefficients]) -> dict[str, Coefficients]:
         """Add to the coefficients a fraction n/d for each coefficient that scales a field."""
@@ -245,6 +258,16 @@ class LatticeShear(Shear):
 
 
 @dataclass(frozen=True)
+class LatticeColumnShear(ColumnShear):
+    """A shear of columns whose increments are rounded to the lattice."""
+
+    rounding: Rounding = field(kw_only=True)
+
+    def _sheared(self, y: Tensor, matrix: Tensor, inverse: bool) -> Tensor:
+        return sheared(y, matrix, self.lower, inverse, self.rounding)
+
+
+@dataclass(frozen=True)
 class LatticeScale(Scale):
     """A scale by a fraction, with the remainders in the buffer."""
 
@@ -315,7 +338,7 @@ def _check_supported(
     dynamics: Dynamics[State], state: State, moves: Mapping[str, tuple[Move, ...]]
 ) -> None:
     for letter, group in moves.items():
-        if not all(isinstance(move, Shear | Scale | Reflection) for move in group):
+        if not all(move.on_lattice for move in group):
             reversible = "ReversibleAdjoint() or " if all(m.invertible for m in group) else ""
             raise TypeError(
                 f"exact=True needs flows made of shears and scales, and term {letter!r} of "

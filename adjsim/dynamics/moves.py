@@ -2,7 +2,8 @@
 
 A :class:`Shear` adds to a field y a value that does not depend on y. A :class:`Scale` multiplies y
 by a positive factor that does not depend on y. A :class:`Reflection` takes y to its mirror image at
-another field x. With x the rest of the state, c the coefficients (functions of the parameters,
+another field x. A :class:`ColumnShear` adds to the columns of a field multiples of other columns.
+With x the rest of the state, c the coefficients (functions of the parameters,
 computed once a run) and lambda the cotangent of the result::
 
     Shear   y' = y + c g(x)    y = y' - c g(x)    lambda_x += c (dg/dx)^T lambda_y
@@ -10,6 +11,7 @@ computed once a run) and lambda the cotangent of the result::
     Scale   y' = f(x) y        y = y' / f(x)      lambda_x += (df/dx)^T (lambda_y . y)
                                                   lambda_y <- f lambda_y
     Reflection  y' = 2 x - y   y = 2 x - y'       lambda_x += 2 lambda_y    lambda_y <- -lambda_y
+    ColumnShear  y' = y T      y = y' T^-1        lambda_y <- lambda_y T^T
 
 The inverse and the product need g(x) (or f(x)) at the same x, which the move leaves unchanged. So a
 backward move evaluates it once. A :class:`GeneralFlow` is any other flow, given by a function.
@@ -20,13 +22,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from adjsim.core.refusal import Refusal
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents, add_each, replace_link, select_link
 from adjsim.dynamics.sources import MoveContext, Source, as_leaves, unbroadcast
@@ -36,9 +40,11 @@ class Move(ABC):
     """One move of a flow, which writes some fields of the state.
 
     ``irreversible`` says why it has no inverse, and ``no_compiled_inverse`` why no compiled loop
-    can have its inverse; None for a move that has one.
+    can have its inverse; None for a move that has one. ``on_lattice`` tells whether it has a form
+    on a lattice, as exact runs need.
     """
 
+    on_lattice: ClassVar[bool] = False
     irreversible: ClassVar[Refusal | None] = None
     no_compiled_inverse: ClassVar[Refusal | None] = None
 
@@ -66,6 +72,7 @@ class Move(ABC):
 class Coupling(Move):
     """The base class of moves of a field or a link by a source that does not read it."""
 
+    on_lattice = True
     field: str
     source: Source
     link: int | None
@@ -166,6 +173,7 @@ class RatioScale(Scale):
 class Reflection(Move):
     """A reflection ``y' = 2 x - y`` at another field x, its own inverse, exact on a lattice."""
 
+    on_lattice = True
     field: str
     centre: str
 
@@ -184,6 +192,58 @@ class Reflection(Move):
         cotangents.add(self.centre, 2 * cotangent)
         cotangents[self.field] = -cotangent
         return self.flow(after, context) if before is None else before
+
+
+@dataclass(frozen=True)
+class ColumnShear(Move):
+    """A shear of the columns of a field, ``y' = y T``, T triangular with ones on its diagonal.
+
+    T is a coefficient that is not differentiated, lower triangular or upper. Each column adds
+    multiples of the columns on one side of it, which follow from the others in turn. ``inverse``:
+    the move by T^-1.
+    """
+
+    on_lattice = True
+    field: str
+    coefficient: str
+    lower: bool
+    inverse: bool = False
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.field,)
+
+    def flow(self, state: State, context: MoveContext) -> State:
+        return self._moved(state, context, self.inverse)
+
+    def backward(
+        self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None
+    ) -> State:
+        matrix = context.coefficients[self.coefficient].transpose(-1, -2)
+        cotangents[self.field] = sheared(
+            cotangents[self.field], matrix, not self.lower, self.inverse, UNROUNDED
+        )
+        return self._moved(after, context, not self.inverse) if before is None else before
+
+    def _moved(self, state: State, context: MoveContext, inverse: bool) -> State:
+        y, matrix = getattr(state, self.field), context.coefficients[self.coefficient]
+        return replace_field(state, self.field, None, self._sheared(y, matrix, inverse))
+
+    def _sheared(self, y: Tensor, matrix: Tensor, inverse: bool) -> Tensor:
+        return sheared(y, matrix, self.lower, inverse, UNROUNDED)
+
+
+def sheared(y: Tensor, matrix: Tensor, lower: bool, inverse: bool, rounding: Rounding) -> Tensor:
+    """Multiply columns by a triangular matrix with ones on its diagonal, or by its inverse."""
+    columns, sign = list(y.split(1, -1)), -1 if inverse else 1
+    places = range(len(columns))
+    # A column is changed while those that it adds have the values before the move.
+    for k in places if lower != inverse else reversed(places):
+        others = places[k + 1 :] if lower else places[:k]
+        if others:
+            added = reduce(add, [columns[j] * matrix[j, k] for j in others])
+            columns[k] = columns[k] + sign * rounding.round(added)
+    return torch.cat(columns, -1)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from adjsim.core.arguments import as_tensor
 from adjsim.core.neighbour_list import closest_atoms
 from adjsim.core.noise import Noise, NoiseStream, seed_from
 from adjsim.core.state import AnyState, check_position, in_transform
+from adjsim.core.strain import Strain
 from adjsim.core.typing import Positions, PositionsLike, Seed
 from adjsim.core.writes import refuse_written, version_of
 from adjsim.potentials.base import ForceField, Forces, Potential
 from adjsim.potentials.evaluated import terms_of
 from adjsim.potentials.force_field import refuse_high_energy
-from adjsim.potentials.strained import ForcesAt, strained_energy
+from adjsim.potentials.strained import ForcesAt, reference_box, strained_energy
 
 
 def as_start(
@@ -76,7 +77,11 @@ def check_potential(
         if isinstance(potential, ForceField):
             value, what, expected = potential(0.0, copy), "force", copy.shape
         else:
-            value = potential(copy) if strain is None else strained_energy(potential, copy, strain)
+            if strain is None:
+                value = potential(copy)
+            else:
+                at = Strain.of(reference_box(potential), strain)
+                value = strained_energy(potential, copy, at)
             what, expected = "energy", copy.shape[:-2]
     refuse_written(potential, copy, version)
     if value.shape != expected:

@@ -15,9 +15,10 @@ from ase.calculators.calculator import Calculator, all_changes
 from ase.io.formats import filetype
 from torch import Tensor
 
-from adjsim.core.box import rows_of, stretched, volume
+from adjsim.core.box import rows_of, volume
 from adjsim.core.durable.files import replacing
 from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.strain import Strain
 from adjsim.core.trajectory import Trajectory
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential, force
@@ -136,7 +137,8 @@ def to_ase(trajectory: Trajectory[Any], structure: Structure) -> list[ase.Atoms]
     for k, time in enumerate(trajectory.times.tolist()):
         framed = structure
         if strain is not None and structure.box is not None:
-            box = stretched(structure.box.detach().cpu(), strain[k].detach().cpu().double())
+            own = structure.box.detach().cpu()
+            box = Strain.of(own, strain[k].detach().cpu().double()).stretched(own)
             framed = structure._replace(box=box.reshape(structure.box.shape))
         atoms = _atoms(framed, positions=position[k].numpy(), info={"time": time})
         if momentum is not None:

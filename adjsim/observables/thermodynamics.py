@@ -95,7 +95,7 @@ def _pressure_at(dynamics: Any, state: Any) -> Energies:
             "dynamics at constant pressure that made the state."
         )
     q, p, size = state.position, state.momentum, dynamics.volume(state)
-    _, along = strained_force(dynamics.potential, q, state.strain)
+    _, along = strained_force(dynamics.potential, q, dynamics.piston.strain(state))
     twice = (p**2 / _masses(dynamics.mass, p)).sum((-1, -2))
     found = (twice + along.sum((-1, -2))) / (q.shape[-1] * size)
     tail = dynamics.piston.numbers(state).get("tail")

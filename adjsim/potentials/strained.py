@@ -1,8 +1,8 @@
 """Energies, forces and virials in boxes that states carry, as at constant pressure.
 
-The box of a system is that of the potential with its rows multiplied by exp(strain). The strain is
-``(*batch, 1, 1)``, or ``(*batch, 1, dim)`` with a number for each row. The force along the strain,
-W, is minus the derivative of the energy as box and positions are stretched together.
+The box of a system is that of the potential with its rows multiplied by exp(e), see
+:class:`~adjsim.core.strain.Strain`. The force along the strain, W, is minus the derivative of the
+energy by e as box and positions are stretched together.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.box import stretched
 from adjsim.core.derived import derived_of, first_sources
 from adjsim.core.layout import materialise
 from adjsim.core.parameters import leaves, point_of_differentiation, refuse_unknown
 from adjsim.core.reading import Reading
 from adjsim.core.rounding import UNROUNDED, Rounding, straight_through
 from adjsim.core.state import in_transform
+from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.evaluated import Evaluated
 from adjsim.potentials.products import (
@@ -64,14 +64,14 @@ class Strainable(Evaluated):
 
     reads_values: ClassVar[bool] = False
 
-    def strained_energy(self, position: Positions, strain: Tensor) -> Energies:
+    def strained_energy(self, position: Positions, strain: Strain) -> Energies:
         """Compute the energy at a strain, differentiable."""
         return energy_at(self, position, strain)
 
     def strained_force(
         self,
         position: Positions,
-        strain: Tensor,
+        strain: Strain,
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
     ) -> Forced:
@@ -85,7 +85,7 @@ class Strainable(Evaluated):
     def strained_vjp(
         self,
         position: Positions,
-        strain: Tensor,
+        strain: Strain,
         parameters: Tensors,
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
@@ -98,7 +98,7 @@ class Strainable(Evaluated):
         return ByAutograd(self).vjp(position, strain, parameters, rounding)
 
 
-def strained_energy(module: nn.Module, position: Positions, strain: Tensor) -> Energies:
+def strained_energy(module: nn.Module, position: Positions, strain: Strain) -> Energies:
     """Compute the energy of any module, as :meth:`Strainable.strained_energy`."""
     if isinstance(module, Strainable):
         return module.strained_energy(position, strain)
@@ -106,7 +106,7 @@ def strained_energy(module: nn.Module, position: Positions, strain: Tensor) -> E
 
 
 def strained_force(
-    module: nn.Module, position: Positions, strain: Tensor, *roundings: Rounding
+    module: nn.Module, position: Positions, strain: Strain, *roundings: Rounding
 ) -> Forced:
     """Compute force and W of any module, as :meth:`Strainable.strained_force`."""
     if isinstance(module, Strainable):
@@ -117,7 +117,7 @@ def strained_force(
 def strained_vjp(
     module: nn.Module,
     position: Positions,
-    strain: Tensor,
+    strain: Strain,
     parameters: Tensors,
     *roundings: Rounding,
 ) -> tuple[Forced, StrainedPullback]:
@@ -146,7 +146,7 @@ class ForcesAt:
         """Compute the forces at a point and a time."""
         if len(point) == 1:
             return (self._forces.force(t, point[0]),)
-        position, strain = map(materialise, point)
+        position, strain = self._at(point)
         return strained_force(self.potential, position, strain, *self._roundings)
 
     def vjp(
@@ -161,7 +161,7 @@ class ForcesAt:
                 return (along,), rest
 
             return (value,), product
-        position, strain = map(materialise, point)
+        position, strain = self._at(point)
         values, strained = strained_vjp(
             self.potential, position, strain, parameters, *self._roundings
         )
@@ -172,21 +172,25 @@ class ForcesAt:
 
         return values, both
 
+    def _at(self, point: Sequence[Tensor]) -> tuple[Tensor, Strain]:
+        position, value = map(materialise, point)
+        return position, Strain.of(reference_box(self.potential), value)
 
-def summed_energy(whole: Evaluated, position: Positions, strain: Tensor) -> Energies:
+
+def summed_energy(whole: Evaluated, position: Positions, strain: Strain) -> Energies:
     """Sum the energies of the parts of a sum."""
     return reduce(add, [strained_energy(part, position, strain) for part in whole.terms()])
 
 
 def summed_force(
-    whole: Evaluated, position: Positions, strain: Tensor, *roundings: Rounding
+    whole: Evaluated, position: Positions, strain: Strain, *roundings: Rounding
 ) -> Forced:
     """Sum the forces of the parts of a sum, and their W."""
     return added([strained_force(part, position, strain, *roundings) for part in whole.terms()])
 
 
 def summed_vjp(
-    whole: Evaluated, position: Positions, strain: Tensor, parameters: Tensors, *roundings: Rounding
+    whole: Evaluated, position: Positions, strain: Strain, parameters: Tensors, *roundings: Rounding
 ) -> tuple[Forced, StrainedPullback]:
     """Sum the forces of the parts of a sum, their W, and their products."""
     return added_vjp(
@@ -211,9 +215,20 @@ def added(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return reduce(add, first), reduce(add, second)
 
 
+def boxes_of(module: nn.Module) -> list[Tensor]:
+    """Return the boxes of the parts of a module."""
+    found = (part._buffers.get("box") for part in module.modules())
+    return [box for box in found if box is not None]
+
+
 def has_box(module: nn.Module) -> bool:
     """Return whether a part of a module has a box."""
-    return any(part._buffers.get("box") is not None for part in module.modules())
+    return bool(boxes_of(module))
+
+
+def reference_box(module: nn.Module) -> Tensor:
+    """Return the box of a module that has one, which a strain stretches."""
+    return boxes_of(module)[0]
 
 
 def follow_box(part: nn.Module) -> None:
@@ -234,7 +249,7 @@ def follow_box(part: nn.Module) -> None:
 def energy_at(
     module: M,
     position: Tensor,
-    strain: Tensor,
+    strain: Strain,
     evaluate: Callable[[M, Tensor], Tensor] = nn.Module.__call__,
 ) -> Tensor:
     """Compute an energy of a module in the boxes of systems, differentiable."""
@@ -251,8 +266,10 @@ def energy_at(
     }
 
     def one(q: Tensor, e: Tensor) -> Tensor:
+        now = strain._replace(value=e)
         tensors = [
-            stretched(x, e.to(x)).reshape(x.shape) if id(x) in boxes else x for x in reading.tensors
+            now.stretched(x).to(x).reshape(x.shape) if id(x) in boxes else x
+            for x in reading.tensors
         ]
         copy = reading.bound(tensors)
         for part in copy.modules():
@@ -260,10 +277,11 @@ def energy_at(
         return evaluate(copy, q)
 
     if not batch:
-        return one(position, strain)
+        return one(position, strain.value)
     # A module has one box, so systems are evaluated one by one, or as if they were.
     flat = position.reshape(-1, *position.shape[-2:])
-    strains = strain.expand(*batch, *strain.shape[-2:]).reshape(-1, *strain.shape[-2:])
+    value = strain.value
+    strains = value.expand(*batch, *value.shape[-2:]).reshape(-1, *value.shape[-2:])
     if any(getattr(part, "reads_values", False) for part in module.modules()):
         return torch.stack(list(map(one, flat, strains))).reshape(batch)
     return torch.vmap(one)(flat, strains).reshape(batch)
@@ -277,15 +295,15 @@ class ByAutograd(Generic[M]):
     ) -> None:
         self.module, self.evaluate = module, evaluate
 
-    def energy(self, position: Tensor, strain: Tensor) -> Tensor:
+    def energy(self, position: Tensor, strain: Strain) -> Tensor:
         """Compute the energy, differentiable."""
         return energy_at(self.module, position, strain, self.evaluate)
 
-    def force(self, position: Tensor, strain: Tensor, rounding: Rounding = UNROUNDED) -> Forced:
+    def force(self, position: Tensor, strain: Strain, rounding: Rounding = UNROUNDED) -> Forced:
         """Compute force and W, differentiable when grad mode is on."""
         if not has_box(self.module):
             value = self._force_without_box(position, rounding)
-            return value, (position * value).sum(-2, keepdim=True).sum_to_size(strain.shape)
+            return value, strain.along(position, value)
         create = torch.is_grad_enabled()
         smooth = self._differentiated(position, strain, create)
         if not rounding.rounds or not create:
@@ -297,7 +315,7 @@ class ByAutograd(Generic[M]):
     def vjp(
         self,
         position: Tensor,
-        strain: Tensor,
+        strain: Strain,
         parameters: Tensors,
         rounding: Rounding = UNROUNDED,
     ) -> tuple[Forced, StrainedPullback]:
@@ -305,8 +323,8 @@ class ByAutograd(Generic[M]):
         if not has_box(self.module):
             return self._vjp_without_box(position, strain, parameters, rounding)
         with torch.enable_grad():
-            q, e = position.detach().requires_grad_(), strain.detach().requires_grad_()
-            smooth = self._differentiated(q, e, True)
+            q, e = position.detach().requires_grad_(), strain.value.detach().requires_grad_()
+            smooth = self._differentiated(q, strain._replace(value=e), True)
         what = f"the force of {type(self.module).__name__}"
         for value in smooth:
             refuse_unknown(value, self.module, [q, e, *parameters], what)
@@ -335,11 +353,12 @@ class ByAutograd(Generic[M]):
         return potential.force(position, *((rounding,) if rounding.rounds else ()))
 
     def _vjp_without_box(
-        self, position: Tensor, strain: Tensor, parameters: Tensors, rounding: Rounding
+        self, position: Tensor, strain: Strain, parameters: Tensors, rounding: Rounding
     ) -> tuple[Forced, StrainedPullback]:
         """Compute force, W and products of an energy that depends on positions alone.
 
-        With W_a = sum_i q_ia F_ia, the cotangent of q is ``J (v + c q) + c F``, J that of F.
+        With W_a = sum_i q_ia F_ia by coordinate along rows, the cotangent of q is
+        ``J (v + c q) + c F``, J that of F.
         """
         if isinstance(self.module, Strainable):
             potential: Any = self.module
@@ -347,36 +366,39 @@ class ByAutograd(Generic[M]):
             value, product = potential.force_vjp(position, parameters, *given)
         else:
             value, product = energy_vjp(self.module, position, parameters, rounding)
-        along = (position * value).sum(-2, keepdim=True).sum_to_size(strain.shape)
+        along = strain.along(position, value)
 
         def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, ParameterVJP]:
-            found, rest = product(v + c * position)
-            return found + c * value, torch.zeros_like(strain), rest
+            found, rest = product(v + strain.dilated(position, c))
+            return found + strain.pulled_back(value, c), torch.zeros_like(c), rest
 
         return (value, along), pullback
 
-    def _differentiated(self, position: Tensor, strain: Tensor, create: bool) -> Forced:
+    def _differentiated(self, position: Tensor, strain: Strain, create: bool) -> Forced:
         """Compute minus the derivatives by position, and by a stretch of positions and box."""
+
+        def total_energy(q: Tensor, u: Tensor, e: Tensor) -> Tensor:
+            there = strain._replace(value=e + u)
+            return self.energy(strain.dilated(q, torch.exp(u)), there).sum()
+
+        at = strain.value
         if in_transform() or torch.compiler.is_compiling():
-            by_both = torch.func.grad(
-                lambda q, u: self.energy(q * torch.exp(u), strain + u).sum(), argnums=(0, 1)
-            )
-            force, along = by_both(position, torch.zeros_like(strain))
+            by_both = torch.func.grad(total_energy, argnums=(0, 1))
+            force, along = by_both(position, torch.zeros_like(at), at)
             return -force, -along
         with torch.enable_grad():
             q = position.view_as(position) if create else position.detach()
             q = q if q.requires_grad else point_of_differentiation(q)
-            stretch = point_of_differentiation(torch.zeros_like(strain))
-            base = strain if create else strain.detach()
-            total = self.energy(q * torch.exp(stretch), base + stretch).sum()
+            stretch = point_of_differentiation(torch.zeros_like(at))
+            total = total_energy(q, stretch, at if create else at.detach())
             if not total.requires_grad:
-                return torch.zeros_like(position), torch.zeros_like(strain)
+                return torch.zeros_like(position), torch.zeros_like(at)
             found = torch.autograd.grad(total, (q, stretch), create_graph=create, allow_unused=True)
         force, along = (
             torch.zeros_like(x) if g is None else -g
-            for x, g in zip((position, strain), found, strict=True)
+            for x, g in zip((position, at), found, strict=True)
         )
-        trained = position.requires_grad or strain.requires_grad
+        trained = position.requires_grad or at.requires_grad
         if trained or any(next(leaves(x), None) is not None for x in (force, along)):
             return force, along
         # Nothing but the leaves made here requires grad.

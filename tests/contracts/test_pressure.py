@@ -8,6 +8,7 @@ import torch
 import adjsim
 from adjsim.core.reading import read
 from adjsim.core.rounding import Rounding
+from adjsim.core.strain import Strain
 from adjsim.potentials.pairs import dense
 from adjsim.potentials.pairs.tail import DispersionCorrection
 from adjsim.potentials.strained import (
@@ -17,15 +18,16 @@ from adjsim.potentials.strained import (
     strained_force,
     strained_vjp,
 )
-from tests.pressure import OwnPairs, parameter, piston, position, potential, start
+from tests.pressure import OwnPairs, at, parameter, piston, position, potential, start
 from tests.suites import TermContract, disturbed
 
-KINDS = ["orthogonal", "tilted", "mixture", "own", "sum", "ewald", "mesh"]
+KINDS = ["orthogonal", "tilted", "turned", "bonded", "mixture", "own", "sum", "ewald", "mesh"]
 TERMS = []
 for kind, axes, chains in (
     ("orthogonal", "isotropic", False),
     ("orthogonal", "each", True),
     ("tilted", "isotropic", True),
+    ("turned", "each", False),
 ):
     for batch in ((), (3,)):
         made = piston(kind, axes, chains)
@@ -45,18 +47,17 @@ def strains(batch, axes, seed=1):
     return 0.06 * torch.rand(*batch, 1, axes, generator=generator, dtype=torch.float64)
 
 
-# An axis of a tilted cell has no strain of its own.
 @pytest.mark.parametrize("batch", [(), (2,), (2, 2)], ids=str)
-@pytest.mark.parametrize(
-    ("kind", "axes"),
-    [(kind, axes) for kind in KINDS for axes in (1, 3) if (kind, axes) != ("tilted", 3)],
-)
+@pytest.mark.parametrize("axes", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
 def test_closed_forms_equal_automatic_differentiation(kind, batch, axes):
     """Of energy, force, W and their products, by the operator, and by torch over all pairs."""
-    module, strain = read(potential(kind)), strains(batch, axes)
-    q = position(batch) * torch.exp(strain) + 3.6 * (kind != "tilted")
+    module, value = read(potential(kind)), strains(batch, axes)
+    strain = at(module, value)
+    q = strain.dilated(position(batch), torch.exp(value))
+    q = q + 3.6 * (kind not in ("tilted", "turned", "bonded"))
     parameters = list(module.parameters())
-    v, c = torch.randn_like(q), torch.randn_like(strain)
+    v, c = torch.randn_like(q), torch.randn_like(value)
     force, along = strained_force(module, q, strain)
     expected = energy_at(module, q, strain)
     close = {"rtol": 1e-11, "atol": 1e-11}
@@ -73,8 +74,8 @@ def test_closed_forms_equal_automatic_differentiation(kind, batch, axes):
     ):
         if theirs is not None:
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-    leaves = [q.clone().requires_grad_(), strain.clone().requires_grad_()]
-    found = strained_force(module, *leaves)
+    leaves = [q.clone().requires_grad_(), value.clone().requires_grad_()]
+    found = strained_force(module, leaves[0], at(module, leaves[1]))
     total = (found[0] * v).sum() + (found[1] * c).sum()
     grads = torch.autograd.grad(total, [*leaves, *parameters], allow_unused=True)
     for ours, theirs in zip(grads, (along_q, along_strain, *rest), strict=True):
@@ -82,10 +83,12 @@ def test_closed_forms_equal_automatic_differentiation(kind, batch, axes):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_the_automatic_forms_are_derivatives_of_the_energy():
+@pytest.mark.parametrize("kind", ["orthogonal", "turned"])
+def test_the_automatic_forms_are_derivatives_of_the_energy(kind):
     """Force and W of the pairs against central differences of the energy in position and strain."""
-    module, strain = read(potential()), strains((), 3)
-    q, h = position() * torch.exp(strain), 1e-5
+    module, value = read(potential(kind)), strains((), 3)
+    strain, h = at(module, value), 1e-5
+    q = strain.dilated(position(), torch.exp(value))
     force, along = ByAutograd(module).force(q, strain)
     direction = torch.randn_like(q)
 
@@ -96,11 +99,12 @@ def test_the_automatic_forms_are_derivatives_of_the_energy():
     # The error of the differences is h^2 U''' and eps U / h, 1e-7 of forces near the core.
     assert float((force * direction).sum().detach()) == pytest.approx(-slope, rel=1e-6)
     for a in range(3):
-        e = torch.zeros_like(strain)
+        e = torch.zeros_like(value)
         e[..., a] = h
-        slope = (energy(q * torch.exp(e), strain + e) - energy(q * torch.exp(-e), strain - e)) / (
-            2 * h
+        above, below = (
+            energy(strain.dilated(q, torch.exp(x)), at(module, value + x)) for x in (e, -e)
         )
+        slope = (above - below) / (2 * h)
         assert float(along[..., a].detach()) == pytest.approx(-slope, rel=1e-6)
 
 
@@ -108,14 +112,14 @@ def test_the_virial_is_that_at_rest():
     """W without strain is the diagonal of the virial of the potential."""
     module, q = potential(), position((2,))
     strain = torch.zeros(2, 1, 3, dtype=torch.float64)
-    _, along = strained_force(read(module), q, strain)
+    _, along = strained_force(read(module), q, at(module, strain))
     torch.testing.assert_close(
         along.squeeze(-2), module.virial(q).diagonal(dim1=-2, dim2=-1), rtol=1e-12, atol=1e-12
     )
 
 
-@pytest.mark.parametrize("tilted", [False, True])
-def test_lists_hold_all_pairs_in_boxes_that_move(tilted):
+@pytest.mark.parametrize(("tilted", "axes"), [(False, 3), (True, 1), (True, 3)])
+def test_lists_hold_all_pairs_in_boxes_that_move(tilted, axes):
     """A walk of box and positions, listed, against all pairs of each box: the same sums."""
     generator = torch.Generator().manual_seed(2)
     size, atoms = 9.0, 700
@@ -126,31 +130,31 @@ def test_lists_hold_all_pairs_in_boxes_that_move(tilted):
     module = read(adjsim.LennardJones(cutoff=2.5, box=box))
     assert module.path(lattice) == "neighbour list"
     q = lattice @ (box / 9 if tilted else torch.diag(box) / 9)
-    strain = torch.zeros(1, 1 if tilted else 3, dtype=torch.float64)
+    strain = at(module, torch.zeros(1, axes, dtype=torch.float64))
     for step in range(40):
         # Now and then a jump that no list outlives, and mostly moves of a tenth of the skin.
         scale = 0.1 if step % 13 == 12 else 0.01
-        move = scale * torch.randn(strain.shape, generator=generator, dtype=torch.float64)
-        move = move.clamp(min=-0.02 - strain.amin())
-        q = q * torch.exp(move) + 0.01 * torch.randn(
+        move = scale * torch.randn(1, axes, generator=generator, dtype=torch.float64)
+        move = move.clamp(min=-0.02 - strain.value.amin())
+        q = strain.dilated(q, torch.exp(move)) + 0.01 * torch.randn(
             q.shape, generator=generator, dtype=torch.float64
         )
-        strain = strain + move
+        strain = strain._replace(value=strain.value + move)
         force, along = strained_force(module, q, strain)
-        expected = dense.strained_force(
-            module, q, adjsim.core.box.stretched(module.image_box, strain)
-        )
+        expected = dense.strained_force(module, q, strain)
         torch.testing.assert_close(force, expected[0], rtol=1e-10, atol=1e-9)
-        total = expected[1].sum_to_size(along.shape)
-        torch.testing.assert_close(along, total, rtol=1e-10, atol=1e-8)
+        torch.testing.assert_close(along, expected[1], rtol=1e-10, atol=1e-8)
 
 
-def test_exact_sums_do_not_depend_on_how_pairs_are_found():
+@pytest.mark.parametrize("tilted", [False, True])
+def test_exact_sums_do_not_depend_on_how_pairs_are_found(tilted):
     """Rounded contributions: the operator, its list and torch give the same bits of F and W."""
     box = torch.full((3,), 9.0, dtype=torch.float64)
+    if tilted:
+        box = torch.diag(box) + torch.tensor([[0, 0, 0], [2.0, 0, 0], [-1.0, 1.5, 0]])
     lattice = torch.cartesian_prod(*[torch.arange(9, dtype=torch.float64)] * 3)[:700]
     q = lattice + 0.1 * torch.randn(700, 3, generator=torch.Generator().manual_seed(0)).double()
-    strain = torch.full((1, 3), 0.01, dtype=torch.float64)
+    strain = Strain.of(box, torch.tensor([[0.01, 0.03, -0.02]], dtype=torch.float64))
     rounding = Rounding(torch.full((1, 1, 1), 2.0**-30, dtype=torch.float64))
     found = [
         strained_force(
@@ -159,26 +163,27 @@ def test_exact_sums_do_not_depend_on_how_pairs_are_found():
         for skin in (0.1, 0.6)
     ]
     module = read(adjsim.LennardJones(cutoff=2.5, box=box))
-    stretched = adjsim.core.box.stretched(module.image_box, strain)
-    found.append(dense.strained_force(module, q, stretched, rounding, rounding))
+    found.append(dense.strained_force(module, q, strain, rounding, rounding))
     for force, along in found[1:]:
         assert torch.equal(force, found[0][0])
         assert torch.equal(along, found[0][1])
 
 
 @pytest.mark.parametrize(
-    ("axes", "settings"),
+    ("kind", "axes", "settings"),
     [
-        ("isotropic", {"friction": 0.0}),
-        ("isotropic", {"friction": 0.0, "tail": True}),
-        ("each", {"friction": 0.0, "tail": True}),
-        ("isotropic", {"chains": True, "length": 2}),
-        ("each", {"chains": True}),
+        ("orthogonal", "isotropic", {"friction": 0.0}),
+        ("orthogonal", "isotropic", {"friction": 0.0, "tail": True}),
+        ("orthogonal", "each", {"friction": 0.0, "tail": True}),
+        ("orthogonal", "isotropic", {"chains": True, "length": 2}),
+        ("orthogonal", "each", {"chains": True}),
+        ("turned", "each", {"friction": 0.0, "tail": True}),
+        ("bonded", "each", {"chains": True}),
     ],
 )
-def test_the_enthalpy_is_conserved_by_the_drift(axes, settings):
+def test_the_enthalpy_is_conserved_by_the_drift(kind, axes, settings):
     """With that of piston and chains."""
-    dynamics = piston(axes=axes, **settings)
+    dynamics = piston(kind, axes, **settings)
     state = disturbed(start(dynamics, (2,)))
     state = state._replace(strain_momentum=state.strain_momentum + 1.3)
     leaves = type(state)(*(x.requires_grad_() for x in state))
@@ -187,6 +192,28 @@ def test_the_enthalpy_is_conserved_by_the_drift(axes, settings):
     changes = [(g * r).flatten(1).sum(-1) for g, r in zip(grads, rates, strict=True)]
     change, size = sum(changes), sum(x.abs() for x in changes)
     assert bool((change.abs() < 1e-12 * size).all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes"), [("orthogonal", "isotropic"), ("orthogonal", "each"), ("turned", "each")]
+)
+def test_the_drift_keeps_the_isothermal_isobaric_density(kind, axes):
+    """Its divergence is minus the rate of log V, so V exp(-invariant/kT) stays as it is."""
+    dynamics = piston(kind, axes, friction=0.0)
+    state = start(dynamics)._replace(strain_momentum=1.3 * torch.ones_like(start(dynamics).strain))
+    state = disturbed(state)
+    sizes = [x.numel() for x in state]
+
+    def rate(flat):
+        parts = (x.reshape(y.shape) for x, y in zip(flat.split(sizes), state, strict=True))
+        return torch.cat([x.flatten() for x in dynamics.drift(0.0, type(state)(*parts))])
+
+    flat = torch.cat([x.detach().flatten() for x in state])
+    divergence = torch.autograd.functional.jacobian(rate, flat).diagonal().sum()
+    strain = state.strain.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(dynamics.volume(state._replace(strain=strain)).log(), strain)
+    expected = -(slope * dynamics.drift(0.0, state).strain).sum()
+    torch.testing.assert_close(divergence, expected.detach(), rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("axes", ["isotropic", "each"])
@@ -201,7 +228,7 @@ def test_the_equations_are_those_of_martyna_tobias_and_klein(axes):
     W = (dof + d) * 0.6 * 0.5**2 / (1 if axes == "isotropic" else d)
     v = rate / W
     found = dynamics.drift(0.0, state)
-    force, along = strained_force(read(dynamics.potential), q, e)
+    force, along = strained_force(read(dynamics.potential), q, at(dynamics.potential, e))
     spread = v.sum() * (d if axes == "isotropic" else 1) / dof
     torch.testing.assert_close(found.position, p / m + v * q)
     torch.testing.assert_close(found.momentum, force - (v + spread) * p)
@@ -227,10 +254,12 @@ def test_boxes_and_volumes():
     torch.testing.assert_close(whole.box(state), (own * 1.1).expand(2, 3))
     with pytest.raises(ValueError, match="another shape"):
         whole.init(position((2,)), box=box)
-    tilted = piston("tilted")
-    rows = tilted.potential.box * 1.05
-    state = tilted.init(position(), box=rows)
-    torch.testing.assert_close(tilted.box(state), rows)
+    for axes, factors in (("isotropic", [1.05] * 3), ("each", [1.05, 1.02, 1.1])):
+        tilted = piston("turned", axes)
+        rows = tilted.potential.box * torch.tensor(factors).double().unsqueeze(-1)
+        state = tilted.init(position(), box=rows)
+        torch.testing.assert_close(tilted.box(state), rows)
+        torch.testing.assert_close(tilted.volume(state), torch.linalg.det(rows).abs())
 
 
 class HiddenBox(torch.nn.Module):
@@ -275,7 +304,6 @@ class Wall(torch.nn.Module):
         (lambda: adjsim.LangevinPiston(adjsim.LennardJones()), ValueError, "needs a periodic box"),
         (lambda: piston(friction=-1.0), ValueError, "friction must not be negative"),
         (lambda: piston(friction=[1.0] * 8), ValueError, "give that of the piston"),
-        (lambda: piston("tilted", "each"), ValueError, "takes an orthogonal box"),
         (
             lambda: adjsim.LangevinPiston(OwnPairs([3.0])).init(torch.zeros(2, 1)),
             ValueError,
@@ -378,7 +406,8 @@ def test_observables_are_those_of_the_box_of_the_state():
     def energy(e):
         change = torch.full((1, 1), e, dtype=torch.float64)
         moved = state.position * torch.exp(change)
-        return strained_energy(dynamics.potential, moved, state.strain + change).detach()
+        strain = at(dynamics.potential, state.strain + change)
+        return strained_energy(dynamics.potential, moved, strain).detach()
 
     volume = dynamics.volume(state)
     slope = (energy(h) - energy(-h)) / (2 * h)
@@ -466,7 +495,7 @@ def test_a_module_without_trained_numbers_keeps_no_graph():
     module.k.requires_grad_(False)
     dynamics = adjsim.LangevinPiston(module, pressure=parameter(0.3))
     state, solver = dynamics.init(position((4,)), generator=0), adjsim.Splitting("BVSAOASVB", 0.01)
-    force, along = strained_force(read(module), state.position, state.strain)
+    force, along = strained_force(read(module), state.position, at(module, state.strain))
     assert not force.requires_grad
     assert not along.requires_grad
     simulation = adjsim.Simulation(

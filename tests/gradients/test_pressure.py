@@ -16,6 +16,8 @@ ROWS = [
     ("orthogonal", "isotropic", {}),
     ("orthogonal", "each", {"piston_friction": parameter(0.3)}),
     ("tilted", "isotropic", {"tail": True}),
+    ("turned", "each", {"tail": True}),
+    ("bonded", "each", {"chains": True}),
     ("mixture", "isotropic", {"tail": True}),
     ("sum", "each", {}),
     ("mesh", "isotropic", {}),
@@ -69,7 +71,7 @@ def rows(*short):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("row", rows("orthogonal-each", "sum-each"))
+@pytest.mark.parametrize("row", rows("orthogonal-each", "sum-each", "turned-each"))
 def test_adjoints_agree(row, exact):
     expected = gradient(row, DirectAdjoint(), exact=exact)
     for adjoint in (CheckpointAdjoint(3), ReversibleAdjoint()):
@@ -192,14 +194,18 @@ def test_float32():
 
 @chaotic
 @pytest.mark.marathon
-@pytest.mark.parametrize(("axes", "density", "kT"), [("isotropic", 0.8, 0.85), ("each", 0.95, 0.3)])
-def test_a_hundred_thousand_exact_steps_come_back(axes, density, kT):
-    """Bit for bit, a liquid of 256 atoms, and a crystal whose edges move apart, compiled."""
+@pytest.mark.parametrize(
+    ("axes", "density", "kT", "skew"),
+    [("isotropic", 0.8, 0.85, 0.0), ("each", 0.95, 0.3, 0.0), ("each", 0.95, 0.3, 0.25)],
+)
+def test_a_hundred_thousand_exact_steps_come_back(axes, density, kT, skew):
+    """Bit for bit, a liquid of 256 atoms, and crystals whose edges move apart, compiled."""
     cell = torch.tensor([[0.0, 0, 0], [0.5, 0.5, 0], [0.5, 0, 0.5], [0, 0.5, 0.5]])
     places = torch.cartesian_prod(*[torch.arange(4.0)] * 3)[:, None] + cell
     edge = (256 / density) ** (1 / 3)
     position = (places.reshape(-1, 3) * edge / 4).double()
-    liquid = adjsim.LennardJones(cutoff=2.5, box=[edge] * 3)
+    box = torch.tensor([[1, 0, 0], [skew, 1, 0], [0, -skew, 1]], dtype=torch.float64) * edge
+    liquid = adjsim.LennardJones(cutoff=2.5, box=box if skew else [edge] * 3)
     dynamics = adjsim.LangevinPiston(liquid, 1.0, parameter(kT), 1.0, 0.55, axes=axes)
     state = dynamics.init(position, generator=0)
     state = type(state)(*(x.detach() for x in state))
@@ -218,13 +224,15 @@ def test_a_hundred_thousand_exact_steps_come_back(axes, density, kT):
     assert trajectory.stats["steps"] == 100_000
 
 
-@pytest.mark.parametrize("kind", ["orthogonal", "tilted"])
-def test_compiled_steps_do_not_return_to_python(kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "axes"), [("orthogonal", "isotropic"), ("tilted", "isotropic"), ("tilted", "each")]
+)
+def test_compiled_steps_do_not_return_to_python(kind, axes, monkeypatch):
     """No operation of a step is left to torch."""
     found = []
     described = to_cpp.described
     monkeypatch.setattr(to_cpp, "described", lambda x: found.append(described(x)) or found[-1])
-    dynamics = piston(kind, tau=parameter(0.45))
+    dynamics = piston(kind, axes, tau=parameter(0.45))
     run = adjsim.simulate(
         dynamics,
         start(dynamics),

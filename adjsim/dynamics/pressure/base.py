@@ -8,11 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.box import Periodic, as_box, stretched, volume
+from adjsim.core.box import Periodic, as_box, volume
 from adjsim.core.layout import is_tracing
 from adjsim.core.noise import NoiseStream
 from adjsim.core.parameters import register
 from adjsim.core.state import AnyState, in_transform
+from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Number, PositionsLike, Seed
 from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.pressure.following import refuse_unfollowing
@@ -32,7 +33,7 @@ from adjsim.dynamics.terms import Stream, Term
 from adjsim.dynamics.thermostats.base import Thermostat
 from adjsim.potentials.base import ForceField
 from adjsim.potentials.evaluated import terms_of
-from adjsim.potentials.strained import has_box, strained_energy
+from adjsim.potentials.strained import has_box, reference_box, strained_energy
 
 # A million bar in eV per cubic angstrom: more is a pressure in another unit, or a slip.
 LARGEST_PRESSURE = 0.6242
@@ -51,7 +52,7 @@ class PistonDynamics(Thermostat[Any]):
         kT: temperature, energy; one number.
         pressure: P, energy / length^d; one number. With ASE's units a bar is ``ase.units.bar``.
         tau: period of the piston, time; ten to a thousand times that of the fastest vibration.
-        axes: "isotropic", or "each" in an orthogonal box.
+        axes: "isotropic", or "each", the length of each row of the box.
         tail: whether to add the pressure of the pairs that a cutoff leaves out, see
             :func:`~adjsim.potentials.tail_corrections`.
     """
@@ -91,11 +92,6 @@ class PistonDynamics(Thermostat[Any]):
         box = self.reference_box
         if len(box) == 1:
             raise ValueError("constant pressure needs two or three dimensions; the box has one.")
-        if self.axes == "each" and box.ndim == 2:
-            raise ValueError(
-                'axes="each" takes an orthogonal box, (dim,) lengths: use axes="isotropic" in a '
-                "tilted one."
-            )
         if self.tail and not tailed_parts(self.potential):
             raise ValueError(
                 "tail=True adds the pressure of pairs beyond a cutoff, and no part of "
@@ -129,8 +125,7 @@ class PistonDynamics(Thermostat[Any]):
     @property
     def reference_box(self) -> Tensor:
         """The box of the potential, which a state stretches."""
-        boxes = (part._buffers.get("box") for part in self.potential.modules())
-        return next(box for box in boxes if box is not None)
+        return reference_box(self.potential)
 
     @property
     def piston(self) -> Piston:
@@ -185,14 +180,9 @@ class PistonDynamics(Thermostat[Any]):
                 f"box has shape {tuple(box.shape)}; it must be (*batch, "
                 f"{', '.join(map(str, own.shape))}), as that of the potential."
             )
-        if own.ndim == 1:
-            ratio = (box / own).unsqueeze(-2)
-        else:
-            ratio = (torch.linalg.det(box) / torch.linalg.det(own))[..., None, None] ** (
-                1 / len(own)
-            )
-        ratio = ratio if self.axes == "each" else ratio.mean(-1, keepdim=True)
-        same = stretched(own, torch.log(ratio))
+        ratio = box / own if own.ndim == 1 else box.norm(dim=-1) / own.norm(dim=-1)
+        ratio = (ratio if self.axes == "each" else ratio.mean(-1, keepdim=True)).unsqueeze(-2)
+        same = Strain.of(own, torch.log(ratio)).stretched(own)
         if not torch.allclose(same, box.reshape(same.shape), rtol=1e-9):
             raise ValueError(
                 "box has another shape than that of the potential, and a strain of axes="
@@ -208,8 +198,9 @@ class PistonDynamics(Thermostat[Any]):
 
     def box(self, state: InBox) -> Tensor:
         """Return the boxes of systems, ``(*batch, dim)`` lengths or ``(*batch, dim, dim)`` rows."""
-        box = stretched(self.reference_box, state.strain)
-        return box.squeeze(-2) if self.reference_box.ndim == 1 else box
+        own = self.reference_box
+        box = Strain.of(own, state.strain).stretched(own)
+        return box.squeeze(-2) if own.ndim == 1 else box
 
     def volume(self, state: InBox) -> Energies:
         """Compute the volume of each system, ``(*batch,)``."""
@@ -226,7 +217,8 @@ class PistonDynamics(Thermostat[Any]):
         at, limit = cast(InBox, state), self.limit
         if limit is not None and not is_tracing() and not in_transform():
             limit.refuse(cast(AnyState, at), 0.0)
-        energy = strained_energy(self.potential, at.position, at.strain)
+        strain = Strain.of(self.reference_box, at.strain)
+        energy = strained_energy(self.potential, at.position, strain)
         return energy + self.piston.work(at)
 
     def enthalpy(self, state: InBox) -> Energies:
@@ -255,7 +247,7 @@ class PistonDynamics(Thermostat[Any]):
         if not known:
             return None
         cutoff, box = max(known, key=itemgetter(0))
-        return BoxLimit(box, cutoff)
+        return BoxLimit(box, cutoff, self.reference_box)
 
     def check(self, state: AnyState) -> None:
         super().check(state)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.box import rows_of, stretched
+from adjsim.core.box import rows_of
+from adjsim.core.strain import Strain
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import terms_of
 from adjsim.potentials.strained import has_box, strained_energy, strained_force
@@ -25,17 +26,18 @@ def refuse_unfollowing(
         position, strain: of one system.
         kT: the scale of energies: differences below a thousandth of it an atom do not count.
     """
-    resting, none = position * torch.exp(-strain), torch.zeros_like(strain)
-    trial = strain + TRIAL
-    moved = resting * torch.exp(trial)
+    given = Strain.of(box, strain)
+    resting = given.dilated(position, torch.exp(-strain))
+    none, trial = (given._replace(value=e) for e in (torch.zeros_like(strain), strain + TRIAL))
+    moved = given.dilated(resting, torch.exp(trial.value))
     own, stretched_row = (
-        rows_of(stretched(box, e).squeeze(-2))[0].to(position) for e in (none, trial)
+        rows_of(e.stretched(box).squeeze(-2))[0].to(position) for e in (none, trial)
     )
     small = 1e-3 * kT * len(position)
     for part in terms_of(potential):
         name = type(part).__name__
-        before = strained_energy(part, position, strain)
-        elsewhere = strained_energy(part, position + 0.37 * own.roll(1) + 0.23 * own, strain)
+        before = strained_energy(part, position, given)
+        elsewhere = strained_energy(part, position + 0.37 * own.roll(1) + 0.23 * own, given)
         # A mesh changes an energy by about 1e-5.
         if _differ(before, elsewhere, 1e-3, small):
             raise ValueError(
@@ -59,7 +61,7 @@ def refuse_unfollowing(
             )
 
 
-def _refuse_own_force(part: nn.Module, position: Tensor, strain: Tensor) -> None:
+def _refuse_own_force(part: nn.Module, position: Tensor, strain: Strain) -> None:
     """Refuse a force of the user's own that is not minus the derivative of the energy."""
     if not isinstance(part, Potential) or not has_box(part):
         return
@@ -75,7 +77,7 @@ def _refuse_own_force(part: nn.Module, position: Tensor, strain: Tensor) -> None
         )
 
 
-def _is_periodic(part: nn.Module, position: Tensor, strain: Tensor, row: Tensor) -> bool:
+def _is_periodic(part: nn.Module, position: Tensor, strain: Strain, row: Tensor) -> bool:
     """Return whether an energy stays the same as the most pulled atom moves by some rows."""
     force, _ = strained_force(part, position, strain)
     moved, atom = position.clone(), int(force.norm(dim=-1).argmax())

@@ -39,8 +39,9 @@ class LangevinPiston(PistonDynamics):
     These are the equations of Martyna, Tobias and Klein, J. Chem. Phys. 101, 4177 (1994), with
     Langevin baths in place of chains. They sample exp(-(U + K + P V + p_e^2/2W)/kT) in volume,
     positions and momenta, the isothermal-isobaric ensemble. With ``tail=True`` the energy
-    P_tail V, which is inverse to the volume, is added to P V. With ``axes="each"`` each edge has a
-    strain of its own; then W is divided by d, and 2K, W_q and v are those of the axis.
+    P_tail V, which is inverse to the volume, is added to P V. With ``axes="each"`` each row of the
+    box has a strain of its own, and keeps its direction; then W is divided by d, and 2K, W_q and v
+    are those of the row.
 
     Terms: A (stream), B (kick), V (:class:`~.terms.PistonKick`), S (:class:`~.terms.Dilation`), O
     (:class:`~.terms.PistonBath`). All are shears and scales, so every adjoint and ``exact=True``
@@ -63,7 +64,7 @@ class LangevinPiston(PistonDynamics):
         tau: period of the piston, time; ten to a thousand times that of the fastest vibration.
         piston_friction: rate at which the momentum of the piston decays; None: ``friction``, which
             is one number then.
-        axes: "isotropic", or "each" in an orthogonal box.
+        axes: "isotropic", or "each", the length of each row of the box.
         tail: whether to add the pressure of the pairs that a cutoff leaves out, see
             :func:`~adjsim.potentials.tail_corrections`.
 

@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from adjsim.core.box import perpendicular_widths, volume
+from adjsim.core.box import inverse, perpendicular_widths, volume
 from adjsim.core.state import AnyState
+from adjsim.core.strain import Strain
 from adjsim.dynamics.pressure.terms import PistonState, volume_at
 
 
@@ -18,11 +19,13 @@ from adjsim.dynamics.pressure.terms import PistonState, volume_at
 class BoxLimit:
     """The smallest box of a cutoff, which half of its smallest width has to reach.
 
-    ``box`` has the rows by which nearest images are found.
+    ``box`` has the rows by which nearest images are found, and ``reference`` those that a strain
+    stretches.
     """
 
     box: Tensor
     cutoff: float
+    reference: Tensor
 
     def margin(self, state: AnyState, t: Any) -> Tensor:
         return self._widths(state) / 2 - self.cutoff * (1 - 1e-9)
@@ -46,6 +49,10 @@ class BoxLimit:
 
     def _widths(self, state: AnyState) -> Tensor:
         """Compute the widths of each box, ``(*batch, 1, dim)``."""
-        strain = cast(PistonState, state).strain
-        # In a tilted box all rows are stretched alike.
-        return perpendicular_widths(self.box).to(strain) * torch.exp(strain)
+        strain = Strain.of(self.reference, cast(PistonState, state).strain)
+        if not strain.full:
+            return perpendicular_widths(self.box).to(strain.value) * torch.exp(strain.value)
+        # A width is one over the length of a row of the reciprocal lattice.
+        rows = inverse(self.box).transpose(-1, -2).to(strain.value)
+        reciprocal = strain.pulled_back(rows, torch.exp(-strain.value))
+        return reciprocal.square().sum(-1).rsqrt().unsqueeze(-2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -10,16 +10,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from adjsim.core.box import volume
+from adjsim.core.strain import Strain
 from adjsim.core.typing import Positions
 from adjsim.dynamics.forces import STRAIN_FORCE
 from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.moves import Move, RatioScale, Scale, Shear
+from adjsim.dynamics.pressure.skew import Skew
 from adjsim.dynamics.sources import Coefficient, Coefficients, Field, Force, Function, Random
 from adjsim.dynamics.terms import Kick, Term
 from adjsim.dynamics.thermostats.langevin import OrnsteinUhlenbeck
 from adjsim.potentials import PairPotential, tail_corrections
 from adjsim.potentials.evaluated import terms_of
-from adjsim.potentials.strained import strained_force
+from adjsim.potentials.strained import reference_box, strained_force
 
 # The largest change of a field by a half step of the piston that exact runs plan with, in bits.
 BITS = 1 / 32
@@ -76,13 +78,21 @@ class Piston:
         mass = self.mass(state)
         return torch.sqrt(mass * self.kT.to(mass))
 
+    def strain(self, state: Any) -> Strain:
+        """Return the strain of the box of a state."""
+        return Strain.of(self.box, state.strain)
+
     def numbers(self, state: Any) -> dict[str, Tensor]:
         """Return the pressure, the volume without strain, and the tail's pressure at V = 1.
 
-        The tail's pressure is inverse to the squared volume.
+        The tail's pressure is inverse to the squared volume. In a tilted box whose rows are
+        stretched each, they include the rows.
         """
         like, base = state.position, volume(self.box)
         found = {"pressure": self.pressure.to(like).reshape(()), "volume": base.to(like)}
+        rows = self.strain(state).rows
+        if rows is not None:
+            found["rows"] = rows
         if self.tail is not None:
             parts = tailed_parts(self.tail)
             tails = [tail_corrections(part, like.shape[-2], 1.0)[1] for part in parts]
@@ -113,26 +123,27 @@ class StrainedKick(Kick[Any]):
     """The kick, B, by the force in the box of the state."""
 
     def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
-        force, _ = strained_force(self.potential, state.position, state.strain)
-        return {"momentum": force}
+        strain = Strain.of(reference_box(self.potential), state.strain)
+        return {"momentum": strained_force(self.potential, state.position, strain)[0]}
 
 
 class PistonKick(Term[Any]):
     """The kick of the piston, V, with d the dimension and N_f = d atoms::
 
         dp_e/dt = W_q + 2K + (d/N_f) 2K - d V (P - P_tail)            isotropic
-        dp_e,a/dt = W_q,a + 2K_a + (1/N_f) 2K - V (P - P_tail)        each axis a
+        dp_e,a/dt = W_q,a + 2K_a + (1/N_f) 2K - V (P - P_tail)        each row a
 
     W_q is the force along the strain, minus the derivative of the energy as box and positions are
-    stretched together; 2K is twice the kinetic energy, and 2K_a the part of axis a. The terms in
-    N_f make the pressure that of the Gibbs ensemble (Martyna, Tobias and Klein).
+    stretched together; 2K is twice the kinetic energy, and 2K_a the part of row a, the sum of
+    p_a v_a by coordinate along rows (:meth:`~adjsim.core.strain.Strain.along`). The terms in N_f
+    make the pressure that of the Gibbs ensemble (Martyna, Tobias and Klein).
     """
 
     def __init__(self, masses: Masses, piston: Piston, potential: nn.Module) -> None:
         self.masses, self.piston, self.potential = masses, piston, potential
 
     def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
-        _, along = strained_force(self.potential, state.position, state.strain)
+        _, along = strained_force(self.potential, state.position, self.piston.strain(state))
         rest = _pressure_force(self.coefficients(1.0, state), state.momentum, state.strain)
         return {"strain_momentum": along + rest}
 
@@ -152,13 +163,13 @@ def _pressure_force(c: Coefficients, p: Tensor, strain: Tensor) -> Tensor:
     """Compute the force on the piston, other than that of the potential."""
     dim, axes = p.shape[-1], strain.shape[-1]
     dof, share = p.shape[-2] * dim, dim / axes
-    squares = (p**2 * c["1/m"]).sum(-2, keepdim=True)
-    twice = squares.sum(-1, keepdim=True)
+    along = Strain(strain, c.get("rows")).along(p * c["1/m"], p)
+    twice = along.sum(-1, keepdim=True)
     volume = volume_at(c["volume"], strain, dim)
     work = -c["pressure"] * volume
     if "tail" in c:
         work = work + c["tail"] / volume
-    return (squares if axes == dim else twice) + share * (work + twice / dof)
+    return along + share * (work + twice / dof)
 
 
 class Dilation(Term[Any]):
@@ -166,9 +177,12 @@ class Dilation(Term[Any]):
 
         de/dt = p_e/W = v      dq/dt = v q      dp/dt = -(1 + d/N_f) v p
 
-    For each axis a, dp_a/dt = -(v_a + sum_b v_b/N_f) p_a. The flow over h is a shear of the strain,
-    and scales of positions by exp(h v) and of momenta. Both factors are ratios of functions of the
-    strain after and before.
+    For each row a, dp_a/dt = -(v_a + sum_b v_b/N_f) p_a, with the coordinates along rows. The flow
+    over h is a shear of the strain, and scales of positions by exp(h v) and of momenta. Both
+    factors are ratios of functions of the strain after and before.
+
+    In a tilted box whose rows A are stretched each, shears of columns (:class:`Skew`) take the
+    coordinates to those along rows and back.
     """
 
     def __init__(self, piston: Piston) -> None:
@@ -176,50 +190,64 @@ class Dilation(Term[Any]):
 
     def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
         v = state.strain_momentum / self.piston.mass(state)
-        p = state.momentum
+        p, strain = state.momentum, self.piston.strain(state)
         return {
-            "position": v * state.position,
-            "momentum": -_shrinking(v, p.shape[-2], p.shape[-1]) * p,
+            "position": strain.dilated(state.position, v),
+            "momentum": -strain.pulled_back(p, _shrinking(v, p.shape[-2], p.shape[-1])),
             "strain": v,
         }
 
     def coefficients(self, h: float, state: Any) -> dict[str, Tensor]:
-        return {"h/W": h / self.piston.mass(state)}
+        rows = self.piston.strain(state).rows
+        skews = {} if rows is None else Skew(rows).matrices()
+        return {"h/W": h / self.piston.mass(state), **skews}
 
     def moves(self, h: float, state: Any) -> Sequence[Move]:
-        atoms, dim = state.momentum.shape[-2:]
-        stretch = Function(_stretch, ("strain_momentum",))
-        shrink = Function(_Shrink(atoms, dim), ("strain_momentum",))
+        (atoms, dim), rows = state.momentum.shape[-2:], self.piston.strain(state).rows
+        skew = None if rows is None else Skew(rows)
+        order = None if skew is None else skew.order
         shear = Shear("strain", Field("strain_momentum"), "h/W")
-        return (
-            shear,
-            RatioScale("position", stretch, bits=BITS, of=torch.exp, shear=shear),
-            RatioScale("momentum", shrink, bits=BITS, of=_Shrunk(atoms, dim), shear=shear),
-        )
+        moves: list[Move] = [shear]
+        for name, of in (("position", _Stretched(order)), ("momentum", _Shrunk(order, atoms, dim))):
+            factor = Function(_Change(of), ("strain_momentum",))
+            scale = RatioScale(name, factor, bits=BITS, of=of, shear=shear)
+            moves += [scale] if skew is None else skew.around(name, scale)
+        return moves
 
 
-def _stretch(c: Coefficients, strain_momentum: Tensor) -> Tensor:
-    return torch.exp(c["h/W"] * strain_momentum)
+class _Change(NamedTuple):
+    """The factor of a step, as a function of the momentum of the strain."""
 
-
-class _Shrink(NamedTuple):
-    """The factor of momenta, for a number of atoms and of dimensions."""
-
-    atoms: int
-    dim: int
+    of: Callable[[Tensor], Tensor]
 
     def __call__(self, c: Coefficients, strain_momentum: Tensor) -> Tensor:
-        return torch.exp(-_shrinking(c["h/W"] * strain_momentum, self.atoms, self.dim))
+        return self.of(c["h/W"] * strain_momentum)
+
+
+class _Stretched(NamedTuple):
+    """The factor of positions as a function of the strain, by column, see :class:`Skew`."""
+
+    order: tuple[int, ...] | None
+
+    def __call__(self, strain: Tensor) -> Tensor:
+        return _by_column(torch.exp(strain), self.order)
 
 
 class _Shrunk(NamedTuple):
-    """The factor of momenta as a function of the strain."""
+    """The factor of momenta as a function of the strain, by column, see :class:`Skew`."""
 
+    order: tuple[int, ...] | None
     atoms: int
     dim: int
 
     def __call__(self, strain: Tensor) -> Tensor:
-        return torch.exp(-_shrinking(strain, self.atoms, self.dim))
+        return _by_column(torch.exp(-_shrinking(strain, self.atoms, self.dim)), self.order)
+
+
+def _by_column(factor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    if order is None:
+        return factor
+    return torch.cat([factor[..., k : k + 1] for k in order], -1)
 
 
 def _shrinking(v: Tensor, atoms: int, dim: int) -> Tensor:

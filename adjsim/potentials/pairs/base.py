@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from adjsim.compiler import TYPES
-from adjsim.core.box import stretched
 from adjsim.core.derived import MADE, Made, own_tensors
 from adjsim.core.layout import is_tracing
 from adjsim.core.reading import read
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.state import in_transform
+from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import terms_of
@@ -82,37 +82,33 @@ class PairPotential(PairFormula, Potential):
         way, pair = evaluator_of(self, position).way(self, position, *formulas)
         return way.force_vjp(pair, position, parameters, rounding)
 
-    def strained_energy(self, position: Positions, strain: Tensor) -> Energies:
+    def strained_energy(self, position: Positions, strain: Strain) -> Energies:
         if self.box is None or type(self).forward is not PairPotential.forward:
             # An energy that differs by a constant is another one.
             return energy_at(self, position, strain)
-        found, box = _strained(self, position, strain)
-        if isinstance(found, PairOperator):
-            return strained_sums.energy(found, position)
-        return dense.energy(self, position, box)
+        operator = _strained(self, position, strain)
+        if operator is not None:
+            return strained_sums.energy(operator, position)
+        return dense.strained_energy(self, position, strain)
 
     def strained_force(
         self,
         position: Positions,
-        strain: Tensor,
+        strain: Strain,
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
     ) -> Forced:
         if self.box is None:
             return super().strained_force(position, strain, rounding, virial_rounding)
-        found, box = _strained(self, position, strain)
-        roundings = rounding, virial_rounding
-        if isinstance(found, PairOperator):
-            whole = strain.expand((*box.shape[:-2], 1, position.shape[-1]))
-            force, virial = strained_sums.force(found, position, whole, *roundings)
-        else:
-            force, virial = dense.strained_force(self, position, box, *roundings)
-        return force, virial.sum_to_size(strain.shape)
+        operator, roundings = _strained(self, position, strain), (rounding, virial_rounding)
+        if operator is not None:
+            return strained_sums.force(operator, position, *roundings)
+        return dense.strained_force(self, position, strain, *roundings)
 
     def strained_vjp(
         self,
         position: Positions,
-        strain: Tensor,
+        strain: Strain,
         parameters: Tensors,
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
@@ -120,20 +116,18 @@ class PairPotential(PairFormula, Potential):
         if self.box is None:
             return super().strained_vjp(position, strain, parameters, rounding, virial_rounding)
         with torch.no_grad():
-            found, box = _strained(self, position, strain)
+            operator = _strained(self, position, strain)
         roundings = rounding, virial_rounding
-        if isinstance(found, PairOperator):
-            values, product = strained_sums.force_vjp(found, position, parameters, *roundings)
+        if operator is not None:
+            values, product = strained_sums.force_vjp(operator, position, parameters, *roundings)
         else:
-            values, product = dense.strained_vjp(self, position, box, *roundings)
+            values, product = dense.strained_vjp(self, position, strain, *roundings)
 
         def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, ParameterVJP]:
             with torch.no_grad():
-                each = c.expand_as(values[1])
-                along, moved, rest = strained_sums.with_strain(position, values, v, each, product)
-                return along, moved.sum_to_size(strain.shape), rest
+                return strained_sums.with_strain(position, strain, values, v, c, product)
 
-        return (values[0], values[1].sum_to_size(strain.shape)), pullback
+        return values, pullback
 
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``.
@@ -154,16 +148,10 @@ class PairPotential(PairFormula, Potential):
         return f"{'neighbour list' if near else 'all pairs'}, by torch: {evaluator.form.reason}"
 
 
-def _strained(
-    pair: PairPotential, position: Tensor, strain: Tensor
-) -> tuple[PairOperator | None, Tensor]:
-    """Return the operator in the boxes of systems, None where there is none, and the boxes."""
-    assert pair.image_box is not None
-    box = stretched(pair.image_box, strain)
-    evaluator = evaluator_of(pair, position)
-    if not isinstance(evaluator.form, PairForm):
-        return None, box
-    return PairOperator.of(pair, evaluator.form, position, box), box
+def _strained(pair: PairPotential, position: Tensor, strain: Strain) -> PairOperator | None:
+    """Return the operator in the boxes of systems, None where there is none."""
+    form = evaluator_of(pair, position).form
+    return PairOperator.of(pair, form, position, strain) if isinstance(form, PairForm) else None
 
 
 def pair_paths(potential: nn.Module, position: Positions) -> dict[str, str]:

@@ -26,15 +26,24 @@ from torch import Tensor
 from adjsim.core.box import differences, nearest_image
 from adjsim.core.layout import is_tracing, materialise_contiguous, memory_order, packed, unpacked
 from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs.formula import PairFormula
 from adjsim.potentials.pairs.kernels.exclusions import interacting
 from adjsim.potentials.products import DeferredVJP, Pullback, Tensors
 
 
-def energy(pair: PairFormula, position: Positions, box: Tensor | None = None) -> Energies:
+def energy(pair: PairFormula, position: Positions) -> Energies:
     """Compute the energy."""
-    _, s, included = geometry(pair, position, box)
+    return _energy(pair, *geometry(pair, position)[1:])
+
+
+def strained_energy(pair: PairFormula, position: Positions, strain: Strain) -> Energies:
+    """Compute the energy at a strain."""
+    return _energy(pair, *_strained_geometry(pair, position, strain)[1:])
+
+
+def _energy(pair: PairFormula, s: Tensor, included: Tensor) -> Energies:
     return 0.5 * torch.where(included, pair.truncated_energy(s), 0.0).sum((-1, -2))
 
 
@@ -77,51 +86,46 @@ def virial(pair: PairFormula, position: Positions) -> Tensor:
 def strained_force(
     pair: PairFormula,
     position: Positions,
-    box: Tensor,
+    strain: Strain,
     rounding: Rounding = UNROUNDED,
     virial_rounding: Rounding = UNROUNDED,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the force and the diagonal of the virial ``(*batch, 1, dim)``, differentiable."""
-    d, s, included = geometry(pair, position, box)
+    """Compute the force F and the force along the strain, W, differentiable."""
+    d, s, included = _strained_geometry(pair, position, strain)
     weight = -2 * _masked(pair, pair.truncated_slope(s), included)
     force = _sum_pairs(weight, d, rounding)
-    return force, _virial_rows(weight, d, virial_rounding).sum(-2, keepdim=True)
+    return force, _virial(strain, d, [weight.unsqueeze(-3) * x for x in d], virial_rounding)
 
 
 def strained_vjp(
     pair: PairFormula,
     position: Positions,
-    box: Tensor,
+    strain: Strain,
     rounding: Rounding,
     virial_rounding: Rounding,
 ) -> tuple[tuple[Tensor, Tensor], Callable[[Tensor, Tensor], tuple[Tensor, Tensor, DeferredVJP]]]:
     """Compute :func:`strained_force`, and its product with cotangents v and c.
 
-    With w_ij = v_i - v_j + c d_ij, of which the part in c is by coordinate, the product is that of
-    :func:`force_vjp`, and the sum of d_ij times what a pair adds to it, ``(*batch, 1, dim)``.
+    With w_ij = v_i - v_j + c d_ij, of which the part in c is by coordinate along rows, the product
+    is that of :func:`force_vjp`, and the work along rows of what a pair adds to it on d_ij.
     """
     with torch.no_grad():
-        d, s, included = geometry(pair, position, box)
-        weight = -2 * _masked(pair, pair.truncated_slope(s), included)
-        force = _sum_pairs(weight, d, rounding)
-        virial = _virial_rows(weight, d, virial_rounding).sum(-2, keepdim=True)
-        weight = weight.unsqueeze(-3)
+        d, s, included = _strained_geometry(pair, position, strain)
+        weight = (-2 * _masked(pair, pair.truncated_slope(s), included)).unsqueeze(-3)
+        force = _sum_pairs(weight.squeeze(-3), d, rounding)
+        virial = _virial(strain, d, [weight * x for x in d], virial_rounding)
 
     def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, DeferredVJP]:
         with torch.no_grad():
-            stretch = split_coordinates(c.transpose(-1, -2)[..., None])
             moved = split_coordinates(differences(v))
-            w = [y + z * x for x, y, z in zip(d, moved, stretch, strict=True)]
+            w = list(map(add, moved, _multiplied(d, strain.matrix(c, v.shape[-1]))))
             dw = sum_coordinates([x * y for x, y in zip(d, w, strict=True)])
             dw = _masked(pair, dw, included)
             curvature = (-4 * pair.truncated_curvature(s) * dw).unsqueeze(-3)
             parts = [curvature * x + weight * y for x, y in zip(d, w, strict=True)]
             along = join_coordinates([part.sum(-1) for part in parts])
-            strain = join_coordinates(
-                [(x * part).sum(-1) for x, part in zip(d, parts, strict=True)]
-            )
             deferred = DeferredVJP(pair, pair.truncated_slope, -dw, s)
-            return along, 0.5 * strain.sum(-2, keepdim=True), deferred
+            return along, _virial(strain, d, parts, UNROUNDED), deferred
 
     return (force, virial), pullback
 
@@ -179,10 +183,41 @@ def _sum_pairs(weight: Tensor, d: Sequence[Tensor], rounding: Rounding = UNROUND
     return join_coordinates([rounding.round(weight.unsqueeze(-3) * x).sum(-1) for x in d])
 
 
-def _virial_rows(weight: Tensor, d: Sequence[Tensor], rounding: Rounding) -> Tensor:
-    """Sum the parts of each atom in the diagonal of the virial, ``(*batch, atoms, dim)``."""
-    weight = weight.unsqueeze(-3)
-    return 0.5 * join_coordinates([rounding.round(weight * x * x).sum(-1) for x in d])
+def _strained_geometry(
+    pair: PairFormula, position: Tensor, strain: Strain
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    assert pair.image_box is not None
+    return geometry(pair, position, strain.stretched(pair.image_box))
+
+
+def _virial(
+    strain: Strain, d: Sequence[Tensor], forces: Sequence[Tensor], rounding: Rounding
+) -> Tensor:
+    """Compute the work of the forces of all pairs on their differences along the strain."""
+    if strain.full:
+        rows = [x * y for x in _planes(d) for y in _planes(forces)]
+    else:
+        rows = [x * y for x, y in zip(d, forces, strict=True)]
+    sums = join_coordinates([rounding.round(row).sum(-1) for row in rows])
+    return 0.5 * strain.contracted(sums.sum(-2, keepdim=True))
+
+
+def _multiplied(d: Sequence[Tensor], matrix: Tensor) -> list[Tensor]:
+    """Multiply differences by a matrix from the right, or by coordinate, see ``Strain.matrix``."""
+    if matrix.shape[-2] == 1:
+        factors = split_coordinates(matrix.transpose(-1, -2)[..., None])
+        return [x * y for x, y in zip(d, factors, strict=True)]
+    columns = matrix[..., None, None, None].unbind(-4)
+    rows = [
+        reduce(add, [x * y for x, y in zip(_planes(d), column.unbind(-4), strict=True)])
+        for column in columns
+    ]
+    return rows if len(d) > 1 else [torch.cat(rows, -3)]
+
+
+def _planes(d: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Split differences by coordinate."""
+    return d[0].split(1, -3) if len(d) == 1 else d
 
 
 def join_coordinates(rows: Sequence[Tensor]) -> Tensor:

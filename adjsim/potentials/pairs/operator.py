@@ -23,10 +23,12 @@ from adjsim.core.derived import own_tensors, replaced
 from adjsim.core.layout import is_tracing
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.strain import Strain
 from adjsim.potentials.pairs.formula import Operand, PairFormula, kind_of, misshapen, skin_of
 from adjsim.potentials.pairs.kernels.formulas import OTHER, Slot, trace, trace_elementwise
 from adjsim.potentials.pairs.kernels.kernel import (
     ATOM,
+    DIAGONAL,
     ENERGY,
     FORCE,
     NO_BOX,
@@ -35,6 +37,7 @@ from adjsim.potentials.pairs.kernels.kernel import (
     SLOPES,
     TABLE,
     TILTED,
+    WHOLE,
     Kernel,
     KernelSpec,
     PairInputs,
@@ -47,12 +50,12 @@ class Kernels:
     """The kernels of the formulas of a class, for one layout of a force.
 
     ``graph`` is the trace of slope, energy and curvature, once they have been found elementwise,
-    and ``made`` has kernels by mode, rounding, gradients and whether systems have boxes of their
-    own, or the reason why there is none.
+    and ``made`` has kernels by mode, rounding, gradients and what is computed along strains, or the
+    reason why there is none.
     """
 
     graph: GraphModule | None = None
-    made: dict[tuple[str, bool, tuple[int, ...], bool], Kernel | Refusal] = field(
+    made: dict[tuple[str, bool, tuple[int, ...], str | None], Kernel | Refusal] = field(
         default_factory=dict
     )
 
@@ -126,22 +129,33 @@ def _formula_key(pair: PairFormula) -> Any:
 class PairOperator:
     """The operator of a potential for positions of one shape, with gradients to its operands.
 
-    ``box`` are the boxes of systems, from :func:`~adjsim.core.box.stretched`; None: that of the
-    potential.
+    ``strain`` is that of the boxes of systems; None: all have that of the potential.
     """
 
     pair: PairFormula
     operands: tuple[Tensor, ...]
     form: PairForm
-    box: Tensor | None = None
+    strain: Strain | None = None
 
     @classmethod
     def of(
-        cls, pair: PairFormula, form: PairForm, position: Tensor, box: Tensor | None = None
+        cls, pair: PairFormula, form: PairForm, position: Tensor, strain: Strain | None = None
     ) -> PairOperator:
-        """Return the operator, with the present values of operands, and boxes of systems if any."""
+        """Return the operator, with the present values of operands, and strains of boxes if any."""
         operands = tuple(_operand_of(pair, name, position) for name in form.names)
-        return cls(pair, operands, form, box)
+        return cls(pair, operands, form, strain)
+
+    @property
+    def present_strain(self) -> Strain:
+        """The strain of an operator that has one."""
+        assert self.strain is not None
+        return self.strain
+
+    @cached_property
+    def box(self) -> Tensor | None:
+        """The rows by which nearest images are found, of each system where it has a strain."""
+        box = self.pair.image_box
+        return box if self.strain is None or box is None else self.strain.stretched(box)
 
     @property
     def printed(self) -> bool:
@@ -153,8 +167,7 @@ class PairOperator:
     @property
     def settings(self) -> tuple[Tensor | None, ...]:
         """The tensors other than operands."""
-        box = self.pair.image_box if self.box is None else self.box
-        return box, self.pair.species, self.pair.exclusions
+        return self.box, self.pair.species, self.pair.exclusions
 
     @cached_property
     def wanted(self) -> tuple[int, ...]:
@@ -205,7 +218,8 @@ class PairOperator:
     def kernel(self, mode: str, rounds: bool = False) -> Kernel | Refusal:
         """Return the kernel of a mode, or the reason why there is none."""
         gradients = self.wanted if mode in (PRODUCT, SLOPES) else ()
-        made, key = self.form.kernels.made, (mode, rounds, gradients, self.box is not None)
+        strained = None if self.strain is None else WHOLE if self.strain.full else DIAGONAL
+        made, key = self.form.kernels.made, (mode, rounds, gradients, strained)
         known = made.get(key)
         if known is None:
             if _formula_key(self.pair) != self.form.key:
@@ -219,7 +233,7 @@ class PairOperator:
                 mode=mode,
                 rounds=rounds,
                 gradients=gradients,
-                strained=self.box is not None,
+                strained=strained,
             )
             try:
                 known = self._compiled(spec)

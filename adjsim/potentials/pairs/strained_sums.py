@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.box import stretched
 from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs import dense
 from adjsim.potentials.pairs.kernel_sums import (
@@ -22,21 +22,20 @@ from adjsim.potentials.pairs.kernels.kernel import ENERGY, FORCE, PRODUCT, SLOPE
 from adjsim.potentials.pairs.operator import PairOperator
 from adjsim.potentials.products import Tensors
 
-# The product of a force and the diagonal of a virial with their cotangents v and c: the cotangent
-# of the position, that of the strain of box and positions together, and those of parameters.
+# The product of a force F and the force along a strain, W, with their cotangents v and c: the
+# cotangent of the position, that of the strain of box and positions together, and those of
+# parameters.
 StrainedProduct = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Any]]
 
 
 def energy(operator: PairOperator, position: Positions) -> Energies:
-    """Compute the energy, differentiable in parameters, position and box."""
-    box = operator.box
-    moves = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (position, box)
-    )
+    """Compute the energy, differentiable in parameters, position and strain."""
+    strain = operator.present_strain
+    moves = torch.is_grad_enabled() and (position.requires_grad or strain.value.requires_grad)
     differentiable = operator.differentiable(position)
     modes = (ENERGY, SLOPES) if differentiable else (ENERGY,)
     if moves or not operator.has(*modes):
-        return dense.energy(operator.by_torch(operator.operands), position, box)
+        return dense.strained_energy(operator.by_torch(operator.operands), position, strain)
     if differentiable:
         return _Energy.apply(operator, position, *operator.operands)
     return operator.evaluate(ENERGY, position)[0]
@@ -45,24 +44,22 @@ def energy(operator: PairOperator, position: Positions) -> Energies:
 def force(
     operator: PairOperator,
     position: Positions,
-    strain: Tensor,
     rounding: Rounding = UNROUNDED,
     virial_rounding: Rounding = UNROUNDED,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the force and the diagonal of the virial ``(*batch, 1, dim)``, differentiable."""
-    assert operator.box is not None
-    moves = torch.is_grad_enabled() and strain.requires_grad
+    """Compute F and W, differentiable."""
+    strain = operator.present_strain
+    moves = torch.is_grad_enabled() and strain.value.requires_grad
     differentiable = operator.differentiable(position) or moves
     modes = (FORCE, PRODUCT) if differentiable else (FORCE,)
     if not operator.has(*modes, rounds=rounding.rounds):
         by_torch = operator.by_torch(operator.operands)
-        return dense.strained_force(by_torch, position, operator.box, rounding, virial_rounding)
+        return dense.strained_force(by_torch, position, strain, rounding, virial_rounding)
     if differentiable:
         return _Force.apply(
-            operator, rounding, virial_rounding, position, strain, *operator.operands
+            operator, rounding, virial_rounding, position, strain.value, *operator.operands
         )
-    found = operator.evaluate(FORCE, position, rounding=rounding, virial_rounding=virial_rounding)
-    return found[0], found[1].sum(-2, keepdim=True)
+    return _forces(operator, position, rounding, virial_rounding)
 
 
 def force_vjp(
@@ -72,40 +69,63 @@ def force_vjp(
     rounding: Rounding,
     virial_rounding: Rounding,
 ) -> tuple[tuple[Tensor, Tensor], StrainedProduct]:
-    """Compute the force and the diagonal of the virial, and their product with cotangents."""
-    assert operator.box is not None
+    """Compute F and W, and their product with cotangents."""
     if not operator.has(FORCE, PRODUCT, rounds=rounding.rounds):
         values, product = dense.strained_vjp(
-            operator.by_torch(operator.operands), position, operator.box, rounding, virial_rounding
+            operator.by_torch(operator.operands),
+            position,
+            operator.present_strain,
+            rounding,
+            virial_rounding,
         )
 
         def pullback_by_rows(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Any]:
-            along, strain, deferred = product(v, c)
+            along, moved, deferred = product(v, c)
             grads = propagate(operator, gradients_by_rows(operator, deferred), parameters)
-            return along, strain, grads
+            return along, moved, grads
 
         return values, pullback_by_rows
-    rounded: Any = {"rounding": rounding, "virial_rounding": virial_rounding}
-    value, virial = operator.evaluate(FORCE, position, **rounded)
+    roundings = rounding, virial_rounding
 
     def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Any]:
-        along, strain, found = _product(operator, position, v, c, **rounded)
-        return along, strain, propagate(operator, found, parameters)
+        along, moved, found = _product(operator, position, v, c, *roundings)
+        return along, moved, propagate(operator, found, parameters)
 
-    return (value, virial.sum(-2, keepdim=True)), pullback
+    return _forces(operator, position, *roundings), pullback
+
+
+def _forces(
+    operator: PairOperator, position: Tensor, rounding: Rounding, virial_rounding: Rounding
+) -> tuple[Tensor, Tensor]:
+    value, virial = operator.evaluate(
+        FORCE, position, rounding=rounding, virial_rounding=virial_rounding
+    )
+    return value, operator.present_strain.contracted(virial.sum(-2, keepdim=True))
 
 
 def _product(
-    operator: PairOperator, position: Tensor, v: Tensor, c: Tensor, **rounded: Any
+    operator: PairOperator,
+    position: Tensor,
+    v: Tensor,
+    c: Tensor,
+    rounding: Rounding = UNROUNDED,
+    virial_rounding: Rounding = UNROUNDED,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    _, _, along, strain, *found = operator.evaluate(
-        PRODUCT, position, vector=v, stretch=c, **rounded
+    strain = operator.present_strain
+    _, _, along, moved, *found = operator.evaluate(
+        PRODUCT,
+        position,
+        vector=v,
+        stretch=strain.matrix(c, position.shape[-1]),
+        rounding=rounding,
+        virial_rounding=virial_rounding,
     )
-    return along, strain.sum(-2, keepdim=True), found
+    return along, strain.contracted(moved.sum(-2, keepdim=True)), found
 
 
 def with_strain(
     position: Tensor,
+    strain: Strain,
     values: tuple[Tensor, Tensor],
     v: Tensor,
     c: Tensor,
@@ -113,26 +133,25 @@ def with_strain(
 ) -> tuple[Tensor, Tensor, Any]:
     """Compute the cotangents of position and strain, each with the other one fixed.
 
-    A pair at d_ij, with Hessian K_ij of its energy, adds to force F and virial W::
+    A pair at d_ij, with Hessian K_ij of its energy, adds to force F and to W::
 
         dF_i = -K_ij (dq_i - dq_j + de d_ij)       W_a = sum d_a F_a       de: by coordinate
 
-    where de stretches box and positions together. Then for the cotangents v of F and c of W, with
-    P the product of the pairs and S its strain part::
+    where de stretches box and positions together, and coordinates are those along rows. Then for
+    the cotangents v of F and c of W, with P the product of the pairs and S its strain part::
 
         lambda_q = P + c F          lambda_e = S + c W - sum_i q_i lambda_q,i
 
     The last term takes the positions back to where they were.
     """
     force, virial = values
-    along, strain, rest = product(v, c)
-    along = along + c * force
-    strain = strain + c * virial - (position * along).sum(-2, keepdim=True)
-    return along, strain, rest
+    along, moved, rest = product(v, c)
+    along = along + strain.pulled_back(force, c)
+    return along, moved + c * virial - strain.along(position, along), rest
 
 
 class _Force(torch.autograd.Function):
-    """Force and diagonal of the virial, whose derivatives are products of the operator."""
+    """F and W, whose derivatives are products of the operator."""
 
     @staticmethod
     def forward(
@@ -145,36 +164,34 @@ class _Force(torch.autograd.Function):
         *operands: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.operator = operator
-        value, virial = operator.evaluate(
-            FORCE, position, rounding=rounding, virial_rounding=virial_rounding
-        )
-        virial = virial.sum(-2, keepdim=True)
-        ctx.save_for_backward(position, strain, value, virial, *operands)
-        return value, virial
+        values = _forces(operator, position, rounding, virial_rounding)
+        ctx.save_for_backward(position, strain, *values, *operands)
+        return values
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         v, c = cotangents
-        position, strain, value, virial, *operands = ctx.saved_tensors
+        position, value, force, along_strain, *operands = ctx.saved_tensors
         operator: PairOperator = ctx.operator
+        strain = operator.present_strain._replace(value=value)
         if torch.is_grad_enabled() or is_batched(v):
-            cell = operator.pair.image_box
-            assert cell is not None
 
-            def by_torch(q: Tensor, e: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
-                return dense.strained_force(operator.by_torch(values), q, stretched(cell, e))
+            def by_torch(q: Tensor, e: Tensor, *found: Tensor) -> tuple[Tensor, Tensor]:
+                pair = operator.by_torch(found)
+                return dense.strained_force(pair, q, strain._replace(value=e))
 
-            along, moved, *grads = torch.func.vjp(by_torch, position, strain, *operands)[1]((v, c))
+            along, moved, *grads = torch.func.vjp(by_torch, position, value, *operands)[1]((v, c))
         else:
             along, moved, found = with_strain(
                 position,
-                (value, virial),
+                strain,
+                (force, along_strain),
                 v,
                 c,
                 lambda v, c: _product(operator, position, v, c),
             )
             grads = gradients_of_all(operator, found)
-        return None, None, None, along, moved.sum_to_size(strain.shape), *grads
+        return None, None, None, along, moved, *grads
 
 
 class _Energy(torch.autograd.Function):
@@ -193,7 +210,9 @@ class _Energy(torch.autograd.Function):
         grads: Sequence[Tensor | None]
         if torch.is_grad_enabled() or is_batched(weight):
             grads = torch.func.vjp(
-                lambda *values: dense.energy(operator.by_torch(values), position, operator.box),
+                lambda *values: dense.strained_energy(
+                    operator.by_torch(values), position, operator.present_strain
+                ),
                 *operands,
             )[1](weight)
         else:

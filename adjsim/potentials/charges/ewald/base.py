@@ -26,6 +26,7 @@ from adjsim.core.layout import materialise
 from adjsim.core.parameters import register
 from adjsim.core.reading import as_part
 from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.charges.coulomb import DampedCoulomb
@@ -219,14 +220,14 @@ class EwaldSum(Declaring, Periodic, Potential):
 
         return materialise(value), pullback
 
-    def strained_energy(self, position: Positions, strain: Tensor) -> Energies:
+    def strained_energy(self, position: Positions, strain: Strain) -> Energies:
         real = self.real.strained_energy(position, strain)
         return real + energy_at(self, position, strain, type(self).beyond)
 
     def strained_force(
         self,
         position: Positions,
-        strain: Tensor,
+        strain: Strain,
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
     ) -> Forced:
@@ -237,7 +238,7 @@ class EwaldSum(Declaring, Periodic, Potential):
     def strained_vjp(
         self,
         position: Positions,
-        strain: Tensor,
+        strain: Strain,
         parameters: Sequence[Tensor],
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,

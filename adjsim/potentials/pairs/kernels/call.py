@@ -28,7 +28,7 @@ CALL = {
     "strain": "View",
     "box": "const REAL*",  # (dim) lengths or (dim, dim) rows, of one system after another
     "box_step": "int64_t",  # the numbers of one system; 0: all systems have one box
-    "stretch": "const REAL*",  # (dim) cotangents of the virial, of one system after another
+    "stretch": "const REAL*",  # the cotangent of the virial, of one system after another
     "spacing": "const REAL*",  # of the grid, one for each system, or one if spacing_step is 0
     "spacing_step": "int64_t",
     "virial_spacing": "const REAL*",  # as spacing, of the grid of the virial

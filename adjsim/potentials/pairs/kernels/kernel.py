@@ -27,6 +27,9 @@ OUT_OF_RANGE, NO_SUCH_ATOM = 3, 4
 # What each mode computes before derivatives by operands, which for SLOPES are those of the energy.
 OUTPUTS = {FORCE: ("force",), PRODUCT: ("force", "product"), ENERGY: ("energy",), SLOPES: ()}
 STRAINED = {FORCE: ("force", "virial"), PRODUCT: ("force", "virial", "product", "strain")}
+# What is computed along the strains of boxes: products of differences and forces by coordinate, or
+# of each coordinate with all.
+DIAGONAL, WHOLE = "diagonal", "whole"
 
 
 class PairInputs(NamedTuple):
@@ -56,7 +59,8 @@ class KernelSpec:
 
     ``kinds`` are those of the operands, and ``gradients`` the operands with respect to which
     derivatives are computed. Without a ``skin`` all pairs are evaluated, and no neighbour list.
-    ``strained``: systems have boxes of their own, and the virial is computed with the force.
+    ``strained``: systems have boxes of their own, and the virial is computed with the force, its
+    :data:`DIAGONAL` or :data:`WHOLE`.
     """
 
     mode: str
@@ -69,12 +73,20 @@ class KernelSpec:
     kinds: tuple[str, ...]
     gradients: tuple[int, ...]
     excluded: bool
-    strained: bool = False
+    strained: str | None = None
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """What the kernel computes before derivatives by operands."""
         return (OUTPUTS | STRAINED if self.strained else OUTPUTS)[self.mode]
+
+    def shape_of(self, output: str, position: Any) -> tuple[int, ...]:
+        """Return the shape of an output, for a tensor of positions."""
+        *batch, atoms, dim = position.shape
+        if output == "energy":
+            return tuple(batch)
+        whole = self.strained == WHOLE and output in ("virial", "strain")
+        return (*batch, atoms, dim * dim if whole else dim)
 
     def arguments(
         self,
@@ -134,7 +146,8 @@ class KernelSpec:
             "CUTOFF": int(self.cutoff is not None),
             "LISTED": int(self.skin is not None),
             "GRID": int(self.rounds),
-            "STRAINED": int(self.strained),
+            "STRAINED": int(self.strained is not None),
+            "VIRIAL": self.dim**2 if self.strained == WHOLE else self.dim,
             "OPERANDS": len(self.kinds),
             "SLOTS": len(self.kinds) + self.kinds.count(ATOM),
             "GRADIENTS": len(self.gradients),
@@ -240,12 +253,12 @@ class Kernel:
         )
         gradients = [torch.empty_like(given.operands[k]) for k in spec.gradients]
         results = [
-            torch.empty(shape[:-2] if name == "energy" else shape, dtype=spec.dtype, device="cpu")
+            torch.empty(spec.shape_of(name, inputs.position), dtype=spec.dtype, device="cpu")
             for name in spec.outputs
         ]
 
         def field(x: Tensor) -> ViewStruct:
-            x = x.reshape(flat.shape)
+            x = x.reshape(*flat.shape[:-1], x.shape[-1])
             return ViewStruct(x.data_ptr(), *x.stride())
 
         operands, sums = (
@@ -289,10 +302,7 @@ def pairs(*given: Any) -> list[Tensor]:
 @pairs.register_fake
 def _(position: Tensor, vector: Any, weight: Any, operands: Sequence[Tensor], *rest: Any) -> Any:
     spec = KERNELS[rest[-1]].spec
-    results = [
-        position.new_empty(position.shape[:-2]) if name == "energy" else torch.empty_like(position)
-        for name in spec.outputs
-    ]
+    results = [position.new_empty(spec.shape_of(name, position)) for name in spec.outputs]
     return [*results, *(torch.empty_like(operands[k]) for k in spec.gradients)]
 
 

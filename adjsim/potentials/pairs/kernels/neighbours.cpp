@@ -1,10 +1,10 @@
 // Neighbour lists, which are a cache: a list is used while it contains every pair within the cutoff,
 // and built again when atoms have moved too far. It contains them as long as the two largest
-// displacements since it was built sum to less than the skin. In a cell whose edges are now lambda
-// times as long, displacements are those of the positions divided by lambda, and the skin is
-// shorter by cutoff (1/lambda - 1), for the smallest lambda: a pair within the cutoff is within
-// cutoff/lambda after the division. A list is found by its size, cell and exclusions, and is checked
-// at every use, so nobody has to keep it or to say that it is out of date.
+// displacements since it was built sum to less than the skin. In another cell, positions are taken back
+// to the same fractions of the cell of the build. A pair within the cutoff is then within cutoff |M|,
+// with M the matrix that takes it back, so displacements are those after M, and the skin is shorter by
+// cutoff (|M| - 1). A list is found by its size, cell and exclusions, and is checked at every use, so
+// nobody has to keep it or to say that it is out of date.
 #include <cstring>
 #include <limits>
 #include <list>
@@ -57,42 +57,55 @@ struct Moved {
 
 const REAL* cell_of(const Call& c, int64_t system) { return c.box + system * c.box_step; }
 
-// How much longer each edge of a cell is than at the build of a list.
-struct Ratio {
-  double axis[3] = {1, 1, 1}, smallest = 1;
+// The matrix that takes positions in the cell of now to those at the same fractions of the cell of the
+// build of a list.
+struct Back {
+  double at[3][3] = {{1, 0, 0}, {0, 1, 0}, {0, 0, 1}}, norm = 1;  // norm: a bound of the largest stretch
 
-  Ratio(const std::vector<REAL>& built, const REAL* now, int64_t dim) {
+  Back(const std::vector<REAL>& built, const REAL* now, int64_t dim) {
     const int64_t entries = (int64_t)built.size();
+    if (!entries || !std::memcmp(built.data(), now, entries * sizeof(REAL))) return;
     if (entries == dim) {
-      for (int64_t a = 0; a < dim; ++a) axis[a] = (double)now[a] / built[a];
-    } else if (entries) {
-      // The ratio of tilted cells is known where all entries have the same one.
-      int64_t largest = 0;
-      for (int64_t k = 0; k < entries; ++k)
-        if (std::fabs(built[k]) > std::fabs(built[largest])) largest = k;
-      double ratio = (double)now[largest] / built[largest];
-      const double slack = 16 * std::numeric_limits<REAL>::epsilon() * std::fabs((double)now[largest]);
-      for (int64_t k = 0; k < entries; ++k)
-        if (!(std::fabs(now[k] - ratio * built[k]) <= slack)) ratio = 0;
-      if (!std::memcmp(built.data(), now, entries * sizeof(REAL))) ratio = 1;
-      for (double& x : axis) x = ratio;
+      for (int64_t a = 0; a < dim; ++a) at[a][a] = (double)built[a] / now[a];
+    } else {
+      double rows[3][3] = {{1, 0, 0}, {0, 1, 0}, {0, 0, 1}}, inverse[3][3];
+      for (int64_t a = 0; a < dim; ++a)
+        for (int64_t b = 0; b < dim; ++b) rows[a][b] = now[a * dim + b];
+      double size = 0;
+      for (int b = 0; b < 3; ++b) {
+        // The columns of the inverse are the cross products of the other rows.
+        for (int a = 0; a < 3; ++a) {
+          const double *p = rows[(b + 1) % 3], *q = rows[(b + 2) % 3];
+          inverse[a][b] = p[(a + 1) % 3] * q[(a + 2) % 3] - p[(a + 2) % 3] * q[(a + 1) % 3];
+        }
+        size += rows[0][b] * inverse[b][0];
+      }
+      for (int64_t a = 0; a < dim; ++a)
+        for (int64_t b = 0; b < dim; ++b) {
+          at[a][b] = 0;
+          for (int64_t e = 0; e < dim; ++e) at[a][b] += inverse[a][e] / size * built[e * dim + b];
+        }
     }
-    smallest = axis[0];
-    for (int64_t a = 1; a < dim; ++a) smallest = std::min(smallest, axis[a]);
+    double across = 0, down = 0;
+    for (int a = 0; a < 3; ++a) {
+      across = std::max(across, std::fabs(at[a][0]) + std::fabs(at[a][1]) + std::fabs(at[a][2]));
+      down = std::max(down, std::fabs(at[0][a]) + std::fabs(at[1][a]) + std::fabs(at[2][a]));
+    }
+    norm = std::sqrt(across * down);
   }
 
   // The sum of displacements up to which a list holds all pairs, negative where no list does.
-  double room(const Call& c) const { return smallest > 0 ? c.skin - c.cutoff * (1 / smallest - 1) : -INFINITY; }
+  double room(const Call& c) const { return c.skin - c.cutoff * (norm - 1); }
 };
 
 // Copy positions (and vectors) in the order of places. Returns the sum of the two largest
 // displacements since the build, which is infinite or NaN where a position is not finite.
-REAL pack(Built& b, const Call& c, int64_t system, int64_t width, const Ratio* ratio) {
+REAL pack(Built& b, const Call& c, int64_t system, int64_t width, const Back* back) {
   const int64_t n = c.atoms, dim = c.dim;
   b.rows.resize(n * width + 8);
-  const bool compare = ratio != nullptr;
-  REAL scale[3] = {1, 1, 1};
-  for (int64_t a = 0; compare && a < dim; ++a) scale[a] = (REAL)(1 / ratio->axis[a]);
+  REAL m[3][3] = {};
+  for (int a = 0; back && a < 3; ++a)
+    for (int e = 0; e < 3; ++e) m[e][a] = (REAL)back->at[e][a];
   Moved all;
   // Below some thousands of atoms another thread would take longer to start than to copy.
 #pragma omp declare reduction(join : Moved : omp_out.join(omp_in))
@@ -102,9 +115,10 @@ REAL pack(Built& b, const Call& c, int64_t system, int64_t width, const Ratio* r
     const REAL* from = q.data + system * q.system + b.atom[p] * q.atom;
     REAL* row = b.rows.data() + p * width;
     REAL moved = 0;
+    for (int64_t a = 0; a < dim; ++a) row[a] = from[a * q.axis];
     for (int64_t a = 0; a < dim; ++a) {
-      row[a] = from[a * q.axis];
-      const REAL d = scale[a] * row[a] - (compare ? b.at[p * dim + a] : 0);
+      REAL d = back ? -b.at[p * dim + a] : row[a];
+      for (int64_t e = 0; e < dim; ++e) d += row[e] * m[e][a];
       moved += d * d;
     }
     all.join({moved, 0, moved * 0});
@@ -265,9 +279,9 @@ int64_t prepare_one(Slot& s, const Call& c, int64_t width, int64_t k) {
   Built& b = s.built[k];
   bool valid = !b.at.empty();
   if (valid) {
-    const Ratio ratio(b.box, cell_of(c, k), c.dim);
-    const double room = ratio.room(c);
-    valid = room >= 0 && pack(b, c, k, width, &ratio) <= (REAL)room;
+    const Back back(b.box, cell_of(c, k), c.dim);
+    const double room = back.room(c);
+    valid = room >= 0 && pack(b, c, k, width, &back) <= (REAL)room;
   }
   const bool lost = !valid && !finite(c, k, s.entries);
   if (!valid && !lost) {
@@ -308,15 +322,15 @@ void prepare(Slot& s, const Call& c, int64_t width) {
 bool near(const Slot& s, const Call& c) {
   const Built& b = s.built[0];
   if (b.at.empty()) return true;
-  const Ratio ratio(b.box, c.box, c.dim);
-  if (!(ratio.room(c) >= -4 * c.skin)) return false;
+  const Back back(b.box, c.box, c.dim);
+  if (!(back.room(c) >= -4 * c.skin)) return false;
   const View& q = c.position;
   const int64_t stride = std::max<int64_t>(1, c.atoms / 32);
   for (int64_t p = 0; p < c.atoms; p += stride) {
     double moved = 0;
     for (int64_t a = 0; a < c.dim; ++a) {
-      const double x = q.data[b.atom[p] * q.atom + a * q.axis];
-      const double d = x / ratio.axis[a] - b.at[p * c.dim + a];
+      double d = -b.at[p * c.dim + a];
+      for (int64_t e = 0; e < c.dim; ++e) d += q.data[b.atom[p] * q.atom + e * q.axis] * back.at[e][a];
       moved += d * d;
     }
     if (!(moved <= 4 * c.skin * c.skin)) return false;

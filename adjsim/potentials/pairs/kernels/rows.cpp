@@ -99,10 +99,14 @@ struct Cell {
   }
 };
 
+// The coordinates of the k-th entry of a virial, of its diagonal or row by row.
+constexpr int first(int k) { return VIRIAL == DIM ? k : k / DIM; }
+constexpr int second(int k) { return VIRIAL == DIM ? k : k % DIM; }
+
 // The sums of W atoms.
 struct Sums {
   V force[3] = {}, product[3] = {}, energy = {}, gradient[GRADIENTS + 1] = {};
-  V virial[3] = {}, strain[3] = {};
+  V virial[VIRIAL] = {}, strain[VIRIAL] = {};
 
   // Add the pairs of W atoms with a neighbour each: d and w are the differences of positions and of
   // vectors, `valid` excludes the pair of an atom with itself.
@@ -129,9 +133,9 @@ struct Sums {
 #endif
       }
 #if STRAINED
-      for (int a = 0; a < DIM; ++a) {
-        const V part = weight * d[a] * d[a];
-        virial[a] += GRID ? (part + virial_grid) - virial_grid : part;
+      for (int k = 0; k < VIRIAL; ++k) {
+        const V part = weight * d[second(k)] * d[first(k)];
+        virial[k] += GRID ? (part + virial_grid) - virial_grid : part;
       }
 #endif
       if constexpr (MODE == PRODUCT) {
@@ -141,7 +145,9 @@ struct Sums {
         for (int a = 0; a < DIM; ++a) {
           const V part = curvature * d[a] + weight * w[a];
           product[a] += part;
-          if (STRAINED) strain[a] += d[a] * part;
+          if (STRAINED)
+            for (int k = 0; k < VIRIAL; ++k)
+              if (second(k) == a) strain[k] += d[first(k)] * part;
         }
         if constexpr (GRADIENTS > 0) {
 #pragma GCC unroll 32
@@ -185,7 +191,7 @@ struct System {
   const int* atom;
   const REAL* rows;
   V cutoff, grid, virial_grid;
-  V stretch[3];  // the cotangent of the virial
+  const V* stretch;  // the cotangent of the virial
   REAL* const* gradients;  // of each atom, one row of kinds for a table
   REAL* energies;
   V numbers[OPERANDS + 1];
@@ -211,7 +217,7 @@ struct System {
 #if STRAINED
     // A strain moves the two atoms of a pair apart in proportion to their distance.
     if constexpr (MODE == PRODUCT)
-      for (int a = 0; a < DIM; ++a) w[a] += stretch[a] * d[a];
+      for (int k = 0; k < VIRIAL; ++k) w[second(k)] += stretch[k] * d[first(k)];
 #endif
     LOAD_OPERANDS
     Mask valid = ~Mask{};
@@ -276,6 +282,17 @@ struct System {
 #endif
     for (int l = 0; l < live; ++l) {
       const int i = atom[first + l];
+#if STRAINED
+      for (int k = 0; FORCES && k < VIRIAL; ++k) {
+        // The two atoms of a pair share what it adds to the whole system.
+        const View &virial = call.virial, &strain = call.strain;
+        virial.data[number * virial.system + i * virial.atom + k * virial.axis] =
+            (REAL)0.5 * sums.virial[k][l];
+        if constexpr (MODE == PRODUCT)
+          strain.data[number * strain.system + i * strain.atom + k * strain.axis] =
+              (REAL)0.5 * sums.strain[k][l];
+      }
+#endif
       if constexpr (FORCES)
         for (int a = 0; a < DIM; ++a) {
           const View& f = call.force;
@@ -283,15 +300,6 @@ struct System {
           const View& p = call.product;
           if constexpr (MODE == PRODUCT)
             p.data[number * p.system + i * p.atom + a * p.axis] = sums.product[a][l];
-#if STRAINED
-          // The two atoms of a pair share what it adds to the whole system.
-          const View &virial = call.virial, &strain = call.strain;
-          virial.data[number * virial.system + i * virial.atom + a * virial.axis] =
-              (REAL)0.5 * sums.virial[a][l];
-          if constexpr (MODE == PRODUCT)
-            strain.data[number * strain.system + i * strain.atom + a * strain.axis] =
-                (REAL)0.5 * sums.strain[a][l];
-#endif
         }
       if constexpr (MODE == ENERGY) energies[number * call.atoms + i] = sums.energy[l];
       for (int g = 0; g < GRADIENTS; ++g)
@@ -300,9 +308,9 @@ struct System {
   }
 };
 
-static void fill(const View& view, const Call& c, int64_t system, REAL value) {
+static void fill(const View& view, const Call& c, int64_t system, REAL value, int64_t width = DIM) {
   for (int64_t i = 0; i < c.atoms; ++i)
-    for (int64_t a = 0; a < c.dim; ++a)
+    for (int64_t a = 0; a < width; ++a)
       view.data[system * view.system + i * view.atom + a * view.axis] = value;
 }
 
@@ -393,9 +401,9 @@ extern "C" int pairs(const Call* given) {
       const V grid = splat(GRID ? c.spacing[b * c.spacing_step] * (REAL)0x1.8p52 : 0);
       const V virial_grid = splat(
           GRID && STRAINED ? c.virial_spacing[b * c.virial_spacing_step] * (REAL)0x1.8p52 : 0);
-      V stretch[3] = {};
+      V stretch[VIRIAL] = {};
 #if STRAINED
-      for (int a = 0; MODE == PRODUCT && a < DIM; ++a) stretch[a] = splat(c.stretch[b * DIM + a]);
+      for (int k = 0; MODE == PRODUCT && k < VIRIAL; ++k) stretch[k] = splat(c.stretch[b * VIRIAL + k]);
       const Cell cell(c.box + b * c.box_step);
 #else
       const Cell& cell = shared;
@@ -410,7 +418,7 @@ extern "C" int pairs(const Call* given) {
       const REAL* rows = packed.data + b * n * WIDTH;
 #endif
       const System system{c,      cell, operands.data[LISTED ? b : 0], b, atom, rows, cutoff, grid, virial_grid,
-                          {stretch[0], stretch[1], stretch[2]}, gradients, energies.data, NUMBERS
+                          stretch, gradients, energies.data, NUMBERS
 #ifdef MASKED
                           , left_out.data
 #endif
@@ -424,8 +432,8 @@ extern "C" int pairs(const Call* given) {
     const REAL nan = (REAL)NAN;
     if (FORCES && lost.data[b]) fill(c.force, c, b, nan);
     if (MODE == PRODUCT && lost.data[b]) fill(c.product, c, b, nan);
-    if (STRAINED && FORCES && lost.data[b]) fill(c.virial, c, b, nan);
-    if (STRAINED && MODE == PRODUCT && lost.data[b]) fill(c.strain, c, b, nan);
+    if (STRAINED && FORCES && lost.data[b]) fill(c.virial, c, b, nan, VIRIAL);
+    if (STRAINED && MODE == PRODUCT && lost.data[b]) fill(c.strain, c, b, nan, VIRIAL);
     if (MODE == ENERGY) {
       REAL total = 0;
       for (int64_t i = 0; i < n; ++i) total += energies.data[b * n + i];
