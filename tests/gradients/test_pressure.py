@@ -54,7 +54,7 @@ def gradient(row, adjoint, *, exact=False, compile=False, batch=(2,), record=Non
     return float(loss.detach()), torch.autograd.grad(loss, leaves, allow_unused=True)
 
 
-def assert_same(found, expected, rtol=1e-9):
+def assert_same(found, expected, rtol=1e-10):
     size = max(float(x.abs().max()) for x in expected[1] if x is not None)
     assert found[0] == pytest.approx(expected[0], rel=1e-12)
     for one, other in zip(found[1], expected[1], strict=True):
