@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +12,11 @@ from torch.autograd import forward_ad
 
 from adjsim.core.state import in_transform
 
-Product = Callable[[Tensor], tuple[Tensor, Tensor]]
+# The force, and the force along the strain of each row of the box, W, ``(*batch, 1, 3)``.
+Forces: TypeAlias = tuple[Tensor, Tensor]
+# Takes the cotangents v of the force and c of W, None in a box that does not move. Returns those of
+# the position, of the strain as box and positions are stretched together, and of charges.
+Product: TypeAlias = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 
 
 class ChargeSum(ABC):
@@ -23,38 +27,53 @@ class ChargeSum(ABC):
         """Compute the energy, ``(*batch,)``."""
 
     @abstractmethod
-    def linearised(self, position: Tensor, charge: Tensor) -> tuple[Tensor, Product]:
-        """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dcharge)."""
+    def linearised(self, position: Tensor, charge: Tensor) -> tuple[Forces, Product]:
+        """Compute force and W, and a function of their cotangents.
+
+        In a box that does not move W and the cotangent of strain may be without entries.
+        """
 
     @abstractmethod
     def virial(self, position: Tensor, charge: Tensor) -> Tensor:
         """Compute minus the derivative of the energy with respect to strain."""
 
-    def force(self, position: Tensor, charge: Tensor) -> Tensor:
-        """Compute the force, ``(*batch, atoms, 3)``."""
-        return self.linearised(position, charge)[0]
+
+# Makes a part in the box of the potential, or in those of systems of these strains.
+Maker: TypeAlias = Callable[..., ChargeSum]
 
 
-def force_of(part: ChargeSum, position: Tensor, charge: Tensor) -> Tensor:
-    """Compute the force of a part, differentiable."""
-    wanted = torch.is_grad_enabled() and (position.requires_grad or charge.requires_grad)
+def forces_of(make: Maker, position: Tensor, charge: Tensor, *strain: Tensor) -> Forces:
+    """Compute the force and W of a part, differentiable."""
+    point = position, charge, *strain
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in point)
     if not wanted or in_transform() or forward_ad._current_level >= 0:
-        return part.force(position, charge)
-    return _Force.apply(part, position, charge)
+        return make(*strain).linearised(position, charge)[0]
+    return _Forces.apply(make, *point)
 
 
-class _Force(torch.autograd.Function):
+def at_rest(position: Tensor, along: Tensor, strain: Tensor, like: Tensor) -> Tensor:
+    """Take a cotangent of the strain of box and positions to that with the positions fixed."""
+    return (strain - (position * along).sum(-2, keepdim=True)).sum_to_size(like.shape)
+
+
+class _Forces(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: ChargeSum, position: Tensor, charge: Tensor) -> Tensor:
-        ctx.part = part
-        ctx.save_for_backward(position, charge)
-        return part.force(position, charge)
+    def forward(ctx: Any, make: Maker, position: Tensor, charge: Tensor, *strain: Tensor) -> Forces:
+        ctx.make = make
+        ctx.save_for_backward(position, charge, *strain)
+        return make(*strain).linearised(position, charge)[0]
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[None, Tensor, Tensor]:
-        (v,), (position, charge) = cotangents, ctx.saved_tensors
-        part: ChargeSum = ctx.part
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        make: Maker = ctx.make
+        position, charge, *strain = ctx.saved_tensors
         if torch.is_grad_enabled():
             # The inputs may depend on each other, which torch.autograd.grad would follow.
-            return None, *torch.func.vjp(part.force, position, charge)[1](v)
-        return None, *part.linearised(position, charge)[1](v)
+            def again(q: Tensor, z: Tensor, *e: Tensor) -> Forces:
+                return make(*e).linearised(q, z)[0]
+
+            return None, *torch.func.vjp(again, position, charge, *strain)[1](cotangents)
+        v, c = cotangents
+        product = make(*strain).linearised(position, charge)[1]
+        along, moved, weight = product(v, c if strain else None)
+        return None, along, weight, *(at_rest(position, along, moved, e) for e in strain)

@@ -1,0 +1,107 @@
+"""The influence of waves on the energy of charges, in a box whose rows are stretched.
+
+With the integers n of a wave, the rows h of the box, ``b_r`` the columns of its inverse and S(n)
+the sum of charges times their phases::
+
+    U = 1/2 sum over n of G(n) |S(n)|^2
+    G = 4 pi share / V exp(-k^2 / 4 alpha^2) / k^2        k = sum over r of k_r, k_r = 2 pi n_r b_r
+    G = -pi share / (V alpha^2)                           for n = 0
+
+The wave n = 0 has the energy of a uniform background that makes a charged box neutral. Charges that
+are stretched with the box keep their phases, so S(n) does not depend on the strain e_r of a row,
+the logarithm of its stretch, and only V and ``k_r -> k_r exp(-e_r)`` do. With ``p_r = k . k_r`` and
+``t = 1/k^2 + 1/(4 alpha^2)``::
+
+    dG/de_r  = G L_r        L_r = 2 p_r t - 1
+    dL_r/de_s = 4 p_r p_s / k^4 - 2 t (delta_rs p_r + k_r . k_s)
+
+The force along the strain is ``W_r = -1/2 sum G L_r |S|^2``. A change v of the positions moves the
+sums by T(n). Then ``v . F = -sum G Re(S* T)``, and for a cotangent c of W the sum
+``f = v . F + c . W`` has, with ``G_c = sum over r of c_r G L_r``, the derivatives::
+
+    by position      that of -sum Re(S* (G T + G_c S / 2)), with v fixed
+    by the strain    -sum_i v_i F_i - sum G L_s Re(S* T) - 1/2 sum dG_c/de_s |S|^2
+
+The second one is with the phases of the charges fixed. Its first term is by coordinate along the
+rows, since v is fixed and its phases are not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim.core.layout import is_tracing
+
+# Of the influence: G, dG/de_r, and for a cotangent c of W also G_c and dG_c/de_s.
+VALUE, FIRST, ALONG, SECOND = 0, slice(1, 4), 4, slice(5, 8)
+
+
+def influence(
+    numbers: Tensor, share: Tensor, alpha: float, rows: Tensor, c: Tensor | None = None
+) -> Tensor:
+    """Compute G of waves and its derivatives, ``(*systems, 4, waves)`` or with c ``(..., 8, ...)``.
+
+    Args:
+        numbers: ``(sides, waves, 3)`` integers. G is the mean of the sides.
+        share: ``(waves,)``.
+        rows: ``(*systems, 3, 3)``, of boxes.
+        c: ``(*systems, 1, 3)``.
+    """
+    function = torch.ops.adjsim.influence if is_tracing() else _influence
+    return function(numbers, share, alpha, rows, c)
+
+
+def _influence(
+    numbers: Tensor, share: Tensor, alpha: float, rows: Tensor, c: Tensor | None
+) -> Tensor:
+    h, n = rows.to(numbers), numbers.reshape(-1, 3)
+    inverse, volume = torch.linalg.inv(h), torch.linalg.det(h).abs()
+    metric = (2 * math.pi) ** 2 * inverse.mT @ inverse
+    p, beta = n * (n @ metric), 1 / (4 * alpha**2)
+    square = p.sum(-1, keepdim=True)
+    zero = square == 0
+    inverse_square = 1 / torch.where(zero, 1.0, square)
+    value = torch.where(zero, -beta, torch.exp(-beta * square) * inverse_square)
+    value = (4 * math.pi / volume)[..., None, None] * value
+    t = torch.where(zero, 0.0, inverse_square + beta)
+    rate = 2 * t * p - 1
+    columns = [value, value * rate]
+    if c is not None:
+        c = c.to(numbers)
+        along = (c * rate).sum(-1, keepdim=True)
+        turned = c * p + n * ((c * n) @ metric)
+        slope = 4 * inverse_square**2 * (c * p).sum(-1, keepdim=True) * p - 2 * t * turned
+        columns += [value * along, value * (along * rate + slope)]
+    found = torch.cat(columns, -1).unflatten(-2, numbers.shape[:2]).mean(-3)
+    return (found.mT * share).to(rows)
+
+
+@torch.library.custom_op("adjsim::influence", mutates_args=())
+def influence_operator(
+    numbers: Tensor, share: Tensor, alpha: float, rows: Tensor, c: Tensor | None
+) -> Tensor:
+    """Compute the influence in a traced step, with the bits of an eager one."""
+    return _influence(numbers, share, alpha, rows, c).contiguous()
+
+
+@influence_operator.register_fake
+def _(numbers: Tensor, share: Tensor, alpha: float, rows: Tensor, c: Any) -> Tensor:
+    return rows.new_empty((*rows.shape[:-2], 4 if c is None else 8, len(share)))
+
+
+def wave_virial(energies: Tensor, vectors: Tensor, alpha: float) -> Tensor:
+    """Compute the virial of waves with these energies ``(*batch, waves)``.
+
+    A wave has the virial ``e (1 - 2 (1/k^2 + 1/(4 alpha^2)) k k^T)``, since V and k change with
+    strain, and S(k) does not. The wave k = 0 has the unit matrix.
+    """
+    square = (vectors * vectors).sum(-1)
+    factor = torch.where(square > 0, 1 / square.clamp(min=1e-300) + 0.25 / alpha**2, 0.0)
+    unit = torch.eye(3, dtype=vectors.dtype, device=vectors.device)
+    return energies.sum(-1)[..., None, None] * unit - 2 * torch.einsum(
+        "...k,ka,kb->...ab", energies * factor, vectors, vectors
+    )
