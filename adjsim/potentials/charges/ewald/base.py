@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import add
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_number, as_whole, outside_inference_mode
-from adjsim.core.box import Periodic, refuse_trained_box, stretched
+from adjsim.core.box import Periodic, inverse, refuse_trained_box, stretched
 from adjsim.core.declared import (
     FINITE,
     NOT_NEGATIVE,
@@ -38,6 +38,7 @@ from adjsim.potentials.charges.ewald.autograd import (
     forces_of,
 )
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, partners_of
+from adjsim.potentials.charges.ewald.waves import Waves, influence
 from adjsim.potentials.pairs.formula import ATOMS, SHIFTED
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback, VJPSum
 from adjsim.potentials.strained import Forced, StrainedPullback
@@ -73,6 +74,10 @@ class EwaldSum(Declaring, Periodic, Potential):
     )
     constant: float = setting("see :class:`~adjsim.Coulomb`", FINITE, 1.0, keyword=True)
     exclusions: Tensor | None
+    # Of the waves that subclasses sum, see :class:`~.ewald.waves.Waves`.
+    numbers: Any
+    share: Any
+    multiplicity: Any
 
     def __init__(
         self,
@@ -154,9 +159,30 @@ class EwaldSum(Declaring, Periodic, Potential):
         assert self.box is not None
         return torch.diag(self.box) if self.box.ndim == 1 else self.box.clone()
 
-    def rows(self, *strain: Tensor) -> Tensor:
-        """Return the rows of the box, or of the boxes of systems of these strains."""
-        return stretched(self.cell, *strain) if strain else self.cell
+    @derived("cell")
+    def dual(self) -> Tensor:
+        """The rows of the reciprocal cell, without the factor of 2 pi."""
+        return inverse(self.cell).mT.contiguous()
+
+    @property
+    def waves(self) -> Waves:
+        """The waves of the sum in reciprocal space."""
+        return Waves(self.numbers, self.share, self.multiplicity, self.dual, self.alpha)
+
+    @derived("numbers", "share", "multiplicity", "dual", "alpha")
+    def influence(self) -> Tensor:
+        """The influence of waves in the box of the potential, ``(1, waves)``."""
+        return influence(self.waves, self.dual.new_zeros(1, 1))[..., :1, :]
+
+    def influence_at(self, *strain: Tensor) -> Callable[..., Tensor]:
+        """Return a function of no cotangent or one, see :func:`~.ewald.waves.influence`."""
+        if strain:
+            return partial(influence, self.waves, *strain)
+        return lambda c=None: self.influence
+
+    def dual_at(self, *strain: Tensor) -> Tensor:
+        """Return the rows of the reciprocal cells of systems of these strains."""
+        return stretched(self.dual, *(-e for e in strain)) if strain else self.dual
 
     @derived("exclusions", "atoms")
     def partners(self) -> Tensor | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adjsim.core.box import volume
 from adjsim.core.derived import derived
 from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
@@ -21,7 +21,6 @@ from adjsim.potentials.charges.ewald.waves import (
     FIRST,
     SECOND,
     VALUE,
-    influence,
     wave_virial,
 )
 
@@ -82,26 +81,26 @@ class Ewald(EwaldSum):
 
     @derived("cell", "kmax")
     def numbers(self) -> Tensor:
-        """The integers of the waves, one of n and -n, ``(1, waves, 3)``."""
+        """The integers of the waves, one of n and -n, ``(1, 3, waves)``."""
         ranges = (range(-k, k + 1) for k in self.kmax)
         integers = [n for n in product(*ranges) if n >= (0, 0, 0)]
-        return torch.tensor([integers], dtype=torch.float64, device=self.cell.device)
+        return torch.tensor([integers], dtype=torch.float64, device=self.cell.device).mT
 
-    @derived("numbers", "constant")
+    @derived("numbers", "constant", "cell")
     def share(self) -> Tensor:
-        """The constant, twice for a wave that stands for two."""
-        return torch.where((self.numbers[0] != 0).any(-1), 2.0, 1.0) * self.constant
+        """The constant over the volume, twice for a wave that stands for two."""
+        twice = torch.where((self.numbers[0] != 0).any(0), 2.0, 1.0)
+        return twice * self.constant / volume(self.cell)
 
-    @derived("cell", "numbers", "share", "alpha")
-    def influence(self) -> Tensor:
-        """The influence of waves in the box of the potential, see :mod:`~.ewald.waves`."""
-        return influence(self.numbers, self.share, self.alpha, self.cell)[..., :1, :]
+    @derived("share")
+    def multiplicity(self) -> Tensor:
+        """One for each wave."""
+        return torch.ones_like(self.share)
 
-    def reciprocal(self, position: Tensor, *strain: Tensor) -> Waves:
-        numbers, rows = self.numbers, self.rows(*strain)
-        vectors = (2 * math.pi * numbers[0].to(rows) @ torch.linalg.inv(rows).mT).to(position)
-        at = partial(influence, numbers, self.share, self.alpha, rows)
-        return Waves(vectors, at if strain else lambda _=None: self.influence, self.alpha)
+    def reciprocal(self, position: Tensor, *strain: Tensor) -> WaveSum:
+        dual = self.dual_at(*strain)
+        vectors = 2 * math.pi * self.numbers[0].mT.to(dual) @ dual
+        return WaveSum(vectors.to(position), self.influence_at(*strain), self.alpha)
 
 
 def wave_number(width: float, tolerance: float) -> int:
@@ -127,7 +126,7 @@ def wave_number(width: float, tolerance: float) -> int:
 
 
 @dataclass(frozen=True)
-class Waves(ChargeSum):
+class WaveSum(ChargeSum):
     """The energy and force of the reciprocal part.
 
     ``vectors`` are ``(*batch, waves, 3)``; ``influence`` computes the columns of

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_whole
+from adjsim.core.box import volume
 from adjsim.core.derived import derived
 from adjsim.core.layout import is_tracing
 from adjsim.core.typing import Number
@@ -34,6 +35,7 @@ from adjsim.potentials.charges.ewald.waves import (
     FIRST,
     SECOND,
     VALUE,
+    Waves,
     influence,
     wave_virial,
 )
@@ -98,43 +100,44 @@ class ParticleMeshEwald(EwaldSum):
 
     @derived("cell", "grid")
     def numbers(self) -> Tensor:
-        """The integers of the waves that a real transform has, ``(sides, waves, 3)``."""
+        """The integers of the waves that a real transform has, ``(sides, 3, waves)``."""
         whole = self._whole_numbers()
         sides = [whole]
         if self.box is not None and self.box.ndim == 2:
             # A real potential has the mean of G at m and -m. These differ in a tilted cell, for a
             # wave of half the number of points along an axis.
             sides.append(whole.flip((0, 1, 2)).roll((1, 1, 1), (0, 1, 2)))
-        half = [x[..., : whole.shape[2] // 2 + 1, :].reshape(-1, 3) for x in sides]
-        return torch.stack(half)
+        return torch.stack([x[..., : self._half, :].reshape(-1, 3).T for x in sides])
 
     @derived("grid", "order", "constant", "cell")
     def share(self) -> Tensor:
-        """The constant over the moduli of the splines, of the waves that a real transform has."""
-        share = self._whole_share()
-        return share[..., : share.shape[2] // 2 + 1].flatten()
+        """The constant over volume and moduli of splines, of waves that a real transform has."""
+        return self._whole_share()[..., : self._half].flatten()
 
-    @derived("cell", "numbers", "share", "alpha")
-    def influence(self) -> Tensor:
-        """The influence of waves in the box of the potential, see :mod:`~.ewald.waves`."""
-        return influence(self.numbers, self.share, self.alpha, self.cell)[..., :1, :]
+    @derived("grid", "cell")
+    def multiplicity(self) -> Tensor:
+        """How many waves of the mesh each one stands for, m alone, or m and -m."""
+        _, _, z = self._whole_numbers()[..., : self._half, :].abs().unbind(-1)
+        return torch.where((z == 0) | (2 * z == self.grid[2]), 1.0, 2.0).to(z).flatten()
 
-    @derived("cell", "grid")
+    @derived("dual", "grid")
     def to_mesh(self) -> Tensor:
         """The matrix that takes positions to units of the spacing of the mesh."""
-        return torch.linalg.inv(self.cell) * self._points(self.cell)
+        return self.dual.mT * self._points(self.dual)
 
     def reciprocal(self, position: Tensor, *strain: Tensor) -> Mesh:
+        influence = self.influence_at(*strain)
         if not strain:
-            return Mesh(
-                lambda _=None: self.influence.to(position), self.to_mesh.to(position), self.grid,
-                self.order, self._virial_of_mesh,
-            )  # fmt: skip
-        rows = self.rows(*strain)
-        rows = rows.expand(*position.shape[:-2], 3, 3).reshape(-1, 3, 3)
-        to_mesh = torch.linalg.inv(rows) * self._points(rows)
-        at = partial(influence, self.numbers, self.share, self.alpha, rows)
-        return Mesh(at, to_mesh, self.grid, self.order)
+            to_mesh = self.to_mesh.to(position)
+            return Mesh(influence, to_mesh, self.grid, self.order, self._virial_of_mesh)
+        dual = self.dual_at(*strain)
+        to_mesh = dual.reshape(-1, 3, 3).mT * self._points(dual)
+        return Mesh(influence, to_mesh, self.grid, self.order)
+
+    @property
+    def _half(self) -> int:
+        """The number of waves along the last axis that a real transform has."""
+        return self.grid[2] // 2 + 1
 
     def _points(self, like: Tensor) -> Tensor:
         """Return the number of points along each row."""
@@ -147,16 +150,17 @@ class ParticleMeshEwald(EwaldSum):
         return torch.stack(torch.meshgrid(*numbers, indexing="ij"), -1)
 
     def _whole_share(self) -> Tensor:
-        """Compute the constant over the moduli of the splines, of all waves of the mesh."""
+        """Compute the constant over volume and moduli of the splines, of all waves of the mesh."""
         x, y, z = (moduli(self.order, n).to(self.cell.device) for n in self.grid)
-        return self.constant / (x[:, None, None] * y[:, None] * z)
+        return self.constant / volume(self.cell) / (x[:, None, None] * y[:, None] * z)
 
     def _virial_of_mesh(self, square: Tensor) -> Tensor:
         """Compute the virial of the waves from ``|F|^2``."""
-        numbers, share = self._whole_numbers().reshape(1, -1, 3), self._whole_share().flatten()
-        whole = influence(numbers, share, self.alpha, self.cell)[VALUE].to(square)
-        waves = 2 * math.pi * numbers[0] @ torch.linalg.inv(self.cell).mT
-        return wave_virial(0.5 * whole * square.flatten(-3), waves.to(square), self.alpha)
+        numbers, share = self._whole_numbers().reshape(-1, 3), self._whole_share().flatten()
+        whole = Waves(numbers.T.unsqueeze(0), share, torch.ones_like(share), self.dual, self.alpha)
+        value = influence(whole, self.dual.new_zeros(1, 1))[VALUE].to(square)
+        waves = (2 * math.pi * numbers @ self.dual).to(square)
+        return wave_virial(0.5 * value * square.flatten(-3), waves, self.alpha)
 
 
 @dataclass(frozen=True)
@@ -176,8 +180,8 @@ class Mesh(ChargeSum):
 
     def energy(self, position: Tensor, charge: Tensor) -> Tensor:
         q = self._spread(self._at(position), charge.unsqueeze(-1))
-        value = self._columns()[:, VALUE]
-        phi = self._potential(self._transform(q) * value.unsqueeze(-1))
+        value = self._columns(position)[:, VALUE]
+        phi = self._potential(_times_each(self._transform(q), value))
         return 0.5 * (q * phi).sum((-1, -2, -3)).reshape(position.shape[:-2])
 
     def linearised(self, position: Tensor, charge: Tensor) -> tuple[Forces, Product]:
@@ -197,9 +201,9 @@ class Mesh(ChargeSum):
 
     def forces(self, position: Tensor, charge: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute force and W, and the charges in waves and their potential on the mesh."""
-        u, q, columns = self._at(position), charge.unsqueeze(-1), self._columns()
+        u, q, columns = self._at(position), charge.unsqueeze(-1), self._columns(position)
         waves = self._transform(self._spread(u, q))
-        phi = self._potential(waves * columns[:, VALUE].unsqueeze(-1))
+        phi = self._potential(_times_each(waves, columns[:, VALUE]))
         slope = gather(u, phi, 1, self.order)[..., 1:]
         along = -0.5 * self._sums(columns[:, FIRST], waves, waves)
         return self._back(-q * slope, position), _rows(along, position), waves, phi
@@ -214,13 +218,13 @@ class Mesh(ChargeSum):
         c: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the cotangents of position, strain and charges, a :data:`~.autograd.Product`."""
-        columns = self._columns() if c is None else self._columns(c)
+        columns = self._columns(position) if c is None else self._columns(position, c)
         u, w, q = self._at(position), self._at(v), charge.unsqueeze(-1)
         dipoles = torch.cat([torch.zeros_like(w[..., :1]), q * w], -1)
         moved = self._transform(self._spread(u, dipoles))
-        amplitude = moved * columns[:, VALUE].unsqueeze(-1)
+        amplitude = _times_each(moved, columns[:, VALUE])
         if columns.shape[1] > 1:
-            amplitude = amplitude + waves * columns[:, ALONG].unsqueeze(-1)
+            amplitude = amplitude + _times_each(waves, columns[:, ALONG])
         along = gather(u, self._potential(amplitude), 1, self.order)
         here = gather(u, phi, 2, self.order)
         slope, curvature = here[..., 1:4], here[..., 4:]
@@ -241,11 +245,10 @@ class Mesh(ChargeSum):
         assert self.strain is not None
         return self.strain(square).reshape(*position.shape[:-2], 3, 3)
 
-    def _columns(self, *c: Tensor) -> Tensor:
-        """Compute the influence, ``(systems, columns, *waves)``."""
-        found = self.influence(*(x.reshape(-1, 1, 3) for x in c))
-        x, y, z = self.shape
-        return found.reshape(-1, found.shape[-2], x, y, z // 2 + 1)
+    def _columns(self, like: Tensor, *c: Tensor) -> Tensor:
+        """Compute the influence, ``(systems, columns, waves)``."""
+        found = self.influence(*c).to(like)
+        return found.reshape(-1, *found.shape[-2:])
 
     def _at(self, x: Tensor) -> Tensor:
         """Convert vectors to units of the mesh, ``(systems, atoms, 3)``."""
@@ -274,15 +277,16 @@ class Mesh(ChargeSum):
         """Sum the products of two waves with columns of the influence, ``(systems, columns)``."""
         if not columns.shape[1]:
             return columns.new_zeros(len(a), 0)
-        products = (a * b).sum(-1)
-        # All waves but those of a real coefficient stand for two.
-        last = self.shape[-1] // 2 + self.shape[-1] % 2
-        weights = [1.0 if z == 0 or z >= last else 2.0 for z in range(products.shape[-1])]
-        weighted = products * torch.tensor(weights).to(products)
-        return (columns * weighted.unsqueeze(1)).sum(_AXES)
+        products = a[..., 0] * b[..., 0] + a[..., 1] * b[..., 1]
+        return (columns * products.reshape(len(a), 1, -1)).sum(-1)
 
 
 _AXES = (-3, -2, -1)
+
+
+def _times_each(waves: Tensor, factor: Tensor) -> Tensor:
+    """Multiply waves by a factor of each."""
+    return waves * factor.reshape(-1, *waves.shape[1:-1], 1)
 
 
 def _rows(x: Tensor, like: Tensor) -> Tensor:

@@ -29,68 +29,87 @@ rows, since v is fixed and its phases are not.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from adjsim.core.box import stretched
 from adjsim.core.layout import is_tracing
 
 # Of the influence: G, dG/de_r, and for a cotangent c of W also G_c and dG_c/de_s.
 VALUE, FIRST, ALONG, SECOND = 0, slice(1, 4), 4, slice(5, 8)
 
 
-def influence(
-    numbers: Tensor, share: Tensor, alpha: float, rows: Tensor, c: Tensor | None = None
-) -> Tensor:
-    """Compute G of waves and its derivatives, ``(*systems, 4, waves)`` or with c ``(..., 8, ...)``.
+class Waves(NamedTuple):
+    """The waves of a box, and what their influence does not have from a strain.
 
-    Args:
-        numbers: ``(sides, waves, 3)`` integers. G is the mean of the sides.
-        share: ``(waves,)``.
-        rows: ``(*systems, 3, 3)``, of boxes.
-        c: ``(*systems, 1, 3)``.
+    Attributes:
+        numbers: ``(sides, 3, waves)`` integers. G is the mean of the sides.
+        share: ``(waves,)``, over the volume of the box.
+        multiplicity: ``(waves,)``, for how many waves each one stands in sums of derivatives of G.
+        dual: ``(3, 3)``, the rows b_r.
+        alpha: the inverse width of the Gaussians.
+    """
+
+    numbers: Tensor
+    share: Tensor
+    multiplicity: Tensor
+    dual: Tensor
+    alpha: float
+
+
+def influence(waves: Waves, strain: Tensor, c: Tensor | None = None) -> Tensor:
+    """Compute G and its derivatives, ``(*systems, 4, waves)``, or with c ``(*systems, 8, waves)``.
+
+    The strain is ``(*systems, 1, 1)`` or ``(*systems, 1, 3)``, as is c. Derivatives are by the
+    strain of each row.
     """
     function = torch.ops.adjsim.influence if is_tracing() else _influence
-    return function(numbers, share, alpha, rows, c)
+    return function(*waves, strain, c)
 
 
 def _influence(
-    numbers: Tensor, share: Tensor, alpha: float, rows: Tensor, c: Tensor | None
-) -> Tensor:
-    h, n = rows.to(numbers), numbers.reshape(-1, 3)
-    inverse, volume = torch.linalg.inv(h), torch.linalg.det(h).abs()
-    metric = (2 * math.pi) ** 2 * inverse.mT @ inverse
-    p, beta = n * (n @ metric), 1 / (4 * alpha**2)
-    square = p.sum(-1, keepdim=True)
+    numbers: Tensor, share: Tensor, multiplicity: Tensor, dual: Tensor, alpha: float,
+    strain: Tensor, c: Tensor | None,
+) -> Tensor:  # fmt: skip
+    n, beta = numbers, 1 / (4 * alpha**2)
+    # An axis for the sides, before those of coordinates and waves.
+    e = strain.to(numbers).unsqueeze(-3)
+    rows = 2 * math.pi * stretched(dual, -e)
+    metric = rows @ rows.mT
+    p = n * (metric @ n)
+    square = p.sum(-2, keepdim=True)
     zero = square == 0
-    inverse_square = 1 / torch.where(zero, 1.0, square)
-    value = torch.where(zero, -beta, torch.exp(-beta * square) * inverse_square)
-    value = (4 * math.pi / volume)[..., None, None] * value
-    t = torch.where(zero, 0.0, inverse_square + beta)
-    rate = 2 * t * p - 1
-    columns = [value, value * rate]
+    inverse = 1 / torch.where(zero, 1.0, square)
+    value = torch.where(zero, -beta, torch.exp(-beta * square) * inverse)
+    shrink = torch.exp(-e.expand(*e.shape[:-1], 3).sum(-1, keepdim=True))
+    value = 4 * math.pi * shrink * share * value
+    t = torch.where(zero, 0.0, inverse + beta)
+    rate, counted = 2 * t * p - 1, multiplicity * value
+    columns = [value, counted * rate]
     if c is not None:
-        c = c.to(numbers)
-        along = (c * rate).sum(-1, keepdim=True)
-        turned = c * p + n * ((c * n) @ metric)
-        slope = 4 * inverse_square**2 * (c * p).sum(-1, keepdim=True) * p - 2 * t * turned
-        columns += [value * along, value * (along * rate + slope)]
-    found = torch.cat(columns, -1).unflatten(-2, numbers.shape[:2]).mean(-3)
-    return (found.mT * share).to(rows)
+        c = c.to(numbers).unsqueeze(-3).expand(*e.shape[:-1], 3).mT
+        along = (c * rate).sum(-2, keepdim=True)
+        turned = c * p + n * (metric @ (c * n))
+        slope = 4 * inverse**2 * (c * p).sum(-2, keepdim=True) * p - 2 * t * turned
+        columns += [value * along, counted * (along * rate + slope)]
+    return torch.cat(columns, -2).mean(-3).to(strain)
 
 
 @torch.library.custom_op("adjsim::influence", mutates_args=())
 def influence_operator(
-    numbers: Tensor, share: Tensor, alpha: float, rows: Tensor, c: Tensor | None
-) -> Tensor:
+    numbers: Tensor, share: Tensor, multiplicity: Tensor, dual: Tensor, alpha: float,
+    strain: Tensor, c: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Compute the influence in a traced step, with the bits of an eager one."""
-    return _influence(numbers, share, alpha, rows, c).contiguous()
+    return _influence(numbers, share, multiplicity, dual, alpha, strain, c)
 
 
 @influence_operator.register_fake
-def _(numbers: Tensor, share: Tensor, alpha: float, rows: Tensor, c: Any) -> Tensor:
-    return rows.new_empty((*rows.shape[:-2], 4 if c is None else 8, len(share)))
+def _(numbers: Tensor, share: Tensor, *rest: Any) -> Tensor:
+    *_, strain, c = rest
+    return strain.new_empty((*strain.shape[:-2], 4 if c is None else 8, len(share)))
 
 
 def wave_virial(energies: Tensor, vectors: Tensor, alpha: float) -> Tensor:
