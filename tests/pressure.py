@@ -25,9 +25,21 @@ class OwnPairs(nn.Module):
         return self.k * torch.exp(-(d**2).sum(-1)).sum((-1, -2)) / 2
 
 
+def bonded(pairs, box) -> nn.Module:
+    """Terms of molecules that go around the box."""
+    return (
+        adjsim.HarmonicBond([[0, 1], [2, 3], [0, 7]], parameter(4.0), parameter(1.3), box=box)
+        + adjsim.HarmonicAngle([[0, 1, 3], [7, 0, 2]], parameter(2.0), parameter(1.7), box=box)
+        + adjsim.PeriodicTorsion(
+            [[0, 1, 3, 2], [5, 4, 0, 7]], parameter(0.8), 2, parameter(0.4), box=box
+        )
+        + adjsim.ScaledPairs(pairs, [[4, 7], [1, 2]], parameter(0.5))
+    )
+
+
 def potential(kind: str = "orthogonal") -> nn.Module:
     """A potential in three dimensions for eight atoms, with every number trainable."""
-    box = {"orthogonal": [3.6, 3.7, 3.8], "tilted": TILTED}.get(kind, [3.6, 3.7, 3.8])
+    box = TILTED if kind.startswith("tilted") else [3.6, 3.7, 3.8]
     switched = adjsim.potentials.Switched(1.2)
     pairs = adjsim.LennardJones(
         parameter(1.1), parameter(0.95), cutoff=1.6, box=box, truncation=switched
@@ -41,10 +53,17 @@ def potential(kind: str = "orthogonal") -> nn.Module:
             box=box,
             exclusions=[[0, 1], [2, 5]],
         )
-    if kind in ("ewald", "mesh"):
-        charge = nn.Parameter(torch.tensor([0.8, -0.8] * 4, dtype=torch.float64))
-        sums = {"ewald": adjsim.Ewald, "mesh": adjsim.ParticleMeshEwald}[kind]
-        return pairs + sums(charge, cutoff=1.6, box=box, tolerance=1e-3, exclusions=[[0, 1]])
+    if kind.endswith(("ewald", "mesh")):
+        # Not neutral, with excluded pairs of which one is of two images.
+        charge = nn.Parameter(torch.tensor([0.8, -0.8] * 3 + [0.8, -0.5], dtype=torch.float64))
+        sums = adjsim.ParticleMeshEwald if kind.endswith("mesh") else adjsim.Ewald
+        excluded = [[0, 1], [0, 4]]
+        return pairs + sums(charge, cutoff=1.6, box=box, tolerance=1e-3, exclusions=excluded)
+    if kind.endswith("bonded"):
+        return bonded(pairs, box)
+    if kind == "dispersion":
+        mixture = potential("mixture")
+        return mixture + adjsim.potentials.pairs.tail.DispersionCorrection(mixture)
     if kind == "own":
         return OwnPairs([3.6, 3.7, 3.8])
     if kind == "sum":

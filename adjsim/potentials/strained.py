@@ -211,6 +211,15 @@ def added(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return reduce(add, first), reduce(add, second)
 
 
+def at_rest(strain: Tensor, position: Tensor, along: Tensor, like: Tensor) -> Tensor:
+    """Compute the cotangent of a strain with the positions fixed, of the shape of the strain.
+
+    It is given as box and positions are stretched together, with the cotangent of positions.
+    """
+    back = (position * along).sum(-2, keepdim=True)
+    return strain.sum_to_size(like.shape) - back.sum_to_size(like.shape)
+
+
 def has_box(module: nn.Module) -> bool:
     """Return whether a part of a module has a box."""
     return any(part._buffers.get("box") is not None for part in module.modules())

@@ -20,7 +20,10 @@ from adjsim.potentials.strained import (
 from tests.pressure import OwnPairs, parameter, piston, position, potential, start
 from tests.suites import TermContract, disturbed
 
-KINDS = ["orthogonal", "tilted", "mixture", "own", "sum", "ewald", "mesh"]
+KINDS = ["orthogonal", "mixture", "own", "sum", "ewald", "mesh", "bonded", "dispersion"]
+TILTED = ["tilted", "tilted ewald", "tilted mesh", "tilted bonded"]
+# An axis of a tilted cell has no strain of its own.
+FORMS = [(kind, axes) for kind in KINDS for axes in (1, 3)] + [(kind, 1) for kind in TILTED]
 TERMS = []
 for kind, axes, chains in (
     ("orthogonal", "isotropic", False),
@@ -45,16 +48,12 @@ def strains(batch, axes, seed=1):
     return 0.06 * torch.rand(*batch, 1, axes, generator=generator, dtype=torch.float64)
 
 
-# An axis of a tilted cell has no strain of its own.
 @pytest.mark.parametrize("batch", [(), (2,), (2, 2)], ids=str)
-@pytest.mark.parametrize(
-    ("kind", "axes"),
-    [(kind, axes) for kind in KINDS for axes in (1, 3) if (kind, axes) != ("tilted", 3)],
-)
+@pytest.mark.parametrize(("kind", "axes"), FORMS)
 def test_closed_forms_equal_automatic_differentiation(kind, batch, axes):
     """Of energy, force, W and their products, by the operator, and by torch over all pairs."""
     module, strain = read(potential(kind)), strains(batch, axes)
-    q = position(batch) * torch.exp(strain) + 3.6 * (kind != "tilted")
+    q = position(batch) * torch.exp(strain) + 3.6 * (kind not in TILTED)
     parameters = list(module.parameters())
     v, c = torch.randn_like(q), torch.randn_like(strain)
     force, along = strained_force(module, q, strain)
@@ -82,11 +81,12 @@ def test_closed_forms_equal_automatic_differentiation(kind, batch, axes):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_the_automatic_forms_are_derivatives_of_the_energy():
-    """Force and W of the pairs against central differences of the energy in position and strain."""
-    module, strain = read(potential()), strains((), 3)
+@pytest.mark.parametrize(("kind", "axes"), FORMS)
+def test_forces_are_derivatives_of_the_energy(kind, axes):
+    """Force and W against central differences of the energy in position and strain."""
+    module, strain = read(potential(kind)), strains((), axes)
     q, h = position() * torch.exp(strain), 1e-5
-    force, along = ByAutograd(module).force(q, strain)
+    force, along = strained_force(module, q, strain)
     direction = torch.randn_like(q)
 
     def energy(x, e):
@@ -95,7 +95,7 @@ def test_the_automatic_forms_are_derivatives_of_the_energy():
     slope = (energy(q + h * direction, strain) - energy(q - h * direction, strain)) / (2 * h)
     # The error of the differences is h^2 U''' and eps U / h, 1e-7 of forces near the core.
     assert float((force * direction).sum().detach()) == pytest.approx(-slope, rel=1e-6)
-    for a in range(3):
+    for a in range(axes):
         e = torch.zeros_like(strain)
         e[..., a] = h
         slope = (energy(q * torch.exp(e), strain + e) - energy(q * torch.exp(-e), strain - e)) / (

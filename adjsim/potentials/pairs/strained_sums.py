@@ -21,6 +21,7 @@ from adjsim.potentials.pairs.kernel_sums import (
 from adjsim.potentials.pairs.kernels.kernel import ENERGY, FORCE, PRODUCT, SLOPES
 from adjsim.potentials.pairs.operator import PairOperator
 from adjsim.potentials.products import Tensors
+from adjsim.potentials.strained import at_rest
 
 # The product of a force and the diagonal of a virial with their cotangents v and c: the cotangent
 # of the position, that of the strain of box and positions together, and those of parameters.
@@ -126,9 +127,8 @@ def with_strain(
     """
     force, virial = values
     along, strain, rest = product(v, c)
-    along = along + c * force
-    strain = strain + c * virial - (position * along).sum(-2, keepdim=True)
-    return along, strain, rest
+    along, strain = along + c * force, strain + c * virial
+    return along, at_rest(strain, position, along, strain), rest
 
 
 class _Force(torch.autograd.Function):

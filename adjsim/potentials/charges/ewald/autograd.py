@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from adjsim.core.state import in_transform
+from adjsim.potentials.strained import at_rest
 
-# The force, and the force along the strain of each row of the box, W, ``(*batch, 1, 3)``.
+# The force, and the force along the strain, W, ``(*batch, 1, axes)``, or by coordinate.
 Forces: TypeAlias = tuple[Tensor, Tensor]
 # Takes the cotangents v of the force and c of W, None in a box that does not move. Returns those of
 # the position, of the strain as box and positions are stretched together, and of charges.
@@ -51,11 +52,6 @@ def forces_of(make: Maker, position: Tensor, charge: Tensor, *strain: Tensor) ->
     return _Forces.apply(make, *point)
 
 
-def at_rest(position: Tensor, along: Tensor, strain: Tensor, like: Tensor) -> Tensor:
-    """Take a cotangent of the strain of box and positions to that with the positions fixed."""
-    return (strain - (position * along).sum(-2, keepdim=True)).sum_to_size(like.shape)
-
-
 class _Forces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, make: Maker, position: Tensor, charge: Tensor, *strain: Tensor) -> Forces:
@@ -76,4 +72,4 @@ class _Forces(torch.autograd.Function):
         v, c = cotangents
         product = make(*strain).linearised(position, charge)[1]
         along, moved, weight = product(v, c if strain else None)
-        return None, along, weight, *(at_rest(position, along, moved, e) for e in strain)
+        return None, along, weight, *(at_rest(moved, position, along, e) for e in strain)

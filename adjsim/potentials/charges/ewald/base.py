@@ -34,14 +34,13 @@ from adjsim.potentials.charges.ewald.autograd import (
     ChargeSum,
     Maker,
     Product,
-    at_rest,
     forces_of,
 )
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, partners_of
 from adjsim.potentials.charges.ewald.waves import Waves, influence
 from adjsim.potentials.pairs.formula import ATOMS, SHIFTED
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback, VJPSum
-from adjsim.potentials.strained import Forced, StrainedPullback
+from adjsim.potentials.strained import Forced, StrainedPullback, at_rest
 
 TOLERANCE = Limits("between 0 and 0.5", lambda x: 0 < x < 0.5)
 
@@ -283,12 +282,11 @@ class EwaldSum(Declaring, Periodic, Potential):
         def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, ParameterVJP]:
             by_position, by_strain, rest = real_product(v, c)
             with torch.no_grad():
-                each = c.expand(*c.shape[:-1], 3)
-                found = [product(v, each) for product in products]
+                found = [product(v, c) for product in products]
                 cotangent: Any = sum(weight for *_, weight in found)
                 for more, moved, _ in found:
                     by_position = by_position + more
-                    by_strain = by_strain + at_rest(position, more, moved, strain)
+                    by_strain = by_strain + at_rest(moved, position, more, strain)
             deferred = DeferredVJP(self, self._charges, cotangent, position)
             return materialise(by_position), by_strain, VJPSum((rest, deferred))
 

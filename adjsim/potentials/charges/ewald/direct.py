@@ -16,13 +16,7 @@ from adjsim.core.derived import derived
 from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
 from adjsim.potentials.charges.ewald.base import EwaldSum, three_numbers
-from adjsim.potentials.charges.ewald.waves import (
-    ALONG,
-    FIRST,
-    SECOND,
-    VALUE,
-    wave_virial,
-)
+from adjsim.potentials.charges.ewald.waves import wave_virial
 
 # OpenMM searches the number of waves from here, upwards or downwards.
 FIRST_GUESS = 10
@@ -143,7 +137,7 @@ class WaveSum(ChargeSum):
     def linearised(self, position: Tensor, charge: Tensor) -> tuple[Forces, Product]:
         cos, sin = self._waves(position)
         influence = self.influence().to(position)
-        weight = influence[..., VALUE, :]
+        weight = influence[..., 0, :]
         real, imaginary = charge @ cos, charge @ sin
         force = self._force(charge, cos, sin, weight * real, weight * imaginary)
         square = real * real + imaginary * imaginary
@@ -155,11 +149,13 @@ class WaveSum(ChargeSum):
             a, b = weight * real_v, weight * imaginary_v
             moved = -(v * force).sum(-2, keepdim=True)
             if c is not None:
-                more = self.influence(c).to(position)
-                a, b = (x + more[..., ALONG, :] * y for x, y in ((a, real), (b, imaginary)))
+                _, first, along, second = (
+                    self.influence(c).to(position).split([1, c.shape[-1]] * 2, -2)
+                )
+                a, b = a + along[..., 0, :] * real, b + along[..., 0, :] * imaginary
                 turned = real * real_v + imaginary * imaginary_v
-                moved = moved - _sums(more[..., FIRST, :], turned)
-                moved = moved - 0.5 * _sums(more[..., SECOND, :], square)
+                moved = moved.sum_to_size(c.shape) - _sums(first, turned)
+                moved = moved - 0.5 * _sums(second, square)
             here = a[..., None, :] * cos + b[..., None, :] * sin
             there = real[..., None, :] * cos_v + imaginary[..., None, :] * sin_v
             found = -(here + there * weight[..., None, :]).sum(-1)
@@ -170,7 +166,7 @@ class WaveSum(ChargeSum):
                 found.reshape(-1, len(charge)).sum(0),
             )
 
-        return (force, -0.5 * _sums(influence[..., FIRST, :], square)), product_along
+        return (force, -0.5 * _sums(influence[..., 1:, :], square)), product_along
 
     def virial(self, position: Tensor, charge: Tensor) -> Tensor:
         return wave_virial(self._energies(position, charge), self.vectors, self.alpha)
@@ -179,7 +175,7 @@ class WaveSum(ChargeSum):
         """Compute the energy of each wave."""
         cos, sin = self._waves(position)
         real, imaginary = charge @ cos, charge @ sin
-        weight = self.influence().to(position)[..., VALUE, :]
+        weight = self.influence().to(position)[..., 0, :]
         return 0.5 * weight * (real * real + imaginary * imaginary)
 
     def _waves(self, position: Tensor) -> tuple[Tensor, Tensor]:

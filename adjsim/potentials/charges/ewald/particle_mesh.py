@@ -30,15 +30,7 @@ from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
 from adjsim.potentials.charges.ewald.base import EwaldSum, three_numbers
 from adjsim.potentials.charges.ewald.spreading import gather, moduli, spread
-from adjsim.potentials.charges.ewald.waves import (
-    ALONG,
-    FIRST,
-    SECOND,
-    VALUE,
-    Waves,
-    influence,
-    wave_virial,
-)
+from adjsim.potentials.charges.ewald.waves import Waves, influence, wave_virial
 
 SMALLEST_ORDER, LARGEST_ORDER, SMALLEST_MESH = 4, 10, 6
 
@@ -158,7 +150,7 @@ class ParticleMeshEwald(EwaldSum):
         """Compute the virial of the waves from ``|F|^2``."""
         numbers, share = self._whole_numbers().reshape(-1, 3), self._whole_share().flatten()
         whole = Waves(numbers.T.unsqueeze(0), share, torch.ones_like(share), self.dual, self.alpha)
-        value = influence(whole, self.dual.new_zeros(1, 1))[VALUE].to(square)
+        value = influence(whole, self.dual.new_zeros(1, 1))[0].to(square)
         waves = (2 * math.pi * numbers @ self.dual).to(square)
         return wave_virial(0.5 * value * square.flatten(-3), waves, self.alpha)
 
@@ -180,7 +172,7 @@ class Mesh(ChargeSum):
 
     def energy(self, position: Tensor, charge: Tensor) -> Tensor:
         q = self._spread(self._at(position), charge.unsqueeze(-1))
-        value = self._columns(position)[:, VALUE]
+        value = self._columns(position)[:, 0]
         phi = self._potential(_times_each(self._transform(q), value))
         return 0.5 * (q * phi).sum((-1, -2, -3)).reshape(position.shape[:-2])
 
@@ -203,9 +195,9 @@ class Mesh(ChargeSum):
         """Compute force and W, and the charges in waves and their potential on the mesh."""
         u, q, columns = self._at(position), charge.unsqueeze(-1), self._columns(position)
         waves = self._transform(self._spread(u, q))
-        phi = self._potential(_times_each(waves, columns[:, VALUE]))
+        phi = self._potential(_times_each(waves, columns[:, 0]))
         slope = gather(u, phi, 1, self.order)[..., 1:]
-        along = -0.5 * self._sums(columns[:, FIRST], waves, waves)
+        along = -0.5 * self._sums(columns[:, 1:], waves, waves)
         return self._back(-q * slope, position), _rows(along, position), waves, phi
 
     def product(
@@ -222,9 +214,10 @@ class Mesh(ChargeSum):
         u, w, q = self._at(position), self._at(v), charge.unsqueeze(-1)
         dipoles = torch.cat([torch.zeros_like(w[..., :1]), q * w], -1)
         moved = self._transform(self._spread(u, dipoles))
-        amplitude = _times_each(moved, columns[:, VALUE])
-        if columns.shape[1] > 1:
-            amplitude = amplitude + _times_each(waves, columns[:, ALONG])
+        amplitude = _times_each(moved, columns[:, 0])
+        axes = (columns.shape[1] - 1) // 2
+        if axes:
+            amplitude = amplitude + _times_each(waves, columns[:, 1 + axes])
         along = gather(u, self._potential(amplitude), 1, self.order)
         here = gather(u, phi, 2, self.order)
         slope, curvature = here[..., 1:4], here[..., 4:]
@@ -233,9 +226,10 @@ class Mesh(ChargeSum):
         bent = (matrix.unflatten(-1, (3, 3)) * w.unsqueeze(-2)).sum(-1)
         work = slope * w
         found = -work.sum(-1) - along[..., 0]
-        strain = self._sums(columns[:, FIRST], waves, moved)
-        strain = strain + 0.5 * self._sums(columns[:, SECOND], waves, waves)
-        strain = (q * work).sum(-2)[:, : strain.shape[-1]] - strain
+        strain = self._sums(columns[:, 1 : 1 + axes], waves, moved)
+        strain = strain + 0.5 * self._sums(columns[:, 2 + axes :], waves, waves)
+        own = (q * work).sum(-2)
+        strain = (own if axes == 3 else own.sum(-1, keepdim=True))[:, :axes] - strain
         by_position = self._back(-q * (bent + along[..., 1:]), position)
         return by_position, _rows(strain, position), found.sum(0)
 
@@ -344,11 +338,11 @@ def _(
     batch = position.shape[:-2]
     x, y, z = shape
     waves = position.new_empty((batch.numel(), x, y, z // 2 + 1, 2))
-    along = position.new_empty((*batch, 1, 0 if influence.shape[-2] == 1 else 3))
+    along = position.new_empty((*batch, 1, influence.shape[-2] - 1))
     return torch.empty_like(position), along, waves, position.new_empty((batch.numel(), *shape))
 
 
 @mesh_product.register_fake
 def _(position: Tensor, charge: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    along = position.new_empty((*position.shape[:-2], 1, 0 if rest[3].shape[-2] == 1 else 3))
+    along = position.new_empty((*position.shape[:-2], 1, (rest[3].shape[-2] - 1) // 2))
     return position.new_empty(position.shape), along, charge.new_empty(charge.shape)

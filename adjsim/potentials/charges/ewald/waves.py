@@ -37,9 +37,6 @@ from torch import Tensor
 from adjsim.core.box import stretched
 from adjsim.core.layout import is_tracing
 
-# Of the influence: G, dG/de_r, and for a cotangent c of W also G_c and dG_c/de_s.
-VALUE, FIRST, ALONG, SECOND = 0, slice(1, 4), 4, slice(5, 8)
-
 
 class Waves(NamedTuple):
     """The waves of a box, and what their influence does not have from a strain.
@@ -60,10 +57,10 @@ class Waves(NamedTuple):
 
 
 def influence(waves: Waves, strain: Tensor, c: Tensor | None = None) -> Tensor:
-    """Compute G and its derivatives, ``(*systems, 4, waves)``, or with c ``(*systems, 8, waves)``.
+    """Compute G and its derivatives in columns, ``(*systems, columns, waves)``.
 
-    The strain is ``(*systems, 1, 1)`` or ``(*systems, 1, 3)``, as is c. Derivatives are by the
-    strain of each row.
+    They are G and dG/de_s, and with c also G_c and dG_c/de_s. Strain and c are ``(*systems, 1, 1)``
+    where all rows are stretched together, and else ``(*systems, 1, 3)``.
     """
     function = torch.ops.adjsim.influence if is_tracing() else _influence
     return function(*waves, strain, c)
@@ -78,20 +75,23 @@ def _influence(
     e = strain.to(numbers).unsqueeze(-3)
     rows = 2 * math.pi * stretched(dual, -e)
     metric = rows @ rows.mT
-    p = n * (metric @ n)
-    square = p.sum(-2, keepdim=True)
+    # The part of a strain is that of its row, or the sum where it stretches all of them.
+    axes = e.shape[-1]
+    every = n * (metric @ n)
+    square = every.sum(-2, keepdim=True)
+    p = square if axes == 1 else every
     zero = square == 0
     inverse = 1 / torch.where(zero, 1.0, square)
     value = torch.where(zero, -beta, torch.exp(-beta * square) * inverse)
-    shrink = torch.exp(-e.expand(*e.shape[:-1], 3).sum(-1, keepdim=True))
+    shrink = torch.exp(-3 / axes * e.sum(-1, keepdim=True))
     value = 4 * math.pi * shrink * share * value
     t = torch.where(zero, 0.0, inverse + beta)
-    rate, counted = 2 * t * p - 1, multiplicity * value
+    rate, counted = 2 * t * p - 3 / axes, multiplicity * value
     columns = [value, counted * rate]
     if c is not None:
-        c = c.to(numbers).unsqueeze(-3).expand(*e.shape[:-1], 3).mT
+        c = c.to(numbers).unsqueeze(-3).mT
         along = (c * rate).sum(-2, keepdim=True)
-        turned = c * p + n * (metric @ (c * n))
+        turned = c * p + (c * p if axes == 1 else n * (metric @ (c * n)))
         slope = 4 * inverse**2 * (c * p).sum(-2, keepdim=True) * p - 2 * t * turned
         columns += [value * along, counted * (along * rate + slope)]
     return torch.cat(columns, -2).mean(-3).to(strain)
@@ -109,7 +109,8 @@ def influence_operator(
 @influence_operator.register_fake
 def _(numbers: Tensor, share: Tensor, *rest: Any) -> Tensor:
     *_, strain, c = rest
-    return strain.new_empty((*strain.shape[:-2], 4 if c is None else 8, len(share)))
+    columns = (1 + strain.shape[-1]) * (1 if c is None else 2)
+    return strain.new_empty((*strain.shape[:-2], columns, len(share)))
 
 
 def wave_virial(energies: Tensor, vectors: Tensor, alpha: float) -> Tensor:
