@@ -271,8 +271,7 @@ class Mesh(ChargeSum):
         """Sum the products of two waves with columns of the influence, ``(systems, columns)``."""
         if not columns.shape[1]:
             return columns.new_zeros(len(a), 0)
-        products = a[..., 0] * b[..., 0] + a[..., 1] * b[..., 1]
-        return (columns * products.reshape(len(a), 1, -1)).sum(-1)
+        return (columns @ (a * b).reshape(len(a), -1, 2)).sum(-1)
 
 
 _AXES = (-3, -2, -1)

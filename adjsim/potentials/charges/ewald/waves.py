@@ -80,19 +80,19 @@ def _influence(
     every = n * (metric @ n)
     square = every.sum(-2, keepdim=True)
     p = square if axes == 1 else every
-    zero = square == 0
-    inverse = 1 / torch.where(zero, 1.0, square)
-    value = torch.where(zero, -beta, torch.exp(-beta * square) * inverse)
-    shrink = torch.exp(-3 / axes * e.sum(-1, keepdim=True))
-    value = 4 * math.pi * shrink * share * value
-    t = torch.where(zero, 0.0, inverse + beta)
-    rate, counted = 2 * t * p - 3 / axes, multiplicity * value
+    # One for the wave n = 0, whose inverse is taken as zero.
+    origin = (square == 0).to(square)
+    inverse = 1 / (square + origin) - origin
+    value = torch.exp(-beta * square) * inverse - beta * origin
+    value = value * share * (4 * math.pi * torch.exp(-3 / axes * e.sum(-1, keepdim=True)))
+    t = 2 * (inverse + beta)
+    rate, counted = t * p - 3 / axes, multiplicity * value
     columns = [value, counted * rate]
     if c is not None:
         c = c.to(numbers).unsqueeze(-3).mT
         along = (c * rate).sum(-2, keepdim=True)
         turned = c * p + (c * p if axes == 1 else n * (metric @ (c * n)))
-        slope = 4 * inverse**2 * (c * p).sum(-2, keepdim=True) * p - 2 * t * turned
+        slope = 4 * inverse**2 * (c * p).sum(-2, keepdim=True) * p - t * turned
         columns += [value * along, counted * (along * rate + slope)]
     return torch.cat(columns, -2).mean(-3).to(strain)
 
