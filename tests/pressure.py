@@ -61,6 +61,12 @@ def potential(kind: str = "orthogonal") -> nn.Module:
         return pairs + sums(charge, cutoff=1.6, box=box, tolerance=1e-3, exclusions=excluded)
     if kind.endswith("bonded"):
         return bonded(pairs, box)
+    if kind.endswith("graph"):
+        # The cutoff is above half the box: two atoms have edges with several images.
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            model = adjsim.potentials.MessagePassing(2.3, hidden=4)
+        return adjsim.GraphPotential(model, 2.3, box=box)
     if kind == "dispersion":
         mixture = potential("mixture")
         return mixture + adjsim.potentials.pairs.tail.DispersionCorrection(mixture)

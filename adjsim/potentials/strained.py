@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
-from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from adjsim.potentials.products import (
     energy_vjp,
 )
 
-M = TypeVar("M", bound=nn.Module)
 Forced: TypeAlias = tuple[Tensor, Tensor]
 # Takes the cotangents of force and W, and returns those of position and strain, and of parameters.
 StrainedPullback: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, ParameterVJP]]
@@ -80,7 +79,7 @@ class Strainable(Evaluated):
         The roundings are those of what pairs contribute to each, see
         :meth:`~adjsim.potentials.Potential.force`.
         """
-        return ByAutograd(self).force(position, strain, rounding)
+        return ByAutograd(self, strained_energy).force(position, strain, rounding)
 
     def strained_vjp(
         self,
@@ -95,7 +94,7 @@ class Strainable(Evaluated):
         The function returns the products with the derivatives by position, strain and parameters,
         each with the others fixed.
         """
-        return ByAutograd(self).vjp(position, strain, parameters, rounding)
+        return ByAutograd(self, strained_energy).vjp(position, strain, parameters, rounding)
 
 
 def strained_energy(module: nn.Module, position: Positions, strain: Tensor) -> Energies:
@@ -240,15 +239,10 @@ def follow_box(part: nn.Module) -> None:
             part._buffers[rule.name] = rule.function(part).to(known.device)
 
 
-def energy_at(
-    module: M,
-    position: Tensor,
-    strain: Tensor,
-    evaluate: Callable[[M, Tensor], Tensor] = nn.Module.__call__,
-) -> Tensor:
+def energy_at(module: nn.Module, position: Tensor, strain: Tensor) -> Tensor:
     """Compute an energy of a module in the boxes of systems, differentiable."""
     if not has_box(module):
-        return evaluate(module, position)
+        return nn.Module.__call__(module, position)
     reading, batch = Reading(module), position.shape[:-2]
     # A box may have another name first, in a part that shares it.
     kept = (part._buffers.get(name) for part in module.modules() for name in _BOXES)
@@ -266,7 +260,7 @@ def energy_at(
         copy = reading.bound(tensors)
         for part in copy.modules():
             follow_box(part)
-        return evaluate(copy, q)
+        return nn.Module.__call__(copy, q)
 
     if not batch:
         return one(position, strain)
@@ -278,17 +272,18 @@ def energy_at(
     return torch.vmap(one)(flat, strains).reshape(batch)
 
 
-class ByAutograd(Generic[M]):
-    """Forces in boxes of systems, differentiated automatically from an energy of a module."""
+class ByAutograd:
+    """Forces in boxes of systems, differentiated automatically from an energy of a module.
+
+    A force is one pass forward and one back, which gives W too, and a product goes back once more.
+    """
 
     def __init__(
-        self, module: M, evaluate: Callable[[M, Tensor], Tensor] = nn.Module.__call__
+        self,
+        module: nn.Module,
+        energy: Callable[[nn.Module, Tensor, Tensor], Tensor] = energy_at,
     ) -> None:
-        self.module, self.evaluate = module, evaluate
-
-    def energy(self, position: Tensor, strain: Tensor) -> Tensor:
-        """Compute the energy, differentiable."""
-        return energy_at(self.module, position, strain, self.evaluate)
+        self.module, self.energy = module, energy
 
     def force(self, position: Tensor, strain: Tensor, rounding: Rounding = UNROUNDED) -> Forced:
         """Compute force and W, differentiable when grad mode is on."""
@@ -368,7 +363,7 @@ class ByAutograd(Generic[M]):
         """Compute minus the derivatives by position, and by a stretch of positions and box."""
         if in_transform() or torch.compiler.is_compiling():
             by_both = torch.func.grad(
-                lambda q, u: self.energy(q * torch.exp(u), strain + u).sum(), argnums=(0, 1)
+                lambda q, u: self.energy(self.module, q * torch.exp(u), strain + u).sum(), (0, 1)
             )
             force, along = by_both(position, torch.zeros_like(strain))
             return -force, -along
@@ -377,7 +372,7 @@ class ByAutograd(Generic[M]):
             q = q if q.requires_grad else point_of_differentiation(q)
             stretch = point_of_differentiation(torch.zeros_like(strain))
             base = strain if create else strain.detach()
-            total = self.energy(q * torch.exp(stretch), base + stretch).sum()
+            total = self.energy(self.module, q * torch.exp(stretch), base + stretch).sum()
             if not total.requires_grad:
                 return torch.zeros_like(position), torch.zeros_like(strain)
             found = torch.autograd.grad(total, (q, stretch), create_graph=create, allow_unused=True)

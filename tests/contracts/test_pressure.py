@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import adjsim
+from adjsim.core import neighbour_list
 from adjsim.core.reading import read
 from adjsim.core.rounding import Rounding
 from adjsim.potentials.pairs import dense
@@ -20,8 +21,10 @@ from adjsim.potentials.strained import (
 from tests.pressure import OwnPairs, parameter, piston, position, potential, start
 from tests.suites import TermContract, disturbed
 
-KINDS = ["orthogonal", "mixture", "own", "sum", "ewald", "mesh", "bonded", "dispersion"]
-TILTED = ["tilted", "tilted ewald", "tilted mesh", "tilted bonded"]
+KINDS = [
+    "orthogonal", "mixture", "own", "sum", "ewald", "mesh", "bonded", "dispersion", "graph"
+]  # fmt: skip
+TILTED = ["tilted", "tilted ewald", "tilted mesh", "tilted bonded", "tilted graph"]
 # An axis of a tilted cell has no strain of its own.
 FORMS = [(kind, axes) for kind in KINDS for axes in (1, 3)] + [(kind, 1) for kind in TILTED]
 TERMS = []
@@ -112,6 +115,41 @@ def test_the_virial_is_that_at_rest():
     torch.testing.assert_close(
         along.squeeze(-2), module.virial(q).diagonal(dim1=-2, dim2=-1), rtol=1e-12, atol=1e-12
     )
+
+
+def test_a_graph_has_all_edges_in_boxes_that_move():
+    """A walk of boxes and positions, with one list for many steps, against lists of each box."""
+    module, generator = read(potential("graph")), torch.Generator().manual_seed(2)
+    q, strain = position((2,)), torch.zeros(2, 1, 3, dtype=torch.float64)
+    built = neighbour_list.AllImages._build
+    count = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            neighbour_list.AllImages, "_build", lambda *args: count.append(0) or built(*args)
+        )
+        for _ in range(40):
+            move = 0.004 * torch.randn(strain.shape, generator=generator, dtype=torch.float64)
+            strain, q = strain + move, q * torch.exp(move)
+            q = q + 0.01 * torch.randn(q.shape, generator=generator, dtype=torch.float64)
+            found, before = strained_energy(module, q, strain), len(count)
+            torch.testing.assert_close(found, energy_at(module, q, strain), rtol=1e-11, atol=0)
+            # Those of the energy in each box are not counted.
+            del count[before:]
+    assert 1 < len(count) < 20
+
+
+def test_a_graph_is_evaluated_once_a_step_for_all_systems():
+    """One pass forward and one back give force and W, and the product goes back once more."""
+    module, q = read(potential("graph")), position((3,))
+    strain, passes = strains((3,), 1), []
+    module.model.register_forward_hook(lambda *args: passes.append("forward"))
+    module.model.readout.register_full_backward_hook(lambda *args: passes.append("back"))
+    strained_force(module, q, strain)
+    assert passes == ["forward", "back"]
+    _, pullback = strained_vjp(module, q, strain, list(module.parameters()))
+    assert passes == ["forward", "back"] * 2
+    pullback(q, strain)
+    assert passes.count("forward") == 2
 
 
 @pytest.mark.parametrize("tilted", [False, True])
