@@ -67,6 +67,10 @@ def potential(kind: str = "orthogonal") -> nn.Module:
             torch.manual_seed(4)
             model = adjsim.potentials.MessagePassing(2.3, hidden=4)
         return adjsim.GraphPotential(model, 2.3, box=box)
+    if kind == "network":
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            return adjsim.potentials.PairNetwork(4, 1.6, box)
     if kind == "dispersion":
         mixture = potential("mixture")
         return mixture + adjsim.potentials.pairs.tail.DispersionCorrection(mixture)

@@ -22,7 +22,8 @@ from tests.pressure import OwnPairs, parameter, piston, position, potential, sta
 from tests.suites import TermContract, disturbed
 
 KINDS = [
-    "orthogonal", "mixture", "own", "sum", "ewald", "mesh", "bonded", "dispersion", "graph"
+    "orthogonal", "mixture", "own", "sum", "ewald", "mesh", "bonded", "dispersion", "graph",
+    "network"
 ]  # fmt: skip
 TILTED = ["tilted", "tilted ewald", "tilted mesh", "tilted bonded", "tilted graph"]
 # An axis of a tilted cell has no strain of its own.
@@ -82,6 +83,33 @@ def test_closed_forms_equal_automatic_differentiation(kind, batch, axes):
     for ours, theirs in zip(grads, (along_q, along_strain, *rest), strict=True):
         if ours is not None:
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *TILTED])
+def test_float32_forms_equal_those_of_float64(kind):
+    """Of the parts that read positions of any precision, and of networks that are converted."""
+    made, strain = potential(kind), strains((2,), 1)
+    q = position((2,)) * torch.exp(strain)
+    given = q, strain, torch.randn_like(q), torch.randn_like(strain)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        networks = kind.endswith(("graph", "network"))
+        module = read(made.to(dtype) if networks else made)
+        q, e, v, c = (x.to(dtype) for x in given)
+        values, pullback = strained_vjp(module, q, e, [])
+        found.append([*values, *pullback(v, c)[:2]])
+    # The cotangent of a strain is the difference of sums as large as that of positions.
+    scale = max(float(x.detach().abs().max()) for x in found[0])
+    for double, single in zip(*found, strict=True):
+        assert single.dtype == torch.float32
+        # About a hundred rounding errors of float32.
+        torch.testing.assert_close(single.double(), double, rtol=0, atol=1e-5 * scale)
+
+
+def test_a_network_of_another_precision_is_refused():
+    module = read(potential("network"))
+    with pytest.raises(ValueError, match=r"parameters of torch\.float64 .* torch\.float32"):
+        strained_force(module, position().float(), torch.zeros(1, 1))
 
 
 @pytest.mark.parametrize(("kind", "axes"), FORMS)
@@ -265,6 +293,9 @@ def test_boxes_and_volumes():
     torch.testing.assert_close(whole.box(state), (own * 1.1).expand(2, 3))
     with pytest.raises(ValueError, match="another shape"):
         whole.init(position((2,)), box=box)
+    single = whole.box(whole.init(position((2,)).float(), box=own * 1.1))
+    again = whole.init(position((2,)).float(), box=single)
+    torch.testing.assert_close(whole.box(again), single, rtol=1e-6, atol=0)
     tilted = piston("tilted")
     rows = tilted.potential.box * 1.05
     state = tilted.init(position(), box=rows)
