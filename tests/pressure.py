@@ -39,9 +39,22 @@ class OwnPairs(nn.Module):
         return self.k * torch.exp(-(d**2).sum(-1)).sum((-1, -2)) / 2
 
 
+def bonded(pairs, box) -> nn.Module:
+    """Terms of molecules that go around the box."""
+    return (
+        adjsim.HarmonicBond([[0, 1], [2, 3], [0, 7]], parameter(4.0), parameter(1.3), box=box)
+        + adjsim.HarmonicAngle([[0, 1, 3], [7, 0, 2]], parameter(2.0), parameter(1.7), box=box)
+        + adjsim.PeriodicTorsion(
+            [[0, 1, 3, 2], [5, 4, 0, 7]], parameter(0.8), 2, parameter(0.4), box=box
+        )
+        + adjsim.ScaledPairs(pairs, [[4, 7], [1, 2]], parameter(0.5))
+    )
+
+
 def potential(kind: str = "orthogonal") -> nn.Module:
     """A potential in three dimensions for eight atoms, with every number trainable."""
-    box = {"tilted": TILTED, "turned": TURNED, "bonded": TILTED}.get(kind, [3.6, 3.7, 3.8])
+    box = torch.tensor([3.6, 3.7, 3.8]).double()
+    box = TILTED if kind.startswith("tilted") else TURNED if kind.startswith("turned") else box
     switched = adjsim.potentials.Switched(1.2)
     pairs = adjsim.LennardJones(
         parameter(1.1), parameter(0.95), cutoff=1.6, box=box, truncation=switched
@@ -55,14 +68,29 @@ def potential(kind: str = "orthogonal") -> nn.Module:
             box=box,
             exclusions=[[0, 1], [2, 5]],
         )
-    if kind in ("ewald", "mesh"):
-        charge = nn.Parameter(torch.tensor([0.8, -0.8] * 4, dtype=torch.float64))
-        sums = {"ewald": adjsim.Ewald, "mesh": adjsim.ParticleMeshEwald}[kind]
-        return pairs + sums(charge, cutoff=1.6, box=box, tolerance=1e-3, exclusions=[[0, 1]])
+    if kind.endswith(("ewald", "mesh")):
+        # Not neutral, with excluded pairs of which one is of two images.
+        charge = nn.Parameter(torch.tensor([0.8, -0.8] * 3 + [0.8, -0.5], dtype=torch.float64))
+        sums = adjsim.ParticleMeshEwald if kind.endswith("mesh") else adjsim.Ewald
+        excluded = [[0, 1], [0, 4]]
+        return pairs + sums(charge, cutoff=1.6, box=box, tolerance=1e-3, exclusions=excluded)
+    if kind.endswith("bonded"):
+        return bonded(pairs, box)
+    if kind.endswith("graph"):
+        # The cutoff is above half the box: two atoms have edges with several images.
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            model = adjsim.potentials.MessagePassing(2.3, hidden=4)
+        return adjsim.GraphPotential(model, 2.3, box=box)
+    if kind == "network":
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            return adjsim.potentials.PairNetwork(4, 1.6, box)
+    if kind == "dispersion":
+        mixture = potential("mixture")
+        return mixture + adjsim.potentials.pairs.tail.DispersionCorrection(mixture)
     if kind == "own":
         return OwnPairs([3.6, 3.7, 3.8])
-    if kind == "bonded":
-        return pairs + adjsim.HarmonicBond([[0, 1], [2, 3]], parameter(4.0), parameter(1.6))
     if kind == "sum":
         bonds = adjsim.HarmonicBond([[0, 1], [2, 3]], parameter(4.0), parameter(1.6))
         return pairs + bonds + OwnPairs([3.6, 3.7, 3.8])

@@ -124,9 +124,15 @@ _known: WeakKeyDictionary[nn.Module, dict[str, tuple[list[Any], Any]]] = WeakKey
 
 @cache
 def derived_of(kind: type) -> tuple[derived[Any], ...]:
-    """Return the derived values of a class of modules."""
+    """Return the derived values of a class of modules, each after those that it follows from."""
     found = {name: x for base in reversed(kind.__mro__) for name, x in vars(base).items()}
-    return tuple(x for x in found.values() if isinstance(x, derived))
+    rules = [x for x in found.values() if isinstance(x, derived)]
+    return tuple(sorted(rules, key=lambda x: _depth(kind, x.name)))
+
+
+def _depth(kind: type, name: str) -> int:
+    rule = getattr(kind, name, None)
+    return 1 + max(_depth(kind, x) for x in rule.sources) if isinstance(rule, derived) else 0
 
 
 @cache

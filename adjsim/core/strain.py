@@ -61,9 +61,13 @@ class Strain(NamedTuple):
         ``sum_i (x_i A^-1)_a (F_i A^T)_a``, which is minus the derivative of an energy by e_a as the
         vectors are stretched.
         """
-        if self.rows is not None:
-            x, force = x @ inverse(self.rows), force @ self.rows.transpose(-1, -2)
-        return (x * force).sum(-2, keepdim=True).sum_to_size(self.value.shape)
+        return self.products(x, force).sum(-2, keepdim=True).sum_to_size(self.value.shape)
+
+    def products(self, x: Tensor, force: Tensor) -> Tensor:
+        """Multiply forces and vectors by coordinate along rows, ``(*batch, n, dim)``."""
+        if self.rows is None:
+            return x * force
+        return (x @ inverse(self.rows)) * (force @ self.rows.transpose(-1, -2))
 
     def contracted(self, virial: Tensor) -> Tensor:
         """Compute :meth:`along` from a sum of products of vectors and forces.
@@ -75,6 +79,11 @@ class Strain(NamedTuple):
             products = virial.unflatten(-1, self.rows.shape).squeeze(-3)
             virial = ((_columns(self.rows) @ products) * self.rows).sum(-1).unsqueeze(-2)
         return virial.sum_to_size(self.value.shape)
+
+    def longest(self, factor: Tensor, dim: int) -> float:
+        """Compute the largest factor by which :meth:`dilated` makes any vector longer."""
+        matrix = self.matrix(factor.detach(), dim)
+        return float((torch.linalg.matrix_norm(matrix, 2) if self.full else matrix).max())
 
     def matrix(self, factor: Tensor, dim: int) -> Tensor:
         """Return what :meth:`dilated` multiplies vectors by, for factors of the shape of e.

@@ -30,6 +30,7 @@ READING_METHODS = {"force", "force_vjp", "virial", "strained_energy", *STRAINED}
 FOLLOWING = {
     "forward": ("force", "force_vjp", "virial", "strained_energy", *STRAINED),
     "force": ("force_vjp", *STRAINED),
+    "linearised": STRAINED,
     "element": ("slope", "curvature"),
     "slope": ("curvature",),
     "pair_energy": ("pair_slope", "pair_curvature"),

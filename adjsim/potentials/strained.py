@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
-from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from adjsim.potentials.products import (
     energy_vjp,
 )
 
-M = TypeVar("M", bound=nn.Module)
 Forced: TypeAlias = tuple[Tensor, Tensor]
 # Takes the cotangents of force and W, and returns those of position and strain, and of parameters.
 StrainedPullback: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, ParameterVJP]]
@@ -80,7 +79,7 @@ class Strainable(Evaluated):
         The roundings are those of what pairs contribute to each, see
         :meth:`~adjsim.potentials.Potential.force`.
         """
-        return ByAutograd(self).force(position, strain, rounding)
+        return ByAutograd(self, strained_energy).force(position, strain, rounding)
 
     def strained_vjp(
         self,
@@ -95,7 +94,7 @@ class Strainable(Evaluated):
         The function returns the products with the derivatives by position, strain and parameters,
         each with the others fixed.
         """
-        return ByAutograd(self).vjp(position, strain, parameters, rounding)
+        return ByAutograd(self, strained_energy).vjp(position, strain, parameters, rounding)
 
 
 def strained_energy(module: nn.Module, position: Positions, strain: Strain) -> Energies:
@@ -221,6 +220,14 @@ def boxes_of(module: nn.Module) -> list[Tensor]:
     return [box for box in found if box is not None]
 
 
+def at_rest(moved: Tensor, position: Tensor, along: Tensor, strain: Strain) -> Tensor:
+    """Compute the cotangent of a strain with the positions fixed.
+
+    It is given as box and positions are stretched together, with the cotangent of positions.
+    """
+    return moved - strain.along(position, along)
+
+
 def has_box(module: nn.Module) -> bool:
     """Return whether a part of a module has a box."""
     return bool(boxes_of(module))
@@ -246,15 +253,10 @@ def follow_box(part: nn.Module) -> None:
             part._buffers[rule.name] = rule.function(part).to(known.device)
 
 
-def energy_at(
-    module: M,
-    position: Tensor,
-    strain: Strain,
-    evaluate: Callable[[M, Tensor], Tensor] = nn.Module.__call__,
-) -> Tensor:
+def energy_at(module: nn.Module, position: Tensor, strain: Strain) -> Tensor:
     """Compute an energy of a module in the boxes of systems, differentiable."""
     if not has_box(module):
-        return evaluate(module, position)
+        return nn.Module.__call__(module, position)
     reading, batch = Reading(module), position.shape[:-2]
     # A box may have another name first, in a part that shares it.
     kept = (part._buffers.get(name) for part in module.modules() for name in _BOXES)
@@ -274,7 +276,7 @@ def energy_at(
         copy = reading.bound(tensors)
         for part in copy.modules():
             follow_box(part)
-        return evaluate(copy, q)
+        return nn.Module.__call__(copy, q)
 
     if not batch:
         return one(position, strain.value)
@@ -287,17 +289,18 @@ def energy_at(
     return torch.vmap(one)(flat, strains).reshape(batch)
 
 
-class ByAutograd(Generic[M]):
-    """Forces in boxes of systems, differentiated automatically from an energy of a module."""
+class ByAutograd:
+    """Forces in boxes of systems, differentiated automatically from an energy of a module.
+
+    A force is one pass forward and one back, which gives W too, and a product goes back once more.
+    """
 
     def __init__(
-        self, module: M, evaluate: Callable[[M, Tensor], Tensor] = nn.Module.__call__
+        self,
+        module: nn.Module,
+        energy: Callable[[nn.Module, Tensor, Strain], Tensor] = energy_at,
     ) -> None:
-        self.module, self.evaluate = module, evaluate
-
-    def energy(self, position: Tensor, strain: Strain) -> Tensor:
-        """Compute the energy, differentiable."""
-        return energy_at(self.module, position, strain, self.evaluate)
+        self.module, self.energy = module, energy
 
     def force(self, position: Tensor, strain: Strain, rounding: Rounding = UNROUNDED) -> Forced:
         """Compute force and W, differentiable when grad mode is on."""
@@ -379,11 +382,11 @@ class ByAutograd(Generic[M]):
 
         def total_energy(q: Tensor, u: Tensor, e: Tensor) -> Tensor:
             there = strain._replace(value=e + u)
-            return self.energy(strain.dilated(q, torch.exp(u)), there).sum()
+            return self.energy(self.module, strain.dilated(q, torch.exp(u)), there).sum()
 
         at = strain.value
         if in_transform() or torch.compiler.is_compiling():
-            by_both = torch.func.grad(total_energy, argnums=(0, 1))
+            by_both = torch.func.grad(total_energy, (0, 1))
             force, along = by_both(position, torch.zeros_like(at), at)
             return -force, -along
         with torch.enable_grad():

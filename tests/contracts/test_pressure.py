@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import adjsim
+from adjsim.core import neighbour_list
 from adjsim.core.reading import read
 from adjsim.core.rounding import Rounding
 from adjsim.core.strain import Strain
@@ -21,7 +22,12 @@ from adjsim.potentials.strained import (
 from tests.pressure import OwnPairs, at, parameter, piston, position, potential, start
 from tests.suites import TermContract, disturbed
 
-KINDS = ["orthogonal", "tilted", "turned", "bonded", "mixture", "own", "sum", "ewald", "mesh"]
+KINDS = [
+    "orthogonal", "mixture", "own", "sum", "ewald", "mesh", "bonded", "dispersion", "graph",
+    "network"
+]  # fmt: skip
+TILTED = ["turned", *(f"turned {kind}" for kind in ("ewald", "mesh", "bonded", "graph"))]
+FORMS = [(kind, axes) for kind in [*KINDS, "tilted", *TILTED] for axes in (1, 3)]
 TERMS = []
 for kind, axes, chains in (
     ("orthogonal", "isotropic", False),
@@ -48,14 +54,13 @@ def strains(batch, axes, seed=1):
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 2)], ids=str)
-@pytest.mark.parametrize("axes", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "axes"), FORMS)
 def test_closed_forms_equal_automatic_differentiation(kind, batch, axes):
     """Of energy, force, W and their products, by the operator, and by torch over all pairs."""
     module, value = read(potential(kind)), strains(batch, axes)
     strain = at(module, value)
     q = strain.dilated(position(batch), torch.exp(value))
-    q = q + 3.6 * (kind not in ("tilted", "turned", "bonded"))
+    q = q + 3.6 * (kind not in ("tilted", *TILTED))
     parameters = list(module.parameters())
     v, c = torch.randn_like(q), torch.randn_like(value)
     force, along = strained_force(module, q, strain)
@@ -83,13 +88,40 @@ def test_closed_forms_equal_automatic_differentiation(kind, batch, axes):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["orthogonal", "turned"])
-def test_the_automatic_forms_are_derivatives_of_the_energy(kind):
-    """Force and W of the pairs against central differences of the energy in position and strain."""
-    module, value = read(potential(kind)), strains((), 3)
+@pytest.mark.parametrize("kind", [*KINDS, *TILTED])
+def test_float32_forms_equal_those_of_float64(kind):
+    """Of the parts that read positions of any precision, and of networks that are converted."""
+    made, strain = potential(kind), strains((2,), 1)
+    q = position((2,)) * torch.exp(strain)
+    given = q, strain, torch.randn_like(q), torch.randn_like(strain)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        networks = kind.endswith(("graph", "network"))
+        module = read(made.to(dtype) if networks else made)
+        q, e, v, c = (x.to(dtype) for x in given)
+        values, pullback = strained_vjp(module, q, at(module, e), [])
+        found.append([*values, *pullback(v, c)[:2]])
+    # The cotangent of a strain is the difference of sums as large as that of positions.
+    scale = max(float(x.detach().abs().max()) for x in found[0])
+    for double, single in zip(*found, strict=True):
+        assert single.dtype == torch.float32
+        # About a hundred rounding errors of float32.
+        torch.testing.assert_close(single.double(), double, rtol=0, atol=1e-5 * scale)
+
+
+def test_a_network_of_another_precision_is_refused():
+    module = read(potential("network"))
+    with pytest.raises(ValueError, match=r"parameters of torch\.float64 .* torch\.float32"):
+        strained_force(module, position().float(), Strain(torch.zeros(1, 1)))
+
+
+@pytest.mark.parametrize(("kind", "axes"), FORMS)
+def test_forces_are_derivatives_of_the_energy(kind, axes):
+    """Force and W against central differences of the energy in position and strain."""
+    module, value = read(potential(kind)), strains((), axes)
     strain, h = at(module, value), 1e-5
     q = strain.dilated(position(), torch.exp(value))
-    force, along = ByAutograd(module).force(q, strain)
+    force, along = strained_force(module, q, strain)
     direction = torch.randn_like(q)
 
     def energy(x, e):
@@ -98,7 +130,7 @@ def test_the_automatic_forms_are_derivatives_of_the_energy(kind):
     slope = (energy(q + h * direction, strain) - energy(q - h * direction, strain)) / (2 * h)
     # The error of the differences is h^2 U''' and eps U / h, 1e-7 of forces near the core.
     assert float((force * direction).sum().detach()) == pytest.approx(-slope, rel=1e-6)
-    for a in range(3):
+    for a in range(axes):
         e = torch.zeros_like(value)
         e[..., a] = h
         above, below = (
@@ -116,6 +148,43 @@ def test_the_virial_is_that_at_rest():
     torch.testing.assert_close(
         along.squeeze(-2), module.virial(q).diagonal(dim1=-2, dim2=-1), rtol=1e-12, atol=1e-12
     )
+
+
+@pytest.mark.parametrize("kind", ["graph", "turned graph"])
+def test_a_graph_has_all_edges_in_boxes_that_move(kind):
+    """A walk of boxes and positions, with one list for many steps, against lists of each box."""
+    module, generator = read(potential(kind)), torch.Generator().manual_seed(2)
+    q, strain = position((2,)), at(module, torch.zeros(2, 1, 3, dtype=torch.float64))
+    built = neighbour_list.AllImages._build
+    count = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            neighbour_list.AllImages, "_build", lambda *args: count.append(0) or built(*args)
+        )
+        for _ in range(40):
+            move = 0.004 * torch.randn(2, 1, 3, generator=generator, dtype=torch.float64)
+            q = strain.dilated(q, torch.exp(move))
+            strain = strain._replace(value=strain.value + move)
+            q = q + 0.01 * torch.randn(q.shape, generator=generator, dtype=torch.float64)
+            found, before = strained_energy(module, q, strain), len(count)
+            torch.testing.assert_close(found, energy_at(module, q, strain), rtol=1e-11, atol=0)
+            # Those of the energy in each box are not counted.
+            del count[before:]
+    assert 1 < len(count) < 20
+
+
+def test_a_graph_is_evaluated_once_a_step_for_all_systems():
+    """One pass forward and one back give force and W, and the product goes back once more."""
+    module, q = read(potential("graph")), position((3,))
+    strain, passes = at(module, strains((3,), 1)), []
+    module.model.register_forward_hook(lambda *args: passes.append("forward"))
+    module.model.readout.register_full_backward_hook(lambda *args: passes.append("back"))
+    strained_force(module, q, strain)
+    assert passes == ["forward", "back"]
+    _, pullback = strained_vjp(module, q, strain, list(module.parameters()))
+    assert passes == ["forward", "back"] * 2
+    pullback(q, strain.value)
+    assert passes.count("forward") == 2
 
 
 @pytest.mark.parametrize(("tilted", "axes"), [(False, 3), (True, 1), (True, 3)])
@@ -178,7 +247,7 @@ def test_exact_sums_do_not_depend_on_how_pairs_are_found(tilted):
         ("orthogonal", "isotropic", {"chains": True, "length": 2}),
         ("orthogonal", "each", {"chains": True}),
         ("turned", "each", {"friction": 0.0, "tail": True}),
-        ("bonded", "each", {"chains": True}),
+        ("turned bonded", "each", {"chains": True}),
     ],
 )
 def test_the_enthalpy_is_conserved_by_the_drift(kind, axes, settings):
@@ -254,6 +323,9 @@ def test_boxes_and_volumes():
     torch.testing.assert_close(whole.box(state), (own * 1.1).expand(2, 3))
     with pytest.raises(ValueError, match="another shape"):
         whole.init(position((2,)), box=box)
+    single = whole.box(whole.init(position((2,)).float(), box=own * 1.1))
+    again = whole.init(position((2,)).float(), box=single)
+    torch.testing.assert_close(whole.box(again), single, rtol=1e-6, atol=0)
     for axes, factors in (("isotropic", [1.05] * 3), ("each", [1.05, 1.02, 1.1])):
         tilted = piston("turned", axes)
         rows = tilted.potential.box * torch.tensor(factors).double().unsqueeze(-1)

@@ -17,10 +17,11 @@ ROWS = [
     ("orthogonal", "each", {"piston_friction": parameter(0.3)}),
     ("tilted", "isotropic", {"tail": True}),
     ("turned", "each", {"tail": True}),
-    ("bonded", "each", {"chains": True}),
+    ("turned bonded", "each", {"chains": True}),
     ("mixture", "isotropic", {"tail": True}),
     ("sum", "each", {}),
     ("mesh", "isotropic", {}),
+    ("turned mesh", "each", {}),
     ("own", "each", {}),
     ("orthogonal", "each", {"chains": True}),
 ]

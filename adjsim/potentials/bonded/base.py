@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from typing import Any, ClassVar
 
 import torch
@@ -15,10 +17,19 @@ from adjsim.core.declared import Declaring
 from adjsim.core.layout import is_tracing
 from adjsim.core.parameters import register
 from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import ClosedForm
 from adjsim.potentials.bonded.selection import Selection, as_members
-from adjsim.potentials.products import DeferredVJP, Elementwise, Pullback, with_fewer_axes
+from adjsim.potentials.pairs.strained_sums import StrainedProduct, with_strain
+from adjsim.potentials.products import (
+    DeferredVJP,
+    Elementwise,
+    ParameterVJP,
+    Pullback,
+    with_fewer_axes,
+)
+from adjsim.potentials.strained import Forced, StrainedPullback
 
 # Atoms of the largest system, which bounds the tables of atoms.
 MOST_ATOMS = 2**26
@@ -104,15 +115,88 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
         slope = self.slope(x.value)
 
         def product(v: Tensor) -> tuple[Tensor, DeferredVJP]:
-            rate, turned = x.along(*self.differences(v))
-            second = -self.curvature(x.value) * rate
-            changes = [
-                combined(scaled(second, g), -slope, turn)
-                for g, turn in zip(x.gradient, turned, strict=True)
-            ]
+            rate, changes = self._changes(x, slope, self.differences(v))
             return self._join(changes, v), self.parameter_vjp(x, rate, position, v)
 
         return self._join(self._pulls(x, slope, rounding), position), product
+
+    def strained_energy(self, position: Positions, strain: Strain) -> Energies:
+        if self.box is None:
+            return self(position)
+        return self.element(self.coordinate(*self._stretched(position, strain)).value).sum((-1, -2))
+
+    def strained_force(
+        self,
+        position: Positions,
+        strain: Strain,
+        rounding: Rounding = UNROUNDED,
+        virial_rounding: Rounding = UNROUNDED,
+    ) -> Forced:
+        if self.box is None:
+            return super().strained_force(position, strain, rounding, virial_rounding)
+        return self._in_boxes(position, strain, rounding, virial_rounding)[0]
+
+    def strained_vjp(
+        self,
+        position: Positions,
+        strain: Strain,
+        parameters: Sequence[Tensor],
+        rounding: Rounding = UNROUNDED,
+        virial_rounding: Rounding = UNROUNDED,
+    ) -> tuple[Forced, StrainedPullback]:
+        if self.box is None:
+            return super().strained_vjp(position, strain, parameters, rounding, virial_rounding)
+        with torch.no_grad():
+            values, product = self._in_boxes(position, strain, rounding, virial_rounding)
+
+        def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, ParameterVJP]:
+            with torch.no_grad():
+                return with_strain(position, strain, values, v, c, product)
+
+        return values, pullback
+
+    def _in_boxes(
+        self, position: Tensor, strain: Strain, rounding: Rounding, virial_rounding: Rounding
+    ) -> tuple[Forced, StrainedProduct]:
+        """Compute F and W in boxes of systems, with a graph.
+
+        A strain moves each displacement b_k by c b_k, by coordinate along rows, so the product is
+        that of the force along ``v_j - v_i + c b_k``, see
+        :func:`~adjsim.potentials.pairs.strained_sums.with_strain`.
+        """
+        b = self._stretched(position, strain)
+        x = self.coordinate(*b)
+        slope = self.slope(x.value)
+        pulls = self._pulls(x, slope, rounding)
+
+        def product(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, DeferredVJP]:
+            w = [
+                list(map(add, move, _like(strain.dilated(whole(side).mT, c).mT, move)))
+                for move, side in zip(self.differences(v), b, strict=True)
+            ]
+            rate, changes = self._changes(x, slope, w)
+            along, rest = self._join(changes, v), self.parameter_vjp(x, rate, position, v)
+            return along, _along(strain, changes, b, UNROUNDED), rest
+
+        values = self._join(pulls, position), _along(strain, pulls, b, virial_rounding)
+        return values, product
+
+    def _stretched(self, position: Tensor, strain: Strain) -> list[Vector]:
+        """Compute the displacements in boxes of systems."""
+        assert self.image_box is not None
+        self._check_position(position)
+        return self._to_nearest(self.differences(position), strain.stretched(self.image_box))
+
+    def _changes(
+        self, x: Coordinate, slope: Tensor, moves: Sequence[Vector]
+    ) -> tuple[Tensor, list[Vector]]:
+        """Compute the derivatives of x and of pulls along changes of the displacements."""
+        rate, turned = x.along(*moves)
+        second = -self.curvature(x.value) * rate
+        return rate, [
+            combined(scaled(second, g), -slope, turn)
+            for g, turn in zip(x.gradient, turned, strict=True)
+        ]
 
     def parameter_vjp(
         self, x: Coordinate, rate: Tensor, position: Tensor, v: Tensor
@@ -141,7 +225,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
     def displacements(self, position: Positions) -> list[Vector]:
         """Compute the displacements of each term, to nearest images."""
         self._check_position(position)
-        return self._to_nearest(self.differences(position))
+        return self._to_nearest(self.differences(position), self.image_box)
 
     def differences(self, x: Tensor) -> list[Vector]:
         """Compute the differences between the members of each term of any ``x_i``."""
@@ -158,8 +242,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
             for place, row in zip(self.used, rows, strict=True)
         }
 
-    def _to_nearest(self, vectors: list[Vector]) -> list[Vector]:
-        box = self.image_box
+    def _to_nearest(self, vectors: list[Vector], box: Tensor | None) -> list[Vector]:
         if box is None:
             return vectors
         moved = [nearest_image([x.unsqueeze(-2) for x in d], box.to(d[0])) for d in vectors]
@@ -260,6 +343,20 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
 def whole(vector: Vector) -> Tensor:
     """Join the coordinates of a vector, ``(*batch, dim, terms)``."""
     return vector[0] if len(vector) == 1 else torch.cat(list(vector), -2)
+
+
+def _like(joined: Tensor, vector: Vector) -> Vector:
+    """Split coordinates ``(*batch, dim, terms)`` as those of a vector are."""
+    return [joined] if len(vector) == 1 else joined.split(1, -2)
+
+
+def _along(
+    strain: Strain, pulls: Sequence[Vector], b: Sequence[Vector], rounding: Rounding
+) -> Tensor:
+    """Sum the work of pulls on displacements along the strain."""
+    rounding, sides = with_fewer_axes(rounding, 1), zip(pulls, b, strict=True)
+    rows = [rounding.round(strain.products(whole(d).mT, whole(f).mT)) for f, d in sides]
+    return reduce(add, [row.sum(-2, keepdim=True) for row in rows]).sum_to_size(strain.value.shape)
 
 
 def _checked_types(types: Array, index: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from adjsim.core.typing import Number, Positions
 from adjsim.potentials.bonded.base import BondedPotential, whole
 from adjsim.potentials.bonded.bonds_and_angles import HarmonicTerm
 from adjsim.potentials.products import DeferredVJP
+from adjsim.potentials.strained import Strainable
 
 
 class Restraint(BondedPotential):
@@ -64,7 +65,11 @@ class Restraint(BondedPotential):
     def _from_points(self, places: Vector) -> list[Vector]:
         points = self.position.to(places[0]).T
         rows = points.split([part.shape[-2] for part in places])
-        return self._to_nearest([subtracted(places, rows)])
+        return self._to_nearest([subtracted(places, rows)], self.image_box)
+
+    # Points do not move with the box.
+    strained_energy = Strainable.strained_energy
+    strained_force, strained_vjp = Strainable.strained_force, Strainable.strained_vjp
 
     def virial(self, position: Positions) -> Tensor:
         raise TypeError(

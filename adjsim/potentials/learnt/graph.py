@@ -17,6 +17,7 @@ from adjsim.core.declared import NOT_NEGATIVE, POSITIVE
 from adjsim.core.layout import is_tracing
 from adjsim.core.neighbour_list import AllImages
 from adjsim.core.state import in_transform
+from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential
 from adjsim.potentials.evaluated import as_module
@@ -29,6 +30,8 @@ ADVICE = (
 # The skin as a share of the cutoff. A list is built by a tree, which costs more than evaluating
 # the distances of more pairs.
 SKIN = 0.25
+# The reach of a list in a box without strain is that at a multiple of this strain.
+STEP = 0.02
 
 
 class Edges(NamedTuple):
@@ -43,9 +46,17 @@ class Edges(NamedTuple):
 
 
 def find_edges(
-    position: Tensor, cutoff: float, box: Tensor | None = None, skin: float | None = None
+    position: Tensor,
+    cutoff: float,
+    box: Tensor | None = None,
+    skin: float | None = None,
+    strain: Strain | None = None,
 ) -> Edges:
-    """Find the edges of positions ``(*batch, atoms, dim)``, which may be outside of the box."""
+    """Find the edges of positions ``(*batch, atoms, dim)``, which may be outside of the box.
+
+    At a strain the box of each system is stretched, and shifts are differentiable by the strain.
+    The list is that of the positions in the box without strain, so that it outlives many steps.
+    """
     if is_tracing() or in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         raise ValueError(
             "a neighbour list depends on the values of positions, which compile=True and "
@@ -54,15 +65,26 @@ def find_edges(
     with torch.no_grad():
         q = position.detach()
         skin = SKIN * cutoff if skin is None else skin
-        receiver, sender, moved, finite = AllImages(cutoff, skin, box).pairs(q)
+        reach, rest = cutoff, q
+        if strain is not None:
+            back = torch.exp(-strain.value)
+            contraction = math.log(strain.longest(back.nan_to_num(1, 1, 1), q.shape[-1]))
+            reach *= math.exp(STEP * math.ceil(contraction / STEP))
+            rest = strain.dilated(q, back)
+        receiver, sender, moved, finite = AllImages(reach, skin, box).pairs(rest)
         assert moved is not None
+    if strain is not None:
+        factor = torch.exp(strain.value).expand(*q.shape[:-2], 1, -1).flatten(0, -2)
+        factor = factor.index_select(0, receiver // max(q.shape[-2], 1))
+        moved = strain.dilated(moved, factor)
+    with torch.no_grad():
         # Coordinates first: the sum of squares is then elementwise, the same for an edge in either
         # direction and at any place of the list.
         flat = q.reshape(-1, q.shape[-1])
         d = (flat.index_select(0, receiver) - flat.index_select(0, sender) + moved).T
         near = ((d * d).sum(0) < cutoff**2).nonzero().squeeze(-1)
         pairs = torch.stack([sender.index_select(0, near), receiver.index_select(0, near)])
-        shifts = moved.index_select(0, near)
+    shifts = moved.index_select(0, near)
     if box is not None and box.requires_grad:
         rows = rows_of(box).to(shifts)
         by_box = torch.round(shifts @ torch.linalg.inv(rows.detach())) @ rows
@@ -108,13 +130,13 @@ class _GraphModel(Periodic):
     def image_cutoff(self) -> None:
         """None: two atoms may have edges with several images."""
 
-    def edges(self, position: Positions) -> Edges:
+    def edges(self, position: Positions, strain: Strain | None = None) -> Edges:
         """Find the edges of positions, those that the model is given."""
         dim = position.shape[-1]
         if self.box is not None and len(self.box) != dim:
             raise ValueError(f"box has {len(self.box)} dimensions and position {dim}.")
         assert self.cutoff is not None
-        return find_edges(position, self.cutoff, self.image_box, self.skin)
+        return find_edges(position, self.cutoff, self.image_box, self.skin, strain)
 
     def call(self, position: Tensor, edges: Tensor, shifts: Tensor, species: Any) -> Any:
         return self.model(position, edges, shifts, species)
@@ -201,6 +223,10 @@ class GraphPotential(_GraphModel, Potential):
 
     def forward(self, position: Positions) -> Energies:
         edges = self.edges(position)
+        return self._energy(position, edges, edges.shifts)
+
+    def strained_energy(self, position: Positions, strain: Strain) -> Energies:
+        edges = self.edges(position, None if self.box is None else strain)
         return self._energy(position, edges, edges.shifts)
 
     def virial(self, position: Positions) -> Tensor:

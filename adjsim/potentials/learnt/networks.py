@@ -91,6 +91,12 @@ class PairNetwork(PairPotential):
             )
 
     def pair_energy(self, s: Tensor) -> Tensor:
+        known = {x.dtype for x in self.network.parameters()}
+        if known and s.dtype not in known:
+            raise ValueError(
+                f"PairNetwork has parameters of {known.pop()} and position is {s.dtype}. Wrap it "
+                "in InPrecision(potential, dtype), or convert it with potential.to(dtype)."
+            )
         return self.network(s).squeeze(-1)
 
 

@@ -21,6 +21,7 @@ from adjsim.potentials.pairs.kernel_sums import (
 from adjsim.potentials.pairs.kernels.kernel import ENERGY, FORCE, PRODUCT, SLOPES
 from adjsim.potentials.pairs.operator import PairOperator
 from adjsim.potentials.products import Tensors
+from adjsim.potentials.strained import at_rest
 
 # The product of a force F and the force along a strain, W, with their cotangents v and c: the
 # cotangent of the position, that of the strain of box and positions together, and those of
@@ -147,7 +148,7 @@ def with_strain(
     force, virial = values
     along, moved, rest = product(v, c)
     along = along + strain.pulled_back(force, c)
-    return along, moved + c * virial - strain.along(position, along), rest
+    return along, at_rest(moved + c * virial, position, along, strain), rest
 
 
 class _Force(torch.autograd.Function):

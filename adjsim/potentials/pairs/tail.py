@@ -15,10 +15,13 @@ from adjsim.core.box import volume as volume_of
 from adjsim.core.derived import derived
 from adjsim.core.layout import is_tracing
 from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.pairs.base import PairPotential
 from adjsim.potentials.pairs.noble import LennardJonesMixture
+from adjsim.potentials.products import DeferredVJP, Tensors
+from adjsim.potentials.strained import Forced, StrainedPullback
 
 NODES = 200
 
@@ -224,10 +227,47 @@ class DispersionCorrection(Potential):
     def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
         return torch.zeros_like(position)
 
+    def strained_energy(self, position: Positions, strain: Strain) -> Energies:
+        return self.forward(position) * _shrink(strain.value)
+
+    def strained_force(
+        self,
+        position: Positions,
+        strain: Strain,
+        rounding: Rounding = UNROUNDED,
+        virial_rounding: Rounding = UNROUNDED,
+    ) -> Forced:
+        along = 3 / strain.value.shape[-1] * self.strained_energy(position, strain)
+        return torch.zeros_like(position), along[..., None, None].expand_as(strain.value)
+
+    def strained_vjp(
+        self,
+        position: Positions,
+        strain: Strain,
+        parameters: Tensors,
+        rounding: Rounding = UNROUNDED,
+        virial_rounding: Rounding = UNROUNDED,
+    ) -> tuple[Forced, StrainedPullback]:
+        with torch.no_grad():
+            values = self.strained_force(position, strain)
+
+        def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, DeferredVJP]:
+            along = 3 / c.shape[-1] * c.sum(-1, keepdim=True)
+            weight = along[..., 0, 0] * _shrink(strain.value)
+            deferred = DeferredVJP(self, self.forward, weight, position)
+            return torch.zeros_like(v), -along * values[1], deferred
+
+        return values, pullback
+
     def virial(self, position: Positions) -> Tensor:
         """Compute the energy times the unit matrix, since the energy is inverse to the volume."""
         unit = torch.eye(3, dtype=position.dtype, device=position.device)
         return self.forward(position)[..., None, None] * unit
+
+
+def _shrink(strain: Tensor) -> Tensor:
+    """Compute the volume without strain over that at a strain, ``(*batch,)``."""
+    return torch.exp(-3 / strain.shape[-1] * strain.sum(-1)).squeeze(-1)
 
 
 def _integral(n: int, begin: float, cutoff: float) -> float:

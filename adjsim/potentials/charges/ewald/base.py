@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_number, as_whole, outside_inference_mode
-from adjsim.core.box import Periodic, refuse_trained_box, volume
+from adjsim.core.box import Periodic, inverse, refuse_trained_box
 from adjsim.core.declared import (
     FINITE,
     NOT_NEGATIVE,
@@ -30,18 +31,17 @@ from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.charges.coulomb import DampedCoulomb
-from adjsim.potentials.charges.ewald.autograd import ChargeSum, Product, force_of
+from adjsim.potentials.charges.ewald.autograd import (
+    ChargeSum,
+    Maker,
+    Product,
+    forces_of,
+)
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, partners_of
+from adjsim.potentials.charges.ewald.waves import Waves, influence, shortened
 from adjsim.potentials.pairs.formula import ATOMS, SHIFTED
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback, VJPSum
-from adjsim.potentials.strained import (
-    ByAutograd,
-    Forced,
-    StrainedPullback,
-    added,
-    added_vjp,
-    energy_at,
-)
+from adjsim.potentials.strained import Forced, StrainedPullback, at_rest
 
 TOLERANCE = Limits("between 0 and 0.5", lambda x: 0 < x < 0.5)
 
@@ -74,6 +74,10 @@ class EwaldSum(Declaring, Periodic, Potential):
     )
     constant: float = setting("see :class:`~adjsim.Coulomb`", FINITE, 1.0, keyword=True)
     exclusions: Tensor | None
+    # Of the waves that subclasses sum, see :class:`~.ewald.waves.Waves`.
+    numbers: Any
+    share: Any
+    multiplicity: Any
 
     def __init__(
         self,
@@ -156,9 +160,29 @@ class EwaldSum(Declaring, Periodic, Potential):
         return torch.diag(self.box) if self.box.ndim == 1 else self.box.clone()
 
     @derived("cell")
-    def volume(self) -> Tensor:
-        """The volume of the box."""
-        return volume(self.cell)
+    def dual(self) -> Tensor:
+        """The rows of the reciprocal cell, without the factor of 2 pi."""
+        return inverse(self.cell).mT.contiguous()
+
+    @property
+    def waves(self) -> Waves:
+        """The waves of the sum in reciprocal space."""
+        return Waves(self.numbers, self.share, self.multiplicity, self.dual, self.alpha)
+
+    @derived("numbers", "share", "multiplicity", "dual", "alpha")
+    def influence(self) -> Tensor:
+        """The influence of waves in the box of the potential, ``(1, waves)``."""
+        return influence(self.waves, self.dual.new_zeros(1, 1))[..., :1, :]
+
+    def influence_at(self, strain: Strain | None) -> Callable[..., Tensor]:
+        """Return a function of no cotangent or one, see :func:`~.ewald.waves.influence`."""
+        if strain is not None:
+            return partial(influence, self.waves, strain.value)
+        return lambda c=None: self.influence
+
+    def dual_at(self, strain: Strain | None) -> Tensor:
+        """Return the rows of the reciprocal cells of systems."""
+        return self.dual if strain is None else shortened(self.dual, strain.value)
 
     @derived("exclusions", "atoms")
     def partners(self) -> Tensor | None:
@@ -170,30 +194,28 @@ class EwaldSum(Declaring, Periodic, Potential):
         """The number of atoms."""
         return len(self.charge)
 
-    def reciprocal(self, position: Tensor) -> ChargeSum:
-        """Return the sum in reciprocal space."""
+    def reciprocal(self, position: Tensor, strain: Strain | None = None) -> ChargeSum:
+        """Return the sum in reciprocal space, in the box of the potential or at a strain."""
         raise TypeError(f"{type(self).__name__} has no reciprocal(position).")
 
     def forward(self, position: Positions) -> Energies:
-        beyond = self.beyond(position)
+        beyond = self._beyond(position)
         return self.real(position) + beyond
 
-    def beyond(self, position: Positions) -> Energies:
+    def _beyond(self, position: Tensor, strain: Strain | None = None) -> Energies:
         """Compute the energy other than that in real space."""
         charge = self._charges(position)
         # The energy of each charge in its own Gaussian.
         own = self.constant * self.alpha / math.sqrt(math.pi) * charge.square().sum()
-        energy = self._background(charge) - own
-        for part in self._parts(position):
-            energy = energy + part.energy(position, charge)
-        return energy
+        parts = (make(strain).energy(position, charge) for make in self._parts(position))
+        return reduce(add, parts) - own
 
     def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
         refuse_trained_box(self)
         charge = self._charges(position)
         value = self.real.force(position, rounding)
-        for part in self._parts(position):
-            value = value + _rounded(force_of(part, position, charge), rounding)
+        for make in self._parts(position):
+            value = value + _rounded(forces_of(make, position, charge)[0], rounding)
         return materialise(value)
 
     def force_vjp(
@@ -203,26 +225,25 @@ class EwaldSum(Declaring, Periodic, Potential):
         products: list[Product] = []
         with torch.no_grad():
             charge = self._charges(position)
-            for part in self._parts(position):
-                more, product = part.linearised(position, charge)
+            for make in self._parts(position):
+                (more, _), product = make(None).linearised(position, charge)
                 value = value + _rounded(more, rounding)
                 products.append(product)
 
         def pullback(v: Tensor) -> tuple[Tensor, ParameterVJP]:
             along, rest = real_product(v)
             with torch.no_grad():
-                found = [product(v) for product in products]
-            for more, _ in found:
+                found = [product(v, None) for product in products]
+            for more, *_ in found:
                 along = along + more
-            cotangent: Any = sum(weight for _, weight in found)
+            cotangent: Any = sum(weight for *_, weight in found)
             deferred = DeferredVJP(self, self._charges, cotangent, position)
             return materialise(along), VJPSum((rest, deferred))
 
         return materialise(value), pullback
 
     def strained_energy(self, position: Positions, strain: Strain) -> Energies:
-        real = self.real.strained_energy(position, strain)
-        return real + energy_at(self, position, strain, type(self).beyond)
+        return self.real.strained_energy(position, strain) + self._beyond(position, strain)
 
     def strained_force(
         self,
@@ -231,9 +252,13 @@ class EwaldSum(Declaring, Periodic, Potential):
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
     ) -> Forced:
-        real = self.real.strained_force(position, strain, rounding, virial_rounding)
-        beyond = ByAutograd(self, type(self).beyond)
-        return added([real, beyond.force(position, strain, rounding)])
+        charge = self._charges(position)
+        value, along = self.real.strained_force(position, strain, rounding, virial_rounding)
+        for make in self._parts(position):
+            more, rows = forces_of(make, position, charge, strain)
+            value = value + _rounded(more, rounding)
+            along = along + _rounded(rows, virial_rounding)
+        return materialise(value), along
 
     def strained_vjp(
         self,
@@ -243,9 +268,30 @@ class EwaldSum(Declaring, Periodic, Potential):
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
     ) -> tuple[Forced, StrainedPullback]:
-        real = self.real.strained_vjp(position, strain, parameters, rounding, virial_rounding)
-        beyond = ByAutograd(self, type(self).beyond)
-        return added_vjp([real, beyond.vjp(position, strain, parameters, rounding)])
+        (value, along), real_product = self.real.strained_vjp(
+            position, strain, parameters, rounding, virial_rounding
+        )
+        products: list[Product] = []
+        with torch.no_grad():
+            charge = self._charges(position)
+            for make in self._parts(position):
+                (more, rows), product = make(strain).linearised(position, charge)
+                value = value + _rounded(more, rounding)
+                along = along + _rounded(rows, virial_rounding)
+                products.append(product)
+
+        def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, ParameterVJP]:
+            by_position, by_strain, rest = real_product(v, c)
+            with torch.no_grad():
+                found = [product(v, c) for product in products]
+                cotangent: Any = sum(weight for *_, weight in found)
+                for more, moved, _ in found:
+                    by_position = by_position + more
+                    by_strain = by_strain + at_rest(moved, position, more, strain)
+            deferred = DeferredVJP(self, self._charges, cotangent, position)
+            return materialise(by_position), by_strain, VJPSum((rest, deferred))
+
+        return (materialise(value), along), pullback
 
     def virial(self, position: Positions) -> Tensor:
         """Compute minus the derivative of the energy with respect to strain.
@@ -253,10 +299,9 @@ class EwaldSum(Declaring, Periodic, Potential):
         The cutoff, alpha and the numbers of waves or points stay as they are.
         """
         charge = self._charges(position)
-        unit = torch.eye(3, dtype=position.dtype, device=position.device)
-        value = self.real.virial(position) + self._background(charge) * unit
-        for part in self._parts(position):
-            value = value + part.virial(position, charge)
+        value = self.real.virial(position)
+        for make in self._parts(position):
+            value = value + make(None).virial(position, charge)
         return value
 
     def _charges(self, position: Tensor) -> Tensor:
@@ -268,18 +313,17 @@ class EwaldSum(Declaring, Periodic, Potential):
             )
         return charge
 
-    def _parts(self, position: Tensor) -> list[ChargeSum]:
-        parts = [self.reciprocal(position)]
+    def _parts(self, position: Tensor) -> list[Maker]:
+        """Return functions that make a part, in the box of the potential or at a strain."""
+        parts: list[Maker] = [partial(self.reciprocal, position)]
         if self.partners is not None:
-            assert self.image_box is not None
-            box = self.image_box.to(position)
-            parts.append(ExcludedPairs(self.partners, box, self.alpha, self.constant))
+            parts.append(partial(self._excluded, position, self.partners))
         return parts
 
-    def _background(self, charge: Tensor) -> Tensor:
-        """Compute the energy of the background that makes the box neutral."""
-        factor = self.constant * math.pi / (2 * self.volume.to(charge) * self.alpha**2)
-        return -factor * charge.sum().square()
+    def _excluded(self, position: Tensor, partners: Tensor, strain: Strain | None) -> ExcludedPairs:
+        assert self.image_box is not None
+        box = self.image_box.to(position)
+        return ExcludedPairs(partners, box, self.alpha, self.constant, strain)
 
 
 def splitting(cutoff: float, tolerance: float) -> float:

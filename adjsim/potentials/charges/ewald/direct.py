@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.box import inverse
+from adjsim.core.box import volume
 from adjsim.core.derived import derived
+from adjsim.core.strain import Strain
 from adjsim.core.typing import Number
-from adjsim.potentials.charges.ewald.autograd import ChargeSum, Product
+from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
 from adjsim.potentials.charges.ewald.base import EwaldSum, three_numbers
+from adjsim.potentials.charges.ewald.waves import wave_virial
 
 # OpenMM searches the number of waves from here, upwards or downwards.
 FIRST_GUESS = 10
@@ -73,22 +75,27 @@ class Ewald(EwaldSum):
         return tuple(wave_number(self.alpha * d, self.tolerance) for d in lengths)
 
     @derived("cell", "kmax")
-    def vectors(self) -> Tensor:
-        """The vectors of the waves, ``(waves, 3)``."""
+    def numbers(self) -> Tensor:
+        """The integers of the waves, one of n and -n, ``(1, 3, waves)``."""
         ranges = (range(-k, k + 1) for k in self.kmax)
-        integers = [n for n in product(*ranges) if n > (0, 0, 0)]
-        numbers = torch.tensor(integers, dtype=torch.float64).reshape(-1, 3)
-        return 2 * math.pi * numbers.to(self.cell.device) @ inverse(self.cell).T
+        integers = [n for n in product(*ranges) if n >= (0, 0, 0)]
+        return torch.tensor([integers], dtype=torch.float64, device=self.cell.device).mT
 
-    @derived("volume", "vectors", "alpha", "constant")
-    def weight(self) -> Tensor:
-        """The factor of ``|S(k)|^2`` of each wave."""
-        square = (self.vectors * self.vectors).sum(-1)
-        factor = 4 * math.pi * self.constant / self.volume
-        return factor * torch.exp(-square / (4 * self.alpha**2)) / square
+    @derived("numbers", "constant", "cell")
+    def share(self) -> Tensor:
+        """The constant over the volume, twice for a wave that stands for two."""
+        twice = torch.where((self.numbers[0] != 0).any(0), 2.0, 1.0)
+        return twice * self.constant / volume(self.cell)
 
-    def reciprocal(self, position: Tensor) -> Waves:
-        return Waves(self.vectors.to(position), self.weight.to(position), self.alpha)
+    @derived("share")
+    def multiplicity(self) -> Tensor:
+        """One for each wave."""
+        return torch.ones_like(self.share)
+
+    def reciprocal(self, position: Tensor, strain: Strain | None = None) -> WaveSum:
+        dual = self.dual_at(strain)
+        vectors = 2 * math.pi * self.numbers[0].mT.to(dual) @ dual
+        return WaveSum(vectors.to(position), self.influence_at(strain), self.alpha, strain)
 
 
 def wave_number(width: float, tolerance: float) -> int:
@@ -114,38 +121,54 @@ def wave_number(width: float, tolerance: float) -> int:
 
 
 @dataclass(frozen=True)
-class Waves(ChargeSum):
-    """The energy and force of the reciprocal part; of k and -k one is among the ``vectors``.
+class WaveSum(ChargeSum):
+    """The energy and force of the reciprocal part.
 
-    So ``weight``, the factor of ``|S(k)|^2``, is twice that of the equation.
+    ``vectors`` are ``(*batch, waves, 3)``; ``influence`` computes the columns of
+    :func:`~.ewald.waves.influence`, of which a box that does not move needs the first.
     """
 
     vectors: Tensor
-    weight: Tensor
+    influence: Callable[..., Tensor]
     alpha: float
+    strain: Strain | None
 
     def energy(self, position: Tensor, charge: Tensor) -> Tensor:
         return self._energies(position, charge).sum(-1)
 
-    def linearised(self, position: Tensor, charge: Tensor) -> tuple[Tensor, Product]:
+    def linearised(self, position: Tensor, charge: Tensor) -> tuple[Forces, Product]:
         cos, sin = self._waves(position)
+        influence = self.influence().to(position)
+        weight = influence[..., 0, :]
         real, imaginary = charge @ cos, charge @ sin
+        force = self._force(charge, cos, sin, weight * real, weight * imaginary)
+        square = real * real + imaginary * imaginary
 
-        def product_along(v: Tensor) -> tuple[Tensor, Tensor]:
-            rate = v @ self.vectors.T
+        def product_along(v: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+            rate = v @ self.vectors.mT
             cos_v, sin_v = -rate * sin, rate * cos
             real_v, imaginary_v = charge @ cos_v, charge @ sin_v
-            w = 2 * self.weight
-            here = real_v[..., None, :] * cos + imaginary_v[..., None, :] * sin
+            a, b = weight * real_v, weight * imaginary_v
+            moved = v.new_zeros(0)
+            if self.strain is not None and c is not None:
+                _, first, along, second = (
+                    self.influence(c).to(position).split([1, c.shape[-1]] * 2, -2)
+                )
+                a, b = a + along[..., 0, :] * real, b + along[..., 0, :] * imaginary
+                turned = real * real_v + imaginary * imaginary_v
+                moved = -self.strain.along(v, force) - _sums(first, turned)
+                moved = moved - 0.5 * _sums(second, square)
+            here = a[..., None, :] * cos + b[..., None, :] * sin
             there = real[..., None, :] * cos_v + imaginary[..., None, :] * sin_v
-            found = -((here + there) * w).sum(-1)
+            found = -(here + there * weight[..., None, :]).sum(-1)
             return (
-                self._force(charge, cos, sin, real_v, imaginary_v)
-                + self._force(charge, cos_v, sin_v, real, imaginary),
+                self._force(charge, cos, sin, a, b)
+                + self._force(charge, cos_v, sin_v, weight * real, weight * imaginary),
+                moved,
                 found.reshape(-1, len(charge)).sum(0),
             )
 
-        return self._force(charge, cos, sin, real, imaginary), product_along
+        return (force, -0.5 * _sums(influence[..., 1:, :], square)), product_along
 
     def virial(self, position: Tensor, charge: Tensor) -> Tensor:
         return wave_virial(self._energies(position, charge), self.vectors, self.alpha)
@@ -154,29 +177,21 @@ class Waves(ChargeSum):
         """Compute the energy of each wave."""
         cos, sin = self._waves(position)
         real, imaginary = charge @ cos, charge @ sin
-        return self.weight * (real * real + imaginary * imaginary)
+        weight = self.influence().to(position)[..., 0, :]
+        return 0.5 * weight * (real * real + imaginary * imaginary)
 
     def _waves(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the cosine and sine of k . r, ``(*batch, atoms, waves)``."""
-        phase = position @ self.vectors.T
+        phase = position @ self.vectors.mT
         return phase.cos(), phase.sin()
 
     def _force(
         self, charge: Tensor, cos: Tensor, sin: Tensor, real: Tensor, imaginary: Tensor
     ) -> Tensor:
         field = real[..., None, :] * sin - imaginary[..., None, :] * cos
-        return charge.unsqueeze(-1) * ((2 * self.weight * field) @ self.vectors)
+        return charge.unsqueeze(-1) * (field @ self.vectors)
 
 
-def wave_virial(energies: Tensor, vectors: Tensor, alpha: float) -> Tensor:
-    """Compute the virial of waves with these energies ``(*batch, waves)``.
-
-    A wave has the virial ``e (1 - 2 (1/k^2 + 1/(4 alpha^2)) k k^T)``, since V and k change with
-    strain, and S(k) does not. The wave k = 0 has the unit matrix.
-    """
-    square = (vectors * vectors).sum(-1)
-    factor = torch.where(square > 0, 1 / square.clamp(min=1e-300) + 0.25 / alpha**2, 0.0)
-    unit = torch.eye(3, dtype=vectors.dtype, device=vectors.device)
-    return energies.sum(-1)[..., None, None] * unit - 2 * torch.einsum(
-        "...k,ka,kb->...ab", energies * factor, vectors, vectors
-    )
+def _sums(columns: Tensor, squares: Tensor) -> Tensor:
+    """Sum products of derivatives of G with waves, ``(*batch, 1, rows)``."""
+    return (columns * squares.unsqueeze(-2)).sum(-1).unsqueeze(-2)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from adjsim.core.box import nearest_image
-from adjsim.potentials.charges.ewald.autograd import ChargeSum, Product
+from adjsim.core.strain import Strain
+from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
 
 # Below x = 1 the alternating series of 20 terms is exact to the last bit, since its first missing
 # term is 1 / (20! 45). Above, F_2 follows from F_0 with a loss of at most a digit.
@@ -38,6 +39,7 @@ class ExcludedPairs(ChargeSum):
     box: Tensor
     alpha: float
     constant: float
+    strain: Strain | None = None
 
     def energy(self, position: Tensor, charge: Tensor) -> Tensor:
         _, s = self._geometry(position)
@@ -45,20 +47,34 @@ class ExcludedPairs(ChargeSum):
         f = torch.where(self.partners == itself, 0.0, self._functions(s)[0])
         return -0.5 * (self._products(charge) * f).sum((-1, -2))
 
-    def linearised(self, position: Tensor, charge: Tensor) -> tuple[Tensor, Product]:
+    def linearised(self, position: Tensor, charge: Tensor) -> tuple[Forces, Product]:
         d, s = self._geometry(position)
         _, first, second = self._functions(s)
         products = self._products(charge)
         weight = (2 * products * first).unsqueeze(-1)
+        pulls = weight * d
+        force, along_strain = pulls.sum(-2), self._by_strain(d, pulls)
 
-        def product(v: Tensor) -> tuple[Tensor, Tensor]:
+        def product(v: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
             w = v.unsqueeze(-2) - v[..., self.partners, :]
+            if self.strain is not None and c is not None:
+                w = w + self.strain.dilated(d.flatten(-3, -2), c).reshape(d.shape)
             dw = (d * w).sum(-1)
-            along = (4 * products * second * dw).unsqueeze(-1) * d + weight * w
+            change = (4 * products * second * dw).unsqueeze(-1) * d + weight * w
+            along, moved = change.sum(-2), self._by_strain(d, change)
             found = (2 * self.constant * charge[self.partners] * first * dw).sum(-1)
-            return along.sum(-2), found.reshape(-1, len(charge)).sum(0)
+            if self.strain is not None and c is not None:
+                along = along + self.strain.pulled_back(force, c)
+                moved = moved + c * along_strain
+            return along, moved, found.reshape(-1, len(charge)).sum(0)
 
-        return (weight * d).sum(-2), product
+        return (force, along_strain), product
+
+    def _by_strain(self, d: Tensor, pulls: Tensor) -> Tensor:
+        """Sum what pairs add to W; each pair is listed twice."""
+        if self.strain is None:
+            return d.new_zeros(0)
+        return 0.5 * self.strain.along(d.flatten(-3, -2), pulls.flatten(-3, -2))
 
     def virial(self, position: Tensor, charge: Tensor) -> Tensor:
         d, s = self._geometry(position)
@@ -68,7 +84,8 @@ class ExcludedPairs(ChargeSum):
     def _geometry(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Compute differences ``(*batch, atoms, most, 3)`` and squared distances."""
         d = position.unsqueeze(-2) - position[..., self.partners, :]
-        (near,) = nearest_image([d.movedim(-1, -3)], self.box)
+        box = self.box if self.strain is None else self.strain.stretched(self.box)
+        (near,) = nearest_image([d.movedim(-1, -3)], box)
         d = near.movedim(-3, -1)
         return d, (d * d).sum(-1)
 

@@ -16,20 +16,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_whole
-from adjsim.core.box import inverse
+from adjsim.core.box import volume
 from adjsim.core.derived import derived
 from adjsim.core.layout import is_tracing
+from adjsim.core.strain import Strain
 from adjsim.core.typing import Number
-from adjsim.potentials.charges.ewald.autograd import ChargeSum, Product
+from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
 from adjsim.potentials.charges.ewald.base import EwaldSum, three_numbers
-from adjsim.potentials.charges.ewald.direct import wave_virial
 from adjsim.potentials.charges.ewald.spreading import gather, moduli, spread
+from adjsim.potentials.charges.ewald.waves import Waves, influence, wave_virial
 
 SMALLEST_ORDER, LARGEST_ORDER, SMALLEST_MESH = 4, 10, 6
 
@@ -89,58 +91,81 @@ class ParticleMeshEwald(EwaldSum):
             return self.given_grid
         return mesh_size(self.alpha, self.cell.norm(dim=1).tolist(), self.tolerance, self.order)
 
-    @derived("cell", "grid", "alpha", "order", "constant")
-    def influence(self) -> Tensor:
-        """The influence function, of the waves that a real transform has."""
-        # A real potential has the mean of G at m and -m. These differ in a tilted cell, for a wave
-        # of half the number of points along an axis.
-        full = self._full_influence(self._waves())
-        opposite = full.flip((0, 1, 2)).roll((1, 1, 1), (0, 1, 2))
-        return (0.5 * (full + opposite))[..., : full.shape[-1] // 2 + 1]
-
     @derived("cell", "grid")
+    def numbers(self) -> Tensor:
+        """The integers of the waves that a real transform has, ``(sides, 3, waves)``."""
+        whole = self._whole_numbers()
+        sides = [whole]
+        if self.box is not None and self.box.ndim == 2:
+            # A real potential has the mean of G at m and -m. These differ in a tilted cell, for a
+            # wave of half the number of points along an axis.
+            sides.append(whole.flip((0, 1, 2)).roll((1, 1, 1), (0, 1, 2)))
+        return torch.stack([x[..., : self._half, :].reshape(-1, 3).T for x in sides])
+
+    @derived("grid", "order", "constant", "cell")
+    def share(self) -> Tensor:
+        """The constant over volume and moduli of splines, of waves that a real transform has."""
+        return self._whole_share()[..., : self._half].flatten()
+
+    @derived("grid", "cell")
+    def multiplicity(self) -> Tensor:
+        """How many waves of the mesh each one stands for, m alone, or m and -m."""
+        _, _, z = self._whole_numbers()[..., : self._half, :].abs().unbind(-1)
+        return torch.where((z == 0) | (2 * z == self.grid[2]), 1.0, 2.0).to(z).flatten()
+
+    @derived("dual", "grid")
     def to_mesh(self) -> Tensor:
         """The matrix that takes positions to units of the spacing of the mesh."""
-        points = torch.tensor(self.grid, dtype=torch.float64, device=self.cell.device)
-        return inverse(self.cell) * points
+        return self.dual.mT * self._points(self.dual)
 
-    def reciprocal(self, position: Tensor) -> Mesh:
-        influence, to_mesh = self.influence.to(position), self.to_mesh.to(position)
-        return Mesh(influence, to_mesh, self.grid, self.order, self._virial_of_mesh)
+    def reciprocal(self, position: Tensor, strain: Strain | None = None) -> Mesh:
+        influence = self.influence_at(strain)
+        if strain is None:
+            to_mesh = self.to_mesh.to(position)
+            return Mesh(influence, to_mesh, self.grid, self.order, self._virial_of_mesh)
+        dual = self.dual_at(strain)
+        to_mesh = dual.reshape(-1, 3, 3).mT * self._points(dual)
+        return Mesh(influence, to_mesh, self.grid, self.order)
 
-    def _waves(self) -> Tensor:
-        """Compute the reciprocal vectors of the mesh, ``(*grid, 3)``."""
+    @property
+    def _half(self) -> int:
+        """The number of waves along the last axis that a real transform has."""
+        return self.grid[2] // 2 + 1
+
+    def _points(self, like: Tensor) -> Tensor:
+        """Return the number of points along each row."""
+        return torch.tensor(self.grid, dtype=like.dtype, device=like.device)
+
+    def _whole_numbers(self) -> Tensor:
+        """Compute the integers of all waves of the mesh, ``(*grid, 3)``."""
         like: dict[str, Any] = {"dtype": torch.float64, "device": self.cell.device}
         numbers = [torch.fft.fftfreq(n, 1 / n, **like) for n in self.grid]
-        integers = torch.stack(torch.meshgrid(*numbers, indexing="ij"), -1)
-        return 2 * math.pi * integers @ inverse(self.cell).T
+        return torch.stack(torch.meshgrid(*numbers, indexing="ij"), -1)
 
-    def _full_influence(self, waves: Tensor) -> Tensor:
-        """Compute G of every wave of the mesh."""
-        square = waves.square().sum(-1)
-        x, y, z = (moduli(self.order, n) for n in self.grid)
-        product = (x[:, None, None] * y[:, None] * z).to(square.device)
-        safe = torch.where(square > 0, square, 1.0)
-        factor = 4 * math.pi * self.constant / self.volume
-        found = factor * torch.exp(-square / (4 * self.alpha**2)) / safe
-        return torch.where(square > 0, found / product, 0.0)
+    def _whole_share(self) -> Tensor:
+        """Compute the constant over volume and moduli of the splines, of all waves of the mesh."""
+        x, y, z = (moduli(self.order, n).to(self.cell.device) for n in self.grid)
+        return self.constant / volume(self.cell) / (x[:, None, None] * y[:, None] * z)
 
     def _virial_of_mesh(self, square: Tensor) -> Tensor:
         """Compute the virial of the waves from ``|F|^2``."""
-        waves = self._waves()
-        energies = 0.5 * self._full_influence(waves).to(square) * square
-        return wave_virial(energies.flatten(-3), waves.to(square).reshape(-1, 3), self.alpha)
+        numbers, share = self._whole_numbers().reshape(-1, 3), self._whole_share().flatten()
+        whole = Waves(numbers.T.unsqueeze(0), share, torch.ones_like(share), self.dual, self.alpha)
+        value = influence(whole, self.dual.new_zeros(1, 1))[0].to(square)
+        waves = (2 * math.pi * numbers @ self.dual).to(square)
+        return wave_virial(0.5 * value * square.flatten(-3), waves, self.alpha)
 
 
 @dataclass(frozen=True)
 class Mesh(ChargeSum):
     """The energy and force of the reciprocal part.
 
-    ``influence`` is G of the waves that a real transform has. A position times ``to_mesh`` is in
-    units of the spacing of the mesh. ``strain`` computes the virial of ``|F|^2``.
+    ``influence`` computes the columns of :func:`~.ewald.waves.influence`, of which a box that does
+    not move needs the first, for the waves that a real transform has. A position times ``to_mesh``
+    is in units of the spacing of the mesh. ``strain`` computes the virial of ``|F|^2``.
     """
 
-    influence: Tensor
+    influence: Callable[..., Tensor]
     to_mesh: Tensor
     shape: tuple[int, ...]
     order: int
@@ -148,42 +173,66 @@ class Mesh(ChargeSum):
 
     def energy(self, position: Tensor, charge: Tensor) -> Tensor:
         q = self._spread(self._at(position), charge.unsqueeze(-1))
-        return 0.5 * (q * self._potential(q)).sum((-1, -2, -3)).reshape(position.shape[:-2])
+        value = self._columns(position)[:, 0]
+        phi = self._potential(_times_each(self._transform(q), value))
+        return 0.5 * (q * phi).sum((-1, -2, -3)).reshape(position.shape[:-2])
 
-    def linearised(self, position: Tensor, charge: Tensor) -> tuple[Tensor, Product]:
-        settings = self.influence, self.to_mesh, self.shape, self.order
+    def linearised(self, position: Tensor, charge: Tensor) -> tuple[Forces, Product]:
+        settings = self.to_mesh, self.shape, self.order
         if not is_tracing():
-            value, phi = self.force_and_potential(position, charge)
-            return value, lambda v: self.product(position, charge, phi, v)
+            force, along, waves, phi = self.forces(position, charge)
+            return (force, along), partial(self.product, position, charge, waves, phi)
         given = position.detach(), charge.detach()
-        value, phi = torch.ops.adjsim.mesh_force(*given, *settings)
+        force, along, *found = torch.ops.adjsim.mesh_force(*given, self.influence(), *settings)
+        kept = [x.detach() for x in found]
 
-        def product(v: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.ops.adjsim.mesh_product(*given, phi.detach(), v.detach(), *settings)
+        def product(v: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+            more = self.influence() if c is None else self.influence(c)
+            return torch.ops.adjsim.mesh_product(*given, *kept, v.detach(), more, *settings)
 
-        return value, product
+        return (force, along), product
 
-    def force_and_potential(self, position: Tensor, charge: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the force, and the potential on the mesh."""
-        u, q = self._at(position), charge.unsqueeze(-1)
-        phi = self._potential(self._spread(u, q))
+    def forces(self, position: Tensor, charge: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Compute force and W, and the charges in waves and their potential on the mesh."""
+        u, q, columns = self._at(position), charge.unsqueeze(-1), self._columns(position)
+        waves = self._transform(self._spread(u, q))
+        phi = self._potential(_times_each(waves, columns[:, 0]))
         slope = gather(u, phi, 1, self.order)[..., 1:]
-        return self._back(-q * slope, position), phi
+        along = -0.5 * self._sums(columns[:, 1:], waves, waves)
+        return self._back(-q * slope, position), _rows(along, position), waves, phi
 
     def product(
-        self, position: Tensor, charge: Tensor, phi: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Compute v^T dF/dq and v^T dF/dcharge, from the potential on the mesh."""
+        self,
+        position: Tensor,
+        charge: Tensor,
+        waves: Tensor,
+        phi: Tensor,
+        v: Tensor,
+        c: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the cotangents of position, strain and charges, a :data:`~.autograd.Product`."""
+        columns = self._columns(position) if c is None else self._columns(position, c)
         u, w, q = self._at(position), self._at(v), charge.unsqueeze(-1)
         dipoles = torch.cat([torch.zeros_like(w[..., :1]), q * w], -1)
-        along = gather(u, self._potential(self._spread(u, dipoles)), 1, self.order)
+        moved = self._transform(self._spread(u, dipoles))
+        amplitude = _times_each(moved, columns[:, 0])
+        axes = (columns.shape[1] - 1) // 2
+        if axes:
+            amplitude = amplitude + _times_each(waves, columns[:, 1 + axes])
+        along = gather(u, self._potential(amplitude), 1, self.order)
         here = gather(u, phi, 2, self.order)
         slope, curvature = here[..., 1:4], here[..., 4:]
         # A list of places would be copied to a GPU, which a CUDA graph refuses.
         matrix = torch.stack([curvature[..., i] for row in _SYMMETRIC for i in row], -1)
         bent = (matrix.unflatten(-1, (3, 3)) * w.unsqueeze(-2)).sum(-1)
-        found = -(slope * w).sum(-1) - along[..., 0]
-        return self._back(-q * (bent + along[..., 1:]), position), found.sum(0)
+        work = slope * w
+        found = -work.sum(-1) - along[..., 0]
+        strain = self._sums(columns[:, 1 : 1 + axes], waves, moved)
+        strain = strain + 0.5 * self._sums(columns[:, 2 + axes :], waves, waves)
+        own = (q * work).sum(-2)
+        strain = (own if axes == 3 else own.sum(-1, keepdim=True))[:, :axes] - strain
+        by_position = self._back(-q * (bent + along[..., 1:]), position)
+        return by_position, _rows(strain, position), found.sum(0)
 
     def virial(self, position: Tensor, charge: Tensor) -> Tensor:
         q = self._spread(self._at(position), charge.unsqueeze(-1))
@@ -191,30 +240,56 @@ class Mesh(ChargeSum):
         assert self.strain is not None
         return self.strain(square).reshape(*position.shape[:-2], 3, 3)
 
+    def _columns(self, like: Tensor, *c: Tensor) -> Tensor:
+        """Compute the influence, ``(systems, columns, waves)``."""
+        found = self.influence(*c).to(like)
+        return found.reshape(-1, *found.shape[-2:])
+
     def _at(self, x: Tensor) -> Tensor:
         """Convert vectors to units of the mesh, ``(systems, atoms, 3)``."""
-        return _times(x, self.to_mesh).reshape(-1, *x.shape[-2:])
+        return _times(x.reshape(-1, *x.shape[-2:]), self.to_mesh)
 
     def _back(self, covector: Tensor, like: Tensor) -> Tensor:
         """Convert derivatives with respect to units of the mesh."""
-        return _times(covector, self.to_mesh.T).reshape(like.shape)
+        return _times(covector, self.to_mesh.mT).reshape(like.shape)
 
     def _spread(self, u: Tensor, coefficients: Tensor) -> Tensor:
         return spread(u, coefficients.expand(len(u), -1, -1), self.shape, self.order)
 
-    def _potential(self, q: Tensor) -> Tensor:
-        """Convolve charges on the mesh with G."""
-        axes = (-3, -2, -1)
-        # Real numbers by real numbers: a product of complex ones takes twice as long, and Inductor
-        # has none.
-        waves = torch.view_as_real(torch.fft.rfftn(q, dim=axes)) * self.influence.unsqueeze(-1)
-        waves = torch.view_as_complex(waves)
-        return torch.fft.irfftn(waves, s=self.shape, dim=axes, norm="forward")
+    # Real numbers in place of complex ones: their products take half the time, and Inductor has no
+    # others.
+
+    def _transform(self, mesh: Tensor) -> Tensor:
+        """Return the waves of a mesh, ``(systems, *waves, 2)``."""
+        return torch.view_as_real(torch.fft.rfftn(mesh, dim=_AXES))
+
+    def _potential(self, waves: Tensor) -> Tensor:
+        """Return the mesh of these waves."""
+        complex_waves = torch.view_as_complex(waves)
+        return torch.fft.irfftn(complex_waves, s=self.shape, dim=_AXES, norm="forward")
+
+    def _sums(self, columns: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Sum the products of two waves with columns of the influence, ``(systems, columns)``."""
+        if not columns.shape[1]:
+            return columns.new_zeros(len(a), 0)
+        return (columns @ (a * b).reshape(len(a), -1, 2)).sum(-1)
+
+
+_AXES = (-3, -2, -1)
+
+
+def _times_each(waves: Tensor, factor: Tensor) -> Tensor:
+    """Multiply waves by a factor of each."""
+    return waves * factor.reshape(-1, *waves.shape[1:-1], 1)
+
+
+def _rows(x: Tensor, like: Tensor) -> Tensor:
+    return x.reshape(*like.shape[:-2], 1, -1)
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:
     """Multiply by a matrix, with bits that do not depend on the layout of x in memory."""
-    first, second, third = matrix.unbind(0)
+    first, second, third = (row.unsqueeze(-2) for row in matrix.unbind(-2))
     return x[..., 0:1] * first + x[..., 1:2] * second + x[..., 2:3] * third
 
 
@@ -239,27 +314,35 @@ def mesh_size(
 def mesh_force(
     position: Tensor, charge: Tensor, influence: Tensor, to_mesh: Tensor, shape: Sequence[int],
     order: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the force, and the potential on the mesh, see :class:`Mesh`."""
-    mesh = Mesh(influence, to_mesh, tuple(shape), order)
-    return mesh.force_and_potential(position, charge)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute force, W, waves and the potential on the mesh, see :class:`Mesh`."""
+    mesh = Mesh(lambda: influence, to_mesh, tuple(shape), order)
+    return mesh.forces(position, charge)
 
 
 @torch.library.custom_op("adjsim::mesh_product", mutates_args=())
 def mesh_product(
-    position: Tensor, charge: Tensor, phi: Tensor, v: Tensor, influence: Tensor, to_mesh: Tensor,
-    shape: Sequence[int], order: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the product of the force's derivative with a vector, see :class:`Mesh`."""
-    return Mesh(influence, to_mesh, tuple(shape), order).product(position, charge, phi, v)
+    position: Tensor, charge: Tensor, waves: Tensor, phi: Tensor, v: Tensor, influence: Tensor,
+    to_mesh: Tensor, shape: Sequence[int], order: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the products of the forces' derivatives with cotangents, see :class:`Mesh`."""
+    mesh = Mesh(lambda: influence, to_mesh, tuple(shape), order)
+    return mesh.product(position, charge, waves, phi, v, None)
 
 
 @mesh_force.register_fake
-def _(position: Tensor, charge: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    systems = position.shape[:-2].numel()
-    return position.new_empty(position.shape), position.new_empty((systems, *rest[2]))
+def _(
+    position: Tensor, charge: Tensor, influence: Tensor, to_mesh: Tensor, shape: Sequence[int],
+    order: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    batch = position.shape[:-2]
+    x, y, z = shape
+    waves = position.new_empty((batch.numel(), x, y, z // 2 + 1, 2))
+    along = position.new_empty((*batch, 1, influence.shape[-2] - 1))
+    return torch.empty_like(position), along, waves, position.new_empty((batch.numel(), *shape))
 
 
 @mesh_product.register_fake
-def _(position: Tensor, charge: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return position.new_empty(position.shape), charge.new_empty(charge.shape)
+def _(position: Tensor, charge: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    along = position.new_empty((*position.shape[:-2], 1, (rest[3].shape[-2] - 1) // 2))
+    return position.new_empty(position.shape), along, charge.new_empty(charge.shape)
