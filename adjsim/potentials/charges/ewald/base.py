@@ -179,10 +179,6 @@ class EwaldSum(Declaring, Periodic, Potential):
             return partial(influence, self.waves, *strain)
         return lambda c=None: self.influence
 
-    def dual_at(self, *strain: Tensor) -> Tensor:
-        """Return the rows of the reciprocal cells of systems of these strains."""
-        return stretched(self.dual, *(-e for e in strain)) if strain else self.dual
-
     @derived("exclusions", "atoms")
     def partners(self) -> Tensor | None:
         """The excluded partners of each atom."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.box import volume
+from adjsim.core.box import stretched, volume
 from adjsim.core.derived import derived
 from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
@@ -92,7 +92,7 @@ class Ewald(EwaldSum):
         return torch.ones_like(self.share)
 
     def reciprocal(self, position: Tensor, *strain: Tensor) -> WaveSum:
-        dual = self.dual_at(*strain)
+        dual = stretched(self.dual, -strain[0]) if strain else self.dual
         vectors = 2 * math.pi * self.numbers[0].mT.to(dual) @ dual
         return WaveSum(vectors.to(position), self.influence_at(*strain), self.alpha)
 

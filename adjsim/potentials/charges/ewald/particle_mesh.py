@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_whole
-from adjsim.core.box import volume
+from adjsim.core.box import stretched, volume
 from adjsim.core.derived import derived
 from adjsim.core.layout import is_tracing
 from adjsim.core.typing import Number
@@ -115,25 +115,20 @@ class ParticleMeshEwald(EwaldSum):
     @derived("dual", "grid")
     def to_mesh(self) -> Tensor:
         """The matrix that takes positions to units of the spacing of the mesh."""
-        return self.dual.mT * self._points(self.dual)
+        points = torch.tensor(self.grid, dtype=torch.float64, device=self.dual.device)
+        return self.dual.mT * points
 
     def reciprocal(self, position: Tensor, *strain: Tensor) -> Mesh:
-        influence = self.influence_at(*strain)
-        if not strain:
-            to_mesh = self.to_mesh.to(position)
-            return Mesh(influence, to_mesh, self.grid, self.order, self._virial_of_mesh)
-        dual = self.dual_at(*strain)
-        to_mesh = dual.reshape(-1, 3, 3).mT * self._points(dual)
-        return Mesh(influence, to_mesh, self.grid, self.order)
+        to_mesh = self.to_mesh.to(position)
+        if strain:
+            to_mesh = stretched(to_mesh.mT, -strain[0]).reshape(-1, 3, 3).mT
+        virial = self._virial_of_mesh
+        return Mesh(self.influence_at(*strain), to_mesh, self.grid, self.order, virial)
 
     @property
     def _half(self) -> int:
         """The number of waves along the last axis that a real transform has."""
         return self.grid[2] // 2 + 1
-
-    def _points(self, like: Tensor) -> Tensor:
-        """Return the number of points along each row."""
-        return torch.tensor(self.grid, dtype=like.dtype, device=like.device)
 
     def _whole_numbers(self) -> Tensor:
         """Compute the integers of all waves of the mesh, ``(*grid, 3)``."""
