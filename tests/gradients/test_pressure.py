@@ -19,6 +19,10 @@ ROWS = [
     ("mixture", "isotropic", {"tail": True}),
     ("sum", "each", {}),
     ("mesh", "isotropic", {}),
+    ("tilted mesh", "isotropic", {}),
+    ("ewald", "each", {}),
+    ("bonded", "each", {}),
+    ("dispersion", "isotropic", {}),
     ("own", "each", {}),
     ("orthogonal", "each", {"chains": True}),
 ]
