@@ -22,6 +22,9 @@ ROWS = [
     ("sum", "each", {}),
     ("mesh", "isotropic", {}),
     ("turned mesh", "each", {}),
+    ("ewald", "each", {}),
+    ("bonded", "each", {}),
+    ("dispersion", "isotropic", {}),
     ("own", "each", {}),
     ("orthogonal", "each", {"chains": True}),
 ]

@@ -38,7 +38,7 @@ from adjsim.potentials.charges.ewald.autograd import (
     forces_of,
 )
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, partners_of
-from adjsim.potentials.charges.ewald.waves import Waves, influence, shortened
+from adjsim.potentials.charges.ewald.waves import Waves, influence
 from adjsim.potentials.pairs.formula import ATOMS, SHIFTED
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback, VJPSum
 from adjsim.potentials.strained import Forced, StrainedPullback, at_rest
@@ -179,10 +179,6 @@ class EwaldSum(Declaring, Periodic, Potential):
         if strain is not None:
             return partial(influence, self.waves, strain.value)
         return lambda c=None: self.influence
-
-    def dual_at(self, strain: Strain | None) -> Tensor:
-        """Return the rows of the reciprocal cells of systems."""
-        return self.dual if strain is None else shortened(self.dual, strain.value)
 
     @derived("exclusions", "atoms")
     def partners(self) -> Tensor | None:

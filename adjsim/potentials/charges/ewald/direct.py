@@ -17,7 +17,7 @@ from adjsim.core.strain import Strain
 from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
 from adjsim.potentials.charges.ewald.base import EwaldSum, three_numbers
-from adjsim.potentials.charges.ewald.waves import wave_virial
+from adjsim.potentials.charges.ewald.waves import shortened, wave_virial
 
 # OpenMM searches the number of waves from here, upwards or downwards.
 FIRST_GUESS = 10
@@ -93,7 +93,7 @@ class Ewald(EwaldSum):
         return torch.ones_like(self.share)
 
     def reciprocal(self, position: Tensor, strain: Strain | None = None) -> WaveSum:
-        dual = self.dual_at(strain)
+        dual = self.dual if strain is None else shortened(self.dual, strain.value)
         vectors = 2 * math.pi * self.numbers[0].mT.to(dual) @ dual
         return WaveSum(vectors.to(position), self.influence_at(strain), self.alpha, strain)
 

@@ -31,7 +31,7 @@ from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
 from adjsim.potentials.charges.ewald.base import EwaldSum, three_numbers
 from adjsim.potentials.charges.ewald.spreading import gather, moduli, spread
-from adjsim.potentials.charges.ewald.waves import Waves, influence, wave_virial
+from adjsim.potentials.charges.ewald.waves import Waves, influence, shortened, wave_virial
 
 SMALLEST_ORDER, LARGEST_ORDER, SMALLEST_MESH = 4, 10, 6
 
@@ -116,25 +116,20 @@ class ParticleMeshEwald(EwaldSum):
     @derived("dual", "grid")
     def to_mesh(self) -> Tensor:
         """The matrix that takes positions to units of the spacing of the mesh."""
-        return self.dual.mT * self._points(self.dual)
+        points = torch.tensor(self.grid, dtype=torch.float64, device=self.dual.device)
+        return self.dual.mT * points
 
     def reciprocal(self, position: Tensor, strain: Strain | None = None) -> Mesh:
-        influence = self.influence_at(strain)
-        if strain is None:
-            to_mesh = self.to_mesh.to(position)
-            return Mesh(influence, to_mesh, self.grid, self.order, self._virial_of_mesh)
-        dual = self.dual_at(strain)
-        to_mesh = dual.reshape(-1, 3, 3).mT * self._points(dual)
-        return Mesh(influence, to_mesh, self.grid, self.order)
+        to_mesh = self.to_mesh.to(position)
+        if strain is not None:
+            to_mesh = shortened(to_mesh.mT, strain.value).reshape(-1, 3, 3).mT
+        virial = self._virial_of_mesh
+        return Mesh(self.influence_at(strain), to_mesh, self.grid, self.order, virial)
 
     @property
     def _half(self) -> int:
         """The number of waves along the last axis that a real transform has."""
         return self.grid[2] // 2 + 1
-
-    def _points(self, like: Tensor) -> Tensor:
-        """Return the number of points along each row."""
-        return torch.tensor(self.grid, dtype=like.dtype, device=like.device)
 
     def _whole_numbers(self) -> Tensor:
         """Compute the integers of all waves of the mesh, ``(*grid, 3)``."""

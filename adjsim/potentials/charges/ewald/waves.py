@@ -23,7 +23,8 @@ sums by T(n). Then ``v . F = -sum G Re(S* T)``, and for a cotangent c of W the s
     by the strain    -sum_i v_i F_i - sum G L_s Re(S* T) - 1/2 sum dG_c/de_s |S|^2
 
 The second one is with the phases of the charges fixed. Its first term is by coordinate along the
-rows, since v is fixed and its phases are not.
+rows, since v is fixed and its phases are not. Where one strain stretches all rows, a derivative is
+the sum over them: ``L = 2 k^2 t - 3``, and ``dL/de = 4 - 4 k^2 t``.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def _influence(
         turned = c * p + (c * p if axes == 1 else n * (metric @ (c * n)))
         slope = 4 * inverse**2 * (c * p).sum(-2, keepdim=True) * p - t * turned
         columns += [value * along, counted * (along * rate + slope)]
-    return torch.cat(columns, -2).mean(-3).to(strain)
+    found = torch.cat(columns, -2)
+    return (found.mean(-3) if len(n) > 1 else found.squeeze(-3)).to(strain)
 
 
 @torch.library.custom_op("adjsim::influence", mutates_args=())
