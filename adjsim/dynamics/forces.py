@@ -13,8 +13,8 @@ from adjsim.core.parameters import refuse_unknown
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.run_report import RunReport
 from adjsim.potentials.base import ForceField, Forces
+from adjsim.potentials.points import ForcesAt
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, VJPSum
-from adjsim.potentials.strained import ForcesAt
 
 # The fields of a state that forces depend on, and the forces along them: F, and W of a strain.
 Point = Sequence[Tensor]

@@ -19,7 +19,8 @@ from adjsim.core.writes import refuse_written, version_of
 from adjsim.potentials.base import ForceField, Forces, Potential
 from adjsim.potentials.evaluated import terms_of
 from adjsim.potentials.force_field import refuse_high_energy
-from adjsim.potentials.strained import ForcesAt, reference_box, strained_energy
+from adjsim.potentials.points import ForcesAt
+from adjsim.potentials.strained import reference_box, strained_energy
 
 
 def as_start(
