@@ -36,6 +36,10 @@ class Strain(NamedTuple):
         """Whether a virial is needed whole, and not its diagonal alone."""
         return self.rows is not None
 
+    def to(self, dtype: torch.dtype) -> Strain:
+        """Convert the strain to another precision."""
+        return Strain(self.value.to(dtype), None if self.rows is None else self.rows.to(dtype))
+
     def stretched(self, box: Tensor) -> Tensor:
         """Stretch a box, ``(*batch, 1, dim)`` lengths or ``(*batch, dim, dim)`` rows.
 

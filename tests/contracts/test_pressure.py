@@ -173,12 +173,14 @@ def test_a_graph_has_all_edges_in_boxes_that_move(kind):
     assert 1 < len(count) < 20
 
 
-def test_a_graph_is_evaluated_once_a_step_for_all_systems():
+@pytest.mark.parametrize("precision", [None, torch.float32])
+def test_a_graph_is_evaluated_once_a_step_for_all_systems(precision):
     """One pass forward and one back give force and W, and the product goes back once more."""
-    module, q = read(potential("graph")), position((3,))
-    strain, passes = at(module, strains((3,), 1)), []
-    module.model.register_forward_hook(lambda *args: passes.append("forward"))
-    module.model.readout.register_full_backward_hook(lambda *args: passes.append("back"))
+    graph, q = potential("graph").to(precision), position((3,))
+    strain, passes = at(graph, strains((3,), 1)), []
+    graph.model.register_forward_hook(lambda *args: passes.append("forward"))
+    graph.model.readout.register_full_backward_hook(lambda *args: passes.append("back"))
+    module = read(graph if precision is None else adjsim.potentials.InPrecision(graph))
     strained_force(module, q, strain)
     assert passes == ["forward", "back"]
     _, pullback = strained_vjp(module, q, strain, list(module.parameters()))

@@ -122,7 +122,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
 
     def strained_energy(self, position: Positions, strain: Strain) -> Energies:
         if self.box is None:
-            return self(position)
+            return super().strained_energy(position, strain)
         return self.element(self.coordinate(*self._stretched(position, strain)).value).sum((-1, -2))
 
     def strained_force(

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_number, as_positive, as_whole
+from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential, with_energy
 from adjsim.potentials.evaluated import as_module
 from adjsim.potentials.pairs.base import PairPotential
+from adjsim.potentials.strained import strained_energy
 
 
 class RadialBasis(nn.Module):
@@ -226,6 +228,10 @@ class InPrecision(Potential):
 
     def forward(self, position: Positions) -> Energies:
         return self.potential(position.to(self.dtype)).to(position.dtype)
+
+    def strained_energy(self, position: Positions, strain: Strain) -> Energies:
+        given = position.to(self.dtype), strain.to(self.dtype)
+        return strained_energy(self.potential, *given).to(position.dtype)
 
     def virial(self, position: Positions) -> Tensor:
         if not isinstance(self.potential, Potential):
