@@ -17,6 +17,7 @@ from adjsim.solvers import Splitting
 # The largest cutoff and distance of g(r), as a share of half the width of the box at the start,
 # since a liquid may contract.
 ROOM = 0.9
+LARGEST_PRESSURE = 1e6
 # Units of density, in amu per cubic angstrom.
 UNITS = {"g/cm3": 1000 * units.kg / units.m**3, "kg/m3": units.kg / units.m**3}
 
@@ -59,6 +60,17 @@ def read_densities(text: str, temperature: float, unit: str, error: float) -> li
     return [Density(at, x, own[0] if own else error * x, unit) for at, x, *own in rows]
 
 
+def refuse_massless(system: System) -> None:
+    """Refuse a system without the masses that a density needs."""
+    # ASE gives an atom of no element, X, a mass of one.
+    unknown = "X" in system.species and bool((system.mass == 1.0).any())
+    if unknown or not bool((system.mass > 0).all()):
+        raise ValueError(
+            f"{system.name} has atoms without a mass, and a density needs masses: name their "
+            "elements, or give the file a column of masses."
+        )
+
+
 def piston_job(
     system: System,
     temperature: float,
@@ -69,12 +81,8 @@ def piston_job(
     seed: int,
 ) -> Job:
     """Return the runs of a system at constant pressure, in the units of the command line."""
-    if "X" in system.species and bool((system.mass == 1.0).any()):
-        # ASE gives an atom of no element this mass.
-        raise ValueError(
-            f"{system.name} has atoms of no element (X), without a mass, and a density needs "
-            "masses: name the elements, or give the file a column of masses."
-        )
+    if not abs(pressure) < LARGEST_PRESSURE:
+        raise ValueError(f"--pressure must be below a million bar; got {pressure:g}.")
     kT, time = temperature * system.temperature, system.time
     # Numbers that are no parameters are not fitted.
     model = LangevinPiston(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adjsim.adjoints import CompileError, ReconstructionError
 from adjsim.cli.curve import Curve, read_curve
-from adjsim.cli.density import ROOM, Density, piston_job, read_densities
+from adjsim.cli.density import ROOM, Density, piston_job, read_densities, refuse_massless
 from adjsim.cli.fit_options import BATHS, WIDTH, FitParameters
 from adjsim.cli.fit_report import report_fit
 from adjsim.cli.fit_runs import Condition, Fitting, RunSettings, problems
@@ -126,6 +126,7 @@ def _fitting(context: typer.Context, given: FitParameters) -> Fitting:
         curve = _within(box, given, curve, room)
     densities = list[Density]()
     if given.density is not None:
+        refuse_massless(system)
         densities = read_densities(
             given.density, given.temperature, given.density_unit, given.density_error
         )

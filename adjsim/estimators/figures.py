@@ -106,7 +106,8 @@ def plot_fit(
             ``measured``, ``start`` and ``fitted`` ones with their errors, ``measured_stderr`` and
             so on. They are drawn against the temperature.
     """
-    size = (6.4 * (len(r) > 0) + 4.0 * (len(densities) > 0), 5.2 if len(r) else 3.6)
+    both = len(r) > 0 and len(densities) > 0
+    size = (10.4 if both else 6.4, 5.2 if len(r) > 0 else 3.8)
     figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.06))
     beside = ["densities"] * (len(densities) > 0)
     rows: list[Any] = [[name] * (len(r) > 0) + beside for name in ("g", "difference")]
@@ -115,7 +116,7 @@ def plot_fit(
         _draw_curves(axes["g"], axes["difference"], found, r)
     if len(densities) > 0:
         _draw_densities(axes["densities"], densities)
-    figure.axes[0].set_title(title)
+    figure.suptitle(title, fontsize="medium")
     return figure
 
 
