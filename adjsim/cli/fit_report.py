@@ -128,7 +128,8 @@ def _table(*headings: str) -> Table:
 def _density_sentence(fitting: Fitting, about: dict[str, Any]) -> str:
     """Say at which density or pressure the runs are."""
     if fitting.at_pressure:
-        return f"Pressure: {about['pressure']:g} bar, with that of the pairs beyond the cutoff."
+        pressure = f"{about['pressure']:g} bar"
+        return f"Pressure: {pressure}, with a correction for the pairs beyond the cutoff."
     aimed = fitting.target_density
     return f"Density: {fitting.density:.4g} per cubic angstrom, that of the target " + (
         f"{aimed:.4g}." if aimed is not None else "is not known (--target-density)."

@@ -23,12 +23,12 @@ from adjsim.estimators.replicas import Initial, Observable
 from adjsim.observables import smooth_radial_distribution
 
 ESTIMATORS = ("reweighting", "pathwise")
-# Steps between frames, and of the run along which a pathwise gradient is taken, which grows
-# exponentially with its length.
-EVERY, PATH = 50, 250
-# The default steps of a run and of its burn-in, at constant volume and at constant pressure, where
-# the volume has to find its mean.
-STEPS, BURN_IN = (2500, 10000), (500, 2500)
+# Steps of the run along which a pathwise gradient is taken, which grows exponentially with its
+# length.
+PATH = 250
+# Steps between frames, and the default steps of a run and of its burn-in, at constant volume and at
+# constant pressure, where the volume fluctuates slowly.
+EVERY, STEPS, BURN_IN = (50, 100), (2500, 20000), (500, 2500)
 # The largest relative change of a number in a step of the fit, and the share of samples below which
 # reweighting samples again. Few densities determine epsilon and sigma by a small difference of
 # large derivatives, so a step is as uncertain as its noise. At constant pressure steps are
@@ -215,7 +215,7 @@ def _problem(
     """
     estimator, steps, skip, compiled, at_pressure = settings
     job, dt = condition.job, condition.job.solver.dt
-    every = min(EVERY, (steps - skip) // 2)
+    every = min(EVERY[at_pressure], (steps - skip) // 2)
     if every < 1:
         raise ValueError(
             f"--steps {steps} leaves {steps - skip} after the burn-in of {skip}, and two frames "

@@ -92,7 +92,7 @@ def test_the_command_fits_a_table_and_a_curve(liquid):
     done = run(*options, "--temperature", "95", "--store", "kept")
     assert done.exit_code == 0, done.output
     assert "LangevinPiston, BVSAOASVB at dt = 4, 90, 95, 100 K" in done.stdout
-    assert "Pressure: 1 bar, with that of the pairs beyond the cutoff." in done.stdout
+    assert "Pressure: 1 bar, with a correction for the pairs beyond the cutoff." in done.stdout
     assert "1.3780 ± 0.0030" in done.stdout
     assert (liquid / "adjsim-fit" / "fit.png").read_bytes()[:4] == b"\x89PNG"
     document = json.loads((liquid / "adjsim-fit" / "fit.json").read_text())
