@@ -32,7 +32,7 @@ def compare() -> None:
 
 @overview.command()
 def fit() -> None:
-    """Fit epsilon and sigma of a Lennard-Jones liquid to a measured g(r)."""
+    """Fit epsilon and sigma of a Lennard-Jones liquid to a measured g(r), to densities, or both."""
 
 
 @overview.command()

@@ -51,36 +51,88 @@ class Curve:
         return replace(self, r=self.r * UNITS[unit])
 
 
-def read_curve(path: Path) -> Curve:
-    """Read distance, value and an optional standard error from the columns of a text file.
+@dataclass(frozen=True)
+class Columns:
+    """The words for a file of measurements in errors: its option, its numbers, and the first."""
 
-    Lines that begin with ``#`` are comments, and one line of column names may come first. A comment
-    may give the density, as "number density 0.02125 per cubic angstrom".
+    option: str
+    numbers: str
+    first: str
+
+    def read(self, path: Path) -> tuple[Tensor, list[str]]:
+        """Read two columns, or three with standard errors, ``(n, columns)``, and the comments.
+
+        Lines that begin with ``#`` are comments, and one line of column names may come first. The
+        first column is positive and increases.
+        """
+        if not path.is_file():
+            raise ValueError(
+                f"{self.option} file '{path}' does not exist; give a text file of {self.numbers}."
+            )
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            raise ValueError(
+                f"{self.option} '{path}' is not a text file; give columns of {self.numbers}."
+            ) from None
+        rows: list[list[float]] = []
+        comments, first = list[str](), True
+        for number, line in enumerate(lines, 1):
+            text = line.strip()
+            if text.startswith("#"):
+                comments.append(text)
+            elif text:
+                entries = _numbers(text)
+                if entries is not None or not first:
+                    where = f"{self.option} '{path}', line {number}"
+                    rows.append(self._checked(where, text, entries, rows))
+                first = False
+        if not rows:
+            raise ValueError(
+                f"{self.option} '{path}' has no numbers; give columns of {self.numbers}."
+            )
+        return torch.tensor(rows, dtype=torch.float64), comments
+
+    def _checked(
+        self, where: str, text: str, entries: list[float] | None, rows: list[list[float]]
+    ) -> list[float]:
+        """Return the numbers of a line, or raise if they do not continue the rows."""
+        count = len(rows[0]) if rows else 0
+        if entries is None or len(entries) not in ((count,) if count else (2, 3)):
+            wanted = (
+                f"{count} numbers, as above" if count else f"{self.numbers}, and perhaps an error"
+            )
+            raise ValueError(f"{where}: '{text}' is not {wanted}.")
+        if not all(math.isfinite(entry) for entry in entries):
+            raise ValueError(
+                f"{where}: '{text}' has a number that is not finite; correct or remove the line."
+            )
+        if entries[0] <= 0:
+            raise ValueError(
+                f"{where}: the {self.first} {entries[0]:g} is not positive; remove the line."
+            )
+        if rows and entries[0] <= rows[-1][0]:
+            raise ValueError(
+                f"{where}: the {self.first} {entries[0]:g} follows {rows[-1][0]:g}; sort the lines "
+                f"by {self.first}, each once."
+            )
+        if len(entries) == 3 and entries[2] <= 0:
+            raise ValueError(
+                f"{where}: the standard error {entries[2]:g} is not positive; correct it, or "
+                "remove the column."
+            )
+        return entries
+
+
+def read_curve(path: Path) -> Curve:
+    """Read distance, g(r) and an optional standard error from the columns of a text file.
+
+    A comment may give the density, as "number density 0.02125 per cubic angstrom".
     """
-    if not path.is_file():
-        raise ValueError(f"target file '{path}' does not exist; give a text file of r and g(r).")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"target '{path}' is not a text file; give columns of r and g(r)."
-        ) from None
-    rows: list[list[float]] = []
-    density, first = None, True
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        if text.startswith("#"):
-            said = DENSITY.search(text)
-            density = density if said is None else float(said[1])
-        elif text:
-            entries = _numbers(text)
-            if entries is not None or not first:
-                rows.append(_checked(f"target '{path}', line {number}", text, entries, rows))
-            first = False
-    if not rows:
-        raise ValueError(f"target '{path}' has no numbers; give columns of r and g(r).")
-    r, g, *errors = torch.tensor(rows, dtype=torch.float64).unbind(1)
-    return Curve(r, g, errors[0] if errors else None, density)
+    rows, comments = Columns("target", "r and g(r)", "distance").read(path)
+    said = [found for found in map(DENSITY.search, comments) if found is not None]
+    r, g, *errors = rows.unbind(1)
+    return Curve(r, g, errors[0] if errors else None, float(said[-1][1]) if said else None)
 
 
 def _numbers(text: str) -> list[float] | None:
@@ -88,30 +140,3 @@ def _numbers(text: str) -> list[float] | None:
         return [float(part) for part in re.split(r"[,;\s]+", text)]
     except ValueError:
         return None
-
-
-def _checked(
-    where: str, text: str, entries: list[float] | None, rows: list[list[float]]
-) -> list[float]:
-    """Return the numbers of a line, or raise if they do not continue the rows."""
-    count = len(rows[0]) if rows else 0
-    if entries is None or len(entries) not in ((count,) if count else (2, 3)):
-        wanted = f"{count} numbers, as above" if count else "r and g(r), and perhaps an error"
-        raise ValueError(f"{where}: '{text}' is not {wanted}.")
-    if not all(math.isfinite(entry) for entry in entries):
-        raise ValueError(
-            f"{where}: '{text}' has a number that is not finite; correct or remove the line."
-        )
-    if entries[0] <= 0:
-        raise ValueError(f"{where}: the distance {entries[0]:g} is not positive; remove the line.")
-    if rows and entries[0] <= rows[-1][0]:
-        raise ValueError(
-            f"{where}: the distance {entries[0]:g} follows {rows[-1][0]:g}; sort the lines by "
-            "distance, each once."
-        )
-    if len(entries) == 3 and entries[2] <= 0:
-        raise ValueError(
-            f"{where}: the standard error {entries[2]:g} is not positive; correct it, or remove "
-            "the column."
-        )
-    return entries

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
+import torch
 import typer
 from torch import Tensor
 
 from adjsim.adjoints import CompileError, ReconstructionError
-from adjsim.cli.curve import UNITS, Curve, read_curve
+from adjsim.cli.curve import Curve, read_curve
+from adjsim.cli.density import ROOM, Density, piston_job, read_densities, refuse_massless
+from adjsim.cli.fit_options import BATHS, WIDTH, FitParameters
 from adjsim.cli.fit_report import report_fit
+from adjsim.cli.fit_runs import Condition, Fitting, RunSettings, problems
 from adjsim.cli.job import Job, job_of
 from adjsim.cli.melting import (
-    Order,
     Preparation,
     different_density,
     melted,
@@ -24,149 +25,46 @@ from adjsim.cli.melting import (
 )
 from adjsim.cli.models import SCHEMES, BathSettings
 from adjsim.cli.options import (
-    SEED,
-    STORE,
-    SWITCH_START,
-    TAU,
-    TRUNCATION,
     check_numbers,
+    listed,
     memory_kernel,
-    output,
     refuse,
     refuse_misplaced,
+    refuse_without,
     resumable,
+    was_given,
 )
-from adjsim.cli.parameters import command_of, option
-from adjsim.cli.radial_fit import radial_problem
+from adjsim.cli.parameters import command_of
 from adjsim.core.box import perpendicular_widths, volume
 from adjsim.core.durable.files import check_writable
 from adjsim.core.durable.ranks import RankError, Ranks
 from adjsim.estimators.fit.fit import fit
 from adjsim.io.systems import Cutoff, System, structure
 
-BATHS = [name for name in SCHEMES if name != "hamiltonian"]
-# Of the kernel of g(r), in units of sigma. It lowers the first peak of liquid argon by 0.6 %.
-WIDTH = 0.01
-
-
-@dataclass(frozen=True)
-class FitParameters:
-    """The options of the command ``fit``."""
-
-    structure_file: Path = option(
-        MISSING,
-        "Start from this structure with a periodic cell (any file ASE reads: xyz, extxyz, pdb, "
-        "cif). Units are eV, angstrom, amu, fs and K.",
-        "--structure",
-        metavar="FILE",
-    )
-    target: Path = option(
-        MISSING,
-        "The measured g(r): columns of distance in angstrom, g(r), and, if known, its standard "
-        "error, which then weights the fit.",
-        metavar="CSV",
-    )
-    target_unit: str = option("angstrom", f"Unit of the target's distances: {', '.join(UNITS)}.")
-    target_density: float | None = option(
-        None,
-        "Atoms per cubic angstrom of the measured liquid, to compare with the structure.",
-        show_default="from a comment of the file: number density ... per cubic angstrom",
-    )
-    melt: bool | None = option(
-        None,
-        "Melt the structure at 3 epsilon (or three times the temperature, if that is higher) and "
-        "cool it, once for each replica.",
-        "--melt/--no-melt",
-        show_default="melt a structure with long-range order",
-    )
-    estimator: str = option(
-        "reweighting",
-        "Estimator of the gradient: reweighting (of the mean at equilibrium), or pathwise (by the "
-        "reversible adjoint, of the mean over short runs after the burn-in), which is slower and "
-        "has larger errors.",
-    )
-    epsilon: float | None = option(
-        None,
-        "Lennard-Jones well depth to start from, eV. Values for Ne, Ar, Kr and Xe are built in.",
-    )
-    sigma: float | None = option(
-        None,
-        "Lennard-Jones diameter to start from, angstrom. Values for Ne, Ar, Kr and Xe are built "
-        "in.",
-    )
-    cutoff: float | None = option(
-        None,
-        "Cutoff distance, held fixed.",
-        show_default="the smaller of 3 sigma and half the width of the box",
-    )
-    truncation: str = TRUNCATION
-    switch_start: float | None = SWITCH_START
-    r_min: float = option(0.0, "Leave out distances of the target below this one.")
-    r_max: float | None = option(
-        None,
-        "Leave out distances of the target above this one, at most half the box.",
-        show_default="none are left out",
-    )
-    width: float | None = option(
-        None,
-        "Standard deviation of the kernel that smooths the simulated g(r).",
-        show_default=f"{WIDTH} sigma",
-    )
-    dynamics: str = option("langevin", f"Thermostat: {', '.join(BATHS)}.")
-    temperature: float = option(85.0, "Temperature of the measurement.")
-    friction: float = option(
-        0.001, "Decay rate of momenta, 1/fs; for andersen the rate of collisions."
-    )
-    tau: float | None = TAU
-    dt: float = option(4.0, "Time step.")
-    steps: int | None = option(
-        None,
-        "Steps of each run, with those of the burn-in.",
-        show_default="2500; for pathwise 250 more than the burn-in",
-    )
-    burn_in: int = option(500, "Steps at the start that are left out.")
-    replicas: int = option(8, "Number of runs, each with its own momenta and noise.")
-    iterations: int = option(10, "The largest number of steps of the fit, each with its runs.")
-    compile_runs: bool = option(
-        True,
-        "Run in compiled loops, which takes a C++ compiler, and some seconds once.",
-        "--compile/--no-compile",
-    )
-    store: Path | None = STORE
-    seed: int = SEED
-    output: Path = output("adjsim-fit")
-
-
-@dataclass(frozen=True)
-class Fitting:
-    """Runs of a structure, the part of a measured g(r) that is fitted, and doubts of the result."""
-
-    job: Job
-    curve: Curve
-    width: float
-    box: Tensor
-    density: float
-    target_density: float | None
-    order: Order
-    doubts: list[str]
+# Options that mean nothing without --target or --density.
+TARGET_OPTIONS = ("target_unit", "target_density", "target_error", "r_min", "r_max", "width")
+DENSITY_OPTIONS = ("density_unit", "density_error", "pressure", "piston_tau")
 
 
 def fit_command(context: typer.Context, given: FitParameters) -> None:
-    """Fit epsilon and sigma of a Lennard-Jones liquid to a measured g(r).
+    """Fit epsilon and sigma of a Lennard-Jones liquid to a measured g(r), to densities, or both.
 
-    Runs of the structure at the temperature of the measurement give g(r) and its gradient. Steps of
-    Gauss and Newton fit epsilon and sigma, with errors from the spread over replicas.
+    Runs of the structure at the temperatures of the measurement give g(r), the mean density and
+    their gradients. Steps of Gauss and Newton fit epsilon and sigma, with errors from the spread
+    over replicas.
 
     Writes fit.png and fit.json into the output folder.
     """
     try:
         check_numbers(context)
+        at_pressure = given.density is not None
+        runs = RunSettings.of(
+            given.estimator, given.steps, given.burn_in, given.compile_runs, at_pressure
+        )
         fitting = _fitting(context, given)
-        job = fitting.job
-        runs = (given.estimator, given.steps, given.burn_in, given.compile_runs)
-        problem = partial(radial_problem, job, fitting.curve.r, fitting.width, *runs)
-        make, observable, simulation = problem(job.initial)
-        make().check(simulation, observable)
+        make, observables, simulations = problems(fitting, runs)
+        for observable, simulation in zip(observables, simulations, strict=True):
+            make().check(simulation, observable)
         ranks = Ranks.of()
         if ranks.first:
             check_writable(given.output)
@@ -177,97 +75,219 @@ def fit_command(context: typer.Context, given: FitParameters) -> None:
         try:
             if given.melt or (given.melt is None and fitting.order.found):
                 prepared, starts = _melted(context, given, fitting, ranks)
-                make, observable, simulation = problem(partial(job.drawn, starts))
+                make, observables, simulations = problems(fitting, runs, starts)
             found = fit(
-                simulation,
-                observable,
-                fitting.curve.g,
+                simulations,
+                observables,
+                fitting.target,
                 make,
                 replicas=given.replicas,
                 iterations=given.iterations,
-                stderr=fitting.curve.stderr,
+                largest_change=runs.largest_change,
+                stderr=fitting.stderr,
                 generator=given.seed,
                 progress=True,
                 store=given.store,
                 group=ranks,
             )
         except ArithmeticError as error:
-            unit = f"{1 / job.system.time:.4g} {job.system.time_name}"
+            system = fitting.liquid.system
+            unit = f"{1 / system.time:.4g} {system.time_name}"
             refuse(ValueError(f"{error} Times in this message are in units of {unit}."))
         except (ValueError, ReconstructionError, CompileError, RankError) as error:
             # A wrong density or a crystal may be the cause.
             also = "".join(f" Note: {doubt}." for doubt in fitting.doubts + prepared.doubts)
             refuse(ValueError(f"{error}{also}"))
     if ranks.first:
-        steps = round(simulation.duration / job.solver.dt)
-        report_fit(job, found, fitting.curve, _about(given, fitting, prepared, steps), given.output)
+        report_fit(fitting, found, _about(given, fitting, prepared, runs), given.output)
 
 
 def _fitting(context: typer.Context, given: FitParameters) -> Fitting:
-    """Read the structure and the target, and check them against each other."""
-    ending = Cutoff(given.cutoff, given.truncation, given.switch_start)
+    """Read the structure and the measurements, and check them against each other."""
+    _refuse_unused(context, given)
+    at_pressure = given.density is not None
+    room = ROOM if at_pressure else 1.0
+    ending = Cutoff(given.cutoff, given.truncation, given.switch_start, room=room)
     system = structure(given.structure_file, given.epsilon, given.sigma, ending)
     diameter = float(system.potential.sigma.detach().mean())
-    measured = read_curve(given.target).in_angstrom(given.target_unit, diameter)
-    box = system.potential.box
-    if box is None:
-        raise ValueError(
-            f"'{given.structure_file}' has no periodic cell, and g(r) needs a density; give a file "
-            "with a cell."
+    curve, box = None, system.potential.box
+    if given.target is not None:
+        curve = _with_errors(
+            read_curve(given.target).in_angstrom(given.target_unit, diameter), given
         )
-    curve = _within(box, given, measured)
-    job = _job(context, given, system, given.temperature)
+    if box is None:
+        need = "constant pressure needs one" if curve is None else "g(r) needs a density"
+        raise ValueError(
+            f"'{given.structure_file}' has no periodic cell, and {need}; give a file with a cell."
+        )
+    aimed = given.target_density
+    if curve is not None:
+        aimed = curve.density if aimed is None else aimed
+        curve = _within(box, given, curve, room)
+    densities = list[Density]()
+    if given.density is not None:
+        refuse_massless(system)
+        densities = read_densities(
+            given.density, given.temperature, given.density_unit, given.density_error
+        )
+        _refuse_other_density(system, densities, given.temperature, aimed)
+    count = _hold_others(system, given.parameters)
     density = len(system.position) / float(volume(box))
-    aimed = curve.density if given.target_density is None else given.target_density
-    return Fitting(
-        job,
+    coldest = min([x.temperature for x in densities], default=given.temperature)
+    liquid = _job(context, given, system, coldest)
+    fitting = Fitting(
+        liquid,
+        _conditions(context, given, liquid, curve, densities),
         curve,
         WIDTH * diameter if given.width is None else given.width,
-        box,
         density,
         aimed,
         order_of(system.position, box),
-        different_density(density, aimed),
+        # At constant pressure the density of the structure is that of the start only.
+        [] if at_pressure else different_density(density, aimed),
     )
+    if at_pressure and count > len(fitting.target):
+        raise ValueError(
+            f"{len(fitting.target)} densities do not determine {count} numbers: fit fewer, as by "
+            "--parameters sigma, or give a file of densities at more temperatures, or --target."
+        )
+    return fitting
+
+
+def _refuse_unused(context: typer.Context, given: FitParameters) -> None:
+    """Refuse options of a measurement that is not given."""
+    if given.target is None and given.density is None:
+        raise ValueError("nothing is measured: give --target, --density or both.")
+    if given.target is None:
+        refuse_without(context, "target", TARGET_OPTIONS)
+    if given.density is None:
+        refuse_without(context, "density", DENSITY_OPTIONS)
+    elif given.dynamics != "langevin":
+        raise ValueError(
+            f"constant pressure is by a Langevin piston, not by {given.dynamics}: leave out "
+            "--dynamics."
+        )
+
+
+def _conditions(
+    context: typer.Context,
+    given: FitParameters,
+    liquid: Job,
+    curve: Curve | None,
+    densities: list[Density],
+) -> list[Condition]:
+    """Make the runs of each temperature at which something was measured."""
+    if not densities:
+        return [Condition(liquid, None, curve)]
+    known = {density.temperature: density for density in densities}
+    if curve is None and was_given(context, "temperature") and given.temperature not in known:
+        raise ValueError(
+            f"--temperature {given.temperature:g} is none of '{given.density}', which has the "
+            "temperatures: leave it out."
+        )
+    temperatures = set(known) if curve is None else {given.temperature, *known}
+    return [
+        Condition(
+            piston_job(
+                liquid.system,
+                temperature,
+                given.friction,
+                given.dt,
+                given.pressure,
+                given.piston_tau,
+                given.seed,
+            ),
+            known.get(temperature),
+            curve if temperature == given.temperature else None,
+        )
+        for temperature in sorted(temperatures)
+    ]
+
+
+def _with_errors(curve: Curve, given: FitParameters) -> Curve:
+    """Return a measured g(r) with the error of an option, or refuse one without a needed error."""
+    if given.target_error is None:
+        if given.density is not None and curve.stderr is None:
+            raise ValueError(
+                f"target '{given.target}' has no column of errors, which weight it beside "
+                "--density: give --target-error."
+            )
+        return curve
+    if curve.stderr is not None:
+        raise ValueError(
+            f"target '{given.target}' has a column of errors: leave out --target-error."
+        )
+    return replace(curve, stderr=torch.full_like(curve.g, given.target_error))
+
+
+def _refuse_other_density(
+    system: System, densities: list[Density], temperature: float, aimed: float | None
+) -> None:
+    """Refuse a density of the target, per cubic angstrom, that contradicts the measured one."""
+    mass = float(system.mass.mean())
+    for density in densities:
+        number = density.value * density.scale / mass
+        if aimed is None or density.temperature != temperature:
+            continue
+        if different_density(number, aimed):
+            raise ValueError(
+                f"--density {density.value:g} {density.unit} at {temperature:g} K is {number:.4g} "
+                f"atoms per cubic angstrom, and the density of the target is {aimed:.4g} "
+                "(--target-density, or a comment of its file): correct one of them."
+            )
+
+
+def _hold_others(system: System, names: str) -> int:
+    """Take no gradients by the parameters that are not named, and count the numbers of the rest."""
+    known, fitted = dict(system.potential.named_parameters()), listed([names])
+    for name in fitted:
+        if name not in known:
+            raise ValueError(f"unknown parameter '{name}'; choose from {', '.join(known)}.")
+    for name, parameter in known.items():
+        parameter.requires_grad_(name in fitted)
+    return sum(known[name].numel() for name in set(fitted))
 
 
 def _melted(
     context: typer.Context, given: FitParameters, fitting: Fitting, ranks: Ranks
 ) -> tuple[Preparation, Tensor]:
     """Melt the structure, once for each replica."""
-    heat = melting_temperature(fitting.job)
-    hot = _job(context, given, fitting.job.system, heat)
-    starts = melted(hot, fitting.job, given.replicas, given.compile_runs, ranks)
-    ordered = sum(order_of(start, fitting.box).found for start in starts)
+    liquid = fitting.liquid
+    box, heat = liquid.system.potential.box, melting_temperature(liquid)
+    assert box is not None
+    hot = _job(context, given, liquid.system, heat)
+    starts = melted(hot, liquid, given.replicas, given.compile_runs, ranks)
+    ordered = sum(order_of(start, box).found for start in starts)
     return Preparation(fitting.order, heat, ordered, given.replicas), starts
 
 
 def _about(
-    given: FitParameters, fitting: Fitting, prepared: Preparation, steps: int
+    given: FitParameters, fitting: Fitting, prepared: Preparation, runs: RunSettings
 ) -> dict[str, Any]:
     """Describe the fit, for its report."""
     return {
-        "target": given.target.name,
+        "target": None if given.target is None else given.target.name,
         "estimator": given.estimator,
-        "width": fitting.width,
+        "width": None if fitting.curve is None else fitting.width,
+        "pressure": given.pressure if fitting.at_pressure else None,
         "replicas": given.replicas,
-        "burn_in_steps": given.burn_in,
-        "gradient_steps": steps - (given.burn_in if given.estimator == "reweighting" else 0),
+        "burn_in_steps": runs.skip,
+        "gradient_steps": runs.steps - runs.skip,
         "compiled": given.compile_runs,
         "density": fitting.density,
         "target_density": fitting.target_density,
         "order": {"peak": fitting.order.peak, "limit": fitting.order.limit},
         "melted_at": prepared.temperature,
-        "starts": prepared.sentence(fitting.job.system.temperature_name),
+        "starts": prepared.sentence(fitting.liquid.system.temperature_name),
         "doubts": fitting.doubts + prepared.doubts,
     }
 
 
-def _within(box: Tensor, given: FitParameters, curve: Curve) -> Curve:
+def _within(box: Tensor, given: FitParameters, curve: Curve, room: float) -> Curve:
     """Return the part of the target that is fitted, or raise if the box is too small for it."""
     target = given.target
     r_min, r_max = given.r_min, given.r_max or float("inf")
-    half = 0.5 * float(perpendicular_widths(box).min())
+    half = room * 0.5 * float(perpendicular_widths(box).min())
     part = curve.between(r_min, r_max)
     if len(part.r) == 0:
         raise ValueError(
@@ -277,8 +297,9 @@ def _within(box: Tensor, given: FitParameters, curve: Curve) -> Curve:
     if float(part.r[-1]) > half:
         # Rounded down, so that the number can be given.
         limit = int(half * 100) / 100
+        share = "half" if room == 1 else f"{room:g} of half"
         raise ValueError(
-            f"target '{target}' has distances up to {float(part.r[-1]):g} angstrom, beyond half "
+            f"target '{target}' has distances up to {float(part.r[-1]):g} angstrom, beyond {share} "
             f"the box of '{given.structure_file}', {half:.4g}: give --r-max {limit:g}, or a larger "
             "box."
         )

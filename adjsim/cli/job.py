@@ -72,12 +72,15 @@ def job_of(
     """Return the runs of a system, with the numbers in the units of the command line."""
     model = model_of(system, dynamics, bath)
     solver = solver_of(scheme, dynamics, dt * system.time, exact)
-    job = Job(system, model, scheme, solver, bath.temperature, seed, distance)
-    # Settings that the run would refuse are refused before any work.
-    state = job.initial(1, torch.Generator().manual_seed(seed))
-    model.check(state)
-    check_potential(model.potential, position_of(state))
-    solver.plan(model, state, 0.0)
+    return checked(Job(system, model, scheme, solver, bath.temperature, seed, distance))
+
+
+def checked(job: Job) -> Job:
+    """Return a job, or refuse settings that its run would refuse, before any work."""
+    state = job.initial(1, torch.Generator().manual_seed(job.seed))
+    job.model.check(state)
+    check_potential(job.system.potential, position_of(state))
+    job.solver.plan(job.model, state, 0.0)
     return job
 
 
@@ -113,7 +116,7 @@ class Job:
         momentum = self.model.thermal_momentum(position, kT, generator)
         mass = self.model.masses(position).expand(position.shape[-2], 1)
         drift = momentum.sum(-2, keepdim=True) / mass.sum()
-        return self.model.init(position, momentum - mass * drift, generator)
+        return self.model.init(position, momentum - mass * drift, generator=generator)
 
     def run(
         self, start: AnyState, steps: int, generator: torch.Generator | None, compile: bool
@@ -130,6 +133,10 @@ class Job:
 
     @property
     def title(self) -> str:
+        return self.titled([self.temperature])
+
+    def titled(self, temperatures: list[float]) -> str:
+        """Describe runs like these, at several temperatures."""
         potential = self.system.potential
         ending = ""
         if potential.cutoff is not None:
@@ -137,7 +144,8 @@ class Job:
         scheme = f"{self.scheme} exact" if self.solver.exact else self.scheme
         return (
             f"{self.system.name}, {type(self.model).__name__}, {scheme} at dt = "
-            f"{self.dt:g}, {self.temperature:g} {self.system.temperature_name}, {self.pairs}"
+            f"{self.dt:g}, {', '.join(f'{x:g}' for x in temperatures)} "
+            f"{self.system.temperature_name}, {self.pairs}"
             f"{ending}"
         )
 

@@ -49,8 +49,8 @@ THERMOSTAT = {
 
 # Options whose numbers are above zero, those that may be zero, and the least of each count.
 POSITIVE = (
-    "epsilon", "sigma", "cutoff", "distance", "width", "r_max", "target_density", "dt", "tau",
-    "friction",
+    "epsilon", "sigma", "cutoff", "distance", "width", "r_max", "target_density", "target_error",
+    "density_error", "piston_tau", "dt", "tau", "friction",
 )  # fmt: skip
 NOT_NEGATIVE = ("temperature", "skin", "switch_start", "r_min")
 COUNTS = {"steps": 1, "burn_in": 0, "replicas": 2, "iterations": 1}
@@ -153,11 +153,23 @@ def _numbers(option: str, text: str) -> list[float]:
     return numbers
 
 
+def was_given(context: typer.Context, name: str) -> bool:
+    """Return whether an option was given on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def refuse_without(context: typer.Context, needed: str, names: Iterable[str]) -> None:
+    """Refuse options that mean nothing without another one, which was not given."""
+    for name in names:
+        if was_given(context, name):
+            raise ValueError(f"--{name.replace('_', '-')} is for --{needed}, which was not given.")
+
+
 def refuse_misplaced(context: typer.Context, dynamics: str) -> None:
     """Refuse options of a thermostat that the dynamics does not have."""
     for name, users in THERMOSTAT.items():
-        source = context.get_parameter_source(name)
-        if dynamics not in users and source is not None and source.name == "COMMANDLINE":
+        if dynamics not in users and was_given(context, name):
             raise ValueError(f"--{name} is for {' and '.join(users)}, not for {dynamics}.")
 
 

@@ -89,13 +89,38 @@ def plot_sweep(
     return _curves(panels, axis, comparisons)
 
 
-def plot_fit(found: Fit, r: Sequence[float], title: str = "") -> Figure:
+def plot_fit(
+    found: Fit,
+    r: Sequence[float],
+    title: str = "",
+    densities: Sequence[Mapping[str, Any]] = (),
+) -> Figure:
     """Plot the measured and the simulated radial distribution function, and their difference.
 
-    The band is two standard errors of the simulation. ``r`` are the distances, in angstrom.
+    Bands and bars are two standard errors.
+
+    Args:
+        found: the fit of the radial distribution function.
+        r: its distances, in angstrom; none: densities alone are drawn.
+        densities: records of densities, with the ``temperature`` (K) and the ``unit``, and the
+            ``measured``, ``start`` and ``fitted`` ones with their errors, ``measured_stderr`` and
+            so on. They are drawn against the temperature.
     """
-    figure = Figure(figsize=(6.4, 5.2), layout=ConstrainedLayoutEngine(h_pad=0.06))
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    both = len(r) > 0 and len(densities) > 0
+    size = (10.4 if both else 6.4, 5.2 if len(r) > 0 else 3.8)
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.06))
+    beside = ["densities"] * (len(densities) > 0)
+    rows: list[Any] = [[name] * (len(r) > 0) + beside for name in ("g", "difference")]
+    axes = figure.subplot_mosaic(rows, height_ratios=[3, 1])
+    if len(r) > 0:
+        _draw_curves(axes["g"], axes["difference"], found, r)
+    if len(densities) > 0:
+        _draw_densities(axes["densities"], densities)
+    figure.suptitle(title, fontsize="medium")
+    return figure
+
+
+def _draw_curves(top: Axes, bottom: Axes, found: Fit, r: Sequence[float]) -> None:
     simulated, measured = found.simulated.numpy(), found.target.numpy()
     band = 2 * found.simulated_stderr.numpy()
     if len(found.history) > 1:
@@ -109,10 +134,26 @@ def plot_fit(found: Fit, r: Sequence[float], title: str = "") -> Figure:
         axes.fill_between(r, curve - band, curve + band, color="C0", alpha=0.3, lw=0)
         axes.plot(r, curve, color="C0", label=label)
     top.plot(r, measured, "k.", ms=5, label="measured")
-    top.set(ylabel="g(r)", title=title)
+    top.set(ylabel="g(r)")
+    top.sharex(bottom)
+    top.tick_params(labelbottom=False)
     top.legend(fontsize="small")
     bottom.set(xlabel="r / angstrom", ylabel="simulated\n- measured")
-    return figure
+
+
+def _draw_densities(axes: Axes, densities: Sequence[Mapping[str, Any]]) -> None:
+    for name, label, color, marker in (
+        ("start", "simulated, start", "0.6", "s"),
+        ("fitted", "simulated, fit", "C0", "o"),
+        ("measured", "measured", "k", "."),
+    ):
+        x, y, errors = (
+            [entry[key] for entry in densities] for key in ("temperature", name, f"{name}_stderr")
+        )
+        bars = [2 * error for error in errors]
+        axes.errorbar(x, y, bars, ls="", capsize=3, label=label, color=color, marker=marker)
+    axes.set(xlabel="temperature / K", ylabel=f"density / ({densities[0]['unit']})")
+    axes.legend(fontsize="small")
 
 
 def _assigned(

@@ -44,12 +44,14 @@ class Cutoff:
         truncation: how the energy ends there, one of ``TRUNCATIONS``.
         switch_start: the distance from which "switched" switches off; None: 0.9 of the cutoff.
         skin: of the neighbour list; None: chosen by the library.
+        room: the largest default in a box, as a share of half its smallest perpendicular width.
     """
 
     distance: float | None = None
     truncation: str = "shifted"
     switch_start: float | None = None
     skin: float | None = None
+    room: float = 1.0
 
     def arguments(self, default: float | None) -> dict[str, Any]:
         """Return the arguments of a pair potential whose default cutoff is given."""
@@ -119,8 +121,8 @@ def structure(
     """Read a structure file, in ASE's units: eV, angstrom, amu.
 
     On the command line times are in femtoseconds and temperatures in kelvin. The file's cell, if it
-    has one, is the periodic box. In a box the default cutoff is 3 sigma, or half the smallest
-    perpendicular width of the box if that is less.
+    has one, is the periodic box. In a box the default cutoff is 3 sigma, or ``cutoff.room`` times
+    half the smallest perpendicular width of the box if that is less.
     """
     atoms = _read(path)
     species = tuple(sorted(set(atoms.get_chemical_symbols())))
@@ -200,7 +202,8 @@ def _potential(
         raise ValueError(f"'{path}': {error}") from None
     default = None
     if box is not None:
-        default = min(3.0 * max(sigmas), 0.5 * float(perpendicular_widths(box).min()))
+        half = 0.5 * float(perpendicular_widths(box).min())
+        default = min(3.0 * max(sigmas), cutoff.room * half)
     # One number is a scalar.
     values = [torch.tensor(x, dtype=torch.float64).squeeze() for x in (epsilons, sigmas)]
     numbers = [nn.Parameter(value) for value in values]

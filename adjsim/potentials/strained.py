@@ -195,26 +195,10 @@ def energy_at(module: nn.Module, position: Tensor, strain: Strain) -> Tensor:
     """Compute an energy of a module in the boxes of systems, differentiable."""
     if not has_box(module):
         return nn.Module.__call__(module, position)
-    reading, batch = Reading(module), position.shape[:-2]
-    # A box may have another name first, in a part that shares it.
-    kept = (part._buffers.get(name) for part in module.modules() for name in _BOXES)
-    own = {id(x) for x in kept if x is not None}
-    boxes = {
-        id(x)
-        for name, x in zip(reading.names, reading.tensors, strict=True)
-        if name.rpartition(".")[2] in _BOXES or id(x) in own
-    }
+    copy_at, batch = stretched_copies(module), position.shape[:-2]
 
     def one(q: Tensor, e: Tensor) -> Tensor:
-        now = strain._replace(value=e)
-        tensors = [
-            now.stretched(x).to(x).reshape(x.shape) if id(x) in boxes else x
-            for x in reading.tensors
-        ]
-        copy = reading.bound(tensors)
-        for part in copy.modules():
-            follow_box(part)
-        return nn.Module.__call__(copy, q)
+        return nn.Module.__call__(copy_at(strain._replace(value=e)), q)
 
     if not batch:
         return one(position, strain.value)
@@ -225,6 +209,31 @@ def energy_at(module: nn.Module, position: Tensor, strain: Strain) -> Tensor:
     if any(getattr(part, "reads_values", False) for part in module.modules()):
         return torch.stack(list(map(one, flat, strains))).reshape(batch)
     return torch.vmap(one)(flat, strains).reshape(batch)
+
+
+def stretched_copies(module: nn.Module) -> Callable[[Strain], Any]:
+    """Return a function that copies a module into the box of one system."""
+    reading = Reading(module)
+    # A box may have another name first, in a part that shares it.
+    kept = (part._buffers.get(name) for part in module.modules() for name in _BOXES)
+    own = {id(x) for x in kept if x is not None}
+    boxes = {
+        id(x)
+        for name, x in zip(reading.names, reading.tensors, strict=True)
+        if name.rpartition(".")[2] in _BOXES or id(x) in own
+    }
+
+    def copy_at(strain: Strain) -> Any:
+        tensors = [
+            strain.stretched(x).to(x).reshape(x.shape) if id(x) in boxes else x
+            for x in reading.tensors
+        ]
+        copy = reading.bound(tensors)
+        for part in copy.modules():
+            follow_box(part)
+        return copy
+
+    return copy_at
 
 
 class ByAutograd:

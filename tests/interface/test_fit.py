@@ -78,6 +78,50 @@ def test_the_fit_finds_the_well():
     assert len(found.history) < 10
 
 
+def at_temperatures(*temperatures):
+    """Wells of one potential at several temperatures, and the exact means of q and q^2."""
+    well = adjsim.Harmonic(parameter(1.5), parameter(0.1))
+    simulations, exact = [], []
+    for kT in temperatures:
+        dynamics = adjsim.Langevin(well, kT=kT, friction=2.0)
+
+        def initial(n, generator, dynamics=dynamics):
+            return dynamics.init(torch.zeros(n, 3, 1), generator=generator)
+
+        simulations.append(Simulation(dynamics, initial, [0.0, 75.0], solver=adjsim.BAOAB(0.5)))
+        exact += [0.4, kT / 2.0 + 0.16]
+
+    def moments(state):
+        return torch.cat([state.position.mean(1), state.position.square().mean(1)], -1)
+
+    observables = [TimeAverage(moments, burn_in=10.0)] * len(temperatures)
+    return simulations, observables, torch.tensor(exact)
+
+
+def test_several_simulations_fit_one_potential():
+    """Two temperatures, with different numbers of data, find the well k = 2 at 0.4."""
+    simulations, observables, target = at_temperatures(1.0, 0.5)
+    observables[1] = TimeAverage(lambda state: state.position.mean(1), burn_in=10.0)
+    found = fit(
+        simulations, observables, target[:3], partial(Reweighting, every=2.5), replicas=64,
+        generator=0, stderr=[0.01] * 3, largest_change=math.inf,
+    )  # fmt: skip
+    assert found.warnings == []
+    for (name, value), truth in zip(found.values.items(), (2.0, 0.4), strict=True):
+        assert abs(float(value) - truth) < 4 * float(found.errors[name])
+        assert 0.005 < float(found.errors[name]) < 0.1
+
+
+def test_simulations_that_do_not_go_together_are_refused():
+    simulations, observables, target = at_temperatures(1.0, 0.5)
+    make = partial(Reweighting, every=2.5)
+    with pytest.raises(ValueError, match="each simulation needs an observable; got 2 and 1"):
+        fit(simulations, observables[:1], target, make, replicas=4)
+    others = [simulations[0], at_temperatures(0.5)[0][0]]
+    with pytest.raises(ValueError, match=r"share their parameters.*potential\.k"):
+        fit(others, observables, target, make, replicas=4)
+
+
 @pytest.mark.marathon
 def test_the_errors_are_those_of_repeated_fits():
     """Forty fits of two numbers: the mean square of value over error has an error of a quarter,
@@ -371,6 +415,10 @@ def test_command_line_recovers_the_numbers_of_a_liquid(command, tmp_path, estima
             "parameters, or give more target. Note: the structure has 0.00025 atoms per cubic",
         ),
         (["--structure", "iron.xyz"], "no Lennard-Jones parameters for Fe in 'iron.xyz'"),
+        (["--parameters", "mass"], "unknown parameter 'mass'; choose from epsilon, sigma"),
+        (["--pressure", "2"], "--pressure is for --density, which was not given"),
+        (["--target-error", "0"], "--target-error must be positive; got 0"),
+        (["--target", "error-column.csv", "--target-error", "1"], "leave out --target-error"),
         (["--structure", "cluster.xyz"], "'cluster.xyz' has no periodic cell, and g(r) needs a de"),
         (["--structure", "nan.xyz"], "'nan.xyz': atom 1 (Ar) is at (nan, 0, 0), which is not fin"),
         (["--target", "no.csv"], "target file 'no.csv' does not exist"),
@@ -431,6 +479,7 @@ def test_command_line_refuses_in_one_line(command, tmp_path, options, says):
         "zero": "0,1\n",
         "error": "3,1,0\n",
         "far": "3,1\n9,1\n",
+        "error-column": "3,0,0.1\n3.5,2,0.1\n",
         "nm": "0.3,0\n0.37,3\n0.5,0.6\n",
     }.items():
         (tmp_path / f"{name}.csv").write_text(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_positive, as_whole
-from adjsim.core.durable.manifest import describe_function
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.durable.store import Nested
 from adjsim.core.noise import as_generator, seed_from
-from adjsim.core.parameters import refuse_untrainable
 from adjsim.core.progress import progress_bar
 from adjsim.core.state import State
 from adjsim.core.typing import Array, Seed
@@ -25,8 +23,15 @@ from adjsim.estimators.base import Estimator, chunk_slices, mean_and_stderr
 from adjsim.estimators.compare import short_name
 from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.fit.gauss_newton import Step, Target, chance_of_drift, gauss_newton
+from adjsim.estimators.fit.problems import (
+    Problem,
+    described,
+    joined,
+    problems_of,
+    shared_parameters,
+)
 from adjsim.estimators.replicas import Observable, Simulation
-from adjsim.estimators.sharing import describe_computation, same_generator
+from adjsim.estimators.sharing import same_generator
 
 # The mean square of the difference between the halves of the runs, in units of its variance. It is
 # one at equilibrium, and beyond five once in a few thousand fits of a curve of four independent
@@ -41,10 +46,13 @@ SMALL_STEP = 0.1
 
 @dataclass(frozen=True)
 class Iteration:
-    """The parameters of one evaluation, its curve and loss, and the step that it proposes."""
+    """The parameters of one evaluation, its curve with the standard error, its loss, and the step
+    that it proposes.
+    """
 
     values: dict[str, Tensor]
     simulated: Tensor
+    simulated_stderr: Tensor
     loss: float
     step: dict[str, Tensor]
 
@@ -81,8 +89,8 @@ class Fit:
 
 
 def fit(
-    simulation: Simulation[State],
-    observable: Observable[State],
+    simulation: Simulation[State] | Sequence[Simulation[State]],
+    observable: Observable[State] | Sequence[Observable[State]],
     target: Array,
     make: Callable[[], Estimator],
     *,
@@ -120,12 +128,17 @@ def fit(
     not come to equilibrium, or the derivatives are mostly noise. The parameters of the dynamics
     keep the fitted values.
 
+    Several simulations, as at several temperatures, fit one potential that they share. Their curves
+    are one after the other in the target. Give ``stderr`` where their units differ.
+
     Args:
         simulation: the simulation; every parameter of its dynamics that requires grad is fitted.
+            A sequence of them: their dynamics have the same parameters.
         observable: its mean is ``(n,)``, for example a ``TimeAverage`` of
-            :func:`adjsim.smooth_radial_distribution`.
+            :func:`adjsim.smooth_radial_distribution`. A sequence: one for each simulation.
         target, stderr: ``(n,)``, the measured curve and its standard errors.
-        make: makes an estimator, one for each chunk. Reweighting keeps samples between iterations.
+        make: makes an estimator, one for each chunk and simulation. Reweighting keeps samples
+            between iterations.
         replicas, chunks: numbers of independent runs and of groups of them, at least two.
         iterations: the largest number of evaluations.
         largest_change: the largest relative change of a parameter in one step; longer steps are
@@ -139,11 +152,10 @@ def fit(
 
     Raises:
         ValueError: shapes that do not agree, numbers that are not finite or out of range, a target
-            that does not determine the parameters.
+            that does not determine the parameters, simulations with different parameters.
     """
-    data = Target.of(target, stderr)
-    refuse_untrainable(simulation.dynamics)
-    parameters = simulation.dynamics.trainable()
+    data, problems = Target.of(target, stderr), problems_of(simulation, observable)
+    parameters = shared_parameters(problems)
     count = sum(p.numel() for p in parameters.values())
     if count > len(data.values):
         raise ValueError(
@@ -157,14 +169,15 @@ def fit(
         raise ValueError(f"chunks must be at least 2, for an error; got {chunks}.")
     ranks = Ranks.of(group)
     source = same_generator(ranks, as_generator(generator))
-    estimators, seeds = [make() for _ in sizes], [seed_from(source) for _ in sizes]
-    runs = _Runs(simulation, observable, estimators, sizes, seeds)
-    estimators[0].check(simulation, observable)
+    estimators = [[make() for _ in problems] for _ in sizes]
+    seeds = [seed_from(source) for _ in sizes]
+    runs = _Runs(problems, estimators, sizes, seeds)
+    for estimator, problem in zip(estimators[0], problems, strict=True):
+        estimator.check(*problem)
     if ranks.size > 1:
         about = {
-            **describe_computation(estimators[0], simulation, observable),
+            **described(problems, estimators[0][0]),
             **data.describe(),
-            "the starts": describe_function(simulation.initial, "the starts"),
             "the chunks": f"{sizes}",
             "the seeds": f"{seeds}",
             "iterations": f"{iterations}",
@@ -180,7 +193,7 @@ def fit(
             folder = None if store is None else Path(store) / f"{len(history):03}"
             found = _evaluate(runs, data, ranks, folder, lambda: bar.advance(task))
             step = _unpack(found.step.change, now)
-            history.append(Iteration(now, found.value, found.loss, step))
+            history.append(Iteration(now, found.value, found.stderr, found.loss, step))
             change, errors = found.step.change.abs(), found.step.errors
             small = bool((change <= SMALL_STEP * errors).all())
             converged = small and not found.doubts
@@ -212,11 +225,13 @@ def fit(
 
 
 class _Runs(NamedTuple):
-    """The chunks of the replicas, each with an estimator that may keep its samples."""
+    """The simulations with their observables, and the chunks of the replicas.
 
-    simulation: Simulation[Any]
-    observable: Observable[Any]
-    estimators: list[Estimator]
+    Each chunk has an estimator of each simulation, which may keep its samples.
+    """
+
+    problems: list[Problem]
+    estimators: list[list[Estimator]]
     sizes: list[int]
     seeds: list[int]
 
@@ -237,15 +252,23 @@ def _evaluate(
 ) -> _Evaluation:
     """Estimate the curve and its derivatives, keep the chunks in a folder, and find the step."""
 
+    count = len(runs.problems)
+
     def estimated(i: int) -> Nested:
-        made = runs.estimators[i](
-            runs.simulation,
-            runs.observable,
-            replicas=runs.sizes[i],
-            chunks=1,
-            generator=runs.seeds[i],
-            store=None if folder is None else folder / f"{i:05}",
-            group=Ranks(None),
+        made = joined(
+            [
+                estimator(
+                    *problem,
+                    replicas=runs.sizes[i],
+                    chunks=1,
+                    generator=runs.seeds[i],
+                    store=None if folder is None else folder / f"{i * count + k:05}",
+                    group=Ranks(None),
+                )
+                for k, (estimator, problem) in enumerate(
+                    zip(runs.estimators[i], runs.problems, strict=True)
+                )
+            ]
         )
         if made.value.shape != data.values.shape:
             raise ValueError(
