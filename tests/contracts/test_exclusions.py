@@ -472,6 +472,32 @@ def test_tail_corrections():
     assert tail_corrections(pair, 100, 900.0) == tail_corrections(plain, 100, 900.0)
 
 
+def test_tail_corrections_of_species_are_those_of_their_atoms():
+    """Of species, of a species for each atom, and of a table of atoms."""
+    epsilon, sigma = (torch.tensor(x, dtype=torch.float64) for x in ([1.0, 0.8], [1.0, 0.9]))
+    species = torch.tensor([0, 1, 1, 0, 1, 0, 0])
+    settings = {"cutoff": 2.5, "truncation": Switched(2.0)}
+    found, expected = (
+        tail_corrections(adjsim.LennardJonesMixture(*given, **settings), 7, 30.0)
+        for given in (
+            (species, epsilon, sigma),
+            (torch.arange(7), epsilon[species], sigma[species]),
+        )
+    )
+    # The mean over pairs leaves out each atom with itself, by species too.
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    tables = adjsim.LennardJones(
+        *(
+            adjsim.LennardJonesMixture(species, epsilon, sigma).pair_parameter(
+                name, torch.zeros(7, 7)
+            )
+            for name in ("epsilon", "sigma")
+        ),
+        **settings,
+    )
+    torch.testing.assert_close(tail_corrections(tables, 7, 30.0), expected, rtol=1e-12, atol=0)
+
+
 def test_no_exclusions():
     q, _ = molecule("none")
     q[1], q[20] = q[0] + 0.8, q[3] + 0.9

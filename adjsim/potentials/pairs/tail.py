@@ -19,6 +19,8 @@ from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.pairs.base import PairPotential
+from adjsim.potentials.pairs.formula import kind_of
+from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
 from adjsim.potentials.pairs.noble import LennardJonesMixture
 from adjsim.potentials.products import DeferredVJP, Tensors
 from adjsim.potentials.strained import Forced, StrainedPullback
@@ -99,15 +101,7 @@ def _integrals(
     bottom = (low / high) ** 0.25
     t = (1 - bottom) / 2 * nodes + (1 + bottom) / 2
     r = low / t**4
-    truncated = high < math.inf
-    tables = map(potential.pair_table, potential.operand_names())
-    if potential.species is None and all(x.numel() == 1 for x in tables):
-        energy, slope = _missing(potential, r, truncated)
-    else:
-        # One distance at a time, since a table has an entry for each pair.
-        rows = [_missing(potential, x, truncated) for x in r.unbind(0)]
-        found = zip(*rows, strict=True)
-        energy, slope = (torch.stack([_mean(x, atoms) for x in column]) for column in found)
+    energy, slope = _means(potential, atoms, r, high < math.inf)
     weight = (1 - bottom) / 2 * weights
     shell = 4 * math.pi * r**2 * (4 * r / t) * weight
     return (shell * energy).sum(), (shell * r * slope).sum()
@@ -115,16 +109,36 @@ def _integrals(
 
 def _check_decay(potential: PairPotential, atoms: int, cutoff: float) -> None:
     """Refuse an energy that falls like r^-3.25 or more slowly."""
-    near, far = (
-        float(_mean(_missing(potential, distance, False)[0], atoms).detach().abs()) * factor**3
-        for factor in (1e2, 1e8)
-        for distance in [torch.tensor(factor * cutoff, dtype=torch.float64)]
-    )
-    if far > 10**-1.5 * near:
+    factors = torch.tensor([1e2, 1e8], dtype=torch.float64)
+    near, far = _means(potential, atoms, factors * cutoff, False)[0].detach().abs() * factors**3
+    if bool(far > 10**-1.5 * near):
         raise ValueError(
             f"the energy of {type(potential).__name__} does not fall faster than about 1/r^3.3, so "
             "the integral over its tail is infinite, or nearly so."
         )
+
+
+def _means(
+    potential: PairPotential, atoms: int, r: Tensor, truncated: bool
+) -> tuple[Tensor, Tensor]:
+    """Average u - v and its derivative at distances over all pairs of different atoms."""
+    tables = {name: potential.pair_table(name) for name in potential.operand_names()}
+    kinds, species = {kind_of(x) for x in tables.values()}, potential.species
+    if kinds <= {NUMBER}:
+        return _missing(potential, r, truncated)
+    if species is not None and len(species) == atoms and ATOM not in kinds:
+        # Pairs of two species are equal, so each is evaluated once.
+        of_species = potential.with_operands(tables)
+        size = next(len(x) for x in tables.values() if kind_of(x) == TABLE)
+        count = torch.bincount(species, minlength=size).to(r)
+        share = (count.unsqueeze(-1) * count - torch.diag(count)) / (atoms * (atoms - 1))
+        found = _missing(of_species, r[:, None, None], truncated)
+        energy, slope = ((x * share).sum((-1, -2)) for x in found)
+        return energy, slope
+    # One distance at a time, since a table has an entry for each pair.
+    rows = zip(*(_missing(potential, x, truncated) for x in r.unbind(0)), strict=True)
+    energy, slope = (torch.stack([_mean(x, atoms) for x in column]) for column in rows)
+    return energy, slope
 
 
 def _missing(potential: PairPotential, r: Tensor, truncated: bool) -> tuple[Tensor, Tensor]:
