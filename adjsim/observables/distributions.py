@@ -27,7 +27,7 @@ TAIL = 9.0
 
 
 def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Tensor:
-    """Compute the radial distribution function g(r) in a periodic box, averaged over the batch::
+    """Compute the radial distribution function g(r) in periodic boxes, averaged over the batch::
 
         g(r) = (pairs in the shell) / (atoms (atoms - 1) / 2) * V / (shell volume)
 
@@ -36,11 +36,13 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
     Args:
         position: ``(*batch, atoms, 3)``; frames and replicas are averaged alike.
         edges: ``(bins + 1,)``, increasing distances, at most half the smallest perpendicular width
-            of the box.
-        box: ``(3,)`` or ``(3, 3)``.
+            of each box.
+        box: ``(3,)`` lengths or ``(3, 3)`` rows; or the box of each system, ``(*batch, 3)`` or
+            ``(*batch, 3, 3)``, as that of a trajectory at constant pressure. A box of shape
+            ``(3, 3)`` has rows, also where there are three systems.
 
     Raises:
-        ValueError: fewer than two atoms, no frames, edges out of range.
+        ValueError: fewer than two atoms, no frames, edges out of range, boxes of other systems.
     """
     q = refuse_not_finite(_fluid("radial_distribution", position, box).detach())
     bounds = as_tensor("edges", edges).detach().double().cpu()
@@ -48,24 +50,28 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
         raise wrong_shape("edges", "at least two increasing distances", bounds)
     if q.numel() == 0:
         raise ValueError(f"radial_distribution needs a frame; position has shape {tuple(q.shape)}.")
-    cell = checked_box(box, float(bounds[-1]))
-    frames = q.reshape(-1, *q.shape[-2:])
+    largest, atoms = float(bounds[-1]), q.shape[-2]
 
     def histogram(pairs: PairVectors) -> Tensor:
         return torch.histogram(pairs.distance.double().cpu(), bounds).hist
 
+    frames = q.reshape(-1, *q.shape[-2:])
+    cells = [checked_box(x.detach(), largest) for x in _boxes(q, box)]
+    each = cells * len(frames) if len(cells) == 1 else cells
     counts = torch.stack(
-        [sum_over_pairs(frame, cell, float(bounds[-1]), histogram) for frame in frames]
-    ).sum(0)
-    size, atoms = float(volume(cell)), q.shape[-2]
+        [
+            sum_over_pairs(frame, cell, largest, histogram) * float(volume(cell))
+            for frame, cell in zip(frames, each, strict=True)
+        ]
+    ).mean(0)
     shells = 4 / 3 * math.pi * (bounds[1:] ** 3 - bounds[:-1] ** 3)
-    return counts / len(frames) / (atoms * (atoms - 1) / 2) * size / shells
+    return counts / (atoms * (atoms - 1) / 2) / shells
 
 
 def smooth_radial_distribution(
     position: PositionsLike, r: Array, box: Array, *, width: float
 ) -> Tensor:
-    """Compute a differentiable radial distribution function, ``(*batch, n)``::
+    """Compute a radial distribution function, differentiable in position and box, ``(*batch, n)``::
 
         g(r) = V / (atoms (atoms - 1) / 2) * sum over i<j of K(r - r_ij) / (4 pi r_ij^2)
 
@@ -82,10 +88,15 @@ def smooth_radial_distribution(
     """
     q = _fluid("smooth_radial_distribution", position, box)
     at, width = points("r", r, "distances"), as_positive("width", width)
+    boxes = _boxes(q, box)
+    if len(boxes) > 1:
+        each = zip(q.reshape(-1, *q.shape[-2:]), boxes, strict=True)
+        found = [smooth_radial_distribution(x, at, own, width=width) for x, own in each]
+        return torch.stack(found).reshape(*q.shape[:-2], len(at))
     with outside_tracing():
         largest = float(at.detach().max())
-        cell, atoms = checked_box(box, largest), q.shape[-2]
-        factor = float(volume(cell)) / (atoms * (atoms - 1) / 2)
+        cell, atoms = checked_box(boxes[0], largest), q.shape[-2]
+        factor = volume(cell) / (atoms * (atoms - 1) / 2)
 
     def density(pairs: PairVectors) -> Tensor:
         distance = pairs.distance
@@ -225,3 +236,15 @@ def _fluid(what: str, position: PositionsLike, box: Array | None) -> Tensor:
             "density; got None."
         )
     return positions(what, position, dim=3, atoms=2)
+
+
+def _boxes(q: Tensor, box: Array) -> list[Tensor]:
+    """Return the box that all systems share, or that of each."""
+    with outside_tracing():
+        given, batch = as_tensor("box", box), q.shape[:-2]
+        if given.ndim < 2 or given.shape == (3, 3):
+            return [given]
+        if given.shape[: len(batch)] != batch or given.ndim - len(batch) not in (1, 2):
+            several = f", or one such for each system of {tuple(batch)}" if batch else ""
+            raise wrong_shape("box", f"(3,) lengths or (3, 3) rows{several}", given)
+        return list(given.reshape(-1, *given.shape[len(batch) :]))

@@ -15,7 +15,7 @@ from adjsim.core.parameters import check_count
 from adjsim.core.typing import Array, Energies, Number, PositionsLike
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import terms_of
-from adjsim.potentials.strained import strained_force
+from adjsim.potentials.strained import energy_at, strained_force
 
 
 @runtime_checkable
@@ -89,17 +89,23 @@ def pressure(dynamics: Massive, state: Moving) -> Energies:
 
 def _pressure_at(dynamics: Any, state: Any) -> Energies:
     """Compute the pressure in the box of a state, from the force along its strain."""
+    moving, q, p = _moving(dynamics), state.position, state.momentum
+    size = moving.volume(state)
+    _, along = strained_force(moving.potential, q, state.strain)
+    twice = (p**2 / _masses(moving.mass, p)).sum((-1, -2))
+    found = (twice + along.sum((-1, -2))) / (q.shape[-1] * size)
+    tail = moving.piston.numbers(state).get("tail")
+    return found if tail is None else found + tail / size**2
+
+
+def _moving(dynamics: Any) -> MovingBox:
+    """Return dynamics that move the box of a state, and refuse others."""
     if not isinstance(dynamics, MovingBox):
         raise TypeError(
             f"the state carries its box, and {type(dynamics).__name__} does not move one: give the "
             "dynamics at constant pressure that made the state."
         )
-    q, p, size = state.position, state.momentum, dynamics.volume(state)
-    _, along = strained_force(dynamics.potential, q, state.strain)
-    twice = (p**2 / _masses(dynamics.mass, p)).sum((-1, -2))
-    found = (twice + along.sum((-1, -2))) / (q.shape[-1] * size)
-    tail = dynamics.piston.numbers(state).get("tail")
-    return found if tail is None else found + tail / size**2
+    return dynamics
 
 
 def stress(dynamics: Massive, state: Moving) -> Tensor:
@@ -108,22 +114,34 @@ def stress(dynamics: Massive, state: Moving) -> Tensor:
         stress = -(sum p p / m + sum over i<j of d_ij F_ij) / V
 
     Tension is positive, so the pressure is minus the mean of the diagonal. Arguments and errors are
-    those of :func:`pressure`, but for states that carry their boxes, which it refuses.
+    those of :func:`pressure`, and a state that carries its box needs a virial too. Such states are
+    evaluated one after another.
     """
     q, p = state.position, state.momentum
-    if hasattr(state, "strain"):
-        raise TypeError(
-            "stress takes states in the box of the potential, and these have boxes of their own: "
-            "adjsim.pressure takes them."
-        )
     size = _volume(dynamics.potential)
     if not isinstance(dynamics.potential, Potential):
         raise TypeError(
             f"{type(dynamics.potential).__name__} has no virial(position), which the pressure and "
             "the stress need. Pair potentials and sums of them have one."
         )
-    kinetic = (p / _masses(dynamics.mass, p)).transpose(-1, -2) @ p
-    return -(kinetic + dynamics.potential.virial(q)) / size
+    twice = (p / _masses(dynamics.mass, p)).transpose(-1, -2) @ p
+    if hasattr(state, "strain"):
+        return _stress_at(dynamics, state, twice)
+    return -(twice + dynamics.potential.virial(q)) / size
+
+
+def _stress_at(dynamics: Massive, state: Any, twice: Tensor) -> Tensor:
+    """Compute the stress in the box of a state, with the kinetic energy's part."""
+    moving, q = _moving(dynamics), state.position
+    potential: Any = moving.potential
+    systems = zip(*(x.reshape(-1, *x.shape[-2:]) for x in (q, state.strain)), strict=True)
+    virials = [energy_at(potential, x, e, lambda at, y: at.virial(y)) for x, e in systems]
+    size = moving.volume(state)[..., None, None]
+    found = -(twice + torch.stack(virials).reshape(twice.shape)) / size
+    tail = moving.piston.numbers(state).get("tail")
+    if tail is None:
+        return found
+    return found - torch.eye(q.shape[-1]).to(q) * (tail / size**2)
 
 
 def _masses(mass: Tensor, p: Tensor) -> Tensor:

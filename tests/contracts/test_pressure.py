@@ -387,10 +387,9 @@ def test_observables_are_those_of_the_box_of_the_state():
     torch.testing.assert_close(found, (twice - slope) / (3 * volume), rtol=1e-6, atol=1e-8)
     mass = 8 * 1.4
     torch.testing.assert_close(dynamics.density(state).detach(), mass / volume)
-    with pytest.raises(TypeError, match="boxes of their own"):
-        adjsim.observables.stress(dynamics, state)
-    with pytest.raises(TypeError, match="does not move one"):
-        adjsim.pressure(adjsim.Langevin(dynamics.potential), state)
+    for read_of in (adjsim.pressure, adjsim.stress):
+        with pytest.raises(TypeError, match="does not move one"):
+            read_of(adjsim.Langevin(dynamics.potential), state)
     single = type(state)(*(x[0] for x in state))
     run = adjsim.simulate(
         dynamics, single, [0.0, 0.05, 0.1], solver=adjsim.Splitting(dynamics.scheme, 0.01)
@@ -549,3 +548,77 @@ def test_pairs_beyond_the_cutoff_count_once():
     _, tail = adjsim.potentials.tail_corrections(liquid, 8, float(plain.volume(state)))
     change = adjsim.pressure(tailed, state) - adjsim.pressure(plain, state)
     assert float(change) == pytest.approx(float(tail), rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [("orthogonal", "each"), *((x, "isotropic") for x in ("tilted", "mixture", "ewald", "mesh"))],
+)
+def test_the_stress_in_the_boxes_of_states(kind, axes):
+    """Its trace is that of the pressure, and it is the stress of a potential made with the box."""
+    dynamics = piston(kind, axes)
+    state = start(dynamics, (2, 2))
+    found = adjsim.stress(dynamics, state)
+    # The mesh that finds the energy's derivative by a stretch is that of the virial.
+    torch.testing.assert_close(
+        found.diagonal(dim1=-2, dim2=-1).mean(-1), -adjsim.pressure(dynamics, state), rtol=1e-10,
+        atol=1e-10,
+    )  # fmt: skip
+    if kind not in ("ewald", "mesh"):
+        boxed = potential(kind)
+        boxed.box = dynamics.box(state)[1, 0].detach()
+        fixed = adjsim.Langevin(boxed, dynamics.mass)
+        other = adjsim.PhaseState(state.position[1, 0], state.momentum[1, 0])
+        torch.testing.assert_close(found[1, 0], adjsim.stress(fixed, other), rtol=1e-11, atol=1e-11)
+    direction, h = torch.randn_like(state.strain), 1e-5
+    strain = state.strain.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(
+        adjsim.stress(dynamics, state._replace(strain=strain)).sum(), strain
+    )
+    up, down = (
+        adjsim.stress(dynamics, state._replace(strain=state.strain + s * direction)).sum().detach()
+        for s in (h, -h)
+    )
+    # The truncation is h^2/6 times a third derivative of some ten thousand.
+    torch.testing.assert_close(
+        (slope * direction).sum(), (up - down) / (2 * h), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_the_stress_has_the_tail():
+    state = start(piston(), (2,))
+    dynamics = piston(tail=True)
+    change = adjsim.stress(dynamics, state) - adjsim.stress(piston(), state)
+    pressure = adjsim.pressure(dynamics, state) - adjsim.pressure(piston(), state)
+    assert bool((pressure < 0).all())
+    torch.testing.assert_close(change, -pressure[:, None, None] * torch.eye(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["orthogonal", "tilted"])
+def test_radial_distributions_in_the_boxes_of_states(kind):
+    """They are the mean of the distributions of single systems, each in its box."""
+    dynamics = piston(kind)
+    state = start(dynamics, (2, 2))
+    q, box, edges = state.position, dynamics.box(state).detach(), torch.linspace(0.8, 1.6, 5)
+    found = adjsim.radial_distribution(q, edges, box)
+    flat, boxes = q.flatten(0, 1), box.flatten(0, 1)
+    alone = [adjsim.radial_distribution(x, edges, b) for x, b in zip(flat, boxes, strict=True)]
+    torch.testing.assert_close(found, torch.stack(alone).mean(0), rtol=1e-14, atol=0)
+    other = adjsim.radial_distribution(q, edges, dynamics.reference_box)
+    assert not torch.allclose(found, other, rtol=0.02)
+    smooth = adjsim.smooth_radial_distribution(q, edges, box, width=0.05)
+    one = adjsim.smooth_radial_distribution(q[1, 0], edges, box[1, 0], width=0.05)
+    torch.testing.assert_close(smooth[1, 0], one, rtol=1e-14, atol=0)
+    leaf, h = box.clone().requires_grad_(), 1e-6
+    (slope,) = torch.autograd.grad(
+        adjsim.smooth_radial_distribution(q, edges, leaf, width=0.05).sum(), leaf
+    )
+    up, down = (
+        adjsim.smooth_radial_distribution(q, edges, box * (1 + s), width=0.05).sum()
+        for s in (h, -h)
+    )
+    # The third derivative is some ten thousand, and h^2/6 times it 1e-9.
+    torch.testing.assert_close((slope * box).sum(), (up - down) / (2 * h), rtol=1e-6, atol=1e-7)
+    for wrong in (box[0], box[:, :1], box[..., :2]):
+        with pytest.raises(ValueError, match="box"):
+            adjsim.radial_distribution(q, edges, wrong)
