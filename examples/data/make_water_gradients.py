@@ -38,7 +38,7 @@ CUTOFF, SWITCH, TOLERANCE = 0.53, 0.43, 1e-3  # nm, nm, and of the Ewald sum
 GRAMS, KILOJOULE = 1 / units.mol * 1e24, units.kJ / units.mol
 REPLICAS, MELT, APART = 16, 30, 4  # ps to melt the lattice, and between starts
 LENGTHS = {"reweighting": 24, "score": 12, "differences": 12}  # ps, of each replica
-BURN_IN, FRAME, WINDOW = 4, 0.2, 1.0  # ps
+BURN_IN, FRAME, WINDOW = 4, 0.4, 1.0  # ps
 SEEDS = {"starts": 1, "reweighting": 2, "differences": 100, "score": 3, "paths": 4}
 # Changes of the logarithms of the numbers.
 SHIFTS = {"epsilon": 0.2, "sigma": 0.02, "charge": 0.05}
