@@ -37,8 +37,8 @@ FS, PS, KT = units.fs, 1000 * units.fs, KELVIN * units.kB
 CUTOFF, SWITCH, TOLERANCE = 0.53, 0.43, 1e-3  # nm, nm, and of the Ewald sum
 GRAMS, KILOJOULE = 1 / units.mol * 1e24, units.kJ / units.mol
 REPLICAS, MELT, APART = 16, 30, 4  # ps to melt the lattice, and between starts
-LENGTHS = {"reweighting": 24, "score": 12, "differences": 12}  # ps, of each replica
-BURN_IN, FRAME, WINDOW = 4, 0.4, 1.0  # ps
+LENGTHS = {"reweighting": 20, "score": 8, "differences": 9}  # ps, of each replica
+BURN_IN, FRAME, WINDOW = 3, 0.4, 1.0  # ps
 SEEDS = {"starts": 1, "reweighting": 2, "differences": 100, "score": 3, "paths": 4}
 # Changes of the logarithms of the numbers.
 SHIFTS = {"epsilon": 0.2, "sigma": 0.02, "charge": 0.05}
