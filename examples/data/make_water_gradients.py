@@ -6,7 +6,7 @@ oxygen and the charge of hydrogen by ScoreFunction, by Reweighting, along the pa
 by runs with changed numbers. The results are in water_gradients.json.
 
 Run: python examples/data/make_water_gradients.py [part ...], parts in this order:
-starts, reweighting, differences, score, paths
+starts, state, reweighting, differences, score, paths
 """
 
 import json
@@ -37,14 +37,20 @@ FS, PS, KT = units.fs, 1000 * units.fs, KELVIN * units.kB
 CUTOFF, SWITCH, TOLERANCE = 0.53, 0.43, 1e-3  # nm, nm, and of the Ewald sum
 GRAMS, KILOJOULE = 1 / units.mol * 1e24, units.kJ / units.mol
 REPLICAS, MELT, APART = 16, 30, 4  # ps to melt the lattice, and between starts
-LENGTHS = {"reweighting": 20, "score": 8, "differences": 9}  # ps, of each replica
-BURN_IN, FRAME, WINDOW = 3, 0.4, 1.0  # ps
-SEEDS = {"starts": 1, "reweighting": 2, "differences": 100, "score": 3, "paths": 4}
+LENGTHS = {"reweighting": 20, "score": 6, "differences": 6}  # ps, of each replica
+BURN_IN, FRAME, WINDOW = 2, 0.4, 1.0  # ps
+SEEDS = {
+    "starts": 1,
+    "state": 1,
+    "reweighting": 2,
+    "differences": 100,
+    "score": 3,
+    "paths": 4,
+}
 # Changes of the logarithms of the numbers.
 SHIFTS = {"epsilon": 0.2, "sigma": 0.02, "charge": 0.05}
 SHARES = (-1, -0.5, -0.25, -0.125, 0.125, 0.25, 0.5, 1)
-PATHS = 2 * REPLICAS  # two from each start
-WINDOWS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.2)  # ps, of paths
+WINDOWS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)  # ps, of paths
 
 
 class Neutral(nn.Module):
@@ -167,11 +173,11 @@ def solver(dynamics, dt=FS, **options):
 
 
 def simulation(dynamics, length, **options):
-    """Return a simulation from the starts, in their order and then once more."""
+    """Return a simulation from the starts, in their order."""
     kept = torch.load(STARTS, weights_only=True)
 
     def initial(count, generator):
-        return dynamics.state_type(*(x[torch.arange(count) % REPLICAS] for x in kept))
+        return dynamics.state_type(*(x[:count].clone() for x in kept))
 
     return adjsim.Simulation(
         dynamics,
@@ -221,6 +227,13 @@ def starts(seed):
         "gas (kJ/mol)": gas_energy(dynamics.potential) / KILOJOULE,
         "density": dynamics.density(dynamics.state_type(*kept)) * GRAMS,
     }
+
+
+def state(seed):
+    """Return the first of the starts, for a short run elsewhere."""
+    names = water()[0].state_type._fields
+    kept = torch.load(STARTS, weights_only=True)
+    return {name: x[0] for name, x in zip(names, kept, strict=True)}
 
 
 def reweighting(seed):
@@ -317,7 +330,7 @@ def paths(seed):
         estimate = estimator(
             simulation(dynamics, length, exact=True),
             final,
-            replicas=PATHS,
+            replicas=REPLICAS,
             chunks=REPLICAS,
             generator=torch.Generator().manual_seed(seed),
         )
@@ -343,14 +356,14 @@ def main():
         "molecules": MOLECULES,
         "cutoff (nm)": CUTOFF,
         "replicas": REPLICAS,
-        "paths": PATHS,
         "lengths (ps)": LENGTHS,
         "burn-in of changed runs (ps)": BURN_IN,
         "window (ps)": WINDOW,
         "frames (ps)": FRAME,
         "shifts": SHIFTS,
     }
-    parts = {f.__name__: f for f in (starts, reweighting, differences, score, paths)}
+    parts = (starts, state, reweighting, differences, score, paths)
+    parts = {part.__name__: part for part in parts}
     for name in sys.argv[1:] or SEEDS:
         begun = time.process_time()
         results = parts[name](SEEDS[name])
