@@ -6,7 +6,7 @@ oxygen and the charge of hydrogen by ScoreFunction, by Reweighting, along the pa
 by runs with changed numbers. The results are in water_gradients.json.
 
 Run: python examples/data/make_water_gradients.py [part ...], parts in this order:
-starts, state, reweighting, differences, score, paths
+starts, state, reweighting, differences, score, paths, fluctuations
 """
 
 import json
@@ -46,10 +46,13 @@ SEEDS = {
     "differences": 100,
     "score": 3,
     "paths": 4,
+    "fluctuations": 5,
 }
 # Changes of the logarithms of the numbers.
 SHIFTS = {"epsilon": 0.2, "sigma": 0.02, "charge": 0.05}
 SHARES = (-1, -0.5, -0.25, -0.125, 0.125, 0.25, 0.5, 1)
+MEMORY = (8, 4, 0.01)  # replicas, ps, and ps between frames, of fluctuations
+LONGEST = 0.6  # ps, of their correlations
 WINDOWS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)  # ps, of paths
 
 
@@ -347,6 +350,45 @@ def paths(seed):
     return rows
 
 
+@torch.no_grad()
+def fluctuations(seed):
+    """Return the sizes of the fluctuations of dU/kT by the logarithms and of the density,
+    and their correlations in time, (numbers, lags).
+    """
+    dynamics, _ = water()
+    run, (replicas, length, every) = simulation(dynamics, 0), MEMORY
+    frames = adjsim.simulate(
+        dynamics,
+        run.initial(replicas, None),
+        times(length, every),
+        solver=run.solver,
+        generator=seed,
+        compile=True,
+    )
+    kind = dynamics.state_type
+    fields = (getattr(frames, name).flatten(0, 1) for name in kind._fields)
+    state, h, series = kind(*fields), 1e-4, []
+    for name in SHIFTS:
+        energies = []
+        for shift in (h, -h):
+            change(dynamics, name, shift)
+            energies.append(dynamics.potential_energy(state) / KT)
+            change(dynamics, name, -shift)
+        series.append((energies[0] - energies[1]) / (2 * h))
+    series.append(dynamics.density(state) * GRAMS)
+    x = torch.stack(series).unflatten(1, (-1, replicas))
+    x = x - x.mean((1, 2), keepdim=True)
+    lags = range(round(LONGEST / every) + 1)
+    count = x.shape[1]
+    products = [(x[:, lag:] * x[:, : count - lag]).mean((1, 2)) for lag in lags]
+    variance = products[0]
+    return {
+        "lags (ps)": [lag * every for lag in lags],
+        "sizes": dict(zip((*SHIFTS, "density"), variance.sqrt().tolist(), strict=True)),
+        "correlations": torch.stack(products, -1) / variance[:, None],
+    }
+
+
 def main():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)  # a small system
@@ -362,7 +404,7 @@ def main():
         "frames (ps)": FRAME,
         "shifts": SHIFTS,
     }
-    parts = (starts, state, reweighting, differences, score, paths)
+    parts = (starts, state, reweighting, differences, score, paths, fluctuations)
     parts = {part.__name__: part for part in parts}
     for name in sys.argv[1:] or SEEDS:
         begun = time.process_time()
