@@ -352,8 +352,9 @@ def paths(seed):
 
 @torch.no_grad()
 def fluctuations(seed):
-    """Return the sizes of the fluctuations of dU/kT by the logarithms and of the density,
-    and their correlations in time, (numbers, lags).
+    """Return sizes and correlations in time, (numbers, lags), of fluctuations.
+
+    They are those of dU/kT by the logarithms of the numbers, and of the density.
     """
     dynamics, _ = water()
     run, (replicas, length, every) = simulation(dynamics, 0), MEMORY
@@ -366,17 +367,23 @@ def fluctuations(seed):
         compile=True,
     )
     kind = dynamics.state_type
-    fields = (getattr(frames, name).flatten(0, 1) for name in kind._fields)
-    state, h, series = kind(*fields), 1e-4, []
+    states = [
+        kind(*(getattr(frames, name)[:, k] for name in kind._fields))
+        for k in range(replicas)
+    ]
+
+    def series(function):
+        return torch.stack([function(state) for state in states], -1)
+
+    h, found = 1e-4, []
     for name in SHIFTS:
         energies = []
         for shift in (h, -h):
             change(dynamics, name, shift)
-            energies.append(dynamics.potential_energy(state) / KT)
+            energies.append(series(dynamics.potential_energy) / KT)
             change(dynamics, name, -shift)
-        series.append((energies[0] - energies[1]) / (2 * h))
-    series.append(dynamics.density(state) * GRAMS)
-    x = torch.stack(series).unflatten(1, (-1, replicas))
+        found.append((energies[0] - energies[1]) / (2 * h))
+    x = torch.stack([*found, series(dynamics.density) * GRAMS])
     x = x - x.mean((1, 2), keepdim=True)
     lags = range(round(LONGEST / every) + 1)
     count = x.shape[1]

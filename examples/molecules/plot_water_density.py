@@ -265,7 +265,3 @@ for ax, name in zip(axes, SHIFTS, strict=True):
 axes[0].set(ylabel="derivative of density")
 axes[0].legend(fontsize="small")
 plt.show()
-
-# %%
-# A wider or deeper atom first makes the pressure larger, and the box follows within some
-# tenths of a picosecond.
