@@ -24,6 +24,7 @@ from adjsim.dynamics.terms import Kick, Stream, Term
 from adjsim.dynamics.thermostats.base import Rescaling
 from adjsim.dynamics.thermostats.langevin import OrnsteinUhlenbeck
 from adjsim.dynamics.thermostats.nose_hoover import Chain
+from adjsim.potentials.base import force
 
 # Of the lengths: errors of a start that init mends without a word, and that it mends at all.
 SILENT, MENDED = 1e-3, 0.1
@@ -64,17 +65,15 @@ class Constrained(Dynamics[Any]):
             satisfying them.
     """
 
-    dynamics: MassiveDynamics[Any]
-    constraints: DistanceConstraints
-
-    def __init__(self, dynamics: MassiveDynamics[Any], constraints: DistanceConstraints) -> None:
+    def __init__(self, dynamics: Dynamics[Any], constraints: Any) -> None:
         nn.Module.__init__(self)
         if not isinstance(constraints, DistanceConstraints):
             raise TypeError(
                 "constraints must be DistanceConstraints(index, length); got "
                 f"{describe_type(constraints)}."
             )
-        self.dynamics, self.constraints = dynamics, constraints
+        self.dynamics: Any = dynamics
+        self.constraints: DistanceConstraints = constraints
         self.validate()
         self.state_type = dynamics.state_type
 
@@ -82,6 +81,10 @@ class Constrained(Dynamics[Any]):
     def potential(self) -> nn.Module:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The potential of the dynamics, without the constraints."""
         return self.dynamics.potential
+
+    @property
+    def mass(self) -> Tensor:
+        return self.dynamics.mass
 
     @property
     def masses(self) -> Masses:
@@ -140,7 +143,7 @@ class Constrained(Dynamics[Any]):
         c = held.coefficients(self.masses, at)
         if has_values():
             self._refuse_far(at, MENDED, "Start closer to them")
-            held.refuse_dependent(c, at.detach())
+            held.refuse_dependent(c, at)
         moved = held.at_lengths(c, at)
         if has_values():
             largest = float((moved - at).detach().norm(dim=-1).max())
@@ -181,8 +184,9 @@ class Constrained(Dynamics[Any]):
                 "along constraints. Make the start by init, which takes it out."
             )
 
+    @torch.no_grad()
     def _refuse_far(self, q: Tensor, tolerance: float, remedy: str) -> None:
-        excess = self.constraints.excess(q.detach()).reshape(-1, len(self.constraints.index))
+        excess = self.constraints.excess(q).reshape(-1, len(self.constraints.index))
         worst, row = excess.abs().max(0).values.max(0)
         if not float(worst) <= tolerance:
             i, j = self.constraints.index[row].tolist()
@@ -198,6 +202,13 @@ class Constrained(Dynamics[Any]):
 
     def potential_energy(self, state: AnyState) -> Energies:
         return self.dynamics.potential_energy(state)
+
+    def constraint_virial(self, state: Any) -> Tensor:
+        """Compute the sum of d f over constraints, f their pulls, ``(*batch, dim, dim)``."""
+        held, q, p = self.constraints, state.position, state.momentum
+        c, d = held.coefficients(self.masses, p), held.differences(q)
+        x = held.reactions(c, d, p, force(self.potential, q))
+        return -(x.unsqueeze(-2) * d) @ d.mT
 
     def invariant(self, state: Any) -> Energies:
         return self.dynamics.invariant(state)

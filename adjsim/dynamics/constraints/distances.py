@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_indices
 from adjsim.core.parameters import register
 from adjsim.core.typing import Array, Number
-from adjsim.dynamics.constraints.multipliers import LengthMultipliers, tangent_multipliers
+from adjsim.dynamics.constraints.multipliers import (
+    LengthMultipliers,
+    products,
+    tangent_multipliers,
+)
 from adjsim.dynamics.masses import Masses
 from adjsim.potentials.bonded.selection import Selection, as_members, check_range
 
@@ -96,17 +100,18 @@ class DistanceConstraints(nn.Module):
 
     def length_multipliers(self, c: Mapping[str, Tensor], u: Tensor, d: Tensor, h: float) -> Tensor:
         """Solve ``|u + h B M^-1 G^T x| = length``, with G at the differences d, for x."""
-        found = [
-            LengthMultipliers.apply(*self._group(k, u, d), h * c[f"S{k}"], *self._group(k, length))
-            for k, length in enumerate([c["length"]] * len(self.groups))
-        ]
+        found: list[Tensor] = []
+        for k in range(len(self.groups)):
+            ends, starts, length = self._group(k, u, d, c["length"])
+            found.append(LengthMultipliers.apply(ends, starts, h * c[f"S{k}"], length))
         return torch.cat([x.flatten(-2) for x in found], -1)
 
     def tangent_multipliers(self, c: Mapping[str, Tensor], d: Tensor, v: Tensor) -> Tensor:
         """Solve ``G M^-1 (p - G^T y) = 0`` for y, with the differences v of velocities M^-1 p."""
-        found = [
-            tangent_multipliers(*self._group(k, d, v), c[f"S{k}"]) for k in range(len(self.groups))
-        ]
+        found: list[Tensor] = []
+        for k in range(len(self.groups)):
+            differences, velocities = self._group(k, d, v)
+            found.append(tangent_multipliers(differences, velocities, c[f"S{k}"]))
         return torch.cat([y.flatten(-2) for y in found], -1)
 
     def project(self, c: Mapping[str, Tensor], position: Tensor, p: Tensor) -> Tensor:
@@ -114,6 +119,16 @@ class DistanceConstraints(nn.Module):
         d, w = self.differences(position), c["1/m"]
         y = self.tangent_multipliers(c, d, self.differences(w * p))
         return p - self.forces(y, d, w, p.shape[-2])
+
+    def reactions(
+        self, c: Mapping[str, Tensor], d: Tensor, p: Tensor, force: Tensor | None = None
+    ) -> Tensor:
+        """Solve ``G M^-1 (F - G^T x) = -|v|^2`` for x: the constraints pull with -G^T x."""
+        v = self.differences(c["1/m"] * p)
+        needed = d * ((v * v).sum(-2, keepdim=True) / (d * d).sum(-2, keepdim=True))
+        if force is not None:
+            needed = needed + self.differences(c["1/m"] * force)
+        return self.tangent_multipliers(c, d, needed)
 
     def drift(
         self, c: Mapping[str, Tensor], q: Tensor, p: Tensor, h: float
@@ -140,14 +155,16 @@ class DistanceConstraints(nn.Module):
         i, j = self.index.unbind(-1)
         return (q[..., i, :] - q[..., j, :]).norm(dim=-1) / self.length.to(q) - 1
 
+    @torch.no_grad()
     def refuse_dependent(self, c: Mapping[str, Tensor], q: Tensor) -> None:
         """Refuse clusters whose constraints do not have the full rank at a position."""
+        least = max(DEPENDENT, 100 * torch.finfo(q.dtype).eps)
         for k, (start, _, size) in enumerate(self.groups):
             (d,) = self._group(k, self.differences(q))
-            matrix = c[f"S{k}"] * (d.unsqueeze(-1) * d.unsqueeze(-2)).sum(-4)
+            matrix = c[f"S{k}"] * products(d, d)
             scale = matrix.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(q.dtype).tiny).rsqrt()
             values = torch.linalg.eigvalsh(matrix * scale.unsqueeze(-1) * scale.unsqueeze(-2))
-            wrong = (values[..., 0] < DEPENDENT).reshape(-1, values.shape[-2]).any(0)
+            wrong = (values[..., 0] < least).reshape(-1, values.shape[-2]).any(0)
             if bool(wrong.any()):
                 first = start + size * int(wrong.nonzero()[0])
                 atoms = self.index[self.order[first : first + size]].unique().tolist()

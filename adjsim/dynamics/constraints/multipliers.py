@@ -63,6 +63,7 @@ class LengthMultipliers(torch.autograd.Function):
     @staticmethod
     def forward(u: Tensor, d: Tensor, S: Tensor, length: Tensor) -> Tensor:
         x, squares, readable = torch.zeros_like(u[..., 0, :, :]), length**2, has_values()
+        solved = torch.zeros_like(x, dtype=torch.bool)
         # The iteration after the one that finds half of the digits finds the others.
         enough = torch.finfo(u.dtype).eps ** 0.5
         for _ in range(ITERATIONS):

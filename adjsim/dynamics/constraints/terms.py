@@ -74,12 +74,11 @@ class ConstrainedStream(ConstrainedTerm):
 
     def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
         """Compute ``dq/dt = p/m`` and ``dp/dt = -G^T (G M^-1 G^T)^-1 |v_i - v_j|^2``."""
-        rates, held = self.term.drift(t, state), self.constraints
-        c = held.coefficients(self.masses, state.momentum)
-        d, v = held.differences(state.position), held.differences(rates["position"])
-        squares = v * v / (d * d).sum(-2, keepdim=True)
-        turning = held.tangent_multipliers(c, d, d * squares.sum(-2, keepdim=True))
-        return {**rates, "momentum": -held.forces(turning, d, c["1/m"], state.position.shape[-2])}
+        held = self.constraints
+        c, d = held.coefficients(self.masses, state.momentum), held.differences(state.position)
+        x = held.reactions(c, d, state.momentum)
+        pull = -held.forces(x, d, c["1/m"], state.position.shape[-2])
+        return {**self.term.drift(t, state), "momentum": pull}
 
     def moves(self, h: float, state: Any) -> Sequence[Move]:
         flow, inverse = (partial(self.constraints.drift, h=time) for time in (h, -h))
