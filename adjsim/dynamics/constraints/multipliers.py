@@ -18,16 +18,28 @@ import torch
 from torch import Tensor
 
 from adjsim.core.derived import has_values
+from adjsim.core.layout import is_tracing
 
 # Newton's method doubles the digits: three or four iterations are enough for usual steps.
 ITERATIONS = 8
+# Compiled loops eliminate matrices up to this size element by element.
+SMALL = 4
 
 
 def solve(matrix: Tensor, values: Tensor) -> Tensor:
     """Solve the small systems of all clusters; singular ones give infinity or NaN."""
-    if matrix.shape[-1] == 1:
-        return values / matrix[..., 0]
-    return torch.linalg.solve_ex(matrix, values.unsqueeze(-1))[0].squeeze(-1)
+    size = matrix.shape[-1]
+    if size > SMALL or (size > 1 and not is_tracing()):
+        return torch.linalg.solve_ex(matrix, values.unsqueeze(-1))[0].squeeze(-1)
+    # Compiled loops print these operations, and would call a solver of torch. Near S * (d . d),
+    # which is positive definite, elimination needs no pivots.
+    rows = list(torch.cat([matrix, values.unsqueeze(-1)], -1).unbind(-2))
+    for k in range(size):
+        rows[k] = rows[k] / rows[k][..., k : k + 1]
+        for j in range(size):
+            if j != k:
+                rows[j] = rows[j] - rows[j][..., k : k + 1] * rows[k]
+    return torch.stack([row[..., -1] for row in rows], -1)
 
 
 def products(e: Tensor, d: Tensor) -> Tensor:
@@ -37,7 +49,7 @@ def products(e: Tensor, d: Tensor) -> Tensor:
 
 def along(S: Tensor, x: Tensor, d: Tensor) -> Tensor:
     """Compute ``sum_l S_kl x_l d_l``, of the shape of d."""
-    return (S @ (x.unsqueeze(-3) * d).unsqueeze(-1)).squeeze(-1)
+    return (S * (x.unsqueeze(-3) * d).unsqueeze(-2)).sum(-1)
 
 
 def tangent_multipliers(d: Tensor, v: Tensor, S: Tensor) -> Tensor:
