@@ -213,6 +213,9 @@ class Constrained(Dynamics[Any]):
     def invariant(self, state: Any) -> Energies:
         return self.dynamics.invariant(state)
 
+    def characteristic_scales(self, t: float, state: Any, time: float) -> dict[str, Tensor]:
+        return self.dynamics.characteristic_scales(t, state, time)
+
     def damping(self, state: Any) -> float:
         return self.dynamics.damping(state)
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, position_of
 from adjsim.dynamics.constraints.distances import DistanceConstraints
+from adjsim.dynamics.constraints.exact import Drift
 from adjsim.dynamics.cotangents import Cotangents, add_each
 from adjsim.dynamics.masses import Masses
-from adjsim.dynamics.moves import GeneralFlow, Move, Shear
+from adjsim.dynamics.moves import Move, Shear
 from adjsim.dynamics.sources import Coefficients, Linearised, MoveContext, Source, as_leaves
 from adjsim.dynamics.terms import Term
 
@@ -82,7 +83,8 @@ class ConstrainedStream(ConstrainedTerm):
 
     def moves(self, h: float, state: Any) -> Sequence[Move]:
         flow, inverse = (partial(self.constraints.drift, h=time) for time in (h, -h))
-        return (GeneralFlow(("position", "momentum"), flow, inverse),)
+        fields = "position", "momentum"
+        return (Drift(fields, flow, inverse, constraints=self.constraints, h=h),)
 
 
 @dataclass(frozen=True)
