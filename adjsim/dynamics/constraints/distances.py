@@ -49,7 +49,7 @@ class DistanceConstraints(nn.Module):
 
     def __init__(self, index: Array, length: Number) -> None:
         super().__init__()
-        found = as_indices("index", index)
+        found = as_indices("index", index).cpu()
         count = int(found.max()) + 1 if found.numel() else 0
         pairs = as_members("index", found, 2, count)
         register(self, "length", length, positive=True, finite=True, shapes=((), (len(pairs),)))
@@ -81,6 +81,7 @@ class DistanceConstraints(nn.Module):
         i, j = self.index[self.order].unbind(-1)
         each = w.expand(like.shape[-2], 1)[:, 0]
         found = {"1/m": w, "length": self.length.to(like).expand(len(self.index))[self.order]}
+        found["1/m of pairs"] = each[i] + each[j]
         for k, (start, stop, size) in enumerate(self.groups):
             signs = getattr(self, f"signs{k}").to(like)
             ends = torch.stack([each[i[start:stop]], each[j[start:stop]]])

@@ -37,7 +37,7 @@ from adjsim.dynamics.sources import MoveContext
 
 # The grid of multipliers over their errors by the spacing of positions, and by that of momenta,
 # which a scale by n/d takes off the constraints by up to n units.
-COARSE, COARSE_MOMENTUM = 2.0**8, 4.0
+COARSE, COARSE_MOMENTUM = 2.0**8, 2.0
 RADIX, RARE = 128, 8
 ZERO = RADIX - RARE
 
@@ -138,9 +138,8 @@ class LatticeDrift(Drift):
 
     def _grid(self, context: MoveContext) -> Tensor:
         """Return the grid of each multiplier, ``(*batch, n)``."""
-        c, groups = context.coefficients, range(len(self.constraints.groups))
-        own = [c[f"S{k}"].diagonal(dim1=-2, dim2=-1).flatten() for k in groups]
-        by_position = COARSE * self.position.spacing[..., 0] / (abs(self.h) * torch.cat(own))
+        c = context.coefficients
+        by_position = COARSE * self.position.spacing[..., 0] / (abs(self.h) * c["1/m of pairs"])
         by_momentum = COARSE_MOMENTUM * self.momentum.spacing[..., 0] * c["units"]
         return torch.maximum(by_position, by_momentum) / c["length"]
 
