@@ -94,6 +94,41 @@ def random_system(seed: int, method: str, scaled: bool, tilted: bool) -> tuple[A
     return system, positions
 
 
+def flexible_water(scale: float = 1.0, cutoff: float = 0.6) -> tuple[Any, np.ndarray]:
+    """64 flexible waters in a periodic box of 1.24 nm, whole, some of them across its faces.
+
+    Their Lennard-Jones energy is switched, so that the energy is smooth as the box is scaled.
+    """
+    rng, side = np.random.default_rng(4), 1.24
+    sites = np.array(np.meshgrid(*3 * [np.arange(4)])).reshape(3, -1).T * side / 4
+    arms = np.array([[0, 0, 0], [0.0957, 0, 0], [-0.024, 0.0927, 0]])
+    positions = np.concatenate([
+        site + arms @ np.linalg.qr(rng.standard_normal((3, 3)))[0] for site in sites
+    ])  # fmt: skip
+    system = openmm.System()
+    system.setDefaultPeriodicBoxVectors(*(scale * side * np.eye(3)))
+    bonds, angles, force = (
+        openmm.HarmonicBondForce(), openmm.HarmonicAngleForce(), openmm.NonbondedForce()
+    )  # fmt: skip
+    force.setNonbondedMethod(openmm.NonbondedForce.PME)
+    force.setPMEParameters(7.0, 24, 24, 24)
+    force.setCutoffDistance(cutoff)
+    force.setUseSwitchingFunction(True)
+    force.setSwitchingDistance(0.75 * cutoff)
+    for o in range(0, 192, 3):
+        for k, mass in enumerate((16.0, 1.0, 1.0)):
+            system.addParticle(mass)
+            force.addParticle(0.41 if k else -0.82, 0.3166, 0.0 if k else 0.65)
+        for i, j in ((o, o + 1), (o, o + 2), (o + 1, o + 2)):
+            force.addException(i, j, 0.0, 0.1, 0.0)
+        bonds.addBond(o, o + 1, 0.1012, 443153.0)
+        bonds.addBond(o, o + 2, 0.1012, 443153.0)
+        angles.addAngle(o + 1, o, o + 2, 1.976, 317.6)
+    for one in (bonds, angles, force):
+        system.addForce(one)
+    return system, positions
+
+
 def _nonbonded(rng: Any, positions: np.ndarray, method: str, scaled: bool, image: bool) -> Any:
     force = openmm.NonbondedForce()
     force.setNonbondedMethod(getattr(openmm.NonbondedForce, method))

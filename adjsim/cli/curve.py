@@ -14,6 +14,7 @@ from torch import Tensor
 UNITS = {"angstrom": 1.0, "nm": 10.0, "pm": 0.01}
 # The range of the highest peak of g(r), in units of sigma. A liquid has it at 1.0 to 1.2.
 PEAK = (0.5, 2.0)
+SEPARATOR = re.compile(r"[,;\s]+")
 DENSITY = re.compile(
     r"density\D*?(\d+(?:\.\d*)?(?:e[-+]?\d+)?)\s+(?:atoms\s+)?per cubic angstrom", re.IGNORECASE
 )
@@ -62,8 +63,8 @@ class Columns:
     def read(self, path: Path) -> tuple[Tensor, list[str]]:
         """Read two columns, or three with standard errors, ``(n, columns)``, and the comments.
 
-        Lines that begin with ``#`` are comments, and one line of column names may come first. The
-        first column is positive and increases.
+        Lines that begin with ``#`` are comments, and one line without numbers, of column names, may
+        come first. The first column is positive and increases.
         """
         if not path.is_file():
             raise ValueError(
@@ -83,7 +84,7 @@ class Columns:
                 comments.append(text)
             elif text:
                 entries = _numbers(text)
-                if entries is not None or not first:
+                if not first or any(map(_numbers, SEPARATOR.split(text))):
                     where = f"{self.option} '{path}', line {number}"
                     rows.append(self._checked(where, text, entries, rows))
                 first = False
@@ -137,6 +138,6 @@ def read_curve(path: Path) -> Curve:
 
 def _numbers(text: str) -> list[float] | None:
     try:
-        return [float(part) for part in re.split(r"[,;\s]+", text)]
+        return [float(part) for part in SEPARATOR.split(text)]
     except ValueError:
         return None

@@ -20,6 +20,8 @@ ROOM = 0.9
 LARGEST_PRESSURE = 1e6
 # Units of density, in amu per cubic angstrom.
 UNITS = {"g/cm3": 1000 * units.kg / units.m**3, "kg/m3": units.kg / units.m**3}
+# The largest ratio of the densities of a liquid and of the structure that it starts from.
+RATIO = 30.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,18 @@ def refuse_massless(system: System) -> None:
             f"{system.name} has atoms without a mass, and a density needs masses: name their "
             "elements, or give the file a column of masses."
         )
+
+
+def refuse_other_unit(system: System, densities: list[Density], volume: float) -> None:
+    """Refuse densities in a unit in which the structure, of this volume, is another matter."""
+    own = float(system.mass.mean()) * len(system.position) / volume
+    for density in densities:
+        if not own / RATIO < density.value * density.scale < own * RATIO:
+            raise ValueError(
+                f"--density {density.value:g} {density.unit} is not that of a liquid like "
+                f"{system.name}, which has {own / density.scale:.3g} {density.unit}: correct it, "
+                f"or give --density-unit, {' or '.join(UNITS)}."
+            )
 
 
 def piston_job(

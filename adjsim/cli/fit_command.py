@@ -11,7 +11,14 @@ from torch import Tensor
 
 from adjsim.adjoints import CompileError, ReconstructionError
 from adjsim.cli.curve import Curve, read_curve
-from adjsim.cli.density import ROOM, Density, piston_job, read_densities, refuse_massless
+from adjsim.cli.density import (
+    ROOM,
+    Density,
+    piston_job,
+    read_densities,
+    refuse_massless,
+    refuse_other_unit,
+)
 from adjsim.cli.fit_options import BATHS, WIDTH, FitParameters
 from adjsim.cli.fit_report import report_fit
 from adjsim.cli.fit_runs import Condition, Fitting, RunSettings, problems
@@ -130,6 +137,7 @@ def _fitting(context: typer.Context, given: FitParameters) -> Fitting:
         densities = read_densities(
             given.density, given.temperature, given.density_unit, given.density_error
         )
+        refuse_other_unit(system, densities, float(volume(box)))
         _refuse_other_density(system, densities, given.temperature, aimed)
     count = _hold_others(system, given.parameters)
     density = len(system.position) / float(volume(box))

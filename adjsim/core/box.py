@@ -213,7 +213,9 @@ def _reduction(cell: Tensor) -> Tensor | None:
     count = len(cell)
     periodic: Any = np.arange(3) < count
     reciprocal = np.zeros((3, 3))
-    reciprocal[:count, :count] = np.linalg.inv(cell.cpu().numpy()).T
+    # Entry by entry, since the wrapper of a transform of torch.func has no storage.
+    entries = np.array([float(x) for x in cell.flatten()])
+    reciprocal[:count, :count] = np.linalg.inv(entries.reshape(count, count)).T
     # ASE compares lengths with an absolute tolerance, so the cell is given in units of its size.
     _, found = minkowski_reduce(reciprocal / np.abs(reciprocal).max(), periodic)
     # The transpose of the inverse takes the given rows to those dual to the reduced basis.

@@ -16,7 +16,7 @@ from adjsim.core.durable.manifest import tensor_fingerprint
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.durable.store import Nested, moved
 from adjsim.core.reading import Reading
-from adjsim.core.state import State
+from adjsim.core.state import State, select
 from adjsim.core.trajectory import TimeAverage, check_times, step_numbers
 from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.base import Chunk, Estimator, Request, jacobian, weighted_mean
@@ -236,8 +236,10 @@ class _Samples(Generic[State]):
         )
 
     def depends_on_bath(self, observable: TimeAverage, ranks: Ranks) -> bool:
-        dynamics, states = self.simulation.dynamics, self.states.values()
-        own = any(depends_on_bath(dynamics, observable.function, state) for state in states)
+        # At the ends of the runs, as ScoreFunction: every test evaluates the observable many times.
+        ends = (select(x, slice(-self.sizes[i], None)) for i, x in self.states.items())
+        dynamics = self.simulation.dynamics
+        own = any(depends_on_bath(dynamics, observable.function, end) for end in ends)
         return any(ranks.exchange(own))
 
     def log_weight(self, i: int, bath: bool, dynamics: Dynamics[State] | None = None) -> Tensor:

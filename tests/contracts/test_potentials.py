@@ -161,6 +161,15 @@ def test_units_do_not_overflow(dtype):
     assert push.abs().max() > 0
 
 
+def test_transforms_see_a_tilted_cell():
+    """A reduced cell is made in a transform too, whose tensors have no storage."""
+    rows = torch.tensor([[3.6, 0.0, 0.0], [0.5, 3.6, 0.0], [0.0, 0.3, 3.6]], dtype=torch.float64)
+    pairs = adjsim.LennardJones(cutoff=1.5, box=rows)
+    q = torch.cartesian_prod(*[torch.arange(2.0, dtype=torch.float64)] * 3) * 1.1 + 0.2
+    # Only the order of sums differs.
+    torch.testing.assert_close(torch.func.grad(pairs)(q), -pairs.force(q), rtol=0, atol=1e-12)
+
+
 def test_nearest_image_of_a_tilted_cell():
     """Without a cutoff each pair counts once at its nearest image, found here by brute force."""
     box = torch.tensor([[4.0, 0.0, 0.0], [1.9, 3.5, 0.0], [1.5, 1.2, 3.2]])

@@ -444,6 +444,38 @@ def test_what_no_piston_takes(make, error, words):
         make()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_in_float32_is_no_box_that_is_kept(seed):
+    """An atom that is moved by 25 rows is rounded, and so are energies in another precision."""
+    pairs = adjsim.LennardJones(cutoff=1.6, box=[3.6, 3.7, 3.8])
+    single = adjsim.potentials.InPrecision(pairs, torch.float32)
+    adjsim.LangevinPiston(pairs, kT=0.6).init(position(seed=seed).float())
+    adjsim.LangevinPiston(single, kT=0.6).init(position(seed=seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_forces_that_vanish_by_symmetry_are_no_wrong_forces(dtype):
+    """In a perfect crystal a force is a sum of rounding errors, which two formulas have apart."""
+
+    class OwnForce(OwnPairs, adjsim.potentials.Potential):
+        def force(self, position):
+            d = position.unsqueeze(-2) - position.unsqueeze(-3)
+            d = d - self.box.to(d) * torch.round(d / self.box.to(d))
+            return (2 * self.k * d * torch.exp(-(d**2).sum(-1, keepdim=True))).sum(-2).to(d)
+
+    crystal = torch.cartesian_prod(*[torch.arange(5.0)] * 3).to(dtype) * 1.1 + 0.3
+    adjsim.LangevinPiston(OwnForce([5.5] * 3)).init(crystal)
+
+
+def test_another_shape_is_seen_in_any_unit():
+    """Lengths in metres are below tolerances of lengths in nanometres."""
+    rows, metre = potential("tilted").box, 1e-9
+    pairs = adjsim.LennardJones(1e-21, 0.95 * metre, cutoff=1.6 * metre, box=rows * metre)
+    dynamics = adjsim.LangevinPiston(pairs, 1e-26, 1e-21, tau=1e-12, friction=1e12, axes="each")
+    with pytest.raises(ValueError, match="another shape"):
+        dynamics.init(position() * metre, box=(rows - 2 * rows.tril(-1)) * metre)
+
+
 def test_a_pressure_in_another_unit_is_asked_about():
     class Own(OwnPairs, adjsim.potentials.Potential):
         energy_unit = "eV"

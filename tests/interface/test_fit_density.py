@@ -138,6 +138,8 @@ def test_one_number_is_fitted_and_the_other_held(liquid):
         (["--density", "g.csv"], "density 'g.csv': a density must be positive; got 0"),
         (["--density", "four.txt"], "line 1: '90 1 2 3' is not temperature and density, and per"),
         (["--density", "one.txt"], "density 'one.txt', line 1: '90' is not temperature and densit"),
+        (["--density", "names.txt"], "line 1: '90 K 1.378' is not temperature and density, and"),
+        (["--density", "kilo.txt"], "which has 1.33 g/cm3: correct it, or give --density-unit"),
         (["--density", "table.txt"], "line 4: '100 1.314 0.004' is not 2 numbers, as above"),
         (["--density", "back.txt"], "the temperature 90 follows 100; sort the lines by temperatur"),
         (["--density", "cold.txt"], "the temperature -5 is not positive; remove the line"),
@@ -170,6 +172,8 @@ def test_bad_densities_are_refused_in_one_line(liquid, options, says):
         "one": "90\n",
         "back": "100 1.3\n90 1.4\n",
         "cold": "-5 1.4\n",
+        "names": "90 K 1.378\n95 1.35\n100 1.314\n",
+        "kilo": "90 1378\n100 1314\n",
         "good": "90 1.378\n100 1.314\n",
     }.items():
         (liquid / f"{name}.txt").write_text(text)

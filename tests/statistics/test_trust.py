@@ -67,6 +67,29 @@ def test_reweighting_does_not_see_a_constant_in_the_energy(offset):
     assert abs(float(after.grad["potential.offset"])) < 1e-12
 
 
+def test_the_test_for_bath_variables_does_not_repeat_the_observable_on_all_frames():
+    """An observable may take most of the time of an estimate, so frames are observed once."""
+    dynamics = adjsim.LangevinPiston(
+        adjsim.LennardJones(parameter(1.0), cutoff=1.4, box=[3.3] * 3), 1.0, 1.0, 1.0, 1.0
+    )
+    position = torch.cartesian_prod(*[torch.arange(3.0, dtype=torch.float64)] * 3) * 1.1
+    seen = []
+
+    def volume(state):
+        seen.append(len(state.position))
+        return dynamics.volume(state)
+
+    simulation = Simulation(
+        dynamics,
+        lambda n, generator: dynamics.init(position.expand(n, 27, 3), generator=generator),
+        [0.0, 0.4],
+        solver=adjsim.Splitting(dynamics.scheme, 0.004),
+    )
+    Reweighting(every=0.004)(simulation, TimeAverage(volume), replicas=2, chunks=2, generator=1)
+    # 100 frames of two replicas, and some states at which the observable is tried.
+    assert 200 <= sum(seen) < 300
+
+
 STATIONARY = [ScoreFunction(), Reweighting(every=0.1)]
 
 

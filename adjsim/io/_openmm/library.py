@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,18 @@ def openmm() -> Any:
 def plain(quantity: Any) -> Any:
     """Return a number, or numbers, in OpenMM's units: nm, ps, kJ/mol, amu, radians."""
     unit = openmm().unit
-    if unit.is_quantity(quantity):
-        return quantity.value_in_unit_system(unit.md_unit_system)
-    return quantity
+    if not unit.is_quantity(quantity):
+        return quantity
+    if isinstance(quantity._value, float):
+        return quantity._value * _factor(quantity.unit)
+    return quantity.value_in_unit_system(unit.md_unit_system)
+
+
+@cache
+def _factor(unit: Any) -> float:
+    """Return what takes a number in a unit to OpenMM's units, which OpenMM finds each time."""
+    system = openmm().unit.md_unit_system
+    return unit.conversion_factor_to(system.express_unit(unit))
 
 
 def lengths(name: str, value: Any) -> np.ndarray:

@@ -37,7 +37,7 @@ from adjsim.potentials.charges.ewald.autograd import (
     Product,
     forces_of,
 )
-from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, partners_of
+from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, places_of
 from adjsim.potentials.charges.ewald.waves import Waves, influence
 from adjsim.potentials.pairs.formula import ATOMS, SHIFTED
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback, VJPSum
@@ -108,7 +108,7 @@ class EwaldSum(Declaring, Periodic, Potential):
             self.register_buffer("exclusions", part.exclusions)
         if self.cell.shape != (3, 3):
             raise ValueError(f"{name} is for three dimensions; box has {len(self.cell)}.")
-        _ = self.partners
+        _ = self.places
 
     def validate(self) -> None:
         """Refuse a box, a cutoff or a setting that the constructor would refuse."""
@@ -181,9 +181,14 @@ class EwaldSum(Declaring, Periodic, Potential):
         return lambda c=None: self.influence
 
     @derived("exclusions", "atoms")
-    def partners(self) -> Tensor | None:
-        """The excluded partners of each atom."""
-        return None if self.exclusions is None else partners_of(self.exclusions, self.atoms)
+    def places(self) -> Tensor | None:
+        """The places of each atom among the first and the second atoms of exclusions."""
+        return None if self.exclusions is None else places_of(self.exclusions, self.atoms)
+
+    @derived("exclusions")
+    def excluded(self) -> Tensor | None:
+        """The first atoms of exclusions, and then the second ones."""
+        return None if self.exclusions is None else self.exclusions.T.flatten()
 
     @property
     def atoms(self) -> int:
@@ -312,14 +317,16 @@ class EwaldSum(Declaring, Periodic, Potential):
     def _parts(self, position: Tensor) -> list[Maker]:
         """Return functions that make a part, in the box of the potential or at a strain."""
         parts: list[Maker] = [partial(self.reciprocal, position)]
-        if self.partners is not None:
-            parts.append(partial(self._excluded, position, self.partners))
+        if self.exclusions is not None and len(self.exclusions):
+            parts.append(partial(self._excluded, position))
         return parts
 
-    def _excluded(self, position: Tensor, partners: Tensor, strain: Strain | None) -> ExcludedPairs:
+    def _excluded(self, position: Tensor, strain: Strain | None) -> ExcludedPairs:
         assert self.image_box is not None
+        assert self.excluded is not None
+        assert self.places is not None
         box = self.image_box.to(position)
-        return ExcludedPairs(partners, box, self.alpha, self.constant, strain)
+        return ExcludedPairs(self.excluded, self.places, box, self.alpha, self.constant, strain)
 
 
 def splitting(cutoff: float, tolerance: float) -> float:

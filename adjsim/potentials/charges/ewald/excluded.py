@@ -31,11 +31,13 @@ TERMS = 20
 class ExcludedPairs(ChargeSum):
     """The energy and force of the correction.
 
-    ``partners`` are ``(atoms, most)`` the atoms that do not interact with each, and the atom itself
-    in place of missing ones. Sums gather, so that their order is fixed.
+    ``index`` are the first atoms of the n pairs and then the second ones, ``(2 n,)``. ``table`` has
+    the places of each atom among them, ``(most, atoms)``, and 2 n for missing ones, so that sums
+    over the pairs of an atom have a fixed order.
     """
 
-    partners: Tensor
+    index: Tensor
+    table: Tensor
     box: Tensor
     alpha: float
     constant: float
@@ -43,9 +45,7 @@ class ExcludedPairs(ChargeSum):
 
     def energy(self, position: Tensor, charge: Tensor) -> Tensor:
         _, s = self._geometry(position)
-        itself = torch.arange(len(charge), device=charge.device).unsqueeze(-1)
-        f = torch.where(self.partners == itself, 0.0, self._functions(s)[0])
-        return -0.5 * (self._products(charge) * f).sum((-1, -2))
+        return -(self._products(charge) * self._functions(s)[0]).sum(-1)
 
     def linearised(self, position: Tensor, charge: Tensor) -> tuple[Forces, Product]:
         d, s = self._geometry(position)
@@ -53,16 +53,18 @@ class ExcludedPairs(ChargeSum):
         products = self._products(charge)
         weight = (2 * products * first).unsqueeze(-1)
         pulls = weight * d
-        force, along_strain = pulls.sum(-2), self._by_strain(d, pulls)
+        force, along_strain = self._joined(pulls, -pulls), self._by_strain(d, pulls)
 
         def product(v: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-            w = v.unsqueeze(-2) - v[..., self.partners, :]
+            w = self._differences(v)
             if self.strain is not None and c is not None:
-                w = w + self.strain.dilated(d.flatten(-3, -2), c).reshape(d.shape)
+                w = w + self.strain.dilated(d, c)
             dw = (d * w).sum(-1)
             change = (4 * products * second * dw).unsqueeze(-1) * d + weight * w
-            along, moved = change.sum(-2), self._by_strain(d, change)
-            found = (2 * self.constant * charge[self.partners] * first * dw).sum(-1)
+            along, moved = self._joined(change, -change), self._by_strain(d, change)
+            rate = 2 * self.constant * first * dw
+            mine, other = charge[self.index].unflatten(0, (2, -1))
+            found = self._joined((other * rate).unsqueeze(-1), (mine * rate).unsqueeze(-1))
             if self.strain is not None and c is not None:
                 along = along + self.strain.pulled_back(force, c)
                 moved = moved + c * along_strain
@@ -70,27 +72,35 @@ class ExcludedPairs(ChargeSum):
 
         return (force, along_strain), product
 
-    def _by_strain(self, d: Tensor, pulls: Tensor) -> Tensor:
-        """Sum what pairs add to W; each pair is listed twice."""
-        if self.strain is None:
-            return d.new_zeros(0)
-        return 0.5 * self.strain.along(d.flatten(-3, -2), pulls.flatten(-3, -2))
-
     def virial(self, position: Tensor, charge: Tensor) -> Tensor:
         d, s = self._geometry(position)
-        weight = self._products(charge) * self._functions(s)[1]
-        return torch.einsum("...ij,...ija,...ijb->...ab", weight, d, d)
+        weight = 2 * self._products(charge) * self._functions(s)[1]
+        return torch.einsum("...i,...ia,...ib->...ab", weight, d, d)
 
     def _geometry(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute differences ``(*batch, atoms, most, 3)`` and squared distances."""
-        d = position.unsqueeze(-2) - position[..., self.partners, :]
+        """Compute differences ``(*batch, n, 3)`` and squared distances."""
+        d = self._differences(position)
         box = self.box if self.strain is None else self.strain.stretched(self.box)
-        (near,) = nearest_image([d.movedim(-1, -3)], box)
-        d = near.movedim(-3, -1)
+        (near,) = nearest_image([d.mT.unsqueeze(-2)], box)
+        d = near.squeeze(-2).mT
         return d, (d * d).sum(-1)
 
+    def _differences(self, x: Tensor) -> Tensor:
+        first, second = x[..., self.index, :].chunk(2, -2)
+        return first - second
+
+    def _joined(self, first: Tensor, second: Tensor) -> Tensor:
+        """Sum numbers of the first and the second atom of pairs to those of atoms."""
+        both = torch.cat([first, second, torch.zeros_like(first[..., :1, :])], -2)
+        return both[..., self.table, :].sum(-3)
+
+    def _by_strain(self, d: Tensor, pulls: Tensor) -> Tensor:
+        """Sum what pairs add to W."""
+        return d.new_zeros(0) if self.strain is None else self.strain.along(d, pulls)
+
     def _products(self, charge: Tensor) -> Tensor:
-        return self.constant * charge.unsqueeze(-1) * charge[self.partners]
+        first, second = charge[self.index].chunk(2)
+        return self.constant * first * second
 
     def _functions(self, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute f, df/ds and d2f/ds2."""
@@ -118,17 +128,16 @@ def boys(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return zero, one, two
 
 
-def partners_of(exclusions: Tensor, atoms: int) -> Tensor:
-    """List the excluded partners of each atom, ``(atoms, most)``, filled up with itself."""
+def places_of(exclusions: Tensor, atoms: int) -> Tensor:
+    """List the places of each atom among first and second atoms of pairs, ``(most, atoms)``."""
     if exclusions.numel() and int(exclusions.max()) >= atoms:
         raise ValueError(
             f"exclusions name atom {int(exclusions.max())}, and charge is for {atoms} atoms, "
             "numbered from 0."
         )
-    found: list[set[int]] = [set() for _ in range(atoms)]
-    for i, j in exclusions.tolist():
-        found[i].add(j)
-        found[j].add(i)
-    most = max(map(len, found))
-    rows = [sorted(row) + [i] * (most - len(row)) for i, row in enumerate(found)]
-    return torch.tensor(rows, dtype=torch.int64, device=exclusions.device)
+    index = exclusions.T.flatten()
+    order, counts = index.argsort(stable=True), index.bincount(minlength=atoms)
+    rank = torch.arange(len(index), device=index.device) - (counts.cumsum(0) - counts)[index[order]]
+    table = index.new_full((int(counts.max()) if len(index) else 0, atoms), len(index))
+    table[rank, index[order]] = order
+    return table
