@@ -3,6 +3,8 @@
 from adjsim.core.refusal import Refusal as Refusal
 from adjsim.core.state import FieldState, PhaseState
 from adjsim.dynamics.base import Dynamics as Dynamics
+from adjsim.dynamics.constraints.constrained import Constrained
+from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.dynamics.density import (
     Canonical as Canonical,
     CanonicalPositions as CanonicalPositions,
@@ -47,6 +49,8 @@ __all__ = [
     "Berendsen",
     "Bussi",
     "ChainState",
+    "Constrained",
+    "DistanceConstraints",
     "ESHState",
     "FieldState",
     "GeneralizedLangevin",

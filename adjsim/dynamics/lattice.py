@@ -51,6 +51,7 @@ from adjsim.dynamics.buffer import (
 from adjsim.dynamics.copies import Copies, copy_name, extended, typical_sizes
 from adjsim.dynamics.cotangents import select_link
 from adjsim.dynamics.moves import (
+    BufferedFlow,
     ColumnShear,
     Move,
     RatioScale,
@@ -97,10 +98,12 @@ class Lattice:
         all_moves = [(letter, move) for letter, group in moves.items() for move in group]
         scales = [(letter, move) for letter, move in all_moves if isinstance(move, Scale)]
         self.scaled = tuple(dict.fromkeys(move.field for _, move in scales))
+        self._flows = [(a, move) for a, move in all_moves if isinstance(move, BufferedFlow)]
+        self._others = {move.buffered: move for _, move in self._flows}
         start: Any = state if copies is None else copies.add(state)
         self.width, self.systems = len(start), dynamics.batch_shape(state).numel()
         self._kind: type[AnyState] = type(start)
-        self.kind = extended(self._kind, "OnLattice", tuple(map(buffer_name, self.scaled)))
+        self.kind = extended(self._kind, "OnLattice", tuple(map(buffer_name, self.buffered)))
         sizes = typical_sizes(dynamics, t, state, dt)
         self.roundings: dict[str, Rounding] = {}
         for name, size in sizes.items():
@@ -111,17 +114,25 @@ class Lattice:
         # The roundings of contributions to the force, and to that along a strain.
         self.force_roundings: dict[str, Rounding] = {}
         for _, m in all_moves:
-            if isinstance(m, Shear) and isinstance(m.source, Force):
+            source = getattr(m, "source", None)
+            # A projected force is a source that has the force as its own.
+            source = getattr(source, "source", source)
+            if isinstance(m, Shear) and isinstance(source, Force):
                 _check_force(dynamics.potential)
                 # Contributions to forces have one axis more, and a spacing at least as fine as that
                 # of the momentum increments.
                 spacing = power_of_two(self.roundings[m.field].spacing / dt).unsqueeze(-1) / 2
-                self.force_roundings.setdefault(FORCE_NAMES[m.source.which], Rounding(spacing))
+                self.force_roundings.setdefault(FORCE_NAMES[source.which], Rounding(spacing))
         self._constant_factors = [
             (letter, m.source.name) for letter, m in scales if isinstance(m.source, Coefficient)
         ]
         self._state_dependent = len(self._constant_factors) < len(scales)
         self._half = torch.tensor(0.5, dtype=torch.float64, device=state[0].device)
+
+    @property
+    def buffered(self) -> tuple[str, ...]:
+        """The names of the buffers: those of fields that are scaled, and of other flows."""
+        return (*self.scaled, *self._others)
 
     def spacings(self) -> dict[str, Tensor]:
         """Return the spacing of each field, and of contributions to forces, by name."""
@@ -142,6 +153,8 @@ class Lattice:
         if isinstance(move, ColumnShear):
             shared = move.field, move.coefficient, move.lower, move.inverse
             return LatticeColumnShear(*shared, rounding=self.roundings[move.field])
+        if isinstance(move, BufferedFlow):
+            return move.rounded(self.roundings)
         assert isinstance(move, Shear | Scale)
         rounding = self.roundings[move.field].link(move.link)
         if isinstance(move, Shear):
@@ -158,9 +171,14 @@ class Lattice:
     def rationals(self, coefficients: dict[str, Coefficients]) -> dict[str, Coefficients]:
         """Add to the coefficients a fraction n/d for each coefficient that scales a field."""
         found: dict[str, Coefficients] = dict(coefficients)
+        largest = DENOMINATOR if self._state_dependent else 1
         for letter, name in dict.fromkeys(self._constant_factors):
             n, d = fractions(f"{name!r} of term {letter!r}", found[letter][name].detach())
             found[letter] = {**found[letter], f"{name} n": n, f"{name} d": d}
+            largest = max(largest, int(n.max()))
+        for letter, _ in self._flows:
+            units = torch.tensor(float(largest), dtype=torch.float64, device=self._half.device)
+            found[letter] = {**found[letter], "units": units}
         return found
 
     def growth(
@@ -192,6 +210,13 @@ class Lattice:
                 "exact=False."
             )
         check_every = max(1, min(LONGEST_WAIT, int(spare_bits / max(fastest, 1e-9))))
+        written = sum(move.bits for _, move in moves if isinstance(move, BufferedFlow))
+        if written > LONGEST - FULL:
+            raise ValueError(
+                f"exact=True: the flows of a step write up to {written:g} bits into a buffer, "
+                f"which can take {LONGEST - FULL}. Use a word with fewer constrained drifts."
+            )
+        check_every = min(check_every, int((LONGEST - FULL) / max(written, 1e-3)))
         # Half a bit above the planned growth, so that a buffer that grew as planned is below it.
         limit = 2.0 ** (FULL + spare_bits + 0.5)
         return BufferGrowth(None if self._state_dependent else bits, check_every, limit)
@@ -201,6 +226,7 @@ class Lattice:
         values = state._asdict()
         fields = [self.roundings[name].round(value) for name, value in values.items()]
         buffers = [torch.zeros_like(values[name], dtype=torch.int64) for name in self.scaled]
+        buffers += [move.empty_buffer(state) for move in self._others.values()]
         return self.kind._make((*fields, *buffers))
 
     def from_lattice(self, state: AnyState) -> AnyState:
@@ -225,8 +251,9 @@ class Lattice:
     def spill(self, state: State, limit: float) -> tuple[State, list[Spill]]:
         """Move the low bits of full buffers to spills."""
         entries = []
-        for name in self.scaled:
-            state, entry = spill(state, name, self.systems, limit)
+        for name in self.buffered:
+            most = limit if name in self.scaled else 2.0**LONGEST
+            state, entry = spill(state, name, self.systems, most)
             if entry is not None:
                 entries.append(entry)
         return state, entries
@@ -239,7 +266,7 @@ class Lattice:
 
     def buffered_bits(self, state: AnyState) -> float:
         """Count the bits in the buffers of a state."""
-        buffers = (getattr(state, buffer_name(name)).double() for name in self.scaled)
+        buffers = (getattr(state, buffer_name(name)).double() for name in self.buffered)
         return sum(float(torch.log2(buffer + 1).sum()) for buffer in buffers)
 
 

@@ -20,7 +20,7 @@ backward move evaluates it once. A :class:`GeneralFlow` is any other flow, given
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import add
@@ -327,6 +327,28 @@ class GeneralFlow(Move):
     ) -> State:
         found = function(context.coefficients, *values, *self._fields(state))
         return state._replace(**dict(zip(self.fields, found, strict=True)))
+
+
+@dataclass(frozen=True)
+class BufferedFlow(GeneralFlow):
+    """A flow with a form of its own on a lattice, which writes into information buffers.
+
+    Its buffer is a field ``buffered`` of the states of exact runs. A flow takes ``bits`` bits of
+    each entry of it at most. A coefficient "units" of an exact run is the largest number of units
+    of the lattice that scales are off by.
+    """
+
+    on_lattice = True
+    buffered: ClassVar[str]
+    bits: ClassVar[float]
+
+    @abstractmethod
+    def empty_buffer(self, state: AnyState) -> Tensor:
+        """Return the buffer at the start."""
+
+    @abstractmethod
+    def rounded(self, roundings: Mapping[str, Rounding]) -> Move:
+        """Return its form on a lattice with these roundings of the fields."""
 
 
 def replace_field(state: State, name: str, link: int | None, part: Tensor) -> State:

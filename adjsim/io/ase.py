@@ -21,6 +21,7 @@ from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.strain import Strain
 from adjsim.core.trajectory import Trajectory
 from adjsim.core.typing import Energies, Positions
+from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.potentials.base import Potential, force
 from adjsim.potentials.evaluated import terms_of
 from adjsim.potentials.products import Pullback
@@ -34,7 +35,8 @@ class Structure(NamedTuple):
 
     ``position`` and ``momentum`` are ``(atoms, 3)``, ``mass`` is ``(atoms,)``. ``box`` is ``(3,)``
     edge lengths, ``(3, 3)`` rows, or None without periodic boundaries. ``pressure`` (eV/angstrom^3)
-    and ``temperature`` (kelvin) are those of a barostat, None without one.
+    and ``temperature`` (kelvin) are those of a barostat, None without one. ``constraints`` are for
+    :class:`~adjsim.Constrained`, None without any; only ``from_openmm`` reads them.
     """
 
     position: Tensor
@@ -44,6 +46,7 @@ class Structure(NamedTuple):
     symbols: tuple[str, ...]
     pressure: float | None = None
     temperature: float | None = None
+    constraints: DistanceConstraints | None = None
 
 
 def from_ase(atoms: ase.Atoms) -> Structure:

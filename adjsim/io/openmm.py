@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from ase import units
 
+from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.io._openmm.bonded import read_bonded, write_bonded
+from adjsim.io._openmm.constraints import read_constraints, write_constraints
 from adjsim.io._openmm.library import barostat_of, box_of_system, check_system, lengths, plain
 from adjsim.io._openmm.nonbonded import read_nonbonded, write_nonbonded
 from adjsim.io._openmm.solvent import read_solvent, write_solvent
@@ -64,27 +66,37 @@ def from_openmm(
     that are smaller than half the box. Bonded terms take nearest images only if their force is
     periodic.
 
+    Constraints, such as those of ``constraints=HBonds, rigidWater=True``, are
+    ``Structure.constraints``, which do not require grad. A run needs them: OpenMM leaves the bonds
+    and the angles that they fix out of the system, so the potential alone does not hold these atoms
+    together. The dynamics is ``Constrained(Langevin(potential, structure.mass, kT, friction),
+    structure.constraints)``, with :class:`~adjsim.Constrained`. A bond on a constrained pair, which
+    ``flexibleConstraints=True`` leaves in, is part of the energy, as in OpenMM. Its force is along
+    the constraint and changes no motion.
+
     The solvent shares the charges of ``coulomb`` if they are equal. A CMMotionRemover is ignored. A
     MonteCarloBarostat is no potential: its pressure and temperature are ``Structure.pressure`` and
     ``.temperature``, for :class:`~adjsim.LangevinPiston`.
 
     Args:
-        system: an ``openmm.System`` without constraints, made with ``constraints=None,
-            rigidWater=False``.
+        system: an ``openmm.System``.
         positions: ``(atoms, 3)``, an OpenMM Quantity or, as in OpenMM, numbers in nanometres.
         topology: the ``openmm.app.Topology``, for elements, names and types. Without it, elements
             are those of the nearest mass.
 
     Returns:
-        The potential, and the positions, masses, box and symbols. Momenta are zero; give
-        ``dynamics.init`` a position only to draw them.
+        The potential, and the positions, masses, box, symbols and constraints. Momenta are zero;
+        give ``dynamics.init`` a position only to draw them. Positions are those given; ``init`` of
+        :class:`~adjsim.Constrained` moves them to where the constraints hold.
 
     Raises:
         ImportError: OpenMM is not installed.
         TypeError: not an ``openmm.System``.
-        ValueError: anything in the system that has no counterpart, by name (constraints, virtual
-            sites, other forces and barostats); positions or a topology for another number of atoms;
-            an energy of 1e6 eV, or 100 eV an atom, or more, which tells of wrong units.
+        ValueError: anything in the system that has no counterpart, by name (virtual sites,
+            particles without mass, which OpenMM does not move, other forces and barostats);
+            constraints that :class:`~adjsim.DistanceConstraints` refuses; positions or a topology
+            for another number of atoms; an energy of 1e6 eV, or 100 eV an atom, or more, which
+            tells of wrong units.
     """
     check_system(system)
     masses = [plain(system.getParticleMass(k)) for k in range(system.getNumParticles())]
@@ -113,11 +125,14 @@ def from_openmm(
         names.symbols,
         None if bar is None else bar * units.bar,
         kelvin,
+        read_constraints(system),
     )
 
 
-def to_openmm(potential: ForceFieldPotential, system: Any) -> Any:
-    """Write the numbers of a potential into a copy of the system that it was read from.
+def to_openmm(
+    potential: ForceFieldPotential, system: Any, constraints: DistanceConstraints | None = None
+) -> Any:
+    """Write fitted numbers into a copy of the system that they were read from.
 
     The system itself is not changed. Cutoffs, permittivities, multiplicities and masses are those
     of the system.
@@ -125,14 +140,15 @@ def to_openmm(potential: ForceFieldPotential, system: Any) -> Any:
     Args:
         potential: from :func:`from_openmm`, with the same terms, after a fit for instance.
         system: the ``openmm.System`` that it was read from.
+        constraints: those of the system, with fitted lengths; None leaves its lengths as they are.
 
     Returns:
         An ``openmm.System``.
 
     Raises:
         TypeError: not a :class:`~adjsim.potentials.ForceFieldPotential`.
-        ValueError: a system with other terms, exceptions or atoms; a surface tension that was
-            changed and that a ``CustomGBForce`` holds in its expressions.
+        ValueError: a system with other terms, exceptions, constraints or atoms; a surface tension
+            that was changed and that a ``CustomGBForce`` holds in its expressions.
     """
     if not isinstance(potential, ForceFieldPotential):
         raise TypeError(
@@ -144,4 +160,6 @@ def to_openmm(potential: ForceFieldPotential, system: Any) -> Any:
     write_bonded(parts, written)
     write_nonbonded(parts, written)
     write_solvent(parts.get("solvent"), written)
+    if constraints is not None:
+        write_constraints(constraints, written)
     return written

@@ -39,6 +39,13 @@ class Massive(Protocol):
 
 
 @runtime_checkable
+class HoldingDistances(Protocol):
+    """The interface of dynamics whose constraints pull at atoms."""
+
+    def constraint_virial(self, state: Any) -> Tensor: ...
+
+
+@runtime_checkable
 class MovingBox(Massive, Protocol):
     """The interface of dynamics at constant pressure."""
 
@@ -66,6 +73,7 @@ def pressure(dynamics: Massive, state: Moving) -> Energies:
 
         P = (sum p^2/m + sum over i<j of d_ij . F_ij) / (dim V)
 
+    The pulls of constraints (:class:`~adjsim.Constrained`) are among the forces.
     Its mean at equilibrium is the pressure. At constant volume a tail correction is not included,
     see :func:`adjsim.potentials.tail_corrections`.
 
@@ -127,7 +135,10 @@ def stress(dynamics: Massive, state: Moving) -> Tensor:
     twice = (p / _masses(dynamics.mass, p)).transpose(-1, -2) @ p
     if hasattr(state, "strain"):
         return _stress_at(dynamics, state, twice)
-    return -(twice + dynamics.potential.virial(q)) / size
+    virial = dynamics.potential.virial(q)
+    if isinstance(dynamics, HoldingDistances):
+        virial = virial + dynamics.constraint_virial(state)
+    return -(twice + virial) / size
 
 
 def _stress_at(dynamics: Massive, state: Any, twice: Tensor) -> Tensor:

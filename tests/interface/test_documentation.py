@@ -41,6 +41,7 @@ def test_sessions_print_what_the_page_shows():
             "extending",
             "molecules",
             "mechanics",
+            "constraints",
             "vector_fields",
             "coming_from",
             "scaling",

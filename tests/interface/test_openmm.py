@@ -453,12 +453,6 @@ def pair(force=None, **nonbonded):
     return system
 
 
-def constrained():
-    system = pair()
-    system.addConstraint(0, 1, 0.3)
-    return system
-
-
 def with_virtual_site():
     system = pair()
     system.addParticle(0.0)
@@ -500,7 +494,6 @@ NONBONDED = openmm.NonbondedForce
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (constrained, r"1 constraints, .* atoms 0 and 1.*constraints=None, rigidWater=False"),
         (with_virtual_site, r"particle 2 is a virtual site.*SPC/Fw"),
         (without_mass, r"mass of particle 1 is 0.*PositionRestraint"),
         (
@@ -532,7 +525,6 @@ NONBONDED = openmm.NonbondedForce
         (other_solvent("gbn2"), r"not the OBC2"),
         (altered_solvent, r"not the OBC2.*charge\^4"),
         (lambda: molecule("dipeptide.pdb", "amber19/protein.ff19SB.xml")[0], r"CMAPTorsionForce"),
-        (lambda: molecule("dipeptide.pdb", AMBER14, constraints=app.HBonds)[0], r"12 constraints"),
     ],
 )
 def test_what_is_refused(make, message):

@@ -79,13 +79,6 @@ def check_system(system: Any) -> None:
     atoms = system.getNumParticles()
     if not atoms:
         raise ValueError("the system has no particles.")
-    if system.getNumConstraints():
-        i, j, _ = system.getConstraintParameters(0)
-        raise ValueError(
-            f"the system has {system.getNumConstraints()} constraints, the first of atoms {i} and "
-            f"{j}, and constraints are not provided: make the system with "
-            "createSystem(..., constraints=None, rigidWater=False)."
-        )
     for k in range(atoms):
         if system.isVirtualSite(k):
             raise ValueError(

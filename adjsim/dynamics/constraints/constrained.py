@@ -1,0 +1,239 @@
+"""Dynamics with fixed distances of pairs of atoms."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjsim.core.arguments import describe_type
+from adjsim.core.derived import has_values
+from adjsim.core.state import AnyState, momentum_of, position_of
+from adjsim.core.typing import Energies, PositionsLike, Seed
+from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.constraints.distances import DistanceConstraints
+from adjsim.dynamics.constraints.terms import ConstrainedStream, ConstrainedTerm
+from adjsim.dynamics.density import StationaryDensity
+from adjsim.dynamics.masses import HeatLimit, Masses
+from adjsim.dynamics.massive import MassiveDynamics
+from adjsim.dynamics.starts import as_start
+from adjsim.dynamics.terms import Kick, Stream, Term
+from adjsim.dynamics.thermostats.base import Rescaling
+from adjsim.dynamics.thermostats.langevin import OrnsteinUhlenbeck
+from adjsim.dynamics.thermostats.nose_hoover import Chain
+from adjsim.potentials.base import force
+
+# Of the lengths: errors of a start that init mends without a word, and that it mends at all.
+SILENT, MENDED = 1e-3, 0.1
+# The relative errors of lengths and of momenta with which a run may start. The grid of an exact run
+# leaves 1e-8 of lengths, and up to 1e-5 of momenta with a chain of thermostats.
+TOLERANCE, MOMENTUM_TOLERANCE = 1e-6, 1e-4
+HELD = (Stream, Kick, OrnsteinUhlenbeck, Chain)
+
+
+class Constrained(Dynamics[Any]):
+    """Dynamics in which distances of pairs of atoms are fixed, by RATTLE::
+
+        dq = p/m dt        dp = (the terms of the dynamics) + G(q)^T dx        |q_i - q_j| = L
+
+    G are the gradients of the constraints and x their multipliers. Terms, letters and schemes are
+    those of the dynamics. A (stream) becomes the drift of
+    :class:`~adjsim.dynamics.constraints.terms.ConstrainedStream`. Kicks and noise are projected to
+    the momenta with ``G M^-1 p = 0``. ``Constrained(Langevin(...))`` with "BAOAB" is g-BAOAB of
+    Leimkuhler and Matthews. A word may take several drifts a kick, such as "BAAOAAB".
+
+    Constraints hold to rounding at the end of each drift. Gradients to lengths, masses, forces and
+    starts follow from the implicit function theorem. Every adjoint takes them, and
+    :class:`~adjsim.ReversibleAdjoint` undoes a drift by the drift over -h.
+
+    Constrained bonds sample another density than stiff ones: that of the latter times the square
+    root of det(G M^-1 G^T). Distances stay those of the start to ``TOLERANCE`` only if the start
+    is made by ``init``, or by a run.
+
+    Args:
+        dynamics: :class:`~adjsim.Hamiltonian`, :class:`~adjsim.Langevin` with one friction, or a
+            :class:`~adjsim.NoseHooverChain` with ``dof``, the degrees of freedom without the
+            constraints (:meth:`dof`).
+        constraints: the fixed distances.
+
+    Raises:
+        TypeError: dynamics with another term, such as a piston.
+        ValueError: a friction for each atom; a chain without dof. In ``init`` or ``simulate``:
+            atoms that are not there, constraints that are not independent, a start that is far from
+            satisfying them.
+    """
+
+    def __init__(self, dynamics: Dynamics[Any], constraints: Any) -> None:
+        nn.Module.__init__(self)
+        if not isinstance(constraints, DistanceConstraints):
+            raise TypeError(
+                "constraints must be DistanceConstraints(index, length); got "
+                f"{describe_type(constraints)}."
+            )
+        self.dynamics: Any = dynamics
+        self.constraints: DistanceConstraints = constraints
+        self.validate()
+        self.state_type = dynamics.state_type
+
+    @property
+    def potential(self) -> nn.Module:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The potential of the dynamics, without the constraints."""
+        return self.dynamics.potential
+
+    @property
+    def mass(self) -> Tensor:
+        return self.dynamics.mass
+
+    @property
+    def masses(self) -> Masses:
+        return self.dynamics.masses
+
+    def validate(self) -> None:
+        """Refuse dynamics that cannot be constrained."""
+        inner, name = self.dynamics, type(self.dynamics).__name__
+        if not isinstance(inner, MassiveDynamics):
+            raise TypeError(f"constraints need dynamics with masses; got {describe_type(inner)}.")
+        for letter, term in inner.terms.items():
+            # A subclass may change the box, or move atoms along a path.
+            if type(term) not in HELD:
+                raise TypeError(
+                    f"constraints: term {letter!r} of {name} is {type(term).__name__}, and "
+                    f"constraints can hold {', '.join(kind.__name__ for kind in HELD)} alone. Use "
+                    "Hamiltonian, Langevin or NoseHooverChain."
+                )
+        if getattr(inner, "friction", torch.empty(1)).numel() > 1:
+            raise ValueError(
+                "constraints: a friction for each atom takes momenta out of the directions that "
+                "constraints allow. Give one friction."
+            )
+        if isinstance(inner, Rescaling) and inner.dof is None:
+            raise ValueError(
+                f"constraints: {name} would count the degrees of freedom that constraints take. "
+                "Give it dof = atoms x dim - constraints."
+            )
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {
+            letter: (ConstrainedStream if type(term) is Stream else ConstrainedTerm)(
+                term, self.constraints, self.masses
+            )
+            for letter, term in self.dynamics.terms.items()
+        }
+
+    def init(
+        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
+    ) -> Any:
+        """Make a start at the nearest position that satisfies the constraints.
+
+        Positions move by ``M^-1 G^T x``, differentiably. A warning tells of a move of more than a
+        thousandth of a length, and a start whose lengths are off by a tenth is refused. Momenta,
+        given or drawn, are projected to those that the constraints allow.
+
+        Args:
+            position: ``(*batch, atoms, dim)``; integers become float64.
+            momentum: of the same shape; cast to the dtype and device of position.
+            generator: a generator, or a seed, which may also be that of the run.
+        """
+        at, p = as_start(position, momentum)
+        held = self.constraints
+        held.check_atoms(at.shape[-2])
+        c = held.coefficients(self.masses, at)
+        if has_values():
+            self._refuse_far(at, MENDED, "Start closer to them")
+            held.refuse_dependent(c, at)
+        moved = held.at_lengths(c, at)
+        if has_values():
+            largest = float((moved - at).detach().norm(dim=-1).max())
+            if largest > SILENT * float(held.length.detach().min()):
+                text = f"init moved an atom by {largest:.3g} to satisfy the constraints."
+                warnings.warn(text, stacklevel=2)
+        fields = self.dynamics.started(moved, p, generator)
+        state = self.state_type._make(fields)
+        state = state._replace(momentum=held.project(c, moved, state.momentum))
+        self.check(state)
+        return state
+
+    def dof(self, position: Tensor) -> float:
+        """Count the degrees of freedom of one system, without pinned atoms and constraints."""
+        return self.masses.dof(position) - len(self.constraints.index)
+
+    @torch.no_grad()
+    def check(self, state: AnyState) -> None:
+        self.dynamics.check(state)
+        q, p, held = position_of(state), momentum_of(state), self.constraints
+        held.check_atoms(q.shape[-2])
+        if not has_values():
+            return
+        dof = getattr(self.dynamics, "dof", None)
+        if dof is not None and dof > self.dof(q):
+            raise ValueError(
+                f"dof is {dof:g}, and constraints and fixed atoms leave {self.dof(q):g} degrees of "
+                "freedom: give at most these."
+            )
+        tolerance = max(TOLERANCE, math.sqrt(torch.finfo(q.dtype).eps))
+        self._refuse_far(q, tolerance, "Make the start by init, which moves it there")
+        c = held.coefficients(self.masses, q)
+        held.refuse_dependent(c, q)
+        removed = float((p - held.project(c, q, p)).abs().max())
+        if removed > max(MOMENTUM_TOLERANCE, tolerance) * float(p.abs().max()):
+            raise ValueError(
+                f"momenta at the start change the constrained distances: a part of {removed:g} is "
+                "along constraints. Make the start by init, which takes it out."
+            )
+
+    @torch.no_grad()
+    def _refuse_far(self, q: Tensor, tolerance: float, remedy: str) -> None:
+        excess = self.constraints.excess(q).reshape(-1, len(self.constraints.index))
+        worst, row = excess.abs().max(0).values.max(0)
+        if not float(worst) <= tolerance:
+            i, j = self.constraints.index[row].tolist()
+            raise ValueError(
+                f"the start is far from satisfying the constraints: the distance of atoms {i} and "
+                f"{j} is off by {float(worst):.2g} of its length, and at most {tolerance:.1g} is "
+                f"allowed. {remedy}."
+            )
+
+    def kinetic_energy(self, state: Any) -> Energies:
+        """Compute ``sum p^2 / 2m``, ``(*batch,)``."""
+        return self.dynamics.kinetic_energy(state)
+
+    def potential_energy(self, state: AnyState) -> Energies:
+        return self.dynamics.potential_energy(state)
+
+    def constraint_virial(self, state: Any) -> Tensor:
+        """Compute the sum of d f over constraints, f their pulls, ``(*batch, dim, dim)``."""
+        held, q, p = self.constraints, state.position, state.momentum
+        c, d = held.coefficients(self.masses, p), held.differences(q)
+        x = held.reactions(c, d, p, force(self.potential, q))
+        return -(x.unsqueeze(-2) * d) @ d.mT
+
+    def invariant(self, state: Any) -> Energies:
+        return self.dynamics.invariant(state)
+
+    def characteristic_scales(self, t: float, state: Any, time: float) -> dict[str, Tensor]:
+        return self.dynamics.characteristic_scales(t, state, time)
+
+    def damping(self, state: Any) -> float:
+        return self.dynamics.damping(state)
+
+    def heat_limit(self, start: AnyState) -> HeatLimit | None:
+        return self.dynamics.heat_limit(start)
+
+    def stationary_density(self) -> StationaryDensity | None:
+        """Declare the density of the dynamics, on the constraints.
+
+        A length or a mass that requires grad is refused: the measure on the constraints,
+        det(G M^-1 G^T)^(1/2), depends on it.
+        """
+        for name, value in (("length", self.constraints.length), ("mass", self.dynamics.mass)):
+            if value.requires_grad:
+                raise TypeError(
+                    f"the {name} of Constrained requires grad, and the measure on the constraints "
+                    "depends on it, which is not part of the density here. Use Pathwise or "
+                    "FiniteDifference, or do not train it."
+                )
+        return self.dynamics.stationary_density()

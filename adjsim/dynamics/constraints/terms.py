@@ -1,0 +1,123 @@
+"""Terms of constrained dynamics: RATTLE drifts, and projected kicks and noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim.core.refusal import Refusal
+from adjsim.core.state import AnyState, position_of
+from adjsim.dynamics.constraints.distances import DistanceConstraints
+from adjsim.dynamics.constraints.exact import Drift
+from adjsim.dynamics.cotangents import Cotangents, add_each
+from adjsim.dynamics.masses import Masses
+from adjsim.dynamics.moves import Move, Shear
+from adjsim.dynamics.sources import Coefficients, Linearised, MoveContext, Source, as_leaves
+from adjsim.dynamics.terms import Term
+
+
+class ConstrainedTerm(Term[Any]):
+    """A term whose changes of momenta are projected by ``P = 1 - G^T (G M^-1 G^T)^-1 G M^-1``.
+
+    The projector depends on positions, so shears of momenta stay shears. Scales of all momenta of a
+    system by one factor leave momenta tangent.
+    """
+
+    no_equation = Refusal("its constraints hold at the ends of RATTLE steps")
+
+    def __init__(self, term: Term[Any], constraints: DistanceConstraints, masses: Masses) -> None:
+        self.term, self.constraints, self.masses = term, constraints, masses
+        self.draws = term.draws
+
+    def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
+        return self._projected(state, self.term.drift(t, state))
+
+    def diffusion(self, t: Any, state: Any) -> Mapping[str, Tensor]:
+        """Return the amplitude of the noise before it is projected."""
+        return self.term.diffusion(t, state)
+
+    def coefficients(self, h: float, state: Any) -> dict[str, Tensor]:
+        common = self.constraints.coefficients(self.masses, state.momentum)
+        return common | self.term.coefficients(h, state)
+
+    def moves(self, h: float, state: Any) -> Sequence[Move]:
+        return [
+            Shear("momentum", Projected(move.source, move.coefficient, self.constraints))
+            if isinstance(move, Shear) and move.field == "momentum"
+            else move
+            for move in self.term.moves(h, state)
+        ]
+
+    def _projected(self, state: Any, rates: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if "momentum" not in rates:
+            return dict(rates)
+        c = self.constraints.coefficients(self.masses, state.momentum)
+        return {**rates, "momentum": self.constraints.project(c, state.position, rates["momentum"])}
+
+
+class ConstrainedStream(ConstrainedTerm):
+    """Streaming along the constraints, by the drift of RATTLE over a time h::
+
+        p_half = p + G(q)^T x        q' = q + h M^-1 p_half      |q'_i - q'_j| = L gives x
+        p' = p_half - G(q')^T y                                  G(q') M^-1 p' = 0 gives y
+
+    It is symplectic and its own inverse under p -> -p: with y from the lengths at q, and x from the
+    momenta at q, the same equations lead from (q', p') to (q, p). See Andersen, J. Comput. Phys.
+    52, 24 (1983), and Leimkuhler and Matthews, Proc. R. Soc. A 472, 20160138 (2016).
+    """
+
+    advances_time = True
+
+    def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
+        """Compute ``dq/dt = p/m`` and ``dp/dt = -G^T (G M^-1 G^T)^-1 |v_i - v_j|^2``."""
+        held = self.constraints
+        c, d = held.coefficients(self.masses, state.momentum), held.differences(state.position)
+        x = held.reactions(c, d, state.momentum)
+        pull = -held.forces(x, d, c["1/m"], state.position.shape[-2])
+        return {**self.term.drift(t, state), "momentum": pull}
+
+    def moves(self, h: float, state: Any) -> Sequence[Move]:
+        flow, inverse = (partial(self.constraints.drift, h=time) for time in (h, -h))
+        fields = "position", "momentum"
+        return (Drift(fields, flow, inverse, constraints=self.constraints, h=h),)
+
+
+@dataclass(frozen=True)
+class Projected:
+    """A source, times a coefficient, that is projected to the momenta that constraints allow."""
+
+    source: Source
+    coefficient: str | None
+    constraints: DistanceConstraints
+
+    def value(self, state: AnyState, context: MoveContext) -> Tensor:
+        found = self.source.value(state, context)
+        return self._projected(context.coefficients, position_of(state), found)
+
+    def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
+        source, inner = self.source.vjp(state, context, cotangents)
+        q, g = (x.detach().requires_grad_() for x in (position_of(state), source))
+        coefficients, wanted = as_leaves(context.coefficients)
+        with torch.enable_grad():
+            value = self._projected(coefficients, q, g)
+
+        def accumulate(cotangent: Tensor) -> None:
+            leaves = [q, g, *(coefficients[name] for name in wanted)]
+            along, of_source, *rest = torch.autograd.grad(
+                value, leaves, cotangent, allow_unused=True
+            )
+            cotangents.add("position", along)
+            if inner is not None:
+                inner(of_source)
+            add_each(partial(cotangents.add_coefficient, context.letter), wanted, rest)
+
+        return value.detach(), accumulate
+
+    def _projected(self, c: Coefficients, q: Tensor, value: Tensor) -> Tensor:
+        scaled = value if self.coefficient is None else c[self.coefficient] * value
+        return self.constraints.project(c, q, scaled)

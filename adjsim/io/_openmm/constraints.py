@@ -1,0 +1,37 @@
+"""Constraints of an ``openmm.System``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from adjsim.core.openmm_units import LENGTH
+from adjsim.dynamics.constraints.distances import DistanceConstraints
+from adjsim.io._openmm.library import plain
+
+
+def read_constraints(system: Any) -> DistanceConstraints | None:
+    """Read the constraints of a system, in their order; None without any."""
+    rows = _rows(system)
+    if not rows:
+        return None
+    length = torch.tensor([plain(length) for _, _, length in rows], dtype=torch.float64)
+    return DistanceConstraints([[i, j] for i, j, _ in rows], LENGTH * length)
+
+
+def write_constraints(constraints: DistanceConstraints, system: Any) -> None:
+    """Write lengths into the constraints of a system, whose pairs they are."""
+    pairs = [[i, j] for i, j, _ in _rows(system)]
+    if constraints.index.tolist() != pairs:
+        raise ValueError(
+            "the constraints of the system are not of the pairs of these constraints: give the "
+            "system that they were read from."
+        )
+    lengths = constraints.length.detach().cpu().double().expand(len(pairs)) / LENGTH
+    for k, (pair, length) in enumerate(zip(pairs, lengths.tolist(), strict=True)):
+        system.setConstraintParameters(k, *pair, length)
+
+
+def _rows(system: Any) -> list[Any]:
+    return [system.getConstraintParameters(k) for k in range(system.getNumConstraints())]

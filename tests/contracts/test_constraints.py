@@ -1,0 +1,352 @@
+"""Constrained dynamics: exact motions, reversal, starts, and refusals."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from scipy.special import ellipk
+
+import adjsim
+from adjsim.dynamics.constraints.distances import LARGEST
+from adjsim.dynamics.constraints.multipliers import LengthMultipliers
+from tests.constraints import TRIANGLE, WATER_LENGTHS, MixedClusters, tensor, waters
+
+FREE = adjsim.Harmonic(0.0)
+
+
+def held(position, index, length, momentum, mass=1.0, potential=FREE):
+    dynamics = adjsim.Constrained(
+        adjsim.Hamiltonian(potential, mass), adjsim.DistanceConstraints(index, length)
+    )
+    return dynamics, dynamics.init(position, momentum)
+
+
+def test_a_free_rotor_turns_by_the_exact_angle_of_each_step():
+    masses, length, speed, dt, steps = tensor([2.0, 3.0]), 1.4, 0.9, 0.05, 200
+    reduced = float(masses.prod() / masses.sum())
+    position = tensor([[0.0, 0, 0], [length, 0, 0]])
+    # The relative velocity of the atoms is across their bond, and the centre of mass moves.
+    momentum = tensor([[0.2, -reduced * speed, 0], [0.3, reduced * speed, 0]])
+    dynamics, start = held(position, [[0, 1]], length, momentum, masses)
+    path = adjsim.simulate(
+        dynamics, start, [0.0, dt * steps], solver=adjsim.VelocityVerlet(dt)
+    ).final
+    # A drift adds dt v across the bond and scales the bond, to the length: sin(angle) = dt v / L.
+    # Angular momentum and energy are those of the start. |L x p|/I = v/L is the limit dt -> 0.
+    angle = steps * math.asin(dt * speed / length)
+    bond, v = path.position[1] - path.position[0], path.momentum / masses[:, None]
+    turned = length * tensor([math.cos(angle), math.sin(angle), 0])
+    # Rounding adds up over 200 steps of 1e-16 each.
+    torch.testing.assert_close(bond, turned, rtol=0, atol=1e-12)
+    across = speed * tensor([-math.sin(angle), math.cos(angle), 0])
+    torch.testing.assert_close(v[1] - v[0], across, rtol=0, atol=1e-12)
+    assert abs(math.asin(dt * speed / length) / dt - speed / length) < 1e-3
+
+
+def test_a_pendulum_on_a_fixed_atom_has_the_period_of_its_amplitude():
+    length, gravity, amplitude, mass = 1.3, 9.81, 2.0, 0.7
+    potential = adjsim.Gravity(mass, gravity)
+    quarter = math.sqrt(length / gravity) * float(ellipk(math.sin(amplitude / 2) ** 2))
+    bob = [length * math.sin(amplitude), -length * math.cos(amplitude)]
+    position = tensor([[0.0, 0.0], bob])
+    errors = []
+    for steps in (50, 100):
+        dynamics, start = held(
+            position, [[0, 1]], length, torch.zeros(2, 2), tensor([math.inf, mass]), potential
+        )
+        solver = adjsim.VelocityVerlet(quarter / steps)
+        final = adjsim.simulate(dynamics, start, [0.0, quarter], solver=solver).final
+        assert torch.equal(final.position[0], position[0])
+        assert torch.equal(final.momentum[0], torch.zeros(2, dtype=torch.float64))
+        # After a quarter of the period the bob is at the lowest point.
+        errors.append(abs(float(final.position[1, 0])))
+    assert errors[1] < 2e-3
+    # Second order: a ratio of 4, up to terms of fourth order.
+    assert 3.8 < errors[0] / errors[1] < 4.2
+
+
+def moving_waters():
+    position, index = waters(3)
+    momentum = torch.randn(9, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    masses = tensor([4.0, 1, 1] * 3)
+    potential = adjsim.SoftSphere(0.5, 1.5, exclusions=index)
+    return held(position, index, tensor(WATER_LENGTHS * 3), momentum, masses, potential)
+
+
+def states_of(path):
+    """The states of a trajectory, as one state with an axis of times."""
+    return type(path.final)(*(getattr(path, name) for name in path.final._fields))
+
+
+def test_energy_is_of_second_order_while_constraints_hold():
+    dynamics, start = moving_waters()
+    errors = []
+    for dt in (0.02, 0.01):
+        path = adjsim.simulate(
+            dynamics, start, [0.02 * k for k in range(41)], solver=adjsim.VelocityVerlet(dt)
+        )
+        energy = dynamics.invariant(states_of(path))
+        errors.append(float((energy - energy[0]).abs().max()))
+        assert float(dynamics.constraints.excess(path.position).abs().max()) < 1e-12
+        c = dynamics.constraints.coefficients(dynamics.masses, path.position)
+        along = path.momentum - dynamics.constraints.project(c, path.position, path.momentum)
+        assert float(along.abs().max()) < 1e-12
+    assert 3.5 < errors[0] / errors[1] < 4.5
+
+
+def test_reversed_momenta_return_to_the_start():
+    dynamics, start = moving_waters()
+    solver = adjsim.Splitting("BAAAB", 0.03)
+    there = adjsim.simulate(dynamics, start, [0.0, 1.2], solver=solver).final
+    turned = there._replace(momentum=-there.momentum)
+    back = adjsim.simulate(dynamics, turned, [0.0, 1.2], solver=solver).final
+    assert float((there.position - start.position).abs().max()) > 0.1
+    # Rounding grows by collisions, over 40 steps by less than a factor of a hundred.
+    torch.testing.assert_close(back.position, start.position, rtol=0, atol=1e-12)
+    torch.testing.assert_close(-back.momentum, start.momentum, rtol=0, atol=1e-12)
+
+
+def test_steps_equal_those_of_openmm():
+    openmm = pytest.importorskip("openmm")
+    dynamics, start = moving_waters()
+    # OpenMM holds rigid waters to lengths in single precision.
+    dynamics.constraints.length.copy_(dynamics.constraints.length.float())
+    start = dynamics.init(start.position, start.momentum)
+    dt, steps, masses = 0.02, 10, dynamics.dynamics.mass.tolist()
+    system = openmm.System()
+    pairs = openmm.CustomNonbondedForce("0.5 * (1.5 / r)^12")
+    for mass in masses:
+        system.addParticle(mass)
+        pairs.addParticle([])
+    system.addForce(pairs)
+    for (i, j), length in zip(
+        dynamics.constraints.index.tolist(), dynamics.constraints.length.tolist(), strict=True
+    ):
+        system.addConstraint(i, j, length)
+        pairs.addExclusion(i, j)
+    verlet = openmm.CustomIntegrator(dt)
+    verlet.setConstraintTolerance(1e-13)
+    verlet.addPerDofVariable("x1", 0)
+    verlet.addComputePerDof("v", "v + 0.5 * dt * f / m")
+    verlet.addComputePerDof("x", "x + dt * v")
+    verlet.addComputePerDof("x1", "x")
+    verlet.addConstrainPositions()
+    verlet.addComputePerDof("v", "v + 0.5 * dt * f / m + (x - x1) / dt")
+    verlet.addConstrainVelocities()
+    context = openmm.Context(system, verlet, openmm.Platform.getPlatformByName("Reference"))
+    context.setPositions(start.position.tolist())
+    context.setVelocities((start.momentum / dynamics.dynamics.mass[:, None]).tolist())
+    verlet.step(steps)
+    theirs = context.getState(getPositions=True).getPositions(asNumpy=True)._value
+    mine = adjsim.simulate(
+        dynamics, start, [0.0, steps * dt], solver=adjsim.VelocityVerlet(dt)
+    ).final.position
+    # Rounding of both, which collisions amplify.
+    torch.testing.assert_close(mine, torch.as_tensor(theirs), rtol=0, atol=1e-10)
+
+
+def test_a_chain_of_thermostats_conserves_its_energy():
+    position, index = waters(2)
+    potential = adjsim.SoftSphere(0.5, 1.5, exclusions=index)
+    inner = adjsim.NoseHooverChain(potential, kT=0.7, tau=0.5, dof=18 - 6)
+    dynamics = adjsim.Constrained(
+        inner, adjsim.DistanceConstraints(index, tensor(WATER_LENGTHS * 2))
+    )
+    start = dynamics.init(position, generator=0)
+    errors = []
+    for dt in (0.02, 0.01):
+        solver = adjsim.Splitting("NBABN", dt)
+        path = adjsim.simulate(dynamics, start, [0.02 * k for k in range(41)], solver=solver)
+        found = dynamics.invariant(states_of(path))
+        errors.append(float((found - found[0]).abs().max()))
+    assert 3.5 < errors[0] / errors[1] < 4.5
+
+
+def test_drawn_momenta_have_the_energy_of_the_degrees_of_freedom():
+    system = MixedClusters()
+    dynamics, replicas = system.constrained(system.leaves), 4000
+    position = system.leaves["position"].expand(replicas, 9, 3)
+    start = dynamics.init(position, generator=3)
+    dof = dynamics.dof(start.position)
+    assert dof == 27 - 7
+    found = adjsim.kinetic_temperature(start.momentum, system.leaves["mass"], dof)
+    # Independent draws: the standard error of the mean is kT sqrt(2 / (dof replicas)).
+    error = 0.8 * math.sqrt(2 / (dof * replicas))
+    assert abs(float(found.mean()) - 0.8) < 4 * error
+
+
+def test_the_drift_is_that_of_the_constrained_equations():
+    dynamics, start = moving_waters()
+    h = 2e-5
+    path = adjsim.simulate(dynamics, start, [0.0, h, 2 * h], solver=adjsim.VelocityVerlet(h / 20))
+    middle = type(start)(path.position[1], path.momentum[1])
+    rates = dynamics.drift(0.0, middle)
+    for name in ("position", "momentum"):
+        values = getattr(path, name)
+        # The error of a central difference is h^2 / 6 times a third derivative of about 1e4.
+        slope = (values[2] - values[0]) / (2 * h)
+        torch.testing.assert_close(getattr(rates, name), slope, rtol=0, atol=1e-6)
+
+
+def test_multipliers_have_the_derivatives_of_the_implicit_function_theorem():
+    generator = torch.Generator().manual_seed(1)
+    base = tensor([[1.0, 0.2, 0], [0, 1, 0.1]]).T[:, None]
+    d = base + 0.1 * torch.randn(2, 3, 2, 2, generator=generator, dtype=torch.float64)
+    u = d + 0.05 * torch.randn(2, 3, 2, 2, generator=generator, dtype=torch.float64)
+    S = tensor([[2.0, 1], [1, 3]]).expand(2, 2, 2) + 0.1 * tensor([1.0, 2]).reshape(2, 1, 1)
+    length = tensor([[1.0, 1.05], [0.95, 1.1]])
+    arguments = [x.clone().requires_grad_() for x in (u, d, S, length)]
+    assert torch.autograd.gradcheck(
+        LengthMultipliers.apply, arguments, check_forward_ad=True, check_batched_grad=True
+    )
+    assert torch.autograd.gradgradcheck(LengthMultipliers.apply, arguments)
+
+
+def test_init_moves_the_start_and_says_how_far():
+    position, index = waters(1)
+    constraints = adjsim.DistanceConstraints(index, WATER_LENGTHS)
+    dynamics = adjsim.Constrained(adjsim.Langevin(FREE), constraints)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dynamics.init(position + 1e-5 * torch.eye(3), generator=0)
+    moved = position + 0.01 * torch.eye(3)
+    with pytest.warns(UserWarning, match=r"init moved an atom by 0\.0\d+ to satisfy"):
+        start = dynamics.init(moved, generator=0)
+    assert float(constraints.excess(start.position).abs().max()) < 1e-14
+    # Equal masses: forces of constraints leave the centre of mass.
+    torch.testing.assert_close(start.position.mean(0), moved.mean(0), rtol=0, atol=1e-15)
+    with pytest.raises(ValueError, match=r"far from satisfying .* of atoms 0 and 2 is off by 0\.5"):
+        dynamics.init(1.5 * position, generator=0)
+    off = start._replace(position=moved)
+    with pytest.raises(ValueError, match="Make the start by init"):
+        adjsim.simulate(dynamics, off, [0.0, 0.1], solver=adjsim.BAOAB(0.1), generator=0)
+    off = start._replace(momentum=position)
+    with pytest.raises(ValueError, match="momenta at the start change the constrained distances"):
+        adjsim.simulate(dynamics, off, [0.0, 0.1], solver=adjsim.BAOAB(0.1), generator=0)
+
+
+@pytest.mark.parametrize(
+    ("index", "length", "message"),
+    [
+        ([[0, 1], [1, 0]], 1.0, r"gives the pair \[0, 1\] in the rows \[0, 1\]: give"),
+        ([[0, 1], [1, 0]], [1.0, 2.0], r"lengths \[1.0, 2.0\], which contradict each other"),
+        ([[0, 0]], 1.0, "names an atom twice"),
+        ([[-1, 0]], 1.0, "atoms are counted from 0"),
+        ([[0, 1, 2]], 1.0, r"must be \(n, 2\)"),
+        ([[0, 1]], 0.0, "length must be positive"),
+        ([[0, 1]], [1.0, 1.0], "length must be one number or"),
+        ([[k, k + 1] for k in range(LARGEST + 1)], 1.0, "129 constraints form one cluster"),
+    ],
+)
+def test_bad_constraints_have_their_sentence(index, length, message):
+    with pytest.raises(ValueError, match=message):
+        adjsim.DistanceConstraints(index, length)
+
+
+def test_a_chain_of_the_largest_length_keeps_its_lengths():
+    position = torch.zeros(LARGEST + 1, 2, dtype=torch.float64)
+    position[:, 0] = torch.arange(LARGEST + 1) % 2
+    position[:, 1] = torch.arange(LARGEST + 1)
+    generator = torch.Generator().manual_seed(0)
+    momentum = torch.randn(position.shape, generator=generator, dtype=torch.float64)
+    index = [[k, k + 1] for k in range(LARGEST)]
+    dynamics, start = held(position, index, math.sqrt(2), momentum)
+    final = adjsim.simulate(dynamics, start, [0.0, 0.5], solver=adjsim.VelocityVerlet(0.05)).final
+    assert float(dynamics.constraints.excess(final.position).abs().max()) < 1e-12
+
+
+def test_dependent_constraints_are_refused():
+    square = tensor([[0.0, 0], [1, 0], [1, 1], [0, 1]])
+    pairs = [[i, j] for i in range(4) for j in range(i)]
+    lengths = torch.stack([(square[i] - square[j]).norm() for i, j in pairs])
+    dynamics = adjsim.Constrained(adjsim.Langevin(FREE), adjsim.DistanceConstraints(pairs, lengths))
+    # Six distances in a plane, where four atoms have five apart from rigid motions.
+    with pytest.raises(ValueError, match=r"of atoms \[0, 1, 2, 3\] are not independent"):
+        dynamics.init(square, generator=0)
+    fixed = adjsim.Langevin(FREE, tensor([math.inf, math.inf, 1.0, 1.0]))
+    pinned = adjsim.Constrained(fixed, adjsim.DistanceConstraints([[0, 1]], 1.0))
+    with pytest.raises(ValueError, match="infinite mass"):
+        pinned.init(square, generator=0)
+    with pytest.raises(ValueError, match=r"names atom 3, and atoms are counted from 0 to 2"):
+        dynamics.init(square[:3], generator=0)
+
+
+def test_lengths_that_contradict_each_other_have_no_multipliers():
+    position = tensor([[0.0, 0], [1, 0], [2, 0.05]])
+    constraints = adjsim.DistanceConstraints(TRIANGLE, [1.0, 2.1, 1.0])
+    dynamics = adjsim.Constrained(adjsim.Langevin(FREE), constraints)
+    with pytest.raises(FloatingPointError, match="contradict each other"):
+        dynamics.init(position, generator=0)
+
+
+def test_a_step_too_long_for_the_rods_is_named():
+    position = tensor([[0.0, 0], [1, 0]])
+    dynamics, start = held(position, [[0, 1]], 1.0, tensor([[0.0, -1], [0, 1]]))
+    with pytest.raises(FloatingPointError, match="distance 1; without them the distance would be"):
+        adjsim.simulate(dynamics, start, [0.0, 2.0], solver=adjsim.VelocityVerlet(2.0))
+
+
+def test_other_dynamics_are_refused_by_name():
+    rods = adjsim.DistanceConstraints([[0, 1]], 1.0)
+    liquid = adjsim.LennardJones(cutoff=2.0, box=[5.0] * 3)
+    with pytest.raises(TypeError, match="term 'B' of LangevinPiston is StrainedKick"):
+        adjsim.Constrained(adjsim.LangevinPiston(liquid, pressure=1.0), rods)
+    with pytest.raises(TypeError, match="term 'R' of Bussi is StochasticRescale"):
+        adjsim.Constrained(adjsim.Bussi(FREE), rods)
+    with pytest.raises(TypeError, match="dynamics with masses"):
+        adjsim.Constrained(adjsim.OverdampedLangevin(FREE), rods)
+    with pytest.raises(TypeError, match=r"DistanceConstraints\(index, length\)"):
+        adjsim.Constrained(adjsim.Langevin(FREE), [[0, 1]])
+    with pytest.raises(ValueError, match="Give one friction"):
+        adjsim.Constrained(adjsim.Langevin(FREE, friction=[1.0, 2.0]), rods)
+    with pytest.raises(ValueError, match="dof = atoms x dim - constraints"):
+        adjsim.Constrained(adjsim.NoseHooverChain(FREE), rods)
+    dynamics = adjsim.Constrained(adjsim.NoseHooverChain(FREE, dof=4), rods)
+    with pytest.raises(ValueError, match="leave 3 degrees of freedom"):
+        dynamics.init(tensor([[0.0, 0], [1, 0]]), generator=0)
+    dynamics = adjsim.Constrained(adjsim.Hamiltonian(FREE), rods)
+    start = dynamics.init(tensor([[0.0, 0], [1, 0]]), torch.zeros(2, 2))
+    with pytest.raises(TypeError, match="hold at the ends of RATTLE steps"):
+        adjsim.simulate(dynamics, start, [0.0, 1.0], solver=adjsim.ODESolver())
+
+
+def test_the_density_is_declared_where_only_the_potential_varies():
+    k = torch.nn.Parameter(tensor(1.0))
+    rods = adjsim.DistanceConstraints([[0, 1]], 1.0)
+    dynamics = adjsim.Constrained(adjsim.Langevin(adjsim.Harmonic(k)), rods)
+    start = dynamics.init(tensor([[0.0, 0], [1, 0]]), generator=0)
+    density = dynamics.stationary_density()
+    assert density is not None
+    (slope,) = torch.autograd.grad(density.reduced_energy(start), k)
+    torch.testing.assert_close(slope, tensor(0.5))
+    trained = adjsim.DistanceConstraints([[0, 1]], torch.nn.Parameter(tensor(1.0)))
+    with pytest.raises(TypeError, match="the length of Constrained requires grad"):
+        adjsim.Constrained(adjsim.Langevin(FREE), trained).stationary_density()
+    mass = torch.nn.Parameter(tensor(1.0))
+    with pytest.raises(TypeError, match="the mass of Constrained requires grad"):
+        adjsim.Constrained(adjsim.Langevin(FREE, mass), rods).stationary_density()
+
+
+def test_rods_of_an_ideal_gas_press_like_one_particle_each():
+    box = tensor([6.0, 7.0, 8.0])
+    position = tensor([[0.0, 0, 0], [0, 1.2, 0], [3, 3, 3], [3.6, 3.8, 3]])
+    momentum = torch.randn(4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    masses = tensor([1.0, 2, 1.5, 3])
+    potential = adjsim.SoftSphere(0.0, 1.0, cutoff=2.5, box=box)
+    dynamics, start = held(position, [[0, 1], [2, 3]], [1.2, 1.0], momentum, masses, potential)
+    # The pull along a rod cancels the rotation: mu |v|^2. The centres of mass remain.
+    centres = start.momentum.reshape(2, 2, 3).sum(1)
+    expected = (centres.square().sum(-1) / masses.reshape(2, 2).sum(1)).sum() / (3 * box.prod())
+    torch.testing.assert_close(adjsim.pressure(dynamics, start), expected, rtol=1e-12, atol=0)
+
+
+def test_the_stress_is_that_of_all_forces():
+    dynamics, start = moving_waters()
+    # sum q (dp/dt) is the virial of all forces of a system without walls.
+    rates = dynamics.drift(0.0, start)
+    virial = dynamics.potential.virial(start.position) + dynamics.constraint_virial(start)
+    expected = start.position.mT @ rates.momentum
+    torch.testing.assert_close(virial, expected, rtol=1e-10, atol=1e-10)

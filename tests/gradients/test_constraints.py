@@ -1,0 +1,104 @@
+"""Gradients of constrained runs: adjoints against each other and against central differences."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import adjsim
+from tests.constraints import MixedClusters, tensor, weighted
+
+ADJOINTS = (adjsim.DirectAdjoint(), adjsim.CheckpointAdjoint(), adjsim.ReversibleAdjoint())
+
+
+@pytest.fixture
+def system():
+    return MixedClusters()
+
+
+def gradients(system, numbers, steps, **options):
+    path = system.run(numbers, steps, **options)
+    found = torch.autograd.grad(weighted(path.final), list(numbers.values()))
+    return dict(zip(numbers, found, strict=True))
+
+
+def slope(system, numbers, name, along, steps, scheme="BAOAB"):
+    h = 1e-5
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ends = [
+            weighted(system.run(numbers | {name: numbers[name] + s * along}, steps, scheme).final)
+            for s in (h, -h)
+        ]
+    return (ends[0] - ends[1]) / (2 * h)
+
+
+@pytest.mark.parametrize("scheme", ["BAOAB", "OBAAABO"])
+def test_all_adjoints_equal_central_differences(system, scheme):
+    numbers, steps = system.parameters(), 6
+    found = [gradients(system, numbers, steps, scheme=scheme, adjoint=a) for a in ADJOINTS]
+    generator = torch.Generator().manual_seed(5)
+    for name, number in numbers.items():
+        for other in found[1:]:
+            torch.testing.assert_close(other[name], found[0][name], rtol=1e-10, atol=1e-10)
+        along = torch.randn(number.shape, generator=generator, dtype=torch.float64)
+        expected = slope(system, numbers, name, along, steps, scheme)
+        # Truncation h^2 and rounding 1e-14 / h are below 1e-8.
+        torch.testing.assert_close((found[0][name] * along).sum(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_fixed_atom_and_its_rod_have_gradients(system):
+    length = torch.nn.Parameter(tensor([1.0, 0.8]))
+    mass = torch.nn.Parameter(tensor([torch.inf, 1.0, 2.0]))
+    position = tensor([[0.0, 0], [1, 0], [1, 0.8]])
+
+    def end(length, mass, adjoint):
+        inner = adjsim.Hamiltonian(adjsim.Gravity([1.0, 1.0, 2.0], 9.0), mass)
+        held = adjsim.Constrained(inner, adjsim.DistanceConstraints([[0, 1], [1, 2]], length))
+        start = held.init(position, torch.zeros(3, 2))
+        return weighted(
+            adjsim.simulate(
+                held, start, [0.0, 0.5], solver=adjsim.VelocityVerlet(0.05), adjoint=adjoint
+            ).final
+        )
+
+    found = [torch.autograd.grad(end(length, mass, a), (length, mass)) for a in ADJOINTS]
+    h, along = 1e-5, tensor([0.6, -0.9])
+    for k, (number, step) in enumerate(((length, along), (mass, tensor([0.0, 0.7, 0.4])))):
+        ends = []
+        for sign in (h, -h):
+            shifted = [length.detach(), mass.detach()]
+            shifted[k] = number.detach() + sign * step
+            ends.append(end(*shifted, adjsim.DirectAdjoint()))
+        expected = (ends[0] - ends[1]) / (2 * h)
+        for grads in found:
+            torch.testing.assert_close((grads[k] * step).sum(), expected, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(grads[k], found[0][k], rtol=1e-10, atol=1e-10)
+
+
+def test_a_gradient_can_be_differentiated_again(system):
+    length = torch.nn.Parameter(system.leaves["length"].clone())
+    along = torch.linspace(-1, 1, 7, dtype=torch.float64)
+
+    def first(length):
+        path = system.run(system.leaves | {"length": length}, 3)
+        (found,) = torch.autograd.grad(weighted(path.final), length, create_graph=True)
+        return found
+
+    (second,) = torch.autograd.grad((first(length) * along).sum(), length)
+    h = 1e-5
+    ends = [first(torch.nn.Parameter((length + s * along).detach())) for s in (h, -h)]
+    expected = (ends[0] - ends[1]) / (2 * h)
+    torch.testing.assert_close(second, expected.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adjoint", ADJOINTS, ids=lambda x: type(x).__name__)
+def test_compiled_runs_have_the_same_gradients(system, adjoint):
+    numbers = system.parameters()
+    plain = gradients(system, numbers, 6, adjoint=adjoint)
+    compiled = gradients(system, numbers, 6, adjoint=adjoint, compile=True)
+    for name in numbers:
+        torch.testing.assert_close(compiled[name], plain[name], rtol=1e-10, atol=1e-10)

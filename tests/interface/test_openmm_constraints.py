@@ -1,0 +1,229 @@
+"""Systems of OpenMM with constraints: energies, steps, gradients to lengths, and the way back."""
+
+from __future__ import annotations
+
+import numpy as np
+import openmm
+import pytest
+import torch
+from ase import units
+from openmm import app, unit
+from torch import nn
+
+import adjsim
+from adjsim.core.openmm_units import LENGTH
+from adjsim.io import from_openmm, to_openmm
+from tests.openmm_systems import AMBER14, molecule, reference, structure
+
+KT = 300 * units.kB
+# Both sides sum the same terms in float64 and in another order.
+ROUNDING = 1e-10
+
+
+def solvated(topology=None, positions=None, water="amber14/tip3p.xml", box=None, **options):
+    """A system in rigid water, 8 molecules without a box, its positions and its topology."""
+    positions = [] * unit.nanometer if positions is None else positions
+    model = app.Modeller(topology or app.Topology(), positions)
+    field = app.ForceField(AMBER14, water)
+    model.addSolvent(field, **({"numAdded": 8} if box is None else {"boxSize": box}))
+    system = field.createSystem(model.topology, rigidWater=True, **options)
+    return system, model.positions, model.topology
+
+
+def dipeptide(**options):
+    system, positions, _ = molecule("dipeptide.pdb", AMBER14, constraints=app.HBonds, **options)
+    return system, positions, structure("dipeptide.pdb").topology
+
+
+def started(potential, atoms, constraints, inner=None):
+    """Constrained dynamics and a start of 300 K."""
+    inner = adjsim.Hamiltonian(potential, atoms.mass) if inner is None else inner
+    dynamics = adjsim.Constrained(inner, constraints)
+    momentum = (atoms.mass[:, None] * KT).sqrt() * torch.randn(
+        atoms.position.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    return dynamics, dynamics.init(atoms.position, momentum)
+
+
+def assert_energies_equal(system, potential, atoms):
+    energy, forces = reference(system, atoms.position.numpy() / LENGTH)
+    scale = np.abs(forces).max()
+    with torch.no_grad():
+        assert abs(potential(atoms.position).item() - energy) <= ROUNDING * max(abs(energy), scale)
+        mine = adjsim.force(potential, atoms.position).numpy()
+    assert np.abs(mine - forces).max() <= ROUNDING * scale
+
+
+def test_a_peptide_with_constrained_hydrogens():
+    system, positions, topology = dipeptide()
+    potential, atoms = from_openmm(system, positions, topology)
+    assert_energies_equal(system, potential, atoms)
+    assert not atoms.constraints.length.requires_grad
+    rows = [system.getConstraintParameters(k) for k in range(12)]
+    assert atoms.constraints.index.tolist() == [[i, j] for i, j, _ in rows]
+    lengths = torch.tensor([x.value_in_unit(unit.angstrom) for _, _, x in rows])
+    torch.testing.assert_close(atoms.constraints.length, lengths.double())
+    dynamics, start = started(potential, atoms, atoms.constraints)
+    assert dynamics.dof(start.position) == 3 * 22 - 12
+    # The distances of the file have three decimals of an angstrom.
+    assert float((start.position - atoms.position).abs().max()) < 0.05
+
+
+def test_without_constraints_there_are_none():
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14)
+    assert from_openmm(system, positions, topology)[1].constraints is None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:init moved an atom")
+def test_a_solvated_peptide_as_it_is_made():
+    pdb = structure("dipeptide.pdb")
+    system, positions, topology = solvated(
+        pdb.topology,
+        pdb.positions,
+        "amber14/tip3pfb.xml",
+        openmm.Vec3(2, 2, 2) * unit.nanometer,
+        constraints=app.HBonds,
+        nonbondedMethod=app.PME,
+        nonbondedCutoff=0.9 * unit.nanometer,
+    )
+    potential, atoms = from_openmm(system, positions, topology)
+    assert_energies_equal(system, potential, atoms)
+    inner = adjsim.Langevin(potential, atoms.mass, KT, 0.001 / units.fs)
+    dynamics, start = started(potential, atoms, atoms.constraints, inner)
+    waters = (len(atoms.mass) - 22) // 3
+    assert dynamics.dof(start.position) == 3 * 22 - 12 + 6 * waters
+    dt = 2 * units.fs
+    final = adjsim.simulate(
+        dynamics, start, [0.0, 5 * dt], solver=adjsim.BAOAB(dt), generator=1
+    ).final
+    # Rounding of positions, of 20 angstrom, over a length of one.
+    assert float(atoms.constraints.excess(final.position).detach().abs().max()) < 1e-13
+
+
+def test_ten_steps_of_rigid_water_equal_those_of_openmm():
+    system, positions, topology = solvated()
+    potential, atoms = from_openmm(system, positions, topology)
+    dynamics, start = started(potential, atoms, atoms.constraints)
+    dt = 0.002
+    verlet = openmm.CustomIntegrator(dt)
+    verlet.setConstraintTolerance(1e-12)
+    verlet.addPerDofVariable("x1", 0)
+    verlet.addComputePerDof("v", "v + 0.5 * dt * f / m")
+    verlet.addComputePerDof("x", "x + dt * v")
+    verlet.addComputePerDof("x1", "x")
+    verlet.addConstrainPositions()
+    verlet.addComputePerDof("v", "v + 0.5 * dt * f / m + (x - x1) / dt")
+    verlet.addConstrainVelocities()
+    context = openmm.Context(system, verlet, openmm.Platform.getPlatformByName("Reference"))
+    context.setPositions(start.position.numpy() / LENGTH)
+    velocity = start.momentum / atoms.mass[:, None] * 1000 * units.fs / LENGTH
+    context.setVelocities(velocity.numpy())
+    verlet.step(10)
+    theirs = context.getState(getPositions=True).getPositions(asNumpy=True)._value
+    step = dt * 1000 * units.fs
+    mine = adjsim.simulate(
+        dynamics, start, [0.0, 10 * step], solver=adjsim.VelocityVerlet(step)
+    ).final.position
+    moved = float((mine - start.position).detach().abs().max())
+    assert moved > 0.1
+    # OpenMM holds rigid waters to lengths in single precision: 6e-8 of an angstrom.
+    torch.testing.assert_close(mine, LENGTH * torch.as_tensor(theirs), rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_energy_of_rigid_water_is_of_second_order():
+    system, positions, topology = solvated()
+    potential, atoms = from_openmm(system, positions, topology)
+    dynamics, start = started(potential.requires_grad_(False), atoms, atoms.constraints)
+    errors = []
+    for dt in (2.0, 1.0, 0.5):
+        path = adjsim.simulate(
+            dynamics,
+            start,
+            torch.arange(0, 101, 2, dtype=torch.float64) * units.fs,
+            solver=adjsim.VelocityVerlet(dt * units.fs),
+        )
+        energy = dynamics.invariant(dynamics.state_type(path.position, path.momentum))
+        errors.append(float((energy - energy[0]).square().mean().sqrt()))
+    # The next term of the error is smaller by the square of the step over a libration's time.
+    print(errors)
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
+    assert errors[1] / errors[2] == pytest.approx(4, rel=0.05)
+
+
+def test_a_gradient_to_lengths_equals_differences():
+    system, positions, topology = solvated()
+    potential, atoms = from_openmm(system, positions, topology)
+    read, dt = atoms.constraints, 2 * units.fs
+    direction = torch.randn(
+        read.length.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+
+    def value(length):
+        inner = adjsim.Langevin(potential, atoms.mass, KT, 0.01 / units.fs)
+        held = adjsim.DistanceConstraints(read.index, length)
+        dynamics, start = started(potential, atoms, held, inner)
+        final = adjsim.simulate(
+            dynamics,
+            start,
+            [0.0, 3 * dt],
+            solver=adjsim.BAOAB(dt),
+            adjoint=adjsim.ReversibleAdjoint(),
+            generator=2,
+        ).final
+        return (final.position[0] - final.position[12]).norm() + potential(final.position)
+
+    length = nn.Parameter(read.length.clone())
+    value(length).backward()
+    h = 1e-5
+    with torch.no_grad():
+        ends = [float(value(read.length + s * h * direction)) for s in (1, -1)]
+    # Differences have an error of h^2 times a third derivative, and rounding over h.
+    along = float((length.grad * direction).sum())
+    assert (ends[0] - ends[1]) / (2 * h) == pytest.approx(along, rel=1e-6)
+
+
+def test_a_bond_on_a_constrained_pair_changes_the_energy_and_no_motion():
+    system, positions, topology = solvated()
+    without, atoms = from_openmm(system, positions, topology)
+    bond = openmm.HarmonicBondForce()
+    bond.addBond(0, 1, 0.11, 1e5)
+    system.addForce(bond)
+    potential, atoms = from_openmm(system, positions, topology)
+    assert_energies_equal(system, potential, atoms)
+    finals = []
+    for one in (without, potential):
+        inner = adjsim.Langevin(one, atoms.mass, KT, 0.01 / units.fs)
+        dynamics, start = started(one, atoms, atoms.constraints, inner)
+        dt = 2 * units.fs
+        run = adjsim.simulate(dynamics, start, [0.0, 5 * dt], solver=adjsim.BAOAB(dt), generator=3)
+        finals.append(run.final.position)
+    assert (potential(finals[0]) - without(finals[0])).item() > 0.05
+    # The projection leaves rounding of a force of some eV/angstrom.
+    torch.testing.assert_close(finals[1], finals[0], rtol=0, atol=1e-11)
+
+
+def test_fitted_lengths_are_written_back():
+    system, positions, topology = dipeptide()
+    potential, atoms = from_openmm(system, positions, topology)
+    with torch.no_grad():
+        atoms.constraints.length.mul_(1.01)
+    written = to_openmm(potential, system, atoms.constraints)
+    again = from_openmm(written, positions, topology)[1].constraints
+    torch.testing.assert_close(again.length, atoms.constraints.length, rtol=1e-15, atol=0)
+    # Without constraints, and in the system that was read, lengths stay.
+    for same in (system, to_openmm(potential, system)):
+        unchanged = from_openmm(same, positions, topology)[1].constraints
+        torch.testing.assert_close(1.01 * unchanged.length, again.length, rtol=1e-15, atol=0)
+
+
+def test_constraints_of_another_system_are_refused():
+    system, positions, topology = dipeptide()
+    potential, atoms = from_openmm(system, positions, topology)
+    other = adjsim.DistanceConstraints(atoms.constraints.index[1:], atoms.constraints.length[1:])
+    with pytest.raises(ValueError, match="not of the pairs of these constraints"):
+        to_openmm(potential, system, other)
+    system.addConstraint(*atoms.constraints.index[0].tolist()[::-1], 0.2)
+    with pytest.raises(ValueError, match=r"pair .* rows \[0, 12\].*contradict each other"):
+        from_openmm(system, positions, topology)
