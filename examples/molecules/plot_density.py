@@ -275,8 +275,8 @@ axes[2].set(xlabel="r / angstrom", ylabel="g(r)")
 axes[2].legend(fontsize="small")
 
 # %%
-# The fit has the measured density and heat at 90 K, to about a per cent, as the errors of
-# these short runs are. So has it the density at 85 K, which it was not given. By the
+# The fit has the measured density and heat at 90 K, to about a per cent, which is the
+# error of these short runs, and the density at 85 K, which it was not given. By the
 # last table the heat says
 # most about epsilon, and the density about sigma. g(r) says a third as much about
 # sigma, since a wider atom moves the peaks, and little about epsilon: a fit to g(r)
