@@ -90,11 +90,33 @@ class Cubic(nn.Module):
         return self.k * (position**3).sum((-1, -2))
 
 
+# Others of the table have numbers of every pair, and a force that is shifted, too.
+MARKS = dict.fromkeys(("yukawa, pairs", "wolf, ForceShifted"), pytest.mark.marathon)
+MARKS["kong"] = pytest.mark.slow
+
+
 # Two pairs of the square are at 1.15 and 1.2, others at 1.5: cutoffs of 1.45 exclude some.
-@pytest.mark.parametrize("potential", [make() for make in PAIRS.values()], ids=list(PAIRS))
+@pytest.mark.parametrize(
+    "potential",
+    [pytest.param(make(), id=name, marks=MARKS.get(name, ())) for name, make in PAIRS.items()],
+)
 @pytest.mark.parametrize("position", [square()[0]], ids=["square"])
 class TestPairs(PotentialContract):
-    pass
+    # Below, since each is another kernel.
+    test_float32_follows = None
+
+
+@pytest.mark.parametrize(
+    "name",
+    # The functions that formulas are made of, and a number for each pair.
+    slow_but(
+        lambda name: name in ("morse, pairs", "mie", "wolf"),
+        PAIRS,
+        marathon=lambda name: name in MARKS or name in ("morse", "yukawa", "soft sphere"),
+    ),
+)
+def test_float32_follows(name):
+    PotentialContract().test_float32_follows(PAIRS[name](), square()[0])
 
 
 def pair(r: float) -> torch.Tensor:
@@ -263,7 +285,8 @@ def test_tails_of_lennard_jones():
     "make",
     [
         lambda **end: adjsim.LennardJones(1.2, 1.1, **end),
-        lambda **end: adjsim.Morse(1.2, 0.8, 1.1, **end),
+        # It falls exponentially as Yukawa's does.
+        pytest.param(lambda **end: adjsim.Morse(1.2, 0.8, 1.1, **end), marks=pytest.mark.marathon),
         lambda **end: adjsim.Yukawa(1.2, 0.6, **end),
     ],
     ids=["lennard-jones", "morse", "yukawa"],
