@@ -386,9 +386,11 @@ class Whole(nn.Module):
 
 
 def mixed() -> adjsim.potentials.SumPotential:
-    """Every printed formula, in one potential of the square's four atoms."""
+    """Every printed formula, in one potential of the square's four atoms, with the numbers of the
+    table, whose kernels it shares.
+    """
     switched = adjsim.LennardJones(
-        parameter(0.7), parameter(0.9), cutoff=1.5, truncation=Switched(1.0)
+        parameter(0.7), parameter(0.9), cutoff=1.45, truncation=Switched(0.9)
     )
     bounded = adjsim.Morse(parameter(0.5), cutoff=1.6, truncation=ForceShifted())
     return (
@@ -400,8 +402,8 @@ def mixed() -> adjsim.potentials.SumPotential:
         + adjsim.GaussianCore(parameter(0.6), parameter(0.9))
         + adjsim.Yukawa(parameter(0.5), parameter(0.8))
         + adjsim.Mie(parameter(0.3), parameter(0.95), 10.5, 5.0)
-        + adjsim.Wolf(vector(*CHARGES), 0.8, cutoff=1.6)
-        + adjsim.ReactionField(vector(*CHARGES), cutoff=1.6)
+        + adjsim.Wolf(vector(*CHARGES), 0.8, cutoff=1.45)
+        + adjsim.ReactionField(vector(*CHARGES), 20.0, cutoff=1.45)
         + adjsim.Harmonic(parameter(0.3))
     )
 
@@ -458,8 +460,8 @@ def test_compiled_gradients_of_what_is_not_elementwise(make):
 
 
 def test_a_matrix_that_an_optimiser_made_asymmetric_is_taken_as_its_symmetric_part():
-    potential = adjsim.LennardJones(matrix(1.0))
-    potential.epsilon.data[0, 1] += 0.3
+    potential = PAIRS["morse, pairs"]()
+    potential.depth.data[0, 1] += 0.3
     q = square()[0]
     force = adjsim.force(potential, q).detach()
     torch.testing.assert_close(force.sum(0), torch.zeros(2), rtol=0, atol=1e-12)
