@@ -217,7 +217,7 @@ QUICK = settings(
 )
 
 
-@settings(QUICK, max_examples=4)
+@settings(QUICK, max_examples=2)
 @given(graphs())
 def test_drawn_graphs(graph):
     check(graph)

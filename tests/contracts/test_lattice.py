@@ -133,7 +133,7 @@ def toy(terms, unit, batch, seed):
 
 
 @settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(plans())
 def test_any_program_comes_back(drawn):

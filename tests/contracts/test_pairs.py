@@ -90,11 +90,33 @@ class Cubic(nn.Module):
         return self.k * (position**3).sum((-1, -2))
 
 
+# Others of the table have numbers of every pair, and a force that is shifted, too.
+MARKS = dict.fromkeys(("yukawa, pairs", "wolf, ForceShifted"), pytest.mark.marathon)
+MARKS["kong"] = pytest.mark.slow
+
+
 # Two pairs of the square are at 1.15 and 1.2, others at 1.5: cutoffs of 1.45 exclude some.
-@pytest.mark.parametrize("potential", [make() for make in PAIRS.values()], ids=list(PAIRS))
+@pytest.mark.parametrize(
+    "potential",
+    [pytest.param(make(), id=name, marks=MARKS.get(name, ())) for name, make in PAIRS.items()],
+)
 @pytest.mark.parametrize("position", [square()[0]], ids=["square"])
 class TestPairs(PotentialContract):
-    pass
+    # Below, since each is another kernel.
+    test_float32_follows = None
+
+
+@pytest.mark.parametrize(
+    "name",
+    # The functions that formulas are made of, and a number for each pair.
+    slow_but(
+        lambda name: name in ("morse, pairs", "mie", "wolf"),
+        PAIRS,
+        marathon=lambda name: name in MARKS or name in ("morse", "yukawa", "soft sphere"),
+    ),
+)
+def test_float32_follows(name):
+    PotentialContract().test_float32_follows(PAIRS[name](), square()[0])
 
 
 def pair(r: float) -> torch.Tensor:
@@ -263,7 +285,8 @@ def test_tails_of_lennard_jones():
     "make",
     [
         lambda **end: adjsim.LennardJones(1.2, 1.1, **end),
-        lambda **end: adjsim.Morse(1.2, 0.8, 1.1, **end),
+        # It falls exponentially as Yukawa's does.
+        pytest.param(lambda **end: adjsim.Morse(1.2, 0.8, 1.1, **end), marks=pytest.mark.marathon),
         lambda **end: adjsim.Yukawa(1.2, 0.6, **end),
     ],
     ids=["lennard-jones", "morse", "yukawa"],
@@ -363,9 +386,11 @@ class Whole(nn.Module):
 
 
 def mixed() -> adjsim.potentials.SumPotential:
-    """Every printed formula, in one potential of the square's four atoms."""
+    """Every printed formula, in one potential of the square's four atoms, with the numbers of the
+    table, whose kernels it shares.
+    """
     switched = adjsim.LennardJones(
-        parameter(0.7), parameter(0.9), cutoff=1.5, truncation=Switched(1.0)
+        parameter(0.7), parameter(0.9), cutoff=1.45, truncation=Switched(0.9)
     )
     bounded = adjsim.Morse(parameter(0.5), cutoff=1.6, truncation=ForceShifted())
     return (
@@ -377,8 +402,8 @@ def mixed() -> adjsim.potentials.SumPotential:
         + adjsim.GaussianCore(parameter(0.6), parameter(0.9))
         + adjsim.Yukawa(parameter(0.5), parameter(0.8))
         + adjsim.Mie(parameter(0.3), parameter(0.95), 10.5, 5.0)
-        + adjsim.Wolf(vector(*CHARGES), 0.8, cutoff=1.6)
-        + adjsim.ReactionField(vector(*CHARGES), cutoff=1.6)
+        + adjsim.Wolf(vector(*CHARGES), 0.8, cutoff=1.45)
+        + adjsim.ReactionField(vector(*CHARGES), 20.0, cutoff=1.45)
         + adjsim.Harmonic(parameter(0.3))
     )
 
@@ -435,8 +460,8 @@ def test_compiled_gradients_of_what_is_not_elementwise(make):
 
 
 def test_a_matrix_that_an_optimiser_made_asymmetric_is_taken_as_its_symmetric_part():
-    potential = adjsim.LennardJones(matrix(1.0))
-    potential.epsilon.data[0, 1] += 0.3
+    potential = PAIRS["morse, pairs"]()
+    potential.depth.data[0, 1] += 0.3
     q = square()[0]
     force = adjsim.force(potential, q).detach()
     torch.testing.assert_close(force.sum(0), torch.zeros(2), rtol=0, atol=1e-12)

@@ -10,7 +10,7 @@ from torch import nn
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, VelocityVerlet
-from tests.problems import Cage, parameter, square
+from tests.problems import Cage, chaotic, parameter, square
 
 SWEPT = [CheckpointAdjoint(), ReversibleAdjoint()]
 ALL = [DirectAdjoint(), *SWEPT]
@@ -229,23 +229,31 @@ def test_time_dependent_forces(adjoint):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_reversal_beyond_its_tolerance_raises():
-    """Thirteen atoms melted: after 4,000 steps floating-point reversal has lost the start."""
-    from adjsim.io.systems import cluster
+class Kicked(nn.Module):
+    """Of which steps of size one are the standard map."""
 
-    system = cluster()
-    dynamics = adjsim.Hamiltonian(system.potential)
-    momentum = dynamics.thermal_momentum(
-        system.position, torch.tensor(0.6), torch.Generator().manual_seed(1)
-    )
-    start = dynamics.init(system.position, momentum)
-    options = {"solver": VelocityVerlet(0.005), "record": lambda s: s.position}
-    lost = adjsim.simulate(dynamics, start, [0.0, 25.0], adjoint=ReversibleAdjoint(), **options)
+    def __init__(self, k):
+        super().__init__()
+        self.k = parameter(k)
+
+    def forward(self, position):
+        return (self.k * torch.cos(position)).sum((-1, -2))
+
+
+@chaotic
+def test_reversal_beyond_its_tolerance_raises():
+    """In the standard map of k = 10 errors grow fivefold a step: fifty steps lose the start, and
+    segments of five keep it.
+    """
+    dynamics = adjsim.Hamiltonian(Kicked(10.0))
+    start = dynamics.init(*square())
+    options = {"solver": VelocityVerlet(1.0), "record": lambda s: s.position}
+    lost = adjsim.simulate(dynamics, start, [0.0, 50.0], adjoint=ReversibleAdjoint(), **options)
     assert lost.stats["reconstruction_error"] is None
     with pytest.raises(adjsim.ReconstructionError, match="checkpoint_every"):
         lost.final.position.sum().backward()
     kept = adjsim.simulate(
-        dynamics, start, [0.0, 8.0], adjoint=ReversibleAdjoint(checkpoint_every=500), **options
+        dynamics, start, [0.0, 50.0], adjoint=ReversibleAdjoint(checkpoint_every=5), **options
     )
     kept.final.position.sum().backward()
     assert 0 < kept.stats["reconstruction_error"] < 1e-6

@@ -124,11 +124,15 @@ MADE = {
 
 
 @pytest.mark.parametrize(
-    "adjoint",
-    [ReversibleAdjoint(), pytest.param(CheckpointAdjoint(3), marks=pytest.mark.slow)],
-    ids=["rev", "ck"],
+    ("name", "adjoint"),
+    slow_but(
+        lambda name, adjoint: isinstance(adjoint, ReversibleAdjoint),
+        itertools.product(MADE, [ReversibleAdjoint(), CheckpointAdjoint(3)]),
+        # By what a loop is found does not depend on the adjoint.
+        marathon=lambda name, adjoint: name != "pairs and bonds",
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("name", MADE)
 def test_a_dynamics_made_anew_compiles_nothing(name, adjoint):
     """With other numbers, of which it has the gradient; a closure is made anew too."""
     make, solver = MADE[name]

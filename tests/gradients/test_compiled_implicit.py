@@ -125,9 +125,10 @@ STIFF = {
     ("name", "solver"),
     slow_but(
         lambda name, solver: (
-            name == "van der Pol" or (name, solver) == ("robertson", BackwardEuler)
+            (name, solver) in (("van der Pol", ImplicitMidpoint), ("robertson", BackwardEuler))
         ),
         itertools.product(STIFF, [BackwardEuler, ImplicitMidpoint]),
+        marathon=lambda name, solver: (name, solver) != ("chain", ImplicitMidpoint),
     ),
 )
 def test_stiff_fields(name, solver):
@@ -155,7 +156,7 @@ def test_stiff_fields(name, solver):
 
 @pytest.mark.parametrize(
     "adjoint",
-    [pytest.param(DirectAdjoint(), marks=pytest.mark.slow), CheckpointAdjoint(3)],
+    [pytest.param(DirectAdjoint(), marks=pytest.mark.marathon), CheckpointAdjoint(3)],
     ids=["direct", "ck"],
 )
 def test_averages(adjoint):
@@ -378,26 +379,28 @@ def test_rates_that_become_nan(solver):
 def test_stiff_systems_in_other_bases(solver, exponent):
     """Eigenvalues from 1 to 1e8 and 1e12, whose field has the rounding of the largest."""
     generator = torch.Generator().manual_seed(0)
-    for n in (2, 5):
-        basis = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))[0]
-        rates = 10 ** torch.linspace(0, exponent, n, dtype=torch.float64)
-        matrix = -basis @ torch.diag(rates) @ basis.mT
-        y, h = torch.randn(3, n, generator=generator, dtype=torch.float64), 0.1
-        theta = solver.theta
-        factors = (1 - (1 - theta) * h * rates) / (1 + theta * h * rates)
-        exact = y @ basis @ torch.diag(factors**5) @ basis.mT
-        dynamics = ODE(lambda t, y, matrix=matrix: (matrix * y.unsqueeze(-2)).sum(-1))
-        for compile in (False, True):
-            final = adjsim.simulate(
-                dynamics, dynamics.init(y), [0.0, 0.5], solver=solver(h), compile=compile
-            ).final.y
-            # An evaluation of the field is off by the rounding of its largest eigenvalue.
-            allowed = 20 * 2.2e-16 * h * 10**exponent
-            torch.testing.assert_close(final, exact, rtol=0, atol=allowed)
+    n = 5
+    basis = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))[0]
+    rates = 10 ** torch.linspace(0, exponent, n, dtype=torch.float64)
+    matrix = -basis @ torch.diag(rates) @ basis.mT
+    y, h = torch.randn(3, n, generator=generator, dtype=torch.float64), 0.1
+    theta = solver.theta
+    factors = (1 - (1 - theta) * h * rates) / (1 + theta * h * rates)
+    exact = y @ basis @ torch.diag(factors**5) @ basis.mT
+    dynamics = ODE(lambda t, y: (matrix * y.unsqueeze(-2)).sum(-1))
+    for compile in (False, True):
+        final = adjsim.simulate(
+            dynamics, dynamics.init(y), [0.0, 0.5], solver=solver(h), compile=compile
+        ).final.y
+        # An evaluation of the field is off by the rounding of its largest eigenvalue.
+        allowed = 20 * 2.2e-16 * h * 10**exponent
+        torch.testing.assert_close(final, exact, rtol=0, atol=allowed)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("solver", [BackwardEuler, ImplicitMidpoint])
+@pytest.mark.parametrize(
+    "solver", [pytest.param(BackwardEuler, marks=pytest.mark.marathon), ImplicitMidpoint]
+)
 def test_the_tolerance_belongs_to_the_loop(solver):
     """A run does not read the loop of another tolerance."""
     dynamics, y = ODE(Net()), start((4,))

@@ -72,8 +72,12 @@ def distance_of_lattice(case: Case) -> float:
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    # What a record reads does not depend on the rounding of the steps.
-    slow_but(by_default, ROWS, lambda c, kind: kind == "record" or in_a_marathon(c, kind)),
+    # What a record or an average reads does not depend on the rounding of the steps.
+    slow_but(
+        by_default,
+        ROWS,
+        lambda c, kind: kind in ("record", "average") or in_a_marathon(c, kind),
+    ),
     ids=str,
 )
 def test_all_adjoints_agree(case, kind):
@@ -99,7 +103,7 @@ def test_all_adjoints_agree(case, kind):
 )
 def test_one_path_whatever_is_asked_of_it(case):
     """Saves, records, segments and adjoints: the final state is the same to the last bit."""
-    ends, end, saves = [], [0, 137], [0, 1, 64, 65, 100, 137]
+    ends, end, saves = [], [0, 71], [0, 1, 64, 65, 71]
     for steps, adjoint, record in (
         (end, DirectAdjoint(), None),
         (saves, DirectAdjoint(), TimeAverage(moment)),
@@ -140,7 +144,7 @@ def test_a_system_does_not_depend_on_its_batch(name, scheme):
     case = Case(name, scheme, "lennard-jones", exact=True)
     dynamics = case.build()
     if name == "langevin":
-        dynamics.friction.data.fill_(40.0)  # spills after 60 steps
+        dynamics.friction.data.fill_(80.0)  # spills after 30 steps
     position, momentum = (x[..., :, :] for x in square((3,)))
     momentum = momentum * torch.tensor([1.0, 0.3, 0.1]).reshape(3, 1, 1)
 
@@ -149,7 +153,7 @@ def test_a_system_does_not_depend_on_its_batch(name, scheme):
         return adjsim.simulate(
             dynamics,
             start,
-            [0, 1.5],
+            [0, 0.75],
             solver=case.solver,
             generator=torch.Generator().manual_seed(1),
         ).final
@@ -168,13 +172,13 @@ def test_spilled_words_come_back(name):
     for adjoint in (ReversibleAdjoint(), CheckpointAdjoint(7)):
         dynamics = Case(name, scheme, "lennard-jones").build()
         if name == "langevin":
-            dynamics.friction.data.fill_(60.0)
+            dynamics.friction.data.fill_(180.0)
         start = start_of(dynamics, *square((2,)))
         run = adjsim.simulate(
             dynamics,
             start,
             torch.tensor(
-                [0.0, 1.33, 3.77, 4.51] if name == "langevin" else [0.0, 3.33, 7.77, 9.01]
+                [0.0, 0.44, 1.26, 1.51] if name == "langevin" else [0.0, 3.33, 7.77, 9.01]
             ),
             solver=Splitting(scheme, 0.01, exact=True),
             adjoint=adjoint,

@@ -81,7 +81,7 @@ def test_exact_up_to_friction_times_time_of_a_hundred(name, scheme):
     """friction T = 100 with the checkpoints it chooses itself."""
     make = STRONG[name]
     time = 100.0 / make().damping(start_of(make(), *square()))
-    dt = 0.0025
+    dt = 0.005
     time = round(time / dt) * dt
     direct, _ = gradients(make(), scheme, dt, time, DirectAdjoint())
     mine, stats = gradients(make(), scheme, dt, time, ReversibleAdjoint())

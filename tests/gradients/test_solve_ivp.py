@@ -109,13 +109,13 @@ def tensors(**changed) -> dict:
     return {name: torch.tensor(value) for name, value in {**START, **changed}.items()}
 
 
-def directions(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def directions() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(x.shape, generator=generator) for name, x in tensors().items()}
 
 
 @functools.cache
-def slope(output: str, seed: int) -> torch.Tensor:
+def slope(output: str) -> torch.Tensor:
     """Central differences along a direction in all inputs, of a solution of tolerance 1e-13.
 
     They are good to 1e-7.
@@ -123,7 +123,7 @@ def slope(output: str, seed: int) -> torch.Tensor:
     h, ends = 1e-4, []
     with torch.no_grad():
         for sign in (1, -1):
-            along = directions(seed)
+            along = directions()
             values = {name: x + sign * h * along[name] for name, x in tensors().items()}
             ends.append(loss(output, values, "DOP853", rtol=1e-13, atol=1e-14))
     return (ends[0] - ends[1]) / (2 * h)
@@ -179,10 +179,10 @@ def test_table(method, adjoint, output):
     """
     rtol = RTOL.get(method, 1e-8) * (1000 if method in ("BDF", "LSODA") else 30)
     found = gradients(output, method, adjoint)
-    for seed in range(2):
-        along = directions(seed)
-        mine = sum((found[name] * along[name]).sum() for name in found)
-        torch.testing.assert_close(mine, slope(output, seed), rtol=rtol, atol=rtol + 1e-7)
+    # A direction at random, to which every input adds.
+    along = directions()
+    mine = sum((found[name] * along[name]).sum() for name in found)
+    torch.testing.assert_close(mine, slope(output), rtol=rtol, atol=rtol + 1e-7)
 
 
 @pytest.mark.slow
@@ -741,7 +741,7 @@ def test_zeno_is_refused():
 # Whatever else.
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(lambda method: method in ("RK45", "Radau"), METHODS))
 def test_backward_in_time(method):
     """From t1 to t0: with an event, save times and a module."""
     k = leaf(2.0)

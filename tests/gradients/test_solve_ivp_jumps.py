@@ -96,7 +96,7 @@ PAIRS = [
         adjoint,
         marks=[]
         if method == "RK45" or (method, adjoint) == ("Radau", ADJOINTS[0])
-        else [pytest.mark.marathon if adjoint == ADJOINTS[1] else pytest.mark.slow],
+        else [pytest.mark.slow if adjoint == ADJOINTS[0] else pytest.mark.marathon],
     )
     for method in METHODS
     for adjoint in ADJOINTS

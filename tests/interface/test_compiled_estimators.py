@@ -83,9 +83,11 @@ BOXES = {
     "rectangular": [2.9, 2.9, 2.9],
     "tilted": [[2.9, 0.0, 0.0], [0.2, 2.9, 0.0], [0.0, 0.1, 2.9]],
 }
+# Which has the checks of a rectangular box, and others.
+TILTED = slow_but(lambda name: name == "tilted", BOXES, marathon=lambda name: True)
 
 
-@pytest.mark.parametrize("box", slow_but(lambda name: name == "tilted", BOXES))
+@pytest.mark.parametrize("box", TILTED)
 def test_the_score_function_of_pairs_in_a_box(box):
     """The checks of a box read its numbers, which a step that is traced does not have."""
     potential, dynamics, corners = boxed_pairs(BOXES[box])
@@ -114,7 +116,7 @@ def test_the_score_function_of_pairs_in_a_box(box):
 named: adjsim.LennardJones
 
 
-@pytest.mark.parametrize("box", slow_but(lambda name: name == "rectangular", BOXES))
+@pytest.mark.parametrize("box", TILTED)
 def test_a_record_that_names_a_potential_in_a_box_as_a_global_variable(box, monkeypatch):
     potential, dynamics, corners = boxed_pairs(BOXES[box])
     monkeypatch.setitem(globals(), "named", potential)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 
@@ -16,6 +17,7 @@ from tests.problems import parameter, square
 MB = 1e6
 
 
+@functools.cache
 def growth(method: str, steps: int, problem: str | int) -> int:
     return run_in_process(measured, method, steps, problem)
 

@@ -110,7 +110,7 @@ def chaotic(field):
         return dynamics.init(torch.randn(replicas, 3, generator=generator, dtype=torch.float64) + 1)
 
     solver = adjsim.RungeKutta("rk4", 0.01)
-    return dynamics, Simulation(dynamics, initial, [0.0, 4.0], solver=solver)
+    return dynamics, Simulation(dynamics, initial, [0.0, 2.5], solver=solver)
 
 
 HEIGHT = adjsim.TimeAverage(lambda s: s.y[:, 2], burn_in=1.0)
