@@ -350,3 +350,19 @@ def test_the_stress_is_that_of_all_forces():
     virial = dynamics.potential.virial(start.position) + dynamics.constraint_virial(start)
     expected = start.position.mT @ rates.momentum
     torch.testing.assert_close(virial, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_system_does_not_depend_on_its_batch():
+    position, index = waters(2)
+    constraints = adjsim.DistanceConstraints(index, tensor(WATER_LENGTHS * 2))
+    dynamics = adjsim.Constrained(adjsim.Hamiltonian(FREE), constraints)
+    momentum = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    # Faster systems need more iterations.
+    momenta = torch.stack([momentum, 3 * momentum, 0.01 * momentum])
+    start = dynamics.init(position.expand(3, 6, 3), momenta)
+    solver = adjsim.VelocityVerlet(0.05)
+    together = adjsim.simulate(dynamics, start, [0.0, 0.5], solver=solver).final
+    for k in range(3):
+        one = type(start)(start.position[k], start.momentum[k])
+        alone = adjsim.simulate(dynamics, one, [0.0, 0.5], solver=solver).final
+        assert torch.equal(alone.position, together.position[k])
