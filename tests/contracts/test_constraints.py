@@ -25,7 +25,7 @@ def held(position, index, length, momentum, mass=1.0, potential=FREE):
 
 
 def test_a_free_rotor_turns_by_the_exact_angle_of_each_step():
-    masses, length, speed, dt, steps = tensor([2.0, 3.0]), 1.4, 0.9, 0.05, 200
+    masses, length, speed, dt, steps = tensor([2.0, 3.0]), 1.4, 0.9, 0.05, 60
     reduced = float(masses.prod() / masses.sum())
     position = tensor([[0.0, 0, 0], [length, 0, 0]])
     # The relative velocity of the atoms is across their bond, and the centre of mass moves.
@@ -39,7 +39,7 @@ def test_a_free_rotor_turns_by_the_exact_angle_of_each_step():
     angle = steps * math.asin(dt * speed / length)
     bond, v = path.position[1] - path.position[0], path.momentum / masses[:, None]
     turned = length * tensor([math.cos(angle), math.sin(angle), 0])
-    # Rounding adds up over 200 steps of 1e-16 each.
+    # Rounding adds up over 60 steps of 1e-16 each.
     torch.testing.assert_close(bond, turned, rtol=0, atol=1e-12)
     across = speed * tensor([-math.sin(angle), math.cos(angle), 0])
     torch.testing.assert_close(v[1] - v[0], across, rtol=0, atol=1e-12)
@@ -53,7 +53,7 @@ def test_a_pendulum_on_a_fixed_atom_has_the_period_of_its_amplitude():
     bob = [length * math.sin(amplitude), -length * math.cos(amplitude)]
     position = tensor([[0.0, 0.0], bob])
     errors = []
-    for steps in (50, 100):
+    for steps in (25, 50):
         dynamics, start = held(
             position, [[0, 1]], length, torch.zeros(2, 2), tensor([math.inf, mass]), potential
         )
@@ -63,7 +63,7 @@ def test_a_pendulum_on_a_fixed_atom_has_the_period_of_its_amplitude():
         assert torch.equal(final.momentum[0], torch.zeros(2, dtype=torch.float64))
         # After a quarter of the period the bob is at the lowest point.
         errors.append(abs(float(final.position[1, 0])))
-    assert errors[1] < 2e-3
+    assert errors[1] < 8e-3
     # Second order: a ratio of 4, up to terms of fourth order.
     assert 3.8 < errors[0] / errors[1] < 4.2
 
@@ -86,7 +86,7 @@ def test_energy_is_of_second_order_while_constraints_hold():
     errors = []
     for dt in (0.02, 0.01):
         path = adjsim.simulate(
-            dynamics, start, [0.02 * k for k in range(41)], solver=adjsim.VelocityVerlet(dt)
+            dynamics, start, [0.02 * k for k in range(21)], solver=adjsim.VelocityVerlet(dt)
         )
         energy = dynamics.invariant(states_of(path))
         errors.append(float((energy - energy[0]).abs().max()))
@@ -159,7 +159,7 @@ def test_a_chain_of_thermostats_conserves_its_energy():
     errors = []
     for dt in (0.02, 0.01):
         solver = adjsim.Splitting("NBABN", dt)
-        path = adjsim.simulate(dynamics, start, [0.02 * k for k in range(41)], solver=solver)
+        path = adjsim.simulate(dynamics, start, [0.02 * k for k in range(21)], solver=solver)
         found = dynamics.invariant(states_of(path))
         errors.append(float((found - found[0]).abs().max()))
     assert 3.5 < errors[0] / errors[1] < 4.5
@@ -350,3 +350,19 @@ def test_the_stress_is_that_of_all_forces():
     virial = dynamics.potential.virial(start.position) + dynamics.constraint_virial(start)
     expected = start.position.mT @ rates.momentum
     torch.testing.assert_close(virial, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_system_does_not_depend_on_its_batch():
+    position, index = waters(2)
+    constraints = adjsim.DistanceConstraints(index, tensor(WATER_LENGTHS * 2))
+    dynamics = adjsim.Constrained(adjsim.Hamiltonian(FREE), constraints)
+    momentum = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    # Faster systems need more iterations.
+    momenta = torch.stack([momentum, 3 * momentum, 0.01 * momentum])
+    start = dynamics.init(position.expand(3, 6, 3), momenta)
+    solver = adjsim.VelocityVerlet(0.05)
+    together = adjsim.simulate(dynamics, start, [0.0, 0.5], solver=solver).final
+    for k in range(3):
+        one = type(start)(start.position[k], start.momentum[k])
+        alone = adjsim.simulate(dynamics, one, [0.0, 0.5], solver=solver).final
+        assert torch.equal(alone.position, together.position[k])

@@ -35,9 +35,9 @@ def slope(system, numbers, name, along, steps, scheme="BAOAB"):
     return (ends[0] - ends[1]) / (2 * h)
 
 
-@pytest.mark.parametrize("scheme", ["BAOAB", "OBAAABO"])
+@pytest.mark.parametrize("scheme", ["BAOAB", pytest.param("OBAAABO", marks=pytest.mark.slow)])
 def test_all_adjoints_equal_central_differences(system, scheme):
-    numbers, steps = system.parameters(), 6
+    numbers, steps = system.parameters(), 4
     found = [gradients(system, numbers, steps, scheme=scheme, adjoint=a) for a in ADJOINTS]
     generator = torch.Generator().manual_seed(5)
     for name, number in numbers.items():
@@ -95,7 +95,7 @@ def test_a_gradient_can_be_differentiated_again(system):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adjoint", ADJOINTS, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("adjoint", ADJOINTS[1:], ids=lambda x: type(x).__name__)
 def test_compiled_runs_have_the_same_gradients(system, adjoint):
     numbers = system.parameters()
     plain = gradients(system, numbers, 6, adjoint=adjoint)

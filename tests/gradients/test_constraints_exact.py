@@ -21,17 +21,17 @@ def test_differences_come_back_from_buffers():
     assert torch.equal(found, differences.expand_as(found))
 
 
-@pytest.mark.parametrize("scheme", ["BAOAB", "OBAABO"])
+@pytest.mark.parametrize("scheme", ["BAOAB", pytest.param("OBAABO", marks=pytest.mark.slow)])
 def test_exact_runs_have_the_gradient_of_backpropagation(scheme):
     system, found = MixedClusters(), []
     numbers = system.parameters()
     for adjoint in (adjsim.ReversibleAdjoint(), adjsim.DirectAdjoint()):
-        path = system.run(numbers, 15, scheme, exact=True, adjoint=adjoint)
+        path = system.run(numbers, 8, scheme, exact=True, adjoint=adjoint)
         found.append(torch.autograd.grad(weighted(path.final), list(numbers.values())))
         assert 0 < path.stats["buffer_bits"] < 2
         held = system.constrained(system.leaves).constraints
-        assert float(held.excess(path.final.position).abs().max()) < 1e-7
-    plain = system.run(system.leaves, 15, scheme)
+        assert float(held.excess(path.final.position).detach().abs().max()) < 1e-7
+    plain = system.run(system.leaves, 8, scheme)
     # The grid moves an atom by 1e-8 in a step.
     torch.testing.assert_close(plain.position, path.position.detach(), rtol=0, atol=1e-5)
     for mine, expected in zip(*found, strict=True):
@@ -61,12 +61,12 @@ def test_runs_without_noise_retrace(scheme):
     # Two systems, of which one is colder.
     start = dynamics.init(position.expand(2, 6, 3), torch.stack([momentum, 0.1 * momentum]))
     solver = adjsim.Splitting(scheme, 0.01, exact=True)
-    path, grad = water_run(dynamics, start, solver, [0.0, 0.3])
+    path, grad = water_run(dynamics, start, solver, [0.0, 0.15])
     assert path.stats["reconstruction_error"] == 0
-    _, expected = water_run(dynamics, start, solver, [0.0, 0.3], adjsim.DirectAdjoint())
+    _, expected = water_run(dynamics, start, solver, [0.0, 0.15], adjsim.DirectAdjoint())
     torch.testing.assert_close(grad, expected, rtol=1e-11, atol=1e-11)
-    first = adjsim.simulate(dynamics, start, [0.0, 0.1], solver=solver)
-    second = adjsim.simulate(dynamics, None, [0.1, 0.3], solver=solver, continues=first)
+    first = adjsim.simulate(dynamics, start, [0.0, 0.05], solver=solver)
+    second = adjsim.simulate(dynamics, None, [0.05, 0.15], solver=solver, continues=first)
     assert torch.equal(second.final.position, path.final.position)
 
 

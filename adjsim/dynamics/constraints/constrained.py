@@ -50,8 +50,8 @@ class Constrained(Dynamics[Any]):
     :class:`~adjsim.ReversibleAdjoint` undoes a drift by the drift over -h.
 
     Constrained bonds sample another density than stiff ones: that of the latter times the square
-    root of det(G M^-1 G^T). Distances stay those of the start to ``TOLERANCE`` only if the start
-    is made by ``init``, or by a run.
+    root of det(G M^-1 G^T). A run starts from states that satisfy the constraints to 1e-6, which
+    ``init`` makes.
 
     Args:
         dynamics: :class:`~adjsim.Hamiltonian`, :class:`~adjsim.Langevin` with one friction, or a
@@ -233,7 +233,7 @@ class Constrained(Dynamics[Any]):
             if value.requires_grad:
                 raise TypeError(
                     f"the {name} of Constrained requires grad, and the measure on the constraints "
-                    "depends on it, which is not part of the density here. Use Pathwise or "
-                    "FiniteDifference, or do not train it."
+                    "depends on it, which is not part of the density here. Use Pathwise, or "
+                    "do not train it."
                 )
         return self.dynamics.stationary_density()

@@ -1,15 +1,16 @@
 """The drift of RATTLE as a bijection of a lattice.
 
-The multipliers are rounded to integers n, multiples of a grid that is ``COARSE`` times as wide as
-the error of a multiplier by the spacing of positions. With [ ] the rounding to the lattice::
+The multipliers x and y are rounded to multiples of a grid, which is ``COARSE`` times as wide as the
+error of a multiplier by the spacing of positions. With [ ] the rounding to the lattice::
 
     p_half = p + [G(q)^T x]    q' = q + [h M^-1 p_half]    p' = p_half - [G(q')^T y]
 
 The inverse finds y from the lengths at q, and x from the tangency of p, as real numbers that differ
-from x and y by rounding and by the grid of the drift before. They round to the same integers, or to
-neighbours. The drift computes what its inverse will find, and writes the difference of the integers
-into an information buffer, from which the inverse reads it. With an integer B for each multiplier,
-a difference of zero, which nearly all are, is written as one of 120 numbers of 128, others as one::
+from x and y by rounding and by the grid of the drift before. They round to the same multiples, or
+to neighbours. The drift computes the multiples that its inverse will find, and writes the
+differences, as integers, into an information buffer, from which the inverse reads them. With an
+integer B for each multiplier, a difference of zero, which nearly all are, is written as one of 120
+numbers of 128, any other as one::
 
     B <- 128 (B div 120) + 8 + B mod 120        B <- 128 B + (0, 1, ... 7 for -4, ... -1, 1, ... 4)
 
@@ -65,7 +66,7 @@ class Drift(BufferedFlow):
 
 @dataclass(frozen=True)
 class LatticeDrift(Drift):
-    """The drift on a lattice, with the differences of its inverse in the buffer of momenta."""
+    """The drift on a lattice, with the differences of its inverse in a buffer."""
 
     position: Rounding = field(kw_only=True)
     momentum: Rounding = field(kw_only=True)

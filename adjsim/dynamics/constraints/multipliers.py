@@ -81,8 +81,10 @@ class LengthMultipliers(torch.autograd.Function):
         for _ in range(ITERATIONS):
             e = u + along(S, x, d)
             excess = (e * e).sum(-3) - squares
-            x = x - solve(S * products(e, d), excess / 2)
-            solved = excess.abs() <= enough * squares
+            change = solve(S * products(e, d), excess / 2)
+            # A cluster that is solved rests, so that it does not depend on the others.
+            x = torch.where(solved.all(-1, keepdim=True), x, x - change)
+            solved = solved | (excess.abs() <= enough * squares)
             if readable and bool(solved.all()):
                 return x
         if readable:
