@@ -69,20 +69,30 @@ def assert_same(found, expected, rtol=1e-10):
             torch.testing.assert_close(one, other, rtol=rtol, atol=1e-12 * size)
 
 
+# Each of its numbers is moved, which takes half a minute; its parts have rows of their own.
+LONG = ("turned bonded-each-chains",)
+
+
 def rows(*short):
     """All rows, of which others than these are slow."""
     return [
-        pytest.param(row, id=name, marks=[] if name in short else [pytest.mark.slow])
+        pytest.param(
+            row,
+            id=name,
+            marks=[]
+            if name in short
+            else [pytest.mark.marathon if name in LONG else pytest.mark.slow],
+        )
         for row, name in zip(ROWS, NAMES, strict=True)
     ]
 
 
 # How a force is evaluated does not depend on how steps are rounded: other rows are slow with one of
 # both.
-LATTICE = ("turned bonded-each-chains", "turned mesh-each", "mixture-isotropic", "bonded-each")
+LATTICE = ("turned bonded-each-chains", "mixture-isotropic", "bonded-each")
 
 
-def exact_and_plain(*short):
+def exact_and_plain(*short, marathons=()):
     """All rows on the lattice and off it, of which others than these are slow, or marathons."""
     return [
         pytest.param(
@@ -90,7 +100,11 @@ def exact_and_plain(*short):
             id=f"{name}-{exact}",
             marks=[]
             if name in short
-            else [pytest.mark.slow if exact == (name in LATTICE) else pytest.mark.marathon],
+            else [
+                pytest.mark.slow
+                if exact == (name in LATTICE) and name not in marathons
+                else pytest.mark.marathon
+            ],
         )
         for row, name in zip(ROWS, NAMES, strict=True)
         for exact in (False, True)
@@ -106,7 +120,11 @@ def test_adjoints_agree(row, exact):
         assert_same(gradient(row, adjoint, exact=exact), expected)
 
 
-@pytest.mark.parametrize(("row", "exact"), exact_and_plain("orthogonal-isotropic"))
+@pytest.mark.parametrize(
+    ("row", "exact"),
+    # Its compilation takes a minute.
+    exact_and_plain("orthogonal-isotropic", marathons=LONG),
+)
 def test_compiled_runs_agree(row, exact):
     expected = gradient(row, ReversibleAdjoint(), exact=exact)
     assert_same(gradient(row, ReversibleAdjoint(), exact=exact, compile=True), expected, 1e-8)
