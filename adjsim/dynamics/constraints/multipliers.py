@@ -82,9 +82,11 @@ class LengthMultipliers(torch.autograd.Function):
             e = u + along(S, x, d)
             excess = (e * e).sum(-3) - squares
             change = solve(S * products(e, d), excess / 2)
-            # A cluster that is solved rests, so that it does not depend on the others.
-            x = torch.where(solved.all(-1, keepdim=True), x, x - change)
-            solved = solved | (excess.abs() <= enough * squares)
+            if readable:
+                # A cluster that is solved rests, so that it does not depend on the others. Where
+                # values cannot be read, all take the same number of iterations.
+                change = torch.where(solved.all(-1, keepdim=True), 0.0, change)
+            x, solved = x - change, excess.abs() <= enough * squares
             if readable and bool(solved.all()):
                 return x
         if readable:
