@@ -63,6 +63,10 @@ MODULES = {
     "piston with chains": lambda: adjsim.NoseHooverPiston(
         adjsim.HarmonicBond([[0, 1]], parameter(2.0), 0.5, box=[4.0, 4.1, 4.2]), chain_tau=0.3
     ),
+    "constrained": lambda: adjsim.Constrained(
+        adjsim.Hamiltonian(adjsim.Harmonic(parameter(2.0))),
+        adjsim.DistanceConstraints([[0, 1]], parameter(1.2)),
+    ),
     "positive": adjsim.Positive,
     "between": lambda: adjsim.Between(0.0, 1.0),
 }

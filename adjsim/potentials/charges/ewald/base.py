@@ -180,15 +180,17 @@ class EwaldSum(Declaring, Periodic, Potential):
             return partial(influence, self.waves, strain.value)
         return lambda c=None: self.influence
 
-    @derived("exclusions", "atoms")
-    def places(self) -> Tensor | None:
-        """The places of each atom among the first and the second atoms of exclusions."""
-        return None if self.exclusions is None else places_of(self.exclusions, self.atoms)
-
     @derived("exclusions")
     def excluded(self) -> Tensor | None:
-        """The first atoms of exclusions, and then the second ones."""
-        return None if self.exclusions is None else self.exclusions.T.flatten()
+        """The first atoms of exclusions, each once, and then the second ones."""
+        if self.exclusions is None:
+            return None
+        return self.exclusions.sort(-1).values.unique(dim=0).T.flatten()
+
+    @derived("excluded", "atoms")
+    def places(self) -> Tensor | None:
+        """The places of each atom among the first and the second atoms of exclusions."""
+        return None if self.excluded is None else places_of(self.excluded, self.atoms)
 
     @property
     def atoms(self) -> int:

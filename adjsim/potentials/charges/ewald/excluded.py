@@ -128,14 +128,13 @@ def boys(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return zero, one, two
 
 
-def places_of(exclusions: Tensor, atoms: int) -> Tensor:
+def places_of(index: Tensor, atoms: int) -> Tensor:
     """List the places of each atom among first and second atoms of pairs, ``(most, atoms)``."""
-    if exclusions.numel() and int(exclusions.max()) >= atoms:
+    if len(index) and int(index.max()) >= atoms:
         raise ValueError(
-            f"exclusions name atom {int(exclusions.max())}, and charge is for {atoms} atoms, "
+            f"exclusions name atom {int(index.max())}, and charge is for {atoms} atoms, "
             "numbered from 0."
         )
-    index = exclusions.T.flatten()
     order, counts = index.argsort(stable=True), index.bincount(minlength=atoms)
     rank = torch.arange(len(index), device=index.device) - (counts.cumsum(0) - counts)[index[order]]
     table = index.new_full((int(counts.max()) if len(index) else 0, atoms), len(index))
