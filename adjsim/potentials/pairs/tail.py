@@ -20,7 +20,7 @@ from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.pairs.base import PairPotential
 from adjsim.potentials.pairs.formula import kind_of
-from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
+from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER
 from adjsim.potentials.pairs.noble import LennardJonesMixture
 from adjsim.potentials.products import DeferredVJP, Tensors
 from adjsim.potentials.strained import Forced, StrainedPullback
@@ -124,12 +124,12 @@ def _means(
     """Average u - v and its derivative at distances over all pairs of different atoms."""
     tables = {name: potential.pair_table(name) for name in potential.operand_names()}
     kinds, species = {kind_of(x) for x in tables.values()}, potential.species
-    if kinds <= {NUMBER}:
+    if species is None and kinds <= {NUMBER}:
         return _missing(potential, r, truncated)
     if species is not None and len(species) == atoms and ATOM not in kinds:
         # Pairs of two species are equal, so each is evaluated once.
         of_species = potential.with_operands(tables)
-        size = next(len(x) for x in tables.values() if kind_of(x) == TABLE)
+        size = max((len(x) for x in tables.values() if x.ndim == 2), default=1)
         count = torch.bincount(species, minlength=size).to(r)
         share = (count.unsqueeze(-1) * count - torch.diag(count)) / (atoms * (atoms - 1))
         found = _missing(of_species, r[:, None, None], truncated)
