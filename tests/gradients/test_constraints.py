@@ -94,8 +94,14 @@ def test_a_gradient_can_be_differentiated_again(system):
     torch.testing.assert_close(second, expected.detach(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("adjoint", ADJOINTS[1:], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "adjoint",
+    [
+        pytest.param(adjsim.CheckpointAdjoint(), marks=pytest.mark.marathon),
+        pytest.param(adjsim.ReversibleAdjoint(), marks=pytest.mark.slow),
+    ],
+    ids=lambda x: type(x).__name__,
+)
 def test_compiled_runs_have_the_same_gradients(system, adjoint):
     numbers = system.parameters()
     plain = gradients(system, numbers, 6, adjoint=adjoint)

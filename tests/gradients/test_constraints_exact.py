@@ -76,7 +76,6 @@ def test_words_with_too_many_drifts_are_refused():
         system.run(system.leaves, 2, "BAAOAAAB", exact=True)
 
 
-@pytest.mark.slow
 @pytest.mark.marathon
 @pytest.mark.filterwarnings("ignore:the cotangents of the state grew")
 def test_a_hundred_thousand_steps_of_rigid_water_come_back():
