@@ -192,7 +192,7 @@ class FloatInversion(Rewind):
         """Write the error, and what may be used instead; not all dynamics have exact steps."""
         history = self.history
         moves = [move for _, move in history.stepper.plan.moves]
-        exact = all(move.on_lattice for move in moves)
+        exact = all(move.has_lattice_form for move in moves)
         # Checkpoints may be planned further apart than the run is long.
         every = None if history.every is None else min(history.every, history.stepper.clock.last)
         fewer = "" if every is None else f" below {every}"

@@ -61,7 +61,7 @@ from adjsim.dynamics.moves import (
     replace_field,
     sheared,
 )
-from adjsim.dynamics.sources import Coefficient, Coefficients, Force, MoveContext
+from adjsim.dynamics.sources import Coefficient, Coefficients, MoveContext, forces_read
 from adjsim.potentials.base import Potential
 
 # The factor by which a field may outgrow its scale. Scaled fields get a finer lattice, since a
@@ -99,7 +99,7 @@ class Lattice:
         scales = [(letter, move) for letter, move in all_moves if isinstance(move, Scale)]
         self.scaled = tuple(dict.fromkeys(move.field for _, move in scales))
         self._flows = [(a, move) for a, move in all_moves if isinstance(move, BufferedFlow)]
-        self._others = {move.buffered: move for _, move in self._flows}
+        self._buffered = {move.buffered: move for _, move in self._flows}
         start: Any = state if copies is None else copies.add(state)
         self.width, self.systems = len(start), dynamics.batch_shape(state).numel()
         self._kind: type[AnyState] = type(start)
@@ -113,16 +113,13 @@ class Lattice:
             self.roundings |= {copy_name(name): x for name, x in self.roundings.items()}
         # The roundings of contributions to the force, and to that along a strain.
         self.force_roundings: dict[str, Rounding] = {}
-        for _, m in all_moves:
-            source = getattr(m, "source", None)
-            # A projected force is a source that has the force as its own.
-            source = getattr(source, "source", source)
-            if isinstance(m, Shear) and isinstance(source, Force):
-                _check_force(dynamics.potential)
-                # Contributions to forces have one axis more, and a spacing at least as fine as that
-                # of the momentum increments.
-                spacing = power_of_two(self.roundings[m.field].spacing / dt).unsqueeze(-1) / 2
-                self.force_roundings.setdefault(FORCE_NAMES[source.which], Rounding(spacing))
+        shears = [move for _, move in all_moves if isinstance(move, Shear)]
+        for m, read in ((move, read) for move in shears for read in forces_read(move)):
+            _check_force(dynamics.potential)
+            # Contributions to forces have one axis more, and a spacing at least as fine as that of
+            # the momentum increments.
+            spacing = power_of_two(self.roundings[m.field].spacing / dt).unsqueeze(-1) / 2
+            self.force_roundings.setdefault(FORCE_NAMES[read.which], Rounding(spacing))
         self._constant_factors = [
             (letter, m.source.name) for letter, m in scales if isinstance(m.source, Coefficient)
         ]
@@ -132,7 +129,7 @@ class Lattice:
     @property
     def buffered(self) -> tuple[str, ...]:
         """The names of the buffers: those of fields that are scaled, and of other flows."""
-        return (*self.scaled, *self._others)
+        return (*self.scaled, *self._buffered)
 
     def spacings(self) -> dict[str, Tensor]:
         """Return the spacing of each field, and of contributions to forces, by name."""
@@ -226,7 +223,7 @@ class Lattice:
         values = state._asdict()
         fields = [self.roundings[name].round(value) for name, value in values.items()]
         buffers = [torch.zeros_like(values[name], dtype=torch.int64) for name in self.scaled]
-        buffers += [move.empty_buffer(state) for move in self._others.values()]
+        buffers += [move.empty_buffer(state) for move in self._buffered.values()]
         return self.kind._make((*fields, *buffers))
 
     def from_lattice(self, state: AnyState) -> AnyState:
@@ -365,7 +362,7 @@ def _check_supported(
     dynamics: Dynamics[State], state: State, moves: Mapping[str, tuple[Move, ...]]
 ) -> None:
     for letter, group in moves.items():
-        if not all(move.on_lattice for move in group):
+        if not all(move.has_lattice_form for move in group):
             reversible = "ReversibleAdjoint() or " if all(m.invertible for m in group) else ""
             raise TypeError(
                 f"exact=True needs flows made of shears and scales, and term {letter!r} of "

@@ -40,11 +40,11 @@ class Move(ABC):
     """One move of a flow, which writes some fields of the state.
 
     ``irreversible`` says why it has no inverse, and ``no_compiled_inverse`` why no compiled loop
-    can have its inverse; None for a move that has one. ``on_lattice`` tells whether it has a form
-    on a lattice, as exact runs need.
+    can have its inverse; None for a move that has one. ``has_lattice_form`` tells whether exact
+    runs, which need a form on a lattice, can take it.
     """
 
-    on_lattice: ClassVar[bool] = False
+    has_lattice_form: ClassVar[bool] = False
     irreversible: ClassVar[Refusal | None] = None
     no_compiled_inverse: ClassVar[Refusal | None] = None
 
@@ -72,7 +72,7 @@ class Move(ABC):
 class Coupling(Move):
     """The base class of moves of a field or a link by a source that does not read it."""
 
-    on_lattice = True
+    has_lattice_form = True
     field: str
     source: Source
     link: int | None
@@ -173,7 +173,7 @@ class RatioScale(Scale):
 class Reflection(Move):
     """A reflection ``y' = 2 x - y`` at another field x, its own inverse, exact on a lattice."""
 
-    on_lattice = True
+    has_lattice_form = True
     field: str
     centre: str
 
@@ -203,7 +203,7 @@ class ColumnShear(Move):
     the move by T^-1.
     """
 
-    on_lattice = True
+    has_lattice_form = True
     field: str
     coefficient: str
     lower: bool
@@ -338,7 +338,7 @@ class BufferedFlow(GeneralFlow):
     of the lattice that scales are off by.
     """
 
-    on_lattice = True
+    has_lattice_form = True
     buffered: ClassVar[str]
     bits: ClassVar[float]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
 from itertools import islice
@@ -227,9 +227,16 @@ class FunctionOfTime(Differentiated):
 
 def reads_force(x: Any) -> bool:
     """Return whether a move, or a source, reads the force."""
-    if isinstance(x, tuple):
-        return any(map(reads_force, x))
-    return isinstance(x, Force) or any(reads_force(getattr(x, name)) for name in _parts(type(x)))
+    return any(True for _ in forces_read(x))
+
+
+def forces_read(x: Any) -> Iterator[Force]:
+    """Find the forces that a move, or a source, reads."""
+    if isinstance(x, Force):
+        yield x
+    parts = x if isinstance(x, tuple) else (getattr(x, name) for name in _parts(type(x)))
+    for part in parts:
+        yield from forces_read(part)
 
 
 @cache

@@ -22,10 +22,14 @@ class Term(Generic[State]):
     ``advances_time`` marks the term whose flow advances the time: the streaming of positions.
     ``draws`` is the number of fields of standard normal numbers, each of the shape of position,
     that its flow takes. ``no_equation`` says why continuous solvers cannot take the term, which is
-    not a drift with noise that is independent of the state; None if they can.
+    not a drift with noise that is independent of the state; None if they can. ``constrainable``
+    tells whether :class:`~adjsim.Constrained` can hold its flow to fixed distances: streaming,
+    shears of momenta, and scales of all momenta of a system by one factor. A subclass that moves
+    atoms in another way sets it to False.
     """
 
     advances_time = False
+    constrainable = False
     draws = 0
     no_equation: Refusal | None = None
 
@@ -53,6 +57,7 @@ class Stream(Term[MomentumState]):
     """Streaming, A: ``dq/dt = p/m``; its flow ``q' = q + h p/m`` also advances the time."""
 
     advances_time = True
+    constrainable = True
 
     def __init__(self, masses: Masses) -> None:
         self.masses = masses
@@ -69,6 +74,8 @@ class Stream(Term[MomentumState]):
 
 class Kick(Term[MomentumState]):
     """The kick, B: ``dp/dt = F(q)``, zero on pinned atoms; its flow is ``p' = p + h F(q)``."""
+
+    constrainable = True
 
     def __init__(self, masses: Masses, potential: nn.Module) -> None:
         self.masses, self.potential = masses, potential

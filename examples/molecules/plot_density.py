@@ -277,11 +277,10 @@ axes[2].legend(fontsize="small")
 # %%
 # The fit has the measured density and heat at 90 K, to about a per cent, which is the
 # error of these short runs, and the density at 85 K, which it was not given. By the
-# last table the heat says
-# most about epsilon, and the density about sigma. g(r) says a third as much about
-# sigma, since a wider atom moves the peaks, and little about epsilon: a fit to g(r)
-# alone would leave epsilon open. Beside the density it is a test: with the numbers that
-# the density asks for, g(r) is the measured one to 0.03.
+# last table the heat says most about epsilon, and the density about sigma. g(r) says a
+# third as much about sigma, since a wider atom moves the peaks, and little about
+# epsilon: a fit to g(r) alone would leave epsilon open. Beside the density it is a
+# test: with the numbers that the density asks for, g(r) is the measured one to 0.03.
 #
 # Which estimator to take
 # -----------------------

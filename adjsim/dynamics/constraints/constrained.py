@@ -20,10 +20,8 @@ from adjsim.dynamics.density import StationaryDensity
 from adjsim.dynamics.masses import HeatLimit, Masses
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.starts import as_start
-from adjsim.dynamics.terms import Kick, Stream, Term
+from adjsim.dynamics.terms import Stream, Term
 from adjsim.dynamics.thermostats.base import Rescaling
-from adjsim.dynamics.thermostats.langevin import OrnsteinUhlenbeck
-from adjsim.dynamics.thermostats.nose_hoover import Chain
 from adjsim.potentials.base import force
 
 # Of the lengths: errors of a start that init mends without a word, and that it mends at all.
@@ -31,7 +29,6 @@ SILENT, MENDED = 1e-3, 0.1
 # The relative errors of lengths and of momenta with which a run may start. The grid of an exact run
 # leaves 1e-8 of lengths, and up to 1e-5 of momenta with a chain of thermostats.
 TOLERANCE, MOMENTUM_TOLERANCE = 1e-6, 1e-4
-HELD = (Stream, Kick, OrnsteinUhlenbeck, Chain)
 
 
 class Constrained(Dynamics[Any]):
@@ -97,12 +94,10 @@ class Constrained(Dynamics[Any]):
         if not isinstance(inner, MassiveDynamics):
             raise TypeError(f"constraints need dynamics with masses; got {describe_type(inner)}.")
         for letter, term in inner.terms.items():
-            # A subclass may change the box, or move atoms along a path.
-            if type(term) not in HELD:
+            if not term.constrainable:
                 raise TypeError(
-                    f"constraints: term {letter!r} of {name} is {type(term).__name__}, and "
-                    f"constraints can hold {', '.join(kind.__name__ for kind in HELD)} alone. Use "
-                    "Hamiltonian, Langevin or NoseHooverChain."
+                    f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}. "
+                    "Use Hamiltonian, Langevin or NoseHooverChain."
                 )
         if getattr(inner, "friction", torch.empty(1)).numel() > 1:
             raise ValueError(
@@ -118,7 +113,7 @@ class Constrained(Dynamics[Any]):
     @property
     def terms(self) -> dict[str, Term[Any]]:
         return {
-            letter: (ConstrainedStream if type(term) is Stream else ConstrainedTerm)(
+            letter: (ConstrainedStream if isinstance(term, Stream) else ConstrainedTerm)(
                 term, self.constraints, self.masses
             )
             for letter, term in self.dynamics.terms.items()

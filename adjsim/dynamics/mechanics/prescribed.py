@@ -79,6 +79,8 @@ class Prescribed(Placement):
 class PrescribedStream(Stream[PhaseState]):
     """Streaming, A, whose flow adds ``path(t + h) - path(t)`` to prescribed vertices."""
 
+    constrainable = False
+
     def __init__(self, masses: Masses, prescribed: Prescribed) -> None:
         super().__init__(masses)
         self.prescribed = prescribed

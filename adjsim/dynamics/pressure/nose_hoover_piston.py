@@ -40,6 +40,8 @@ class PistonChainState(NamedTuple):
 class PistonChain(Chain):
     """The chain, M, whose first link acts on the momentum of the piston, as :class:`Chain`."""
 
+    constrainable = False
+
     names = ChainNames("strain_momentum", "piston_bath_position", "piston_bath_momentum")
 
     def __init__(self, bath: Bath, tau: Tensor, length: int, piston: Piston) -> None:

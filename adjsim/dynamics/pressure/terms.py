@@ -122,6 +122,8 @@ def volume_at(volume: Tensor, strain: Tensor, dim: int) -> Tensor:
 class StrainedKick(Kick[Any]):
     """The kick, B, by the force in the box of the state."""
 
+    constrainable = False
+
     def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
         strain = Strain.of(reference_box(self.potential), state.strain)
         return {"momentum": strained_force(self.potential, state.position, strain)[0]}
@@ -261,6 +263,8 @@ class PistonBath(OrnsteinUhlenbeck):
 
     The draw of a step is ``(atoms + 1, dim)``, whose last row is that of the piston.
     """
+
+    constrainable = False
 
     def __init__(
         self, masses: Masses, kT: Tensor, friction: Tensor, piston: Piston, damping: Tensor

@@ -27,6 +27,8 @@ class OrnsteinUhlenbeck(Term[PhaseState]):
         p' = c p + sqrt(m kT (1 - c^2)) xi,    c = exp(-friction h),    xi standard normal
     """
 
+    constrainable = True
+
     draws = 1
 
     def __init__(self, masses: Masses, kT: Tensor, friction: Tensor) -> None:

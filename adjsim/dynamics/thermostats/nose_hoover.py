@@ -64,6 +64,8 @@ class Chain(Term[Any]):
              = exp(-h v_{j+1}) b_j + h exp(-h v_{j+1}/2) G_j
     """
 
+    constrainable = True
+
     names = ChainNames("momentum", "bath_position", "bath_momentum")
 
     def __init__(self, bath: Bath, tau: Tensor, length: int) -> None:
