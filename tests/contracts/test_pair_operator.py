@@ -191,7 +191,7 @@ OTHERS = KINDS.keys() - {"switched", "table of species", "charges"}
     [
         ("switched", LISTED),
         ("table of species", LISTED),
-        ("charges", LISTED),
+        pytest.param("charges", LISTED, marks=pytest.mark.slow),
         # The neighbour list and the printed formula are separate parts of the operator.
         *(
             pytest.param(name, limit, marks=getattr(pytest.mark, mark))

@@ -28,11 +28,18 @@ KINDS = [
     "network"
 ]  # fmt: skip
 TILTED = ["turned", *(f"turned {kind}" for kind in ("ewald", "mesh", "bonded", "graph"))]
-# One strain of all axes is that of each in a box that is turned too.
+
+
+def _marks(kind, axes):
+    # One strain of all axes is that of each in a box that is turned too.
+    if axes == 1 and kind in TILTED[1:]:
+        return pytest.mark.marathon
+    # The mesh has the waves of these sums.
+    return pytest.mark.slow if kind in ("turned ewald", "turned graph") else []
+
+
 FORMS = [
-    pytest.param(
-        kind, axes, marks=[pytest.mark.marathon] if axes == 1 and kind in TILTED[1:] else []
-    )
+    pytest.param(kind, axes, marks=_marks(kind, axes))
     for kind in [*KINDS, "tilted", *TILTED]
     for axes in (1, 3)
 ]
@@ -98,8 +105,11 @@ def test_closed_forms_equal_automatic_differentiation(kind, batch, axes):
 
 @pytest.mark.parametrize(
     "kind",
-    # Their parts in float32 are those of others.
-    slow_but(lambda kind: kind not in ("mixture", "turned ewald"), [*KINDS, *TILTED]),
+    # The parts of the others in float32 are those of these.
+    slow_but(
+        lambda kind: kind not in ("mixture", "ewald", *TILTED[1:]) or kind == "turned bonded",
+        [*KINDS, *TILTED],
+    ),
 )
 def test_float32_forms_equal_those_of_float64(kind):
     """Of the parts that read positions of any precision, and of networks that are converted."""

@@ -156,7 +156,10 @@ def test_stiff_fields(name, solver):
 
 @pytest.mark.parametrize(
     "adjoint",
-    [pytest.param(DirectAdjoint(), marks=pytest.mark.marathon), CheckpointAdjoint(3)],
+    [
+        pytest.param(DirectAdjoint(), marks=pytest.mark.marathon),
+        pytest.param(CheckpointAdjoint(3), marks=pytest.mark.slow),
+    ],
     ids=["direct", "ck"],
 )
 def test_averages(adjoint):

@@ -309,7 +309,7 @@ def test_a_hundred_thousand_exact_steps_of_water_come_back():
     [
         ("orthogonal", "isotropic"),
         pytest.param("tilted", "isotropic", marks=pytest.mark.marathon),
-        ("tilted", "each"),
+        pytest.param("tilted", "each", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_steps_do_not_return_to_python(kind, axes, monkeypatch):

@@ -58,7 +58,11 @@ def energy(state):
 
 @pytest.mark.parametrize(
     "observable",
-    [Final(energy), TimeAverage(energy, 0.05), lambda run: (run.position**2).sum((-1, -2)).mean(0)],
+    [
+        pytest.param(Final(energy), marks=pytest.mark.slow),
+        TimeAverage(energy, 0.05),
+        lambda run: (run.position**2).sum((-1, -2)).mean(0),
+    ],
     ids=["final", "average", "trajectory"],
 )
 def test_pathwise_is_the_mean_of_the_replicas(observable):

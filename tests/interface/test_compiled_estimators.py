@@ -116,7 +116,10 @@ def test_the_score_function_of_pairs_in_a_box(box):
 named: adjsim.LennardJones
 
 
-@pytest.mark.parametrize("box", TILTED)
+@pytest.mark.parametrize(
+    "box",
+    slow_but(lambda name: False, BOXES, marathon=lambda name: name != "tilted"),
+)
 def test_a_record_that_names_a_potential_in_a_box_as_a_global_variable(box, monkeypatch):
     potential, dynamics, corners = boxed_pairs(BOXES[box])
     monkeypatch.setitem(globals(), "named", potential)

@@ -136,7 +136,7 @@ def test_float32_says_its_range():
     dynamics = build()
     start = dynamics.init(*(x.float() for x in square()))
     run = adjsim.simulate(
-        dynamics, start, [0.0, 20.0], solver=VelocityVerlet(0.01), adjoint=ReversibleAdjoint()
+        dynamics, start, [0.0, 6.0], solver=VelocityVerlet(0.01), adjoint=ReversibleAdjoint()
     )
     with pytest.raises(
         adjsim.ReconstructionError, match="float64 reaches much further than float32"

@@ -39,7 +39,10 @@ def gas(axes="isotropic", replicas=256, seed=0, pressure=P, tail=False, box=BOX)
 
 @pytest.mark.parametrize(
     ("axes", "box"),
-    [("isotropic", BOX), pytest.param("each", BOX, marks=pytest.mark.slow), ("each", TILTED)],
+    [
+        ("isotropic", BOX),
+        *(pytest.param("each", box, marks=pytest.mark.slow) for box in (BOX, TILTED)),
+    ],
 )
 def test_the_volume_of_an_ideal_gas(axes, box):
     """Mean and spread of V, of its logarithm, and kinetic temperatures of atoms and piston."""
