@@ -14,6 +14,7 @@ from adjsim.io._openmm.library import ENERGY, LENGTH
 
 DATA = Path(__file__).resolve().parents[1] / "examples" / "data"
 AMBER14, OBC2 = "amber14/protein.ff14SB.xml", "implicit/obc2.xml"
+GBN2 = "implicit/gbn2.xml"
 
 
 @lru_cache

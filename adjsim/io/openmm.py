@@ -45,8 +45,8 @@ def from_openmm(
     coulomb_14           scale                               its exceptions
     pairs_14             epsilon, sigma, product             its exceptions
     dispersion           those of lennard_jones              its dispersion correction
-    solvent              radius, scale, surface              GBSAOBCForce, or the CustomGBForce
-                                                             of ``implicit/obc2.xml``
+    solvent              radius, scale, surface, offset,     GBSAOBCForce, or a CustomGBForce of
+                         alpha, beta, gamma, neck            ``implicit/*.xml``
     ==================== =================================== ====================================
 
     The name of a parameter begins with its part, such as ``bonds.k``.
@@ -148,7 +148,7 @@ def to_openmm(
     Raises:
         TypeError: not a :class:`~adjsim.potentials.ForceFieldPotential`.
         ValueError: a system with other terms, exceptions, constraints or atoms; a surface tension
-            that was changed and that a ``CustomGBForce`` holds in its expressions.
+            where a ``CustomGBForce`` has no such term.
     """
     if not isinstance(potential, ForceFieldPotential):
         raise TypeError(

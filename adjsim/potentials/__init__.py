@@ -91,7 +91,7 @@ from adjsim.potentials.signals.signals import (
 from adjsim.potentials.solids.base import ElasticPotential as ElasticPotential
 from adjsim.potentials.solids.bending import HingeBending
 from adjsim.potentials.solids.materials import CorotatedLinear, NeoHookean, StVenantKirchhoff
-from adjsim.potentials.solvent import GeneralizedBorn
+from adjsim.potentials.solvent import GeneralizedBorn, Necks
 
 __all__ = [
     "WCA",
@@ -127,6 +127,7 @@ __all__ = [
     "MorseBond",
     "MovingContact",
     "MullerBrown",
+    "Necks",
     "NeoHookean",
     "NeuralController",
     "OpenLoop",

@@ -143,7 +143,7 @@ def spoil(module, name, value):
     [
         (soft, {"poissons_ratio": 0.6}, "poissons_ratio must be between"),
         (soft, {"youngs_modulus": -1.0}, "youngs_modulus must be positive"),
-        (born, {"cutoff": 3.0, "kappa": 0.1}, "together with kappa"),
+        (born, {"neck": 0.3}, "neck is the weight of necks"),
         (born, {"radius": 0.05}, "radius must be above the offset"),
         (born, {"solvent": 0.5}, "solvent must be at least 1"),
         (

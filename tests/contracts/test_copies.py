@@ -42,6 +42,13 @@ MODULES = {
     "hinges": lambda: adjsim.HingeBending(meshes.sheet([1.0, 0.8], [2, 2]), parameter(1.3)),
     "improper": lambda: adjsim.HarmonicImproper([[0, 1, 2, 3]], parameter(1.0), 0.1),
     "solvent": lambda: adjsim.GeneralizedBorn(vector(*CHARGE), [1.5] * 6, [0.8] * 6),
+    "necked solvent": lambda: adjsim.GeneralizedBorn(
+        vector(*CHARGE),
+        [1.5] * 6,
+        [0.8] * 6,
+        neck=parameter(0.4),
+        necks=potentials.Necks(torch.full((6, 6), 0.2), torch.full((6, 6), 2.5)),
+    ),
     "graph": lambda: adjsim.GraphPotential(network(), 1.5, species=[0, 1]),
     "graph force": lambda: potentials.GraphForce(network(), 1.5, species=[0, 1]),
     "model": lambda: potentials.ForceModel(nn.Linear(3, 3)),

@@ -12,7 +12,7 @@ import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, Splitting
 from adjsim.core.rounding import Rounding
 from adjsim.potentials.base import force, force_vjp
-from adjsim.potentials.solvent import GeneralizedBorn
+from adjsim.potentials.solvent import GeneralizedBorn, Necks
 from tests.retracing import forth_and_back
 from tests.suites import PotentialContract
 
@@ -47,11 +47,34 @@ def contained_molecule() -> dict[str, Tensor]:
 def trainable(found: dict[str, Tensor], **settings: object) -> GeneralizedBorn:
     """A potential with every number a parameter."""
     numbers = {name: nn.Parameter(x.clone()) for name, x in found.items() if name != "position"}
-    others = {
+    others = {"solute": 1.5, "solvent": 60.0, "surface": 0.02, "offset": 0.09}
+    others |= {"alpha": 1.0, "beta": 0.8, "gamma": 4.85}
+    if "necks" in settings:
+        others["neck"] = 0.6
+    numbers |= {
         name: nn.Parameter(torch.tensor(x, dtype=torch.float64))
-        for name, x in {"solute": 1.5, "solvent": 60.0, "surface": 0.02}.items()
+        for name, x in others.items()
+        if name not in numbers
     }
-    return GeneralizedBorn(**numbers, **others, constant=1.4, **settings)
+    return GeneralizedBorn(**numbers, constant=1.4, **settings)
+
+
+def necked_molecule() -> dict[str, Tensor]:
+    """Every atom has a shape of its own, and one a negative scale."""
+    found = molecule(4)
+    found["scale"][2] *= -1
+    generator = torch.Generator().manual_seed(5)
+    for name, size in (("alpha", 0.9), ("beta", 0.6), ("gamma", 0.4)):
+        drawn = torch.rand(ATOMS, generator=generator, dtype=torch.float64)
+        found[name] = size * (0.5 + drawn)
+    return found
+
+
+def necks(atoms: int = ATOMS) -> Necks:
+    """Tables that are not symmetric, whose necks end between the atoms."""
+    generator = torch.Generator().manual_seed(6)
+    depth, place = torch.rand(2, atoms, atoms, generator=generator, dtype=torch.float64)
+    return Necks(0.3 * depth, 2.0 + place, reach=0.5, quadratic=0.8, sextic=0.2)
 
 
 def inside(found: dict[str, Tensor]) -> int:
@@ -65,6 +88,9 @@ CASES = {
     "plain": (molecule(), {}),
     "salt": (molecule(1), {"kappa": 0.3}),
     "cutoff": (molecule(2), {"cutoff": 3.0}),
+    "salt and cutoff": (molecule(2), {"cutoff": 3.3, "kappa": 0.3}),
+    "unbounded": (molecule(1), {"bounded": False}),
+    "necks": (necked_molecule(), {"necks": necks()}),
     "contained": (contained_molecule(), {}),
     "contained, as in obc2.xml": (contained_molecule(), {"contained": False}),
 }
@@ -162,7 +188,8 @@ SYSTEMS = {
     "overlapping": (molecule(2, 22, 3.0), None, 0.0),
     "contained": (contained_molecule(), None, 0.0),
     "far": (molecule(4, 8, 30.0), None, 0.0),
-    "cutoff": (molecule(5, 22, 3.0), 0.5, 0.0),
+    # Of which the inverse is no number of float32.
+    "cutoff": (molecule(5, 22, 3.0), 0.47, 0.0),
     "salt": (molecule(6, 22, 3.0), None, 1.2),
 }
 
@@ -265,10 +292,16 @@ def test_surface_is_that_of_a_lone_atom():
     assert float(lone(torch.zeros(1, 3))) == pytest.approx(expected, rel=1e-14)
 
 
-def chain(exact: bool = False, seed: int = 0) -> tuple[adjsim.Langevin, object, Splitting]:
+def chain(
+    exact: bool = False, seed: int = 0, necked: bool = False
+) -> tuple[adjsim.Langevin, object, Splitting]:
     """Charges in a trap that keep apart, at a temperature where they move by their size."""
     found = molecule(seed, spread=2.0)
-    potential = trainable(found) + adjsim.SoftSphere(0.5, 1.5) + adjsim.Harmonic(0.3)
+    potential = (
+        trainable(found, **({"necks": necks()} if necked else {}))
+        + adjsim.SoftSphere(0.5, 1.5)
+        + adjsim.Harmonic(0.3)
+    )
     dynamics = adjsim.Langevin(potential, mass=12.0, kT=0.3, friction=0.2)
     state = dynamics.init(found["position"], generator=torch.Generator().manual_seed(1))
     return dynamics, state, Splitting("BAOAB", 0.05, exact=exact)
@@ -291,28 +324,31 @@ def gradients(adjoint, *, steps: int, compile: bool = False, system=None):
 
 
 def agree(found: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
-    assert len(expected) == 6
+    assert len(expected) in (10, 11)
     for name, x in expected.items():
         scale = relative * float(x.abs().max())
         torch.testing.assert_close(found[name], x, rtol=0, atol=scale, msg=lambda m, n=name: n + m)
 
 
-def test_adjoints_agree():
-    _, direct = gradients(DirectAdjoint(), steps=10)
-    agree(gradients(CheckpointAdjoint(), steps=10)[1], direct, 1e-12)
-    agree(gradients(ReversibleAdjoint(), steps=10)[1], direct, 1e-10)
+@pytest.mark.parametrize("necked", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_adjoints_agree(necked):
+    system = chain(necked=necked)
+    _, direct = gradients(DirectAdjoint(), steps=10, system=system)
+    agree(gradients(CheckpointAdjoint(), steps=10, system=system)[1], direct, 1e-12)
+    agree(gradients(ReversibleAdjoint(), steps=10, system=system)[1], direct, 1e-10)
 
 
 @pytest.mark.parametrize(
-    ("exact", "steps"),
+    ("exact", "steps", "necked"),
     [
-        pytest.param(True, 100_000, marks=pytest.mark.marathon),
-        pytest.param(False, 10, marks=pytest.mark.marathon),
+        pytest.param(True, 100_000, False, marks=pytest.mark.marathon),
+        pytest.param(False, 10, False, marks=pytest.mark.marathon),
+        pytest.param(True, 200, True, marks=pytest.mark.slow),
     ],
 )
-def test_compiled_equals_eager_and_comes_back(exact, steps):
+def test_compiled_equals_eager_and_comes_back(exact, steps, necked):
     """Bit for bit, if the run is exact."""
-    system = chain(exact)
+    system = chain(exact, necked=necked)
     eager, expected = gradients(ReversibleAdjoint(), steps=10, system=system)
     run, found = gradients(ReversibleAdjoint(), steps=10, system=system, compile=True)
     assert run.stats["compiled_forward"] == run.stats["compiled_backward"] == "C++"
@@ -388,14 +424,15 @@ def test_numbers_that_are_not_trained_have_no_gradient():
 WRONG = {
     r"charge, radius and scale must be \(atoms,\).*\(2,\), \(3,\), \(2,\)": {"radius": [1.5] * 3},
     r"radius must be above the offset, 0.09; atom 1 has 0.09": {"radius": [1.5, 0.09]},
-    r"scale must be zero or positive; atom 0 has -0.1": {"scale": [-0.1, 0.8]},
+    r"gamma must be one number, or one for each atom, \(2,\)": {"gamma": [1.0] * 3},
+    r"neck is the weight of necks": {"neck": 0.3},
+    r"necks are of 3 atoms and radius of 2": {"necks": Necks(torch.ones(3, 3), torch.ones(3, 3))},
     r"solvent must be at least 1.*got 0.5": {"solvent": 0.5},
     r"solute must be one number": {"solute": [1.0, 2.0]},
     r"probe must be zero or positive": {"probe": -1.4},
     r"kappa must be zero or positive": {"kappa": -0.1},
     r"constant must be finite": {"constant": math.inf},
     r"cutoff must be positive": {"cutoff": 0.0},
-    r"a cutoff \(8\) together with kappa \(0.1\)": {"cutoff": 8.0, "kappa": 0.1},
 }
 
 
@@ -404,6 +441,13 @@ def test_wrong_numbers_are_refused(message):
     given = {"charge": [1.0, -1.0], "radius": [1.5, 1.5], "scale": [0.8, 0.8]}
     with pytest.raises(ValueError, match=message):
         GeneralizedBorn(**{**given, **WRONG[message]})
+
+
+def test_tables_of_necks_are_checked():
+    with pytest.raises(ValueError, match=r"depth and place must be \(atoms, atoms\).*\(2, 3\)"):
+        Necks(torch.ones(2, 3), torch.ones(2, 2))
+    with pytest.raises(ValueError, match="depth requires grad"):
+        Necks(nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2))
 
 
 def test_another_number_of_atoms_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from adjsim.potentials.pairs import base
 from tests.openmm_systems import (
     AMBER14,
     DATA,
+    GBN2,
     METHODS,
     OBC2,
     flexible_water,
@@ -32,6 +34,7 @@ from tests.openmm_systems import (
     reference,
     structure,
 )
+from tests.problems import slow_but
 
 # Both sides sum the same terms in float64 and in another order.
 ROUNDING = 1e-10
@@ -198,7 +201,9 @@ def perturb(potential, seed=0):
             parameter.mul_(1 + 0.01 * noise)
 
 
-@pytest.mark.parametrize("files", [(AMBER14, OBC2), ("amber99sb.xml", "amber99_obc.xml")])
+@pytest.mark.parametrize(
+    "files", [(AMBER14, OBC2), (AMBER14, GBN2), ("amber99sb.xml", "amber99_obc.xml")]
+)
 def test_fitted_numbers_run_in_openmm(files):
     system, positions, topology = molecule("dipeptide.pdb", *files)
     positions = displaced(positions)
@@ -208,13 +213,7 @@ def test_fitted_numbers_run_in_openmm(files):
     assert reference(same, positions)[0] == pytest.approx(
         reference(system, positions)[0], rel=1e-14
     )
-    surface = potential.solvent.surface.item()
     perturb(potential)
-    if files[1] == OBC2:
-        with pytest.raises(ValueError, match=r"surface tension was changed.*GBSAOBCForce"):
-            to_openmm(potential, system)
-        with torch.no_grad():
-            potential.solvent.surface.fill_(surface)
     written = to_openmm(potential, system)
     assert openmm.XmlSerializer.serialize(system) == before
     energy, forces = energy_and_forces(potential, structure.position)
@@ -237,23 +236,50 @@ def test_options_of_the_custom_solvent(options):
     assert (potential.solvent.surface.item() == 0) == ("sasaMethod" in options)
 
 
-@pytest.mark.slow
-def test_custom_solvent_with_a_cutoff():
-    system, positions, topology = molecule(
-        "dipeptide.pdb",
-        AMBER14,
-        OBC2,
-        nonbondedMethod=app.CutoffNonPeriodic,
-        nonbondedCutoff=0.5 * unit.nanometer,
-    )
+CUT = {"nonbondedMethod": app.CutoffNonPeriodic, "nonbondedCutoff": 0.47 * unit.nanometer}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    slow_but(
+        lambda name, options: (name, len(options)) in (("gbn2", 3), ("hct", 0)),
+        itertools.product(
+            ("hct", "obc1", "obc2", "gbn", "gbn2"), ({}, CUT, {"implicitSolventKappa": 1.5, **CUT})
+        ),
+    ),
+)
+def test_the_solvents_of_the_files(name, options):
+    """All have the same terms of the energy, with a cutoff and a salt or without."""
+    files = AMBER14, f"implicit/{name}.xml"
+    system, positions, topology = molecule("dipeptide.pdb", *files, **options)
     potential, _ = assert_equal_to_openmm(system, displaced(positions), topology)
-    assert potential.solvent.cutoff == pytest.approx(5.0)
+    solvent = potential.solvent
+    assert (solvent.cutoff is None) == (not options)
+    assert (solvent.necks is None) == (not name.startswith("gbn"))
+    assert solvent.bounded == (name != "hct")
+    trained = {x for x, _ in solvent.named_parameters()} - {"charge"}
+    shape = {"alpha", "beta", "gamma"} if name != "hct" else set()
+    neck = {"neck"} if name.startswith("gbn") else set()
+    assert trained == {"radius", "scale", "surface", "offset"} | shape | neck
+
+
+def test_a_solvent_of_the_same_form_with_other_numbers():
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14, GBN2)
+    force = next(f for f in system.getForces() if isinstance(f, openmm.CustomGBForce))
+    name, text, kind = force.getComputedValueParameters(0)
+    for old, new in (("0.826836", "0.7"), ("0.68", "0.3"), ("1+100", "1+90"), ("0.3*", "0.2*")):
+        text = text.replace(old, new)
+    force.setComputedValueParameters(0, name, text, kind)
+    potential, _ = assert_equal_to_openmm(system, displaced(positions), topology)
+    found = potential.solvent.necks
+    assert (found.reach, found.quadratic, found.sextic) == pytest.approx((3.0, 0.9, 0.2))
 
 
 @pytest.mark.slow
-def test_every_parameter_against_differences():
+@pytest.mark.parametrize("solvent", [OBC2, GBN2])
+def test_every_parameter_against_differences(solvent):
     """d/dtheta of the energy and of a projected force, along a random direction of each tensor."""
-    system, positions, topology = molecule("dipeptide.pdb", AMBER14, OBC2)
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14, solvent)
     potential, structure = from_openmm(system, displaced(positions), topology)
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(structure.position.shape, generator=generator, dtype=torch.float64)
@@ -467,10 +493,6 @@ def without_mass():
     return system
 
 
-def other_solvent(file):
-    return lambda: molecule("dipeptide.pdb", AMBER14, f"implicit/{file}.xml")[0]
-
-
 def altered_solvent():
     system, *_ = molecule("dipeptide.pdb", AMBER14, OBC2)
     force = next(f for f in system.getForces() if isinstance(f, openmm.CustomGBForce))
@@ -521,9 +543,7 @@ NONBONDED = openmm.NonbondedForce
         ),
         (half_periodic, r"HarmonicBondForce that is periodic and another"),
         (openmm.System, r"no particles"),
-        (other_solvent("obc1"), r"not the OBC2 of implicit/obc2.xml: its Born radii"),
-        (other_solvent("gbn2"), r"not the OBC2"),
-        (altered_solvent, r"not the OBC2.*charge\^4"),
+        (altered_solvent, r"none of the solvents of OpenMM's files.*charge\^4"),
         (lambda: molecule("dipeptide.pdb", "amber19/protein.ff19SB.xml")[0], r"CMAPTorsionForce"),
     ],
 )

@@ -1,5 +1,6 @@
-"""Implicit solvent."""
+"""Implicit solvents."""
 
 from adjsim.potentials.solvent.generalized_born import GeneralizedBorn
+from adjsim.potentials.solvent.necks import Necks
 
-__all__ = ["GeneralizedBorn"]
+__all__ = ["GeneralizedBorn", "Necks"]

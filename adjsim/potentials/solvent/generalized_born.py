@@ -1,4 +1,4 @@
-"""Generalised Born solvent after Onufriev, Bashford and Case."""
+"""Generalised Born solvents."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_flag
+from adjsim.core.arguments import as_flag, describe_type
 from adjsim.core.declared import FINITE, NOT_NEGATIVE, POSITIVE, Limits, declared, setting
 from adjsim.core.parameters import describe
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import DeclaredModule
-from adjsim.potentials.pairs.dense import distinct
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback
-from adjsim.potentials.solvent.pairs import NUMBERS, BornPairs, BornTangent
+from adjsim.potentials.solvent.necks import Necks
+from adjsim.potentials.solvent.pairs import NUMBERS, SHAPE, BornPairs, BornTangent
+
+
+def _as_necks(name: str, value: Any) -> Necks:
+    if not isinstance(value, Necks):
+        raise TypeError(f"{name} must be Necks(depth, place); got {describe_type(value)}.")
+    return value
+
 
 # The rule of one number, which is given by name.
 ONE: dict[str, Any] = {"keyword": True, "shapes": ((),)}
 
 
 class GeneralizedBorn(DeclaredModule, Potential):
-    """Generalised Born solvent, model II of Onufriev, Bashford and Case (OBC2), with surface area.
+    """Generalised Born solvent with surface area: HCT, OBC1, OBC2, GBn and GBn2.
 
     ::
 
@@ -32,15 +39,33 @@ class GeneralizedBorn(DeclaredModule, Potential):
                  + sum over i of 4 pi surface (radius_i + probe)^2 (radius_i / B_i)^6
         tau(f) = constant (1/solute - exp(-kappa f)/solvent)
         f_ij^2 = r_ij^2 + B_i B_j exp(-r_ij^2 / (4 B_i B_j)),    so that f_ii = B_i
-        1/B_i  = 1/rho_i - tanh(psi_i - 0.8 psi_i^2 + 4.85 psi_i^3) / radius_i
-        psi_i  = rho_i sum over j != i of H(r_ij; rho_i, scale_j rho_j)
+        1/B_i  = 1/rho_i - tanh(alpha psi_i - beta psi_i^2 + gamma psi_i^3) / radius_i
+        psi_i  = rho_i sum over j != i of H(r_ij; rho_i, scale_j rho_j) + neck N_ij
         rho_i  = radius_i - offset
 
     ========= ======================================================================
     B         Born radius: the smaller, the more solvent there is around an atom
-    H         what atom j displaces of the solvent around atom i (see parts.py)
+    H         what atom j displaces of the solvent around atom i (see descreening.py)
+    N         what the neck between two spheres displaces (:class:`~.necks.Necks`)
     tau / f   interaction through the polarised solvent, of pairs and of each atom with itself
     ========= ======================================================================
+
+    The defaults are those of OBC2. Lengths are in angstrom:
+
+    ======= ========== ============ ============== ======== ======== =========================
+    model   alpha      beta         gamma          offset   neck
+    ======= ========== ============ ============== ======== ======== =========================
+    HCT     1          0            0              0.09     0        ``bounded=False``
+    OBC1    0.8        0            2.909125       0.09     0
+    OBC2    1          0.8          4.85           0.09     0
+    GBn     1.09511284 1.907992938  2.50798245     0.09     0.361825 ``necks=Necks(...)``
+    GBn2    of each    of each      of each        0.195141 0.826836 ``necks=Necks(...)``
+    ======= ========== ============ ============== ======== ======== =========================
+
+    :func:`~adjsim.io.from_openmm` makes all of them from OpenMM's force-field files. Sources: HCT
+    Hawkins, Cramer and Truhlar, J. Phys. Chem. 100, 19824 (1996); OBC Onufriev, Bashford and Case,
+    Proteins 55, 383 (2004); GBn Mongan, Simmerling, McCammon, Case and Onufriev, J. Chem. Theory
+    Comput. 3, 156 (2007); GBn2 Nguyen, Roe and Simmerling, J. Chem. Theory Comput. 9, 2020 (2013).
 
     U is the energy of solvation alone. Add the Coulomb energy of the solute, with the same charges,
     in a medium of permittivity ``solute``. All pairs are summed, also those that are bonded: the
@@ -51,28 +76,39 @@ class GeneralizedBorn(DeclaredModule, Potential):
     Force and product are closed forms. In exact runs the contributions of pairs are rounded before
     they are added. Two atoms at one position give NaN. The force is continuous where spheres begin
     to touch; its derivative is not. With a cutoff the force jumps at it: use one only to reproduce
-    such a run. See Onufriev, Bashford and Case, Proteins 55, 383 (2004).
+    such a run. A negative scale, as that of sulfur in GBn2, makes the force jump where the sphere
+    begins to count.
 
     Args:
         {parameters}
 
     Raises:
-        ValueError: arrays that are not one number for each atom, numbers out of range, a cutoff
-            together with kappa, positions of another number of atoms.
+        ValueError: arrays that are not one number for each atom, numbers out of range,
+            positions of another number of atoms.
     """
 
     charge: Tensor = declared("``(atoms,)``")
     radius: Tensor = declared("``(atoms,)``, intrinsic radius, larger than the offset")
-    scale: Tensor = declared(
-        "``(atoms,)``, share of an atom's radius that displaces solvent, zero or positive"
-    )
+    scale: Tensor = declared("``(atoms,)``, share of an atom's radius that displaces solvent")
     solute: Tensor = declared("permittivity inside, at least 1", 1.0, **ONE)
     solvent: Tensor = declared("permittivity outside, at least 1", 78.5, **ONE)
     constant: float = setting("see :class:`~adjsim.Coulomb`", FINITE, 1.0, keyword=True)
-    offset: float = setting(
+    offset: Tensor = declared(
         "length by which radii are reduced for the Born radii; the default is in angstrom",
-        NOT_NEGATIVE,
         0.09,
+        **ONE,
+    )
+    alpha: Tensor = declared("one number, or ``(atoms,)``", 1.0, keyword=True)
+    beta: Tensor = declared("likewise", 0.8, keyword=True)
+    gamma: Tensor = declared("likewise", 4.85, keyword=True)
+    neck: Tensor = declared("weight of the necks", 0.0, **ONE)
+    necks: Necks | None = setting(
+        "a :class:`~.necks.Necks` for a neck that is not zero", _as_necks, None, keyword=True
+    )
+    bounded: bool = setting(
+        "whether tanh bounds the displaced solvent; False: 1/B is 1/rho (1 - alpha psi + ...)",
+        as_flag,
+        True,
         keyword=True,
     )
     surface: Tensor = declared(
@@ -111,37 +147,39 @@ class GeneralizedBorn(DeclaredModule, Potential):
                 raise ValueError(
                     f"{name} must be at least 1, the permittivity of vacuum; got {describe(value)}."
                 )
-        if self.cutoff is not None and self.kappa:
-            raise ValueError(
-                f"a cutoff ({self.cutoff:g}) together with kappa ({self.kappa:g}) is not provided: "
-                "the shift at the cutoff would depend on the Born radii. Leave one of them out."
-            )
         shapes = [tuple(x.shape) for x in (self.charge, self.radius, self.scale)]
         if len(shapes[0]) != 1 or len(set(shapes)) > 1:
             raise ValueError(
                 "charge, radius and scale must be (atoms,), one number for each atom; got shapes "
                 f"{', '.join(map(str, shapes))}."
             )
-        radius, scale = self.radius.detach(), self.scale.detach()
-        if not bool((radius > self.offset).all()):
+        for name in SHAPE:
+            shape = tuple(getattr(self, name).shape)
+            if shape not in ((), shapes[0]):
+                raise ValueError(
+                    f"{name} must be one number, or one for each atom, {shapes[0]}; got the shape "
+                    f"{shape}."
+                )
+        radius, offset = self.radius.detach(), float(self.offset.detach())
+        if not bool((radius > offset).all()):
             atom = int(radius.argmin())
             raise ValueError(
-                f"radius must be above the offset, {self.offset:g}; atom {atom} has "
+                f"radius must be above the offset, {offset:g}; atom {atom} has "
                 f"{float(radius[atom]):g}. In nanometres the offset is 0.009."
             )
-        if not bool((scale >= 0).all()):
-            atom = int(scale.argmin())
+        if self.necks is None:
+            if self.neck.requires_grad or float(self.neck.detach()) != 0:
+                raise ValueError(
+                    "neck is the weight of necks: give their tables, necks=Necks(...)."
+                )
+        elif len(self.necks.depth) != len(radius):
             raise ValueError(
-                f"scale must be zero or positive; atom {atom} has {float(scale[atom]):g}."
+                f"necks are of {len(self.necks.depth)} atoms and radius of {len(radius)}."
             )
 
     def forward(self, position: Positions) -> Energies:
         pairs = BornPairs(self, position)
-        energy = pairs.polarisation.energy()
-        if self.cutoff is not None:
-            # Pairs are shifted, and not an atom's own energy.
-            shift = (pairs.inside - pairs.outside) / self.cutoff
-            energy = pairs.within(torch.where(distinct(position), energy + shift, energy))
+        energy = pairs.within(pairs.polarisation.energy())
         polar = 0.5 * (pairs.charge.unsqueeze(-1) * pairs.charge * energy).sum((-1, -2))
         return polar + pairs.surface * pairs.areas().sum(-1)
 

@@ -1,7 +1,7 @@
 """Sums over pairs of generalised Born: the force, and its derivative along a direction.
 
-With the notation of :class:`~adjsim.GeneralizedBorn`, G of the pair energy and H of the descreening
-(parts.py), s_ij = r_ij^2 and d_ij = q_i - q_j::
+With the notation of :class:`~adjsim.GeneralizedBorn`, G of the pair energy (polarisation.py) and H
+of the descreening (descreening.py) and the necks (necks.py), s_ij = r_ij^2 and d_ij = q_i - q_j::
 
     E_i  = dU/dB_i = q_i sum_j q_j (dG/dP)_ij B_j - 6 A_i / B_i        A_i: the area term of atom i
     c_i  = dU/dI_i = E_i rho_i dB_i/dpsi_i                             I_i = sum over j of H_ij
@@ -25,7 +25,7 @@ derivatives along v as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,10 +39,14 @@ from adjsim.potentials.pairs.dense import (
     split_coordinates,
     sum_coordinates,
 )
-from adjsim.potentials.solvent.parts import BornRadii, Descreening, Polarisation
+from adjsim.potentials.solvent.descreening import Descreening
+from adjsim.potentials.solvent.necks import NeckPairs
+from adjsim.potentials.solvent.polarisation import Polarisation
+from adjsim.potentials.solvent.radii import BornRadii
 
 # What can be trained.
-NUMBERS = ("charge", "radius", "scale", "solute", "solvent", "surface")
+SHAPE = ("alpha", "beta", "gamma")
+NUMBERS = ("charge", "radius", "scale", "solute", "solvent", "surface", "offset", *SHAPE, "neck")
 # Descreening sums are dimensionless, and rarely above ten. On multiples of this spacing they are
 # exact up to 128, and each contribution is rounded by at most 1e-14.
 SPACING = 2.0**-46
@@ -58,8 +62,9 @@ class BornPairs:
         self.rounding, self.cutoff = rounding, numbers.cutoff
         self.pure = Rounding(position.new_full((), SPACING)) if rounding.rounds else UNROUNDED
         given: list[Tensor] = [getattr(numbers, name).to(position) for name in NUMBERS]
-        self.charge, self.radius, self.scale, self.solute, self.solvent, self.surface = given
-        self.rho, self.probe = self.radius - numbers.offset, numbers.probe
+        self.charge, self.radius, self.scale, self.solute, self.solvent, self.surface = given[:6]
+        offset, self.alpha, self.beta, self.gamma, self.neck = given[6:]
+        self.rho, self.probe = self.radius - offset, numbers.probe
         self.inside = numbers.constant / self.solute
         self.outside = numbers.constant / self.solvent
         self.d = split_coordinates(differences(position))
@@ -67,22 +72,40 @@ class BornPairs:
         included = distinct(position)
         if self.cutoff is not None:
             included = torch.where(included, self.s, math.inf) < self.cutoff**2
+        r = torch.where(included, self.s, 1.0).sqrt()
+        self.necks = None
+        if numbers.necks is not None:
+            self.necks = NeckPairs(numbers.necks, r, self.radius, included)
         self.descreening = Descreening(
-            torch.where(included, self.s, 1.0).sqrt(),
+            r,
             self.rho.unsqueeze(-1),
             self.scale * self.rho,
             included,
             contained=numbers.contained,
         )
-        psi = self.summed(self.rho.unsqueeze(-1) * self.descreening.value(), self.pure)
-        self.born = BornRadii(psi, self.radius, self.rho)
+        h = self.displaced(Descreening.value, NeckPairs.value)
+        psi = self.summed(self.rho.unsqueeze(-1) * h, self.pure)
+        self.born = BornRadii(
+            psi, self.radius, self.rho, (self.alpha, self.beta, self.gamma), numbers.bounded
+        )
+        shift = 0.0
+        if self.cutoff is not None:
+            shift = distinct(position).to(position) / self.cutoff
         self.polarisation = Polarisation(
             self.s,
             self.born.value.unsqueeze(-1) * self.born.value.unsqueeze(-2),
             self.inside,
             self.outside,
             numbers.kappa,
+            shift,
         )
+
+    def displaced(
+        self, of_spheres: Callable[[Descreening], Tensor], of_necks: Callable[[NeckPairs], Tensor]
+    ) -> Tensor:
+        """Compute H with its necks, or a derivative of it."""
+        found = of_spheres(self.descreening)
+        return found if self.necks is None else found + self.neck * of_necks(self.necks)
 
     def areas(self) -> Tensor:
         """Compute the area of every atom, ``(*batch, atoms)``."""
@@ -91,7 +114,7 @@ class BornPairs:
 
     def force(self) -> Tensor:
         """Compute the force."""
-        self.hs = self.descreening.slope()
+        self.hs = self.displaced(Descreening.slope, NeckPairs.slope)
         self.charges = self.within(self.charge.unsqueeze(-1) * self.charge)
         gy, born = self.polarisation.slope(), self.born.value
         self.gs = self.charges * gy * self.polarisation.by_square()
@@ -153,7 +176,7 @@ class BornTangent:
     def force(self) -> Tensor:
         """Compute the derivative of the force."""
         pairs, c, along = self.pairs, self.pairs.c, self.c
-        bend = pairs.descreening.curvature() * self.s
+        bend = pairs.displaced(Descreening.curvature, NeckPairs.curvature) * self.s
         own = self._sums(pairs.share.unsqueeze(-1) * bend, pairs.share.unsqueeze(-1) * pairs.hs)
         polar = self._sums(self.gs, pairs.gs)
         weight = along.unsqueeze(-1) * pairs.hs + c.unsqueeze(-1) * bend
@@ -179,13 +202,45 @@ class BornTangent:
 
     def _by_radius(self) -> Tensor:
         pairs = self.pairs
-        rho, along = pairs.descreening.by_own()
-        own = self.c * rho.sum(-1) + pairs.c * (along * self.s).sum(-1)
-        born, born_along = pairs.born.by_radius(self.psi, self.born)
-        born = self.by_born * born + pairs.by_born * born_along
+        born = self._through_born(*pairs.born.by_radius(self.psi, self.born))
         area = -6 * pairs.surface * pairs.areas() * self.born / pairs.born.value
         area = area * (2 / (pairs.radius + pairs.probe) + 6 / pairs.radius)
-        return own + born + area + pairs.scale * self._by_sphere()
+        return self._by_rho() + born + area
+
+    def _by_offset(self) -> Tensor:
+        return -self._by_rho().sum(-1, keepdim=True)
+
+    def _by_rho(self) -> Tensor:
+        pairs = self.pairs
+        rho, along = pairs.descreening.by_own()
+        own = self.c * rho.sum(-1) + pairs.c * (along * self.s).sum(-1)
+        born = self._through_born(*pairs.born.by_rho(self.psi, self.born))
+        return own + born + pairs.scale * self._by_sphere()
+
+    def _through_born(self, born: Tensor, along: Tensor) -> Tensor:
+        """Compute the gradient with respect to a number on which Born radii depend."""
+        return self.by_born * born + self.pairs.by_born * along
+
+    def _by_alpha(self) -> Tensor:
+        return self._by_power(1)
+
+    def _by_beta(self) -> Tensor:
+        return -self._by_power(2)
+
+    def _by_gamma(self) -> Tensor:
+        return self._by_power(3)
+
+    def _by_power(self, power: int) -> Tensor:
+        found = self._through_born(*self.pairs.born.by_power(power, self.psi, self.born))
+        number = getattr(self.pairs, SHAPE[power - 1])
+        return found if number.ndim else found.sum(-1, keepdim=True)
+
+    def _by_neck(self) -> Tensor:
+        necks, (c, along) = self.pairs.necks, (self.pairs.c, self.c)
+        if necks is None:
+            return torch.zeros_like(c[..., :1])
+        each = along * necks.value().sum(-1) + c * (necks.slope() * self.s).sum(-1)
+        return each.sum(-1, keepdim=True)
 
     def _by_scale(self) -> Tensor:
         return self.pairs.rho * self._by_sphere()
