@@ -23,6 +23,7 @@ CHAIN = torch.tensor(
 )
 BONDS = [[0, 1], [2, 1], [2, 3], [3, 4], [3, 5]]
 ANGLES = [[0, 1, 2], [1, 2, 3], [2, 3, 4], [5, 3, 4]]
+MAPS = [[0, 1, 2, 3, 1, 2, 3, 4], [5, 3, 2, 1, 3, 2, 1, 0]]
 TORSIONS = [[0, 1, 2, 3], [1, 2, 3, 4], [5, 3, 2, 1]]
 PAIRS = [[0, 3], [4, 1], [5, 1]]
 POINTS = CHAIN[[1, 4]] + torch.tensor([[0.3, -0.2, 0.1], [-0.4, 0.1, 0.5]], dtype=torch.float64)
@@ -32,6 +33,12 @@ CHARGES = (0.4, -0.3, 0.5, -0.2, 0.1, -0.5)
 
 def matrix(*values: tuple[float, ...]) -> nn.Parameter:
     return nn.Parameter(torch.tensor(values, dtype=torch.float64))
+
+
+def grid(size: int, *maps: int) -> nn.Parameter:
+    """Values of maps of two torsions."""
+    generator = torch.Generator().manual_seed(size)
+    return nn.Parameter(torch.randn(*maps, size, size, generator=generator, dtype=torch.float64))
 
 
 def mixture(**options) -> adjsim.LennardJonesMixture:
@@ -78,6 +85,8 @@ BONDED = {
     "series, types": lambda **o: adjsim.RyckaertBellemans(
         TORSIONS, matrix(SERIES, SERIES[::-1]), types=[1, 0, 1], **o
     ),
+    "maps": lambda **o: adjsim.TorsionMap(MAPS, grid(8), **o),
+    "maps, types": lambda **o: adjsim.TorsionMap(MAPS, grid(6, 3), types=[2, 0], **o),
     "impropers": lambda **o: adjsim.HarmonicImproper(
         TORSIONS, parameter(3.0), vector(2.9, -3.1, 0.4), **o
     ),

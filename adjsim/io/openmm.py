@@ -15,6 +15,7 @@ from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.io._openmm.bonded import read_bonded, write_bonded
 from adjsim.io._openmm.constraints import read_constraints, write_constraints
 from adjsim.io._openmm.library import barostat_of, box_of_system, check_system, lengths, plain
+from adjsim.io._openmm.maps import read_maps, write_maps
 from adjsim.io._openmm.nonbonded import read_nonbonded, write_nonbonded
 from adjsim.io._openmm.solvent import read_solvent, write_solvent
 from adjsim.io._openmm.types import Names
@@ -39,6 +40,7 @@ def from_openmm(
     angles               k, angle                            HarmonicAngleForce
     torsions             k, phase                            PeriodicTorsionForce
     ryckaert_bellemans   coefficients                        RBTorsionForce
+    maps                 energy                              CMAPTorsionForce
     lennard_jones        epsilon, sigma                      NonbondedForce
     coulomb              charge                              NonbondedForce, every method but LJPME
     lennard_jones_14     scale                               its exceptions
@@ -104,7 +106,7 @@ def from_openmm(
     if len(position) != len(masses):
         raise ValueError(f"positions are of {len(position)} atoms; the system has {len(masses)}.")
     names = Names.of(masses, topology)
-    bonded = read_bonded(system, names)
+    bonded = read_bonded(system, names) | read_maps(system, names)
     nonbonded, labels = read_nonbonded(system, names)
     parts: dict[str, Any] = {name: part for name, (part, _) in bonded.items()} | nonbonded
     solvent = read_solvent(system, parts["coulomb"].charge if "coulomb" in parts else None)
@@ -158,6 +160,7 @@ def to_openmm(
     written = copy.deepcopy(system)
     parts: dict[str, Any] = dict(potential.named_children())
     write_bonded(parts, written)
+    write_maps(parts.get("maps"), written)
     write_nonbonded(parts, written)
     write_solvent(parts.get("solvent"), written)
     if constraints is not None:

@@ -24,6 +24,7 @@ from adjsim.potentials.bonded.bonds_and_angles import (
     MorseBond,
     UreyBradley,
 )
+from adjsim.potentials.bonded.maps import TorsionMap
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.bonded.restraints import FlatBottomRestraint, PositionRestraint
 from adjsim.potentials.bonded.torsions import HarmonicImproper, PeriodicTorsion, RyckaertBellemans
@@ -91,7 +92,7 @@ from adjsim.potentials.signals.signals import (
 from adjsim.potentials.solids.base import ElasticPotential as ElasticPotential
 from adjsim.potentials.solids.bending import HingeBending
 from adjsim.potentials.solids.materials import CorotatedLinear, NeoHookean, StVenantKirchhoff
-from adjsim.potentials.solvent import GeneralizedBorn, Necks
+from adjsim.potentials.solvent import GeneralizedBorn, Necks as Necks
 
 __all__ = [
     "WCA",
@@ -127,7 +128,6 @@ __all__ = [
     "MorseBond",
     "MovingContact",
     "MullerBrown",
-    "Necks",
     "NeoHookean",
     "NeuralController",
     "OpenLoop",
@@ -144,6 +144,7 @@ __all__ = [
     "SoftSphere",
     "Softplus",
     "StVenantKirchhoff",
+    "TorsionMap",
     "UreyBradley",
     "Wolf",
     "Yukawa",

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.interpolate import CubicSpline
 from torch import nn
 
 import adjsim
@@ -22,19 +23,29 @@ from tests.bonded import (
     CHAIN,
     CHARGES,
     EVERY,
+    MAPS,
     PAIRS,
     POINTS,
     RESTRAINTS,
     SERIES,
     TORSIONS,
     close,
+    grid,
     mixture,
 )
 from tests.problems import slow_but
 from tests.suites import PotentialContract
 
 # One row of each coordinate, and restraints.
-SHORT = ("bonds, types", "angles", "cosines", "torsions, types", "scaled, species", "balls")
+SHORT = (
+    "bonds, types",
+    "angles",
+    "cosines",
+    "torsions, types",
+    "maps, types",
+    "scaled, species",
+    "balls",
+)
 
 
 @pytest.mark.parametrize("name", slow_but(lambda name: name in SHORT, EVERY))
@@ -90,6 +101,17 @@ def series(c):
     return lambda x: sum(a * math.cos(x - math.pi) ** n for n, a in enumerate(c))
 
 
+def splined(values, phi, psi):
+    """The spline along psi of the splines along phi."""
+    at = np.linspace(0.0, 2 * math.pi, len(values) + 1)
+
+    def along(rows, x):
+        closed = np.concatenate([rows, rows[:1]])
+        return CubicSpline(at, closed, bc_type="periodic")(x % (2 * math.pi))
+
+    return float(along(along(values.detach().numpy(), phi), psi))
+
+
 PLAIN = {
     "bonds": lambda q: total(q, BONDS, distance, lambda n, r: 15 * (r - 1.4) ** 2),
     "bonds, types": lambda q: total(
@@ -127,6 +149,15 @@ PLAIN = {
     "series": lambda q: total(q, TORSIONS, dihedral, lambda n, x: series(SERIES)(x)),
     "series, types": lambda q: total(
         q, TORSIONS, dihedral, lambda n, x: series(SERIES if n == 1 else SERIES[::-1])(x)
+    ),
+    "maps": lambda q: total(
+        q, MAPS, lambda *a: (dihedral(*a[:4]), dihedral(*a[4:])), lambda n, x: splined(grid(8), *x)
+    ),
+    "maps, types": lambda q: total(
+        q,
+        MAPS,
+        lambda *a: (dihedral(*a[:4]), dihedral(*a[4:])),
+        lambda n, x: splined(grid(6, 3)[(2, 0)[n]], *x),
     ),
     "impropers": lambda q: total(
         q, TORSIONS, dihedral, lambda n, x: 1.5 * wrapped(x - (2.9, -3.1, 0.4)[n]) ** 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import adjsim
-from tests.bonded import ANGLES, BONDS, CHAIN, EVERY, PAIRS, TORSIONS, close
+from tests.bonded import ANGLES, BONDS, CHAIN, EVERY, MAPS, PAIRS, TORSIONS, close
 
 
 def openmm_term(name: str):
@@ -68,6 +68,11 @@ def openmm_term(name: str):
             "addTorsion",
             [(*i, *c) for i, c in zip(TORSIONS, p.coefficients.tolist(), strict=True)],
         ),
+        "maps": lambda p: filled(
+            filled(mm.CMAPTorsionForce(), "addMap", [(8, p.energy.detach().T.flatten().tolist())]),
+            "addTorsion",
+            [(0, *i) for i in MAPS],
+        ),
         "impropers": lambda p: custom(
             mm.CustomTorsionForce(f"0.5*k*min(d,2*{math.pi!r}-d)^2; d=abs(theta-t0)"),
             "Torsion",
@@ -104,7 +109,7 @@ def openmm_term(name: str):
     "name",
     [
         "bonds, each", "morse", "angles", "cosines", "urey-bradley", "torsions", "series, each",
-        "impropers", "explicit", "points",
+        "maps", "impropers", "explicit", "points",
     ],
 )  # fmt: skip
 def test_energies_and_forces_equal_those_of_openmm(name):

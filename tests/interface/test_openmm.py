@@ -82,6 +82,7 @@ PARTS = {
     "HarmonicAngleForce": ("angles",),
     "PeriodicTorsionForce": ("torsions",),
     "RBTorsionForce": ("ryckaert_bellemans",),
+    "CMAPTorsionForce": ("maps",),
     "NonbondedForce": (
         "lennard_jones",
         "coulomb",
@@ -125,6 +126,19 @@ def test_dipeptide_by_term():
     names = [name for name, _ in potential.named_parameters()]
     assert names.count("coulomb.charge") == 1
     assert "solvent.charge" not in names
+
+
+def test_maps_of_torsions():
+    """Every residue of the force field has a map of its own."""
+    system, positions, topology = molecule("dipeptide.pdb", "amber19/protein.ff19SB.xml", GBN2)
+    potential = assert_equal_by_term(system, displaced(positions), topology)
+    assert potential.maps.energy.shape == (1, 24, 24)
+    assert potential.labels["maps"] == ("ACE C-N-CA-C-N",)
+    with torch.no_grad():
+        potential.maps.energy.mul_(1.1)
+    written = to_openmm(potential, system)
+    again, _ = from_openmm(written, positions)
+    assert torch.allclose(again.maps.energy, potential.maps.energy, rtol=1e-15)
 
 
 @pytest.mark.slow
@@ -510,6 +524,15 @@ def half_periodic():
     return system
 
 
+def two_sizes():
+    force = openmm.CMAPTorsionForce()
+    for size in (4, 5):
+        force.addTorsion(force.addMap(size, [0.0] * size**2), 0, 1, 2, 3, 4, 5, 6, 7)
+    system = molecule("dipeptide.pdb", AMBER14)[0]
+    system.addForce(force)
+    return system
+
+
 NONBONDED = openmm.NonbondedForce
 
 
@@ -528,7 +551,7 @@ NONBONDED = openmm.NonbondedForce
         ),
         (lambda: pair(openmm.DrudeForce()), r"DrudeForce.*polarisable.*fixed charges"),
         (lambda: pair(openmm.AmoebaMultipoleForce()), r"AmoebaMultipoleForce.*polarisable"),
-        (lambda: pair(openmm.CMAPTorsionForce()), r"CMAPTorsionForce, force 1.*amber14"),
+        (two_sizes, r"maps of the sizes \[4, 5\]"),
         (lambda: pair(openmm.CustomBondForce("r")), r"CustomBondForce.*removeForce\(1\)"),
         (lambda: pair(openmm.CustomNonbondedForce("r")), r"CustomNonbondedForce.*no counterpart"),
         (lambda: pair(openmm.NonbondedForce()), r"more than one NonbondedForce"),
@@ -544,7 +567,6 @@ NONBONDED = openmm.NonbondedForce
         (half_periodic, r"HarmonicBondForce that is periodic and another"),
         (openmm.System, r"no particles"),
         (altered_solvent, r"none of the solvents of OpenMM's files.*charge\^4"),
-        (lambda: molecule("dipeptide.pdb", "amber19/protein.ff19SB.xml")[0], r"CMAPTorsionForce"),
     ],
 )
 def test_what_is_refused(make, message):

@@ -22,6 +22,7 @@ READ = (
     "HarmonicAngleForce",
     "PeriodicTorsionForce",
     "RBTorsionForce",
+    "CMAPTorsionForce",
     "NonbondedForce",
     "GBSAOBCForce",
     "CustomGBForce",

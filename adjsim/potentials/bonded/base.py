@@ -55,6 +55,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
 
     Attributes:
         members: the number of atoms of a term, by default 2.
+        distinct: places in a term whose atoms differ; None: all.
         steps: the places in a term, first and last, of each displacement, by default from atom 0 to
             atom 1; -1 is a fixed point.
         coordinate: the internal coordinate of these displacements, by default the distance, see
@@ -67,6 +68,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
     """
 
     members: ClassVar[int] = 2
+    distinct: ClassVar[tuple[tuple[int, ...], ...] | None] = None
     steps: ClassVar[tuple[tuple[int, int], ...]] = ((0, 1),)
     coordinate: ClassVar[type[Coordinate]] = Distance
     dim: ClassVar[int | None] = None
@@ -92,7 +94,7 @@ class BondedPotential(Declaring, Elementwise, Periodic, ClosedForm, inherits_for
             given = as_indices("index", index)
             column = self.members == 1 and given.ndim == 1
             found = given.unsqueeze(-1) if column else given
-            found = as_members("index", found, self.members, MOST_ATOMS)
+            found = as_members("index", found, self.members, MOST_ATOMS, self.distinct)
             # Tables are made of index and types, so these are not part of the saved state.
             self.register_buffer("index", found, persistent=False)
             self.register_buffer(

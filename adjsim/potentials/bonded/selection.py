@@ -6,6 +6,7 @@ a fixed order, and compiled loops can contain them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,17 +50,28 @@ class Selection(nn.Module):
         return (_Linear.apply if torch.is_grad_enabled() else _map)(x, sums, *tensors)
 
 
-def as_members(name: str, index: Any, columns: int, atoms: int) -> Tensor:
-    """Convert the indices of atoms, ``(n, columns)``; the atoms of a row are different."""
+def as_members(
+    name: str,
+    index: Any,
+    columns: int,
+    atoms: int,
+    distinct: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
+    """Convert the indices of atoms, ``(n, columns)``.
+
+    The atoms of a row are different, or those of each set of distinct columns.
+    """
     found = as_indices(name, index)
     if found.ndim != 2 or found.shape[1] != columns or len(found) == 0:
         raise wrong_shape(name, f"(n, {columns}) indices of atoms with n at least 1", found)
     check_range(name, found, atoms)
-    ordered = found.sort(-1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
-    if bool(twice.any()):
-        row = int(twice.nonzero()[0])
-        raise ValueError(f"{name}[{row}] names an atom twice: {found[row].tolist()}.")
+    for places in distinct or [range(columns)]:
+        part = found[:, list(places)]
+        ordered = part.sort(-1).values
+        twice = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+        if bool(twice.any()):
+            row = int(twice.nonzero()[0])
+            raise ValueError(f"{name}[{row}] names an atom twice: {part[row].tolist()}.")
     return found
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -89,17 +90,17 @@ class RyckaertBellemans(DihedralTerm):
     )
 
     def element(self, x: Tensor) -> Tensor:
-        return _polynomial(-torch.cos(x), self.term_parameters("coefficients", x))
+        return polynomial(-torch.cos(x), self.term_parameters("coefficients", x))
 
     def slope(self, x: Tensor) -> Tensor:
         c = self.term_parameters("coefficients", x)
-        return torch.sin(x) * _polynomial(-torch.cos(x), _derived(c))
+        return torch.sin(x) * polynomial(-torch.cos(x), differentiated(c))
 
     def curvature(self, x: Tensor) -> Tensor:
-        first = _derived(self.term_parameters("coefficients", x))
+        first = differentiated(self.term_parameters("coefficients", x))
         cosine, sine = torch.cos(x), torch.sin(x)
-        return cosine * _polynomial(-cosine, first) + sine * sine * _polynomial(
-            -cosine, _derived(first)
+        return cosine * polynomial(-cosine, first) + sine * sine * polynomial(
+            -cosine, differentiated(first)
         )
 
 
@@ -124,14 +125,16 @@ class HarmonicImproper(HarmonicTerm, DihedralTerm):
         return d - 2 * math.pi * turns
 
 
-def _polynomial(x: Tensor, coefficients: list[Tensor]) -> Tensor:
-    """Evaluate a polynomial, lowest power first."""
-    total = coefficients[-1].expand_as(x)
-    for c in reversed(coefficients[:-1]):
+def polynomial(x: Tensor, coefficients: Sequence[Tensor | float]) -> Tensor:
+    """Evaluate a polynomial of the first degree or a higher one, lowest power first."""
+    total, *rest = reversed(coefficients)
+    for c in rest:
         total = total * x + c
-    return total
+    return cast(Tensor, total)
 
 
-def _derived(coefficients: list[Tensor]) -> list[Tensor]:
-    """Return the coefficients of the derivative of a polynomial."""
-    return [n * c for n, c in enumerate(coefficients)][1:]
+def differentiated(coefficients: Sequence[Any], order: int = 1) -> list[Any]:
+    """Return the coefficients of a derivative of a polynomial."""
+    for _ in range(order):
+        coefficients = [n * c for n, c in enumerate(coefficients)][1:]
+    return list(coefficients)
