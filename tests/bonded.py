@@ -85,6 +85,27 @@ BONDED = {
     "series, types": lambda **o: adjsim.RyckaertBellemans(
         TORSIONS, matrix(SERIES, SERIES[::-1]), types=[1, 0, 1], **o
     ),
+    "custom bonds": lambda **o: adjsim.potentials.CustomBond(
+        BONDS,
+        "D*(1-exp(-a*(r-r0)))^2",
+        {"D": vector(4.0, 5.0), "a": parameter(18.0), "r0": vector(0.14, 0.15)},
+        length_unit=10.0,
+        types=[0, 1, 0, 0, 1],
+        **o,
+    ),
+    "custom angles": lambda **o: adjsim.potentials.CustomAngle(
+        ANGLES,
+        "k/2*(cos(theta)-cos(t0))^2",
+        {"k": vector(3.0, 4.0), "t0": parameter(1.9)},
+        types=[0, 1, 1, 0],
+        **o,
+    ),
+    "custom torsions": lambda **o: adjsim.potentials.CustomTorsion(
+        TORSIONS,
+        "k/2*min(d, 2*pi-d)^2; d=abs(theta-t0); pi=3.141592653589793",
+        {"k": parameter(3.0), "t0": vector(2.9, -3.1, 0.4)},
+        **o,
+    ),
     "maps": lambda **o: adjsim.TorsionMap(MAPS, grid(8), **o),
     "maps, types": lambda **o: adjsim.TorsionMap(MAPS, grid(6, 3), types=[2, 0], **o),
     "impropers": lambda **o: adjsim.HarmonicImproper(

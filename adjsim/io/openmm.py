@@ -14,6 +14,7 @@ from ase import units
 from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.io._openmm.bonded import read_bonded, write_bonded
 from adjsim.io._openmm.constraints import read_constraints, write_constraints
+from adjsim.io._openmm.custom import read_custom, write_custom
 from adjsim.io._openmm.library import barostat_of, box_of_system, check_system, lengths, plain
 from adjsim.io._openmm.maps import read_maps, write_maps
 from adjsim.io._openmm.nonbonded import read_nonbonded, write_nonbonded
@@ -41,6 +42,10 @@ def from_openmm(
     torsions             k, phase                            PeriodicTorsionForce
     ryckaert_bellemans   coefficients                        RBTorsionForce
     maps                 energy                              CMAPTorsionForce
+    custom_bonds         those of its expression             CustomBondForce
+    custom_angles        those of its expression             CustomAngleForce
+    custom_torsions      those of its expression             CustomTorsionForce
+    restraints           k, position                         a harmonic CustomExternalForce
     lennard_jones        epsilon, sigma                      NonbondedForce
     coulomb              charge                              NonbondedForce, every method but LJPME
     lennard_jones_14     scale                               its exceptions
@@ -51,7 +56,8 @@ def from_openmm(
                          alpha, beta, gamma, neck            ``implicit/*.xml``
     ==================== =================================== ====================================
 
-    The name of a parameter begins with its part, such as ``bonds.k``.
+    The name of a parameter begins with its part, such as ``bonds.k``. A second force of a custom
+    class is the part ``custom_bonds_2``. Numbers of expressions have OpenMM's units and names.
 
     With a topology, terms of a part that have identical numbers and join the same elements (in
     either direction) are of one type, and a parameter has one number for each type.
@@ -106,7 +112,7 @@ def from_openmm(
     if len(position) != len(masses):
         raise ValueError(f"positions are of {len(position)} atoms; the system has {len(masses)}.")
     names = Names.of(masses, topology)
-    bonded = read_bonded(system, names) | read_maps(system, names)
+    bonded = read_bonded(system, names) | read_maps(system, names) | read_custom(system, names)
     nonbonded, labels = read_nonbonded(system, names)
     parts: dict[str, Any] = {name: part for name, (part, _) in bonded.items()} | nonbonded
     solvent = read_solvent(system, parts["coulomb"].charge if "coulomb" in parts else None)
@@ -161,6 +167,7 @@ def to_openmm(
     parts: dict[str, Any] = dict(potential.named_children())
     write_bonded(parts, written)
     write_maps(parts.get("maps"), written)
+    write_custom(parts, written)
     write_nonbonded(parts, written)
     write_solvent(parts.get("solvent"), written)
     if constraints is not None:

@@ -24,6 +24,12 @@ from adjsim.potentials.bonded.bonds_and_angles import (
     MorseBond,
     UreyBradley,
 )
+from adjsim.potentials.bonded.custom import (
+    CustomAngle as CustomAngle,
+    CustomBond as CustomBond,
+    CustomTerm as CustomTerm,
+    CustomTorsion as CustomTorsion,
+)
 from adjsim.potentials.bonded.maps import TorsionMap
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.bonded.restraints import FlatBottomRestraint, PositionRestraint
@@ -47,6 +53,7 @@ from adjsim.potentials.contact.surfaces import (
     Sphere as Sphere,
     Surface as Surface,
 )
+from adjsim.potentials.expressions import Expression as Expression
 from adjsim.potentials.force_field import ForceFieldPotential as ForceFieldPotential
 from adjsim.potentials.gravity import Gravity
 from adjsim.potentials.learnt.graph import GraphForce as GraphForce, GraphPotential

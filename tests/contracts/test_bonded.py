@@ -196,6 +196,22 @@ PLAIN = {
 }
 
 
+@pytest.mark.parametrize(
+    ("custom", "written"),
+    [("bonds", "morse"), ("angles", "cosines"), ("torsions", "impropers")],
+)
+def test_expressions_have_the_forces_of_written_terms(custom, written):
+    mine, theirs = EVERY[f"custom {custom}"](), EVERY[written]()
+    assert float(mine(CHAIN)) == pytest.approx(float(theirs(CHAIN)), rel=1e-13)
+    v = torch.randn_like(CHAIN)
+    for found, expected in zip(
+        (mine.force(CHAIN), force_vjp(mine, CHAIN, [])[1](v)[0]),
+        (theirs.force(CHAIN), force_vjp(theirs, CHAIN, [])[1](v)[0]),
+        strict=True,
+    ):
+        close(found, expected, 1e-12)
+
+
 @pytest.mark.parametrize("name", PLAIN)
 def test_energies_are_those_of_plain_formulas(name):
     # The acos of the plain angle loses about a digit.

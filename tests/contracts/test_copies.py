@@ -80,7 +80,7 @@ MODULES = {
 # Classes that are made by subclasses, or by a run; states and moves, which are tuples and data
 # classes; and those that need a model of another library.
 BASES = {
-    "BondedPotential", "Contact", "Controller", "Dynamics", "ElasticPotential", "ForceField",
+    "BondedPotential", "Contact", "Controller", "CustomTerm", "Dynamics", "ElasticPotential", "ForceField",
     "MassiveDynamics", "MovingContact", "PairPotential", "Penalty", "Potential", "RadialPotential",
     "SeparablePotential", "Signal", "Surface", "SurfaceContact", "Term", "Truncation",
 }  # fmt: skip
@@ -106,7 +106,7 @@ def made():
     noble = potentials.NOBLE_GASES["Ar"]
     shift = dynamics.Shear("position", dynamics.Field("momentum"), "h")
     return [
-        run, spectrum, noble, shift, start, decay,
+        run, spectrum, noble, shift, start, decay, potentials.Expression("k*x^2; x=r-1"),
         adjsim.NoseHooverChain(adjsim.Harmonic()).init(*square(), 0),
         adjsim.GeneralizedLangevin(adjsim.Harmonic()).init(*square(), 0),
         adjsim.ESH(adjsim.Harmonic()).init(*square(), 0),

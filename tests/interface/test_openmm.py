@@ -141,6 +141,66 @@ def test_maps_of_torsions():
     assert torch.allclose(again.maps.energy, potential.maps.energy, rtol=1e-15)
 
 
+def with_custom_forces():
+    """A dipeptide with a custom force of each kind, two of one kind, and restraints."""
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14)
+    morse = openmm.CustomBondForce("D*(1-exp(-a*(r-r0)))^2+select(step(x), far*x^3, 0); x=r-0.2")
+    wall = openmm.CustomBondForce("0.5*k*max(0, r-far)^2")
+    bend = openmm.CustomAngleForce("k*(cos(theta)-cos(t0))^2/max(0.1, sin(t0)^2)")
+    improper = openmm.CustomTorsionForce("k*min(d, 2*pi-d)^2; d=abs(theta-t0); pi=3.1415926535")
+    for name in ("D", "r0"):
+        morse.addPerBondParameter(name)
+    morse.addGlobalParameter("a", 18.0)
+    morse.addGlobalParameter("far", 0.2)
+    for k in range(5):
+        morse.addBond(k, k + 3, [20.0 + k, 0.15])
+    for name, value in (("k", 300.0), ("far", 0.2)):
+        wall.addGlobalParameter(name, value)
+    wall.addBond(2, 9)
+    wall.addBond(1, 12)
+    for force in (bend, improper):
+        add = "Angle" if force is bend else "Torsion"
+        for name in ("k", "t0"):
+            getattr(force, f"addPer{add}Parameter")(name)
+    bend.addAngle(0, 1, 4, [50.0, 1.7])
+    bend.addAngle(4, 5, 6, [60.0, 2.0])
+    improper.addTorsion(4, 1, 5, 6, [40.0, 0.1])
+    improper.addTorsion(14, 8, 15, 16, [30.0, -3.0])
+    points = openmm.CustomExternalForce("kp*((x-x0)^2+(y-y0)^2+(z-z0)^2)")
+    points.addGlobalParameter("kp", 500.0)
+    held = openmm.CustomExternalForce("stiff/2*((x-x0)^2+(y-y0)^2+(z-z0)^2)")
+    held.addPerParticleParameter("stiff")
+    for force in (points, held):
+        for name in ("x0", "y0", "z0"):
+            force.addPerParticleParameter(name)
+    for k in (1, 5):
+        points.addParticle(k, list(positions[k] + 0.01))
+        held.addParticle(k + 2, [100.0 * k, *(positions[k + 2] - 0.02)])
+    for force in (morse, wall, bend, improper, points, held):
+        system.addForce(force)
+    return system, displaced(positions), topology
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_custom_bonded_forces(typed):
+    system, positions, topology = with_custom_forces()
+    potential, structure = assert_equal_to_openmm(system, positions, topology if typed else None)
+    names = {name for name, _ in potential.named_parameters()}
+    assert {"custom_bonds.D", "custom_bonds.a", "custom_bonds_2.k"} <= names
+    assert {"custom_angles.t0", "custom_torsions.k", "restraints.k"} <= names
+    # Forces of one context share a global number.
+    assert potential.custom_bonds_2.far is potential.custom_bonds.far
+    assert potential.custom_bonds.D.tolist() == [20.0, 21.0, 22.0, 23.0, 24.0]
+    assert potential.restraints.k.numel() == 1
+    perturb(potential)
+    energy, forces = energy_and_forces(potential, structure.position)
+    expected, expected_forces = reference(to_openmm(potential, system), positions)
+    assert energy == pytest.approx(expected, rel=ROUNDING)
+    np.testing.assert_allclose(
+        forces, expected_forces, rtol=0, atol=ROUNDING * np.abs(expected_forces).max()
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("files", [(AMBER14,), (AMBER14, OBC2)])
 def test_peptide_of_20_residues(files):
@@ -533,6 +593,18 @@ def two_sizes():
     return system
 
 
+def unread(text, kind=openmm.CustomBondForce):
+    def make():
+        system, force = pair(), kind(text)
+        force.addGlobalParameter("index", 1.0)
+        force.addGlobalParameter("k", 1.0)
+        _ = force.addBond(0, 1) if hasattr(force, "addBond") else force.addParticle(0, [])
+        system.addForce(force)
+        return system
+
+    return make
+
+
 NONBONDED = openmm.NonbondedForce
 
 
@@ -552,7 +624,10 @@ NONBONDED = openmm.NonbondedForce
         (lambda: pair(openmm.DrudeForce()), r"DrudeForce.*polarisable.*fixed charges"),
         (lambda: pair(openmm.AmoebaMultipoleForce()), r"AmoebaMultipoleForce.*polarisable"),
         (two_sizes, r"maps of the sizes \[4, 5\]"),
-        (lambda: pair(openmm.CustomBondForce("r")), r"CustomBondForce.*removeForce\(1\)"),
+        (lambda: pair(openmm.CustomCVForce("r")), r"CustomCVForce.*removeForce\(1\)"),
+        (unread("foo(r)"), r"'foo\(r\)' cannot be read at place 0: foo is no function"),
+        (unread("index*r"), r"'index' has the name of an attribute"),
+        (unread("k*x", openmm.CustomExternalForce), r"'k\*x' is no harmonic restraint"),
         (lambda: pair(openmm.CustomNonbondedForce("r")), r"CustomNonbondedForce.*no counterpart"),
         (lambda: pair(openmm.NonbondedForce()), r"more than one NonbondedForce"),
         (lambda: pair(setNonbondedMethod=[NONBONDED.LJPME]), r"LJPME.*take PME"),

@@ -1,0 +1,109 @@
+"""Bonded terms whose energies are expressions, as those of OpenMM's custom forces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from adjsim.core.arguments import as_positive
+from adjsim.core.coordinates import Angle, Dihedral
+from adjsim.core.typing import Array, Number
+from adjsim.potentials.bonded.base import BondedPotential
+from adjsim.potentials.expressions import Expression
+
+
+class CustomTerm(BondedPotential):
+    """A sum over terms of an expression of an internal coordinate and named numbers.
+
+    ``U = sum over terms of unit f(x, numbers)``, with angles in radians.
+
+    Force, product and gradients are derivatives of the expression. A force of min, max, abs, step
+    or select is that of the branch. Use a term of the library where there is one: its derivatives
+    are written out, and finite where an expression divides zero by zero.
+
+    Args:
+        index: ``(terms, members)``, the atoms of each term.
+        expression: see :class:`~adjsim.potentials.Expression`; the coordinate is ``r`` or
+            ``theta``.
+        numbers: the other names of the expression: each a number, one for each term or one for each
+            type. They are attributes of the potential, by the same names.
+        unit: the unit of energy of the expression.
+        types, box: see :class:`~adjsim.potentials.BondedPotential`.
+
+    Raises:
+        ValueError: an expression that cannot be read, a name without a number, a number whose name
+            the potential has already.
+    """
+
+    variable: ClassVar[str] = "r"
+
+    def __init__(
+        self,
+        index: Array,
+        expression: str,
+        numbers: Mapping[str, Number] | None = None,
+        *,
+        unit: float = 1.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(index, **options)
+        self.expression = Expression(expression)
+        self.unit = as_positive("unit", unit)
+        for name, value in (numbers or {}).items():
+            if hasattr(self, name):
+                raise ValueError(
+                    f"the number {name!r} has the name of an attribute of {type(self).__name__}: "
+                    "rename it in the expression."
+                )
+            self.register_term_parameter(name, value)
+        self.numbers = tuple(numbers or ())
+        left = sorted(self.expression.names - {*self.numbers, self.variable})
+        if left:
+            raise ValueError(
+                f"the expression {expression!r} has the names {', '.join(left)}, and numbers has "
+                f"{', '.join(self.numbers) or 'none'}."
+            )
+
+    def element(self, x: Tensor) -> Tensor:
+        values = {name: self.term_parameter(name, x) for name in self.numbers}
+        found = self.expression({self.variable: self.variable_of(x), **values})
+        return (self.unit * found).expand_as(x)
+
+    def variable_of(self, x: Tensor) -> Tensor:
+        """Return the coordinate in the unit of the expression."""
+        return x
+
+
+class CustomBond(CustomTerm):
+    """Bonds with an expression of their length ``r`` in a ``length_unit``; see :class:`CustomTerm`.
+
+    The other arguments are those of :class:`CustomTerm`.
+    """
+
+    def __init__(self, *arguments: Any, length_unit: float = 1.0, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.length_unit = as_positive("length_unit", length_unit)
+
+    def variable_of(self, x: Tensor) -> Tensor:
+        return x / self.length_unit
+
+
+class CustomAngle(CustomTerm):
+    """Angles with an expression of ``theta``, from 0 to pi, see :class:`CustomTerm`."""
+
+    members = 3
+    steps = ((0, 1), (1, 2))
+    coordinate = Angle
+    variable = "theta"
+
+
+class CustomTorsion(CustomTerm):
+    """Torsions with an expression of ``theta``, from -pi to pi, see :class:`CustomTerm`."""
+
+    members = 4
+    steps = ((0, 1), (1, 2), (2, 3))
+    coordinate = Dihedral
+    dim = 3
+    variable = "theta"

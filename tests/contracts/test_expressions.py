@@ -1,0 +1,87 @@
+"""Expressions of OpenMM: values, derivatives, and what cannot be read."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from adjsim.potentials import CustomBond, Expression
+
+VALUES = [
+    ("-x^2", {"x": 3.0}, -9.0),
+    ("2^3^2 + 0*x", {"x": 1.0}, 512.0),
+    ("a-b-c", {"a": 1.0, "b": 2.0, "c": 3.0}, -4.0),
+    ("a/b*c", {"a": 8.0, "b": 2.0, "c": 3.0}, 12.0),
+    ("2*-x", {"x": 3.0}, -6.0),
+    ("x^-2", {"x": 2.0}, 0.25),
+    ("x^0.5", {"x": 2.0}, 2.0**0.5),
+    ("1e-3*x + .5 - 2.", {"x": 1000.0}, -0.5),
+    ("select(step(x-1),y,y^2);y=x*z;z=2", {"x": 0.5}, 1.0),
+    ("select(x, 1/3, 0) + lambda", {"x": 2.0, "lambda": 5.0}, 1 / 3 + 5),
+    ("min(x,2)+max(x,0.1)", {"x": 1.0}, 2.0),
+    ("delta(x)+step(x)", {"x": 0.0}, 2.0),
+    ("sec(x)+csc(x)+cot(x)", {"x": 0.7}, sum(1 / f(0.7) for f in (math.cos, math.sin, math.tan))),
+    ("atan2(x, 1)+recip(x)+cube(x)+square(x)", {"x": 0.5}, math.atan(0.5) + 2 + 0.125 + 0.25),
+    ("floor(x)+ceil(x)+abs(-x)+erf(x)+erfc(x)", {"x": 1.5}, 1 + 2 + 1.5 + 1),
+]
+
+
+def tensors(values):
+    return {name: torch.tensor(x, dtype=torch.float64) for name, x in values.items()}
+
+
+@pytest.mark.parametrize(("text", "values", "expected"), VALUES)
+def test_values(text, values, expected):
+    found = Expression(text)
+    assert found.names == set(values)
+    assert float(found(tensors(values))) == pytest.approx(expected, rel=1e-15)
+
+
+@given(st.recursive(
+    st.sampled_from(["x", "2.5", "0.3"]),
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda t: f"({t[0]}{t[1]}{t[2]})"),
+        st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda t: f"{t[0]} {t[1]} {t[2]}"),
+        inner.map(lambda x: f"-({x})"),
+        inner.map(lambda x: f"({x})^2"),
+        inner.map(lambda x: f"cos({x})"),
+    ),
+    max_leaves=12,
+))  # fmt: skip
+def test_drawn_expressions_have_the_values_of_python(text):
+    """Python has the same precedences, with ** for a power."""
+    try:
+        expected = eval(text.replace("^", "**"), {"x": 0.7, "cos": math.cos})
+    except (ZeroDivisionError, OverflowError):
+        return
+    found = Expression(text)(tensors({"x": 0.7}))
+    assert float(found) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x+", "at place 2: a number, a name or a bracket is expected"),
+        ("2*(x", r"at place 4: '\)' is expected"),
+        ("1+foo(x)", "at place 2: foo is no function"),
+        ("x y", "at place 2: an operator is expected"),
+        ("min(x)", "min takes 2 arguments, not 1"),
+        ("", "at place 0: a number"),
+        ("x;y", "at place 2: a definition, name=expression, is expected"),
+        ("y;y=z;z=y+1", "defines y by itself"),
+        ("3$x", "at place 1: an operator is expected"),
+    ],
+)
+def test_what_cannot_be_read(text, message):
+    with pytest.raises(ValueError, match=message):
+        Expression(text)
+
+
+def test_numbers_that_do_not_fit():
+    with pytest.raises(ValueError, match="has the names k, and numbers has c"):
+        CustomBond([[0, 1]], "k*r", {"c": 1.0})
+    with pytest.raises(ValueError, match="'types' has the name of an attribute of CustomBond"):
+        CustomBond([[0, 1]], "types*r", {"types": 1.0})
