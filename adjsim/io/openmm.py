@@ -15,6 +15,7 @@ from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.io._openmm.bonded import read_bonded, write_bonded
 from adjsim.io._openmm.constraints import read_constraints, write_constraints
 from adjsim.io._openmm.custom import read_custom, write_custom
+from adjsim.io._openmm.custom_pairs import read_custom_pairs, write_custom_pairs
 from adjsim.io._openmm.library import barostat_of, box_of_system, check_system, lengths, plain
 from adjsim.io._openmm.maps import read_maps, write_maps
 from adjsim.io._openmm.nonbonded import read_nonbonded, write_nonbonded
@@ -45,6 +46,7 @@ def from_openmm(
     custom_bonds         those of its expression             CustomBondForce
     custom_angles        those of its expression             CustomAngleForce
     custom_torsions      those of its expression             CustomTorsionForce
+    custom_pairs         those of its expression             CustomNonbondedForce
     restraints           k, position                         a harmonic CustomExternalForce
     lennard_jones        epsilon, sigma                      NonbondedForce
     coulomb              charge                              NonbondedForce, every method but LJPME
@@ -118,6 +120,7 @@ def from_openmm(
     solvent = read_solvent(system, parts["coulomb"].charge if "coulomb" in parts else None)
     if solvent is not None:
         parts["solvent"] = solvent
+    parts |= read_custom_pairs(system)
     if not parts:
         raise ValueError("the system has no forces.")
     labels |= {name: types.labels for name, (_, types) in bonded.items()}
@@ -168,6 +171,7 @@ def to_openmm(
     write_bonded(parts, written)
     write_maps(parts.get("maps"), written)
     write_custom(parts, written)
+    write_custom_pairs(parts, written)
     write_nonbonded(parts, written)
     write_solvent(parts.get("solvent"), written)
     if constraints is not None:

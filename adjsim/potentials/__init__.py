@@ -66,6 +66,7 @@ from adjsim.potentials.learnt.networks import (
     RadialBasis as RadialBasis,
 )
 from adjsim.potentials.pairs.base import PairPotential as PairPotential
+from adjsim.potentials.pairs.custom import CustomPairs as CustomPairs
 from adjsim.potentials.pairs.noble import (
     NOBLE_GASES as NOBLE_GASES,
     LennardJonesMixture,

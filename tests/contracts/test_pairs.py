@@ -55,6 +55,18 @@ PAIRS = {
     "soft sphere": lambda: adjsim.SoftSphere(parameter(1.1), parameter(0.9), 9.0),
     "gaussian core": lambda: adjsim.GaussianCore(parameter(1.1), parameter(0.9)),
     "yukawa": lambda: adjsim.Yukawa(parameter(1.1), parameter(0.8)),
+    "expression": lambda: adjsim.potentials.CustomPairs(
+        "a*exp(-r/l)/r*q1*q2+b/r^6; l=c*2",
+        {
+            "a": parameter(1.1),
+            "c": parameter(0.4),
+            "q": nn.Parameter(torch.tensor([1.0, -0.7, 0.6, 0.9], dtype=torch.float64)),
+            "b": nn.Parameter(torch.tensor([[0.2, 0.1], [0.1, 0.3]], dtype=torch.float64)),
+        },
+        species=[0, 1, 1, 0],
+        unit=0.7,
+        length_unit=1.3,
+    ),
     "yukawa, pairs": lambda: adjsim.Yukawa(matrix(1.1), matrix(0.8)),
     "mie": lambda: adjsim.Mie(parameter(1.1), parameter(0.95), 10.5, 5.0),
     "coulomb": lambda: adjsim.Coulomb(vector(*CHARGES), 1.5),

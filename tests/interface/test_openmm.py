@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -83,6 +84,9 @@ PARTS = {
     "PeriodicTorsionForce": ("torsions",),
     "RBTorsionForce": ("ryckaert_bellemans",),
     "CMAPTorsionForce": ("maps",),
+    "CustomTorsionForce": ("custom_torsions",),
+    "LennardJones": ("custom_pairs",),
+    "LennardJones14": ("custom_bonds",),
     "NonbondedForce": (
         "lennard_jones",
         "coulomb",
@@ -199,6 +203,66 @@ def test_custom_bonded_forces(typed):
     np.testing.assert_allclose(
         forces, expected_forces, rtol=0, atol=ROUNDING * np.abs(expected_forces).max()
     )
+
+
+@pytest.mark.slow
+def test_a_protein_of_charmm():
+    """Maps, harmonic impropers, and Lennard-Jones numbers and 1-4 pairs of types."""
+    pdb = app.PDBFile(str(Path(app.__file__).parent / "data" / "test.pdb"))
+    model = app.Modeller(pdb.topology, pdb.positions)
+    model.delete([x for x in model.topology.residues() if x.name in ("HOH", "Cl")])
+    system = app.ForceField("charmm36.xml").createSystem(model.topology, constraints=None)
+    positions = np.array(model.positions.value_in_unit(unit.nanometer))
+    potential = assert_equal_by_term(system, displaced(positions), model.topology)
+    assert potential.custom_pairs.numbers == ("acoef", "bcoef")
+
+
+def with_custom_pairs(box):
+    """Charges that screen each other, and wells by types, with a switch and exclusions."""
+    rng, count = np.random.default_rng(3), 40
+    system = openmm.System()
+    for _ in range(count):
+        system.addParticle(20.0)
+    wells = openmm.CustomNonbondedForce(
+        "select(far, 1, 0)*(c*q1*q2*exp(-r/screen)/r) + 4*depth(kind1, kind2)*(x^12-x^6);"
+        "x=0.5*(s1+s2)/r; far=step(r-0.05)"
+    )
+    wells.addTabulatedFunction("depth", openmm.Discrete2DFunction(2, 2, [0.6, 0.9, 0.9, 0.3]))
+    for name in ("q", "kind", "s"):
+        wells.addPerParticleParameter(name)
+    for name, value in (("c", 80.0), ("screen", 0.3)):
+        wells.addGlobalParameter(name, value)
+    for k in range(count):
+        wells.addParticle([rng.normal(), k % 2, 0.2 + 0.05 * rng.random()])
+    for k in range(5):
+        wells.addExclusion(k, k + 1)
+    wells.setCutoffDistance(0.9)
+    wells.setUseSwitchingFunction(True)
+    wells.setSwitchingDistance(0.6)
+    wells.setNonbondedMethod(2 if box else 1)
+    if box:
+        system.setDefaultPeriodicBoxVectors(*np.diag([2.0, 2.1, 2.2]))
+    system.addForce(wells)
+    sites = np.stack(np.meshgrid(*[np.arange(4.0)] * 3), -1).reshape(-1, 3)[:count]
+    return system, 0.5 * sites + 0.02 * rng.normal(size=(count, 3))
+
+
+@pytest.mark.parametrize("box", [False, True])
+def test_custom_pairs(box):
+    system, positions = with_custom_pairs(box)
+    potential, structure = assert_equal_to_openmm(system, positions)
+    assert potential.custom_pairs.numbers == ("c", "screen", "depth", "q", "s")
+    with torch.no_grad():
+        for parameter in potential.parameters():
+            parameter.mul_(1.05)
+    energy, forces = energy_and_forces(potential, structure.position)
+    written = to_openmm(potential, system)
+    expected, expected_forces = reference(written, positions)
+    assert energy == pytest.approx(expected, rel=ROUNDING)
+    np.testing.assert_allclose(
+        forces, expected_forces, rtol=0, atol=ROUNDING * np.abs(expected_forces).max()
+    )
+    assert energy_and_forces(from_openmm(written, positions)[0], structure.position)[0] == energy
 
 
 @pytest.mark.slow
@@ -605,6 +669,20 @@ def unread(text, kind=openmm.CustomBondForce):
     return make
 
 
+def grouped():
+    force = openmm.CustomNonbondedForce("r")
+    force.addInteractionGroup([0], [1])
+    _ = [force.addParticle([]) for _ in range(2)]
+    return pair(force)
+
+
+def smooth_table():
+    force = openmm.CustomNonbondedForce("f(r)")
+    force.addTabulatedFunction("f", openmm.Continuous1DFunction([0.0, 1.0, 0.0], 0.0, 1.0))
+    _ = [force.addParticle([]) for _ in range(2)]
+    return pair(force)
+
+
 NONBONDED = openmm.NonbondedForce
 
 
@@ -628,7 +706,8 @@ NONBONDED = openmm.NonbondedForce
         (unread("foo(r)"), r"'foo\(r\)' cannot be read at place 0: foo is no function"),
         (unread("index*r"), r"'index' has the name of an attribute"),
         (unread("k*x", openmm.CustomExternalForce), r"'k\*x' is no harmonic restraint"),
-        (lambda: pair(openmm.CustomNonbondedForce("r")), r"CustomNonbondedForce.*no counterpart"),
+        (grouped, r"CustomNonbondedForce has interaction groups"),
+        (smooth_table, r"the table f of the CustomNonbondedForce is a Continuous1DFunction"),
         (lambda: pair(openmm.NonbondedForce()), r"more than one NonbondedForce"),
         (lambda: pair(setNonbondedMethod=[NONBONDED.LJPME]), r"LJPME.*take PME"),
         (lambda: pair(setIncludeDirectSpace=[False]), r"setIncludeDirectSpace\(True\)"),

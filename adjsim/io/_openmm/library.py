@@ -27,6 +27,7 @@ READ = (
     "CustomAngleForce",
     "CustomTorsionForce",
     "CustomExternalForce",
+    "CustomNonbondedForce",
     "NonbondedForce",
     "GBSAOBCForce",
     "CustomGBForce",

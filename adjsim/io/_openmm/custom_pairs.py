@@ -1,0 +1,139 @@
+"""The custom nonbonded forces of an ``openmm.System``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from adjsim.io._openmm.library import (
+    ENERGY,
+    LENGTH,
+    box_of_system,
+    cutoff_of,
+    forces,
+    particles_of,
+    plain,
+)
+from adjsim.potentials.pairs.custom import CustomPairs
+from adjsim.potentials.pairs.truncation import SwitchedDistance, Truncation, Unshifted
+
+KIND = "CustomNonbondedForce"
+
+
+def read_custom_pairs(system: Any) -> dict[str, CustomPairs]:
+    """Read the custom nonbonded forces of a system, by the names of their parts."""
+    return {part: _read(system, force) for part, force in _parts(system)}
+
+
+def write_custom_pairs(parts: dict[str, nn.Module], system: Any) -> None:
+    """Write the numbers of custom pairs into the forces of a system."""
+    for part, force in _parts(system):
+        pairs = parts.get(part)
+        if not isinstance(pairs, CustomPairs):
+            raise ValueError(
+                f"the potential has no {part!r}, and the system has a {KIND}: give the system that "
+                "the potential was read from."
+            )
+        values = {
+            name: getattr(pairs, name).detach().cpu().double().numpy() for name in pairs.numbers
+        }
+        for k, (name, _) in enumerate(_globals(force)):
+            force.setGlobalParameterDefaultValue(k, float(values[name]))
+        for name, (k, shape) in _tables(force).items():
+            table = force.getTabulatedFunction(k)
+            table.setFunctionParameters(*shape, values[name].flatten().tolist())
+        names, rows = _names(force), particles_of(force)
+        for column, name in enumerate(names):
+            if name in values:
+                rows[:, column] = values[name]
+        for k, row in enumerate(rows.tolist()):
+            force.setParticleParameters(k, row)
+
+
+def _read(system: Any, force: Any) -> CustomPairs:
+    if force.getNumInteractionGroups():
+        raise ValueError(
+            f"the {KIND} has interaction groups, which are not provided: exclude the other pairs."
+        )
+    periodic = force.usesPeriodicBoundaryConditions()
+    if periodic and force.getUseLongRangeCorrection():
+        raise ValueError(
+            f"the {KIND} has a long-range correction, which is not provided: call "
+            "setUseLongRangeCorrection(False)."
+        )
+    values: dict[str, Any] = dict(_globals(force))
+    columns = dict(zip(_names(force), particles_of(force).T, strict=True))
+    text, tables = force.getEnergyFunction(), _tables(force)
+    species = None
+    for name, (k, shape) in tables.items():
+        found = re.search(rf"\b{name}\s*\(\s*(\w+)1\s*,\s*(\w+)2\s*\)", text)
+        if found is None or found[1] != found[2] or found[1] not in columns:
+            raise ValueError(
+                f"the table {name} of the {KIND} is no function of a number of both atoms, such as "
+                f"{name}(type1, type2): {text!r}."
+            )
+        index = columns[found[1]]
+        if species is not None and not np.array_equal(species, index):
+            raise ValueError(f"the tables of the {KIND} are of different types of atoms.")
+        species = index
+        text = re.sub(rf"\b{name}\s*\(\s*{found[1]}1\s*,\s*{found[1]}2\s*\)", name, text)
+        _, _, entries = force.getTabulatedFunction(k).getFunctionParameters()
+        values[name] = np.array(entries, dtype=np.float64).reshape(shape)
+    # A number that stands for a type alone is no number of the energy.
+    used = re.findall(r"[A-Za-z_]\w*", text)
+    values |= {name: x for name, x in columns.items() if {f"{name}1", f"{name}2"} & set(used)}
+    exclusions = [force.getExclusionParticles(k) for k in range(force.getNumExclusions())]
+    truncation: Truncation = Unshifted()
+    cutoff = cutoff_of(force)
+    if cutoff is not None and force.getUseSwitchingFunction():
+        truncation = SwitchedDistance(LENGTH * plain(force.getSwitchingDistance()))
+    return CustomPairs(
+        text,
+        {
+            name: nn.Parameter(torch.tensor(np.array(x), dtype=torch.float64))
+            for name, x in values.items()
+        },
+        species=None if species is None else torch.tensor(species.astype(np.int64)),
+        unit=ENERGY,
+        length_unit=LENGTH,
+        exclusions=torch.tensor(exclusions) if exclusions else None,
+        **({} if cutoff is None else {"cutoff": cutoff, "truncation": truncation}),
+        box=box_of_system(system) if periodic else None,
+    )
+
+
+def _parts(system: Any) -> list[tuple[str, Any]]:
+    found = forces(system, KIND)
+    return [(f"custom_pairs{f'_{k + 1}' if k else ''}", force) for k, force in enumerate(found)]
+
+
+def _names(force: Any) -> list[str]:
+    count = force.getNumPerParticleParameters()
+    return [force.getPerParticleParameterName(k) for k in range(count)]
+
+
+def _globals(force: Any) -> list[tuple[str, float]]:
+    count = force.getNumGlobalParameters()
+    return [
+        (force.getGlobalParameterName(k), force.getGlobalParameterDefaultValue(k))
+        for k in range(count)
+    ]
+
+
+def _tables(force: Any) -> dict[str, tuple[int, tuple[int, int]]]:
+    """Return the place and the shape of each table of two types, by name."""
+    found: dict[str, tuple[int, tuple[int, int]]] = {}
+    for k in range(force.getNumTabulatedFunctions()):
+        name, table = force.getTabulatedFunctionName(k), force.getTabulatedFunction(k)
+        if type(table).__name__ != "Discrete2DFunction":
+            raise ValueError(
+                f"the table {name} of the {KIND} is a {type(table).__name__}; Discrete2DFunction "
+                "is provided."
+            )
+        rows, columns, _ = table.getFunctionParameters()
+        found[name] = k, (rows, columns)
+    return found
