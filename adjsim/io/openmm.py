@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from ase import units
+from torch import nn
 
 from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.io._openmm.bonded import read_bonded, write_bonded
@@ -114,13 +115,16 @@ def from_openmm(
     if len(position) != len(masses):
         raise ValueError(f"positions are of {len(position)} atoms; the system has {len(masses)}.")
     names = Names.of(masses, topology)
-    bonded = read_bonded(system, names) | read_maps(system, names) | read_custom(system, names)
+    shared: dict[str, nn.Parameter] = {}
+    bonded = (
+        read_bonded(system, names) | read_maps(system, names) | read_custom(system, names, shared)
+    )
     nonbonded, labels = read_nonbonded(system, names)
     parts: dict[str, Any] = {name: part for name, (part, _) in bonded.items()} | nonbonded
     solvent = read_solvent(system, parts["coulomb"].charge if "coulomb" in parts else None)
     if solvent is not None:
         parts["solvent"] = solvent
-    parts |= read_custom_pairs(system)
+    parts |= read_custom_pairs(system, shared)
     if not parts:
         raise ValueError("the system has no forces.")
     labels |= {name: types.labels for name, (_, types) in bonded.items()}

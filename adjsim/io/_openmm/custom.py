@@ -38,10 +38,14 @@ PERIODIC = r"periodicdistance\(x,y,z,(\w+),(\w+),(\w+)\)\^2"
 RESTRAINT = re.compile(rf"(?:(0\.5|1/2)\*|)(?:\(?(\w+)/2\)?|(\w+))\*(?:{SQUARES}|{PERIODIC})")
 
 
-def read_custom(system: Any, names: Names) -> dict[str, tuple[BondedPotential, Types]]:
-    """Read the custom bonded forces of a system, by the names of their parts."""
+def read_custom(
+    system: Any, names: Names, shared: dict[str, nn.Parameter]
+) -> dict[str, tuple[BondedPotential, Types]]:
+    """Read the custom bonded forces of a system, by the names of their parts.
+
+    Global numbers, which the forces of a system share, are added to ``shared``.
+    """
     found: dict[str, tuple[BondedPotential, Types]] = {}
-    shared: dict[str, nn.Parameter] = {}
     for custom, force, part in _customs(system):
         atoms, numbers = _terms(force, custom)
         types = types_of(atoms, numbers, names)
@@ -50,10 +54,7 @@ def read_custom(system: Any, names: Names) -> dict[str, tuple[BondedPotential, T
             name: nn.Parameter(torch.from_numpy(types.numbers[:, k].copy()))
             for k, name in enumerate(each)
         }
-        for name, value in _globals(force):
-            # Forces of one context share them.
-            made = nn.Parameter(torch.tensor(value, dtype=torch.float64))
-            values[name] = shared.setdefault(name, made)
+        values |= global_parameters(force, shared)
         potential = custom.potential(
             torch.tensor(atoms),
             force.getEnergyFunction(),
@@ -78,7 +79,7 @@ def write_custom(parts: dict[str, nn.Module], system: Any) -> None:
         set_term = getattr(force, f"set{custom.term}Parameters")
         for k, term in enumerate(atoms):
             set_term(k, *term, [float(column[k]) for column in columns])
-        for k, (name, _) in enumerate(_globals(force)):
+        for k, (name, _) in enumerate(global_numbers(force)):
             force.setGlobalParameterDefaultValue(k, float(getattr(potential, name).detach()))
     for force, part in _numbered(system, EXTERNAL, "restraints", "Particles"):
         k, points, factor = _restraint_names(force)
@@ -87,13 +88,13 @@ def write_custom(parts: dict[str, nn.Module], system: Any) -> None:
         stiffness = _of_each(potential, "k") * LENGTH**2 / ENERGY / factor
         place: Any = potential.position
         values = dict(zip(points, (place.detach().cpu().double().numpy() / LENGTH).T, strict=True))
-        values |= {} if k in dict(_globals(force)) else {k: stiffness}
+        values |= {} if k in dict(global_numbers(force)) else {k: stiffness}
         for row, (atom,) in enumerate(atoms):
             force.setParticleParameters(
                 row, atom, [float(values.get(name, numbers[name])[row]) for name in numbers]
             )
         if k not in values:
-            index = [name for name, _ in _globals(force)].index(k)
+            index = [name for name, _ in global_numbers(force)].index(k)
             force.setGlobalParameterDefaultValue(index, float(stiffness[0]))
 
 
@@ -126,7 +127,16 @@ def _names(force: Any, custom: Custom) -> list[str]:
     return [getattr(force, f"getPer{custom.term}ParameterName")(k) for k in range(count)]
 
 
-def _globals(force: Any) -> list[tuple[str, float]]:
+def global_parameters(force: Any, shared: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the global numbers of a force, which forces of one system share by their names."""
+    for name, value in global_numbers(force):
+        if name not in shared:
+            shared[name] = nn.Parameter(torch.tensor(value, dtype=torch.float64))
+    return {name: shared[name] for name, _ in global_numbers(force)}
+
+
+def global_numbers(force: Any) -> list[tuple[str, float]]:
+    """Return the names and the values of the global numbers of a force."""
     count = force.getNumGlobalParameters()
     return [
         (force.getGlobalParameterName(k), force.getGlobalParameterDefaultValue(k))
@@ -138,7 +148,7 @@ def _restraint(system: Any, force: Any, names: Names) -> tuple[BondedPotential, 
     """Read a harmonic restraint of atoms to points."""
     k, points, factor = _restraint_names(force)
     atoms, numbers = _particles(force)
-    given = dict(_globals(force))
+    given = dict(global_numbers(force))
     stiffness = np.full(len(atoms), given[k]) if k in given else numbers[k]
     one = k in given
     position = np.stack(
@@ -159,7 +169,7 @@ def _restraint_names(force: Any) -> tuple[str, tuple[str, ...], float]:
     """Return the names of stiffness and point, and the k of ours for a stiffness of one."""
     text = re.sub(r"\s", "", force.getEnergyFunction())
     found = RESTRAINT.fullmatch(text)
-    known = {name for name, _ in _globals(force)} | set(_particles(force)[1])
+    known = {name for name, _ in global_numbers(force)} | set(_particles(force)[1])
     names = [] if found is None else [x for x in found.groups()[1:] if x]
     if found is None or not set(names) <= known:
         raise ValueError(

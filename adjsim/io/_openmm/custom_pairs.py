@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from adjsim.io._openmm.custom import global_numbers, global_parameters
 from adjsim.io._openmm.library import (
     ENERGY,
     LENGTH,
@@ -24,9 +25,9 @@ from adjsim.potentials.pairs.truncation import SwitchedDistance, Truncation, Uns
 KIND = "CustomNonbondedForce"
 
 
-def read_custom_pairs(system: Any) -> dict[str, CustomPairs]:
+def read_custom_pairs(system: Any, shared: dict[str, nn.Parameter]) -> dict[str, CustomPairs]:
     """Read the custom nonbonded forces of a system, by the names of their parts."""
-    return {part: _read(system, force) for part, force in _parts(system)}
+    return {part: _read(system, force, shared) for part, force in _parts(system)}
 
 
 def write_custom_pairs(parts: dict[str, nn.Module], system: Any) -> None:
@@ -41,7 +42,7 @@ def write_custom_pairs(parts: dict[str, nn.Module], system: Any) -> None:
         values = {
             name: getattr(pairs, name).detach().cpu().double().numpy() for name in pairs.numbers
         }
-        for k, (name, _) in enumerate(_globals(force)):
+        for k, (name, _) in enumerate(global_numbers(force)):
             force.setGlobalParameterDefaultValue(k, float(values[name]))
         for name, (k, shape) in _tables(force).items():
             table = force.getTabulatedFunction(k)
@@ -54,7 +55,7 @@ def write_custom_pairs(parts: dict[str, nn.Module], system: Any) -> None:
             force.setParticleParameters(k, row)
 
 
-def _read(system: Any, force: Any) -> CustomPairs:
+def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomPairs:
     if force.getNumInteractionGroups():
         raise ValueError(
             f"the {KIND} has interaction groups, which are not provided: exclude the other pairs."
@@ -65,7 +66,7 @@ def _read(system: Any, force: Any) -> CustomPairs:
             f"the {KIND} has a long-range correction, which is not provided: call "
             "setUseLongRangeCorrection(False)."
         )
-    values: dict[str, Any] = dict(_globals(force))
+    values: dict[str, Any] = {}
     columns = dict(zip(_names(force), particles_of(force).T, strict=True))
     text, tables = force.getEnergyFunction(), _tables(force)
     species = None
@@ -94,8 +95,8 @@ def _read(system: Any, force: Any) -> CustomPairs:
     return CustomPairs(
         text,
         {
-            name: nn.Parameter(torch.tensor(np.array(x), dtype=torch.float64))
-            for name, x in values.items()
+            **global_parameters(force, shared),
+            **{name: nn.Parameter(torch.from_numpy(x.copy())) for name, x in values.items()},
         },
         species=None if species is None else torch.tensor(species.astype(np.int64)),
         unit=ENERGY,
@@ -114,14 +115,6 @@ def _parts(system: Any) -> list[tuple[str, Any]]:
 def _names(force: Any) -> list[str]:
     count = force.getNumPerParticleParameters()
     return [force.getPerParticleParameterName(k) for k in range(count)]
-
-
-def _globals(force: Any) -> list[tuple[str, float]]:
-    count = force.getNumGlobalParameters()
-    return [
-        (force.getGlobalParameterName(k), force.getGlobalParameterDefaultValue(k))
-        for k in range(count)
-    ]
 
 
 def _tables(force: Any) -> dict[str, tuple[int, tuple[int, int]]]:
