@@ -191,8 +191,8 @@ class Trajectory(Generic[State]):
 torch.serialization.add_safe_globals([Trajectory, RunEnd])
 
 
-def check_times(ts: Any) -> Tensor:
-    """Convert save times to a float64 tensor, and check that they increase."""
+def check_times(ts: Any, either: bool = False) -> Tensor:
+    """Convert save times to a float64 tensor, and check that they increase, or either way."""
     if isinstance(ts, Tensor) and ts.requires_grad:
         raise ValueError(
             "ts requires grad, and simulate has no gradient with respect to times: pass "
@@ -204,12 +204,17 @@ def check_times(ts: Any) -> Tensor:
             "ts must list the initial time and at least one save time; got shape "
             f"{tuple(times.shape)}."
         )
+    numbers = _numbers(times)
+    sign = -1 if either and numbers[1] < numbers[0] else 1
     before = -math.inf
-    for k, t in enumerate(_numbers(times)):
-        if not before < t < math.inf:
-            after = f" after ts[{k - 1}] = {before:g}" if k else ""
-            raise ValueError(f"ts must be finite and increase; got ts[{k}] = {t:g}{after}.")
-        before = t
+    for k, t in enumerate(numbers):
+        if not before < sign * t < math.inf:
+            after = f" after ts[{k - 1}] = {numbers[k - 1]:g}" if k else ""
+            raise ValueError(
+                f"ts must be finite and {'decrease' if sign < 0 else 'increase'}; got ts[{k}] = "
+                f"{t:g}{after}."
+            )
+        before = sign * t
     return times
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.parameters import check_count, trainable
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import (
     AnyState,
     PhaseState,
@@ -96,6 +97,10 @@ class Dynamics(nn.Module, Generic[State]):
             f"{type(self).__name__} does not define its start: write init(position, momentum, "
             "generator)."
         )
+
+    def in_reverse(self) -> Dynamics[State] | Refusal:
+        """Return the dynamics whose state at the time -t is that of this one at t."""
+        return Refusal("time runs one way")
 
     def batch_shape(self, state: AnyState) -> torch.Size:
         """Return the shape of the batch of a state."""

@@ -32,6 +32,7 @@ from adjsim.core.durable.manifest import (
 )
 from adjsim.core.durable.store import Store
 from adjsim.core.noise import Noise, as_generator, seed_from
+from adjsim.core.refusal import Refusal
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import State, as_state, detached, in_transform, position_of
 from adjsim.core.trajectory import (
@@ -82,9 +83,10 @@ def simulate(
         state: the start, from ``dynamics.init``. The run has its dtype and device. Fields may be
             arrays or lists.
         ts: save times, a list, array, range or tensor. ``ts[0]`` is the time of the start, and the
-            start is the first frame. With a fixed-step solver each save time must be an integer
-            number of steps after ``ts[0]``, to a thousandth of a step. There is no gradient with
-            respect to times (:func:`~adjsim.solve_ivp` has one).
+            start is the first frame. They may decrease for an :class:`~adjsim.ODE`. With a
+            fixed-step solver each save time must be an integer number of steps after ``ts[0]``, to
+            a thousandth of a step. There is no gradient with respect to times
+            (:func:`~adjsim.solve_ivp` has one).
         solver: how the equations are integrated.
         adjoint: how the gradient is taken.
         record: a function of the state, whose values are saved instead of the states, or a
@@ -144,7 +146,12 @@ def simulate(
     generator = as_generator(generator)
     end, noise = None, None
     if continues is not None:
-        end = check_continues(continues.end, state, ts, solver, generator, dynamics.reference_box)
+        times = check_times(ts, either=True)
+        # A run backwards in time counts the time -t.
+        times = -times if times[1] < times[0] else times
+        end = check_continues(
+            continues.end, state, times, solver, generator, dynamics.reference_box
+        )
         state = continues.final
         if dynamics.stochastic and end.seed is not None:
             noise = Noise(end.seed, end.first, end.step)
@@ -197,7 +204,21 @@ def run(
             "jvp): use DirectAdjoint() there. For many replicas, give the state a leading batch "
             "axis instead of vmap."
         )
-    times, state = check_times(ts), as_state(state)
+    times, state = check_times(ts, either=True), as_state(state)
+    if times[1] < times[0]:
+        back = dynamics.in_reverse()
+        if isinstance(back, Refusal):
+            raise ValueError(
+                f"ts decrease, and {back.reason} for {type(dynamics).__name__}; got ts[0] = "
+                f"{float(times[0]):g} and ts[1] = {float(times[1]):g}. Times may decrease for an "
+                "ODE."
+            )
+        settings = record, noise, progress, compile, store, continues
+        found = run(back, state, -times, solver, adjoint, *settings)
+        found.times = times
+        if "step_times" in found.stats:
+            found.stats["step_times"] = -found.stats["step_times"]
+        return found
     this, report = assemble(dynamics, state, times, solver, record, noise, progress, compile)
     this = replace(this, continues=continues)
     if store is not None:

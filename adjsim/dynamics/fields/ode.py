@@ -190,6 +190,20 @@ class Rate(Term[Any]):
         )
 
 
+class Reversed(nn.Module):
+    """The vector field ``-fun(-t, y)``, whose solution at -t is that of ``fun`` at t."""
+
+    def __init__(self, equation: ODE) -> None:
+        super().__init__()
+        self.equation = equation
+
+    def forward(self, t: Tensor, y: Any) -> Any:
+        rates = self.equation.fun(-t, y)
+        if isinstance(rates, tuple):
+            return tuple(-x for x in rates)
+        return -rates if isinstance(rates, Tensor) else rates
+
+
 class ODE(FieldDynamics):
     """An ordinary differential equation of any vector field::
 
@@ -202,6 +216,7 @@ class ODE(FieldDynamics):
     :class:`~adjsim.Coupled`, which can also be undone, :class:`~adjsim.BackwardEuler` and
     :class:`~adjsim.ImplicitMidpoint` for stiff equations, and :class:`~adjsim.ODESolver`, which
     goes with direct and continuous adjoints. The systems of a batch must not depend on each other.
+    Save times may decrease: a run from ``[1.0, 0.0]`` begins at the time 1 and goes back to 0.
     For Newton's equations of a potential use :class:`~adjsim.Hamiltonian`, whose splittings are
     reversible and conserve its invariants.
 
@@ -225,3 +240,6 @@ class ODE(FieldDynamics):
     @property
     def terms(self) -> dict[str, Term[Any]]:
         return {"Y": Rate(self.drift_name, self.fun)}
+
+    def in_reverse(self) -> ODE:
+        return ODE(Reversed(self))
