@@ -191,6 +191,10 @@ class Trajectory(Generic[State]):
 torch.serialization.add_safe_globals([Trajectory, RunEnd])
 
 
+# The share of a step by which a save time may miss it.
+ON_GRID = 1e-3
+
+
 def check_times(ts: Any, either: bool = False) -> Tensor:
     """Convert save times to a float64 tensor, and check that they increase, or either way."""
     if isinstance(ts, Tensor) and ts.requires_grad:
@@ -231,7 +235,7 @@ def step_numbers(times: Tensor, dt: float) -> list[int]:
     steps = [round(x) for x in exact]
     errors = [abs(x - step) for x, step in zip(exact, steps, strict=True)]
     worst = errors.index(max(errors))
-    if errors[worst] > 1e-3:
+    if errors[worst] > ON_GRID:
         low = first + math.floor(exact[worst]) * dt
         raise ValueError(
             f"ts[{worst}] = {values[worst]:.12g} is not an integer number of steps of dt = "

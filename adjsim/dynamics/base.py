@@ -56,6 +56,8 @@ class Dynamics(nn.Module, Generic[State]):
     system_axes = 2
     # Parameters that are one number, or one for each atom.
     per_atom: ClassVar[tuple[str, ...]] = ()
+    # Whether states between steps are those of an interpolation.
+    interpolates = False
     damping_name = "friction"
     potential: nn.Module | None
 

@@ -47,6 +47,7 @@ from adjsim.core.typing import Seed, Times
 from adjsim.dynamics.base import Dynamics, named_rates
 from adjsim.potentials.base import force
 from adjsim.potentials.pairs.base import pair_paths
+from adjsim.simulation.between_steps import between_steps, interpolated
 from adjsim.simulation.start_checks import check_rates
 from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.continuous.base import ContinuousSolver
@@ -85,8 +86,9 @@ def simulate(
         ts: save times, a list, array, range or tensor. ``ts[0]`` is the time of the start, and the
             start is the first frame. They may decrease for an :class:`~adjsim.ODE`. With a
             fixed-step solver each save time must be an integer number of steps after ``ts[0]``, to
-            a thousandth of a step. There is no gradient with respect to times
-            (:func:`~adjsim.solve_ivp` has one).
+            a thousandth of a step; between the steps of an ODE the state is that of Hermite's cubic
+            interpolation. There is no gradient with respect to times (:func:`~adjsim.solve_ivp` has
+            one).
         solver: how the equations are integrated.
         adjoint: how the gradient is taken.
         record: a function of the state, whose values are saved instead of the states, or a
@@ -219,6 +221,11 @@ def run(
         if "step_times" in found.stats:
             found.stats["step_times"] = -found.stats["step_times"]
         return found
+    between = between_steps(dynamics, times, solver)
+    if between is not None:
+        settings = solver, adjoint, None, noise, progress, compile, store, continues
+        found = run(dynamics, state, between.grid, *settings)
+        return interpolated(found, dynamics, times, between, record)
     this, report = assemble(dynamics, state, times, solver, record, noise, progress, compile)
     this = replace(this, continues=continues)
     if store is not None:

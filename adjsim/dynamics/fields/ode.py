@@ -231,6 +231,7 @@ class ODE(FieldDynamics):
         ValueError: a rate of another shape or dtype than y (when a run begins).
     """
 
+    interpolates = True
     fun: Callable[..., Any]
 
     def __init__(self, fun: Callable[..., Any]) -> None:
