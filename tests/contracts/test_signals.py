@@ -44,6 +44,19 @@ def test_splines_equal_those_of_scipy(count, slopes):
         np.testing.assert_allclose(spline.rate(t).numpy(), expected(t, 1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [PiecewiseLinear, CubicSpline])
+def test_times_of_each_sample(kind):
+    """Values and rates are those of a signal for each sample."""
+    shifts = torch.tensor([0.0, 0.13, -0.2], dtype=torch.float64)
+    times = TIMES.unsqueeze(-1) * (1 + 0.1 * shifts) + shifts
+    together = kind(times, VALUES)
+    apart = [kind(times[:, k], VALUES[:, k]) for k in range(3)]
+    for t in POINTS:
+        for read in (kind.forward, kind.rate):
+            expected = torch.stack([read(one, t) for one in apart])
+            torch.testing.assert_close(read(together, t), expected, rtol=0, atol=1e-13)
+
+
 def test_lines_equal_those_of_numpy():
     signal = PiecewiseLinear(TIMES, VALUES[:, 0, 0])
     for t in (*POINTS, *TIMES.tolist()):
@@ -124,6 +137,8 @@ def test_numbers_that_make_no_signal_are_refused(unchecked):
         PiecewiseLinear([0.0, 1.0, 1.0], [1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match=r"times must be at least two increasing numbers"):
         CubicSpline([0.0], [1.0])
+    with pytest.raises(ValueError, match=r"times\[2\] of sample \[1\] is 0.5 after 1"):
+        CubicSpline([[0.0, 0.0], [1.0, 1.0], [2.0, 0.5]], [[1.0, 1.0]] * 3)
     with pytest.raises(ValueError, match=r"values must be \(2, ...\)"):
         PiecewiseLinear([0.0, 1.0], [1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match=r"slopes must be one number or \(2, 3, 2\)"):

@@ -41,20 +41,30 @@ class Signal(DeclaredModule):
 class _Nodes(Signal):
     """A signal through values at given times."""
 
-    times: Tensor = declared("``(n,)``, increasing, at least two")
-    values: Tensor = declared("``(n, *shape)``")
+    times: Tensor = declared(
+        "``(n,)``, increasing, at least two; ``(n, *batch)`` where each sample has times of its own"
+    )
+    values: Tensor = declared("``(n, *shape)``, or ``(n, *batch, *shape)``")
 
     def validate(self) -> None:
         """Refuse times that do not increase, and values of another length."""
         found = self.times.detach()
-        if found.ndim != 1 or len(found) < 2 or not bool((found[1:] > found[:-1]).all()):
+        if found.ndim < 1 or len(found) < 2:
             raise ValueError(
-                f"times must be at least two increasing numbers; got {found.tolist()}."
+                f"times must be at least two increasing numbers; got shape {tuple(found.shape)}."
             )
-        if self.values.ndim < 1 or len(self.values) != len(found):
-            raise wrong_shape(
-                "values", f"({len(found)}, ...), one entry for each time", self.values
+        wrong = ~(found[1:] > found[:-1])
+        if bool(wrong.any()):
+            k, *sample = wrong.nonzero()[0].tolist()
+            place = tuple(sample)
+            of = f" of sample {sample}" if sample else ""
+            raise ValueError(
+                f"times must be at least two increasing numbers; times[{k + 1}]{of} is "
+                f"{float(found[k + 1][place]):g} after {float(found[k][place]):g}."
             )
+        if self.values.shape[: found.ndim] != found.shape:
+            lead = ", ".join(map(str, found.shape))
+            raise wrong_shape("values", f"({lead}, ...), one entry for each time", self.values)
 
     def _shares(self, t: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return, for each interval, the share that has passed, whether t is in it, and its width.
