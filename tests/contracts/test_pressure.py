@@ -25,9 +25,9 @@ from tests.suites import TermContract, disturbed
 
 KINDS = [
     "orthogonal", "mixture", "own", "sum", "ewald", "mesh", "bonded", "dispersion", "graph",
-    "network"
+    "network", "sites",
 ]  # fmt: skip
-TILTED = ["turned", *(f"turned {kind}" for kind in ("ewald", "mesh", "bonded", "graph"))]
+TILTED = ["turned", *(f"turned {kind}" for kind in ("ewald", "mesh", "bonded", "graph", "sites"))]
 # One strain of all axes is that of each in a box that is turned too.
 FORMS = [
     pytest.param(
