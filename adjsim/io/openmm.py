@@ -14,12 +14,21 @@ from ase import units
 from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.io._openmm.bonded import read_bonded, write_bonded
 from adjsim.io._openmm.constraints import read_constraints, write_constraints
-from adjsim.io._openmm.library import barostat_of, box_of_system, check_system, lengths, plain
+from adjsim.io._openmm.library import (
+    atoms_of,
+    barostat_of,
+    box_of_system,
+    check_system,
+    lengths,
+    plain,
+)
 from adjsim.io._openmm.nonbonded import read_nonbonded, write_nonbonded
+from adjsim.io._openmm.sites import check_sites, read_sites, write_sites
 from adjsim.io._openmm.solvent import read_solvent, write_solvent
 from adjsim.io._openmm.types import Names
 from adjsim.io.ase import Structure
 from adjsim.potentials.force_field import ForceFieldPotential, refuse_high_energy
+from adjsim.potentials.sites.force_field import SitedForceField
 
 
 def from_openmm(
@@ -99,10 +108,11 @@ def from_openmm(
             tells of wrong units.
     """
     check_system(system)
+    check_sites(system)
     masses = [plain(system.getParticleMass(k)) for k in range(system.getNumParticles())]
-    position = torch.from_numpy(lengths("positions", positions))
-    if len(position) != len(masses):
-        raise ValueError(f"positions are of {len(position)} atoms; the system has {len(masses)}.")
+    particles = torch.from_numpy(lengths("positions", positions))
+    if len(particles) != len(masses):
+        raise ValueError(f"positions are of {len(particles)} atoms; the system has {len(masses)}.")
     names = Names.of(masses, topology)
     bonded = read_bonded(system, names)
     nonbonded, labels = read_nonbonded(system, names)
@@ -113,19 +123,26 @@ def from_openmm(
     if not parts:
         raise ValueError("the system has no forces.")
     labels |= {name: types.labels for name, (_, types) in bonded.items()}
-    potential = ForceFieldPotential(labels, **parts)
+    atoms = atoms_of(system)
+    kept, (sites, types) = list(atoms), read_sites(system, names, atoms)
+    if sites is None:
+        potential = ForceFieldPotential(labels, **parts)
+    else:
+        potential = SitedForceField(sites, labels | types, **parts)
+    position = particles[kept]
     with torch.no_grad():
         refuse_high_energy(potential, position, potential(position))
     box, (bar, kelvin) = box_of_system(system), barostat_of(system)
     return potential, Structure(
         position,
         torch.zeros_like(position),
-        torch.tensor(masses, dtype=torch.float64),
+        torch.tensor(masses, dtype=torch.float64)[kept],
         None if box is None else torch.from_numpy(box),
-        names.symbols,
+        tuple(names.symbols[k] for k in kept),
         None if bar is None else bar * units.bar,
         kelvin,
-        read_constraints(system),
+        read_constraints(system, atoms),
+        sites,
     )
 
 
@@ -155,11 +172,13 @@ def to_openmm(
             f"to_openmm takes the potential of from_openmm; got {type(potential).__name__}."
         )
     check_system(system)
+    check_sites(system)
     written = copy.deepcopy(system)
     parts: dict[str, Any] = dict(potential.named_children())
     write_bonded(parts, written)
     write_nonbonded(parts, written)
     write_solvent(parts.get("solvent"), written)
+    write_sites(parts.pop("sites", None), written)
     if constraints is not None:
         write_constraints(constraints, written)
     return written

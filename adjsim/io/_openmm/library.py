@@ -80,15 +80,11 @@ def check_system(system: Any) -> None:
     if not atoms:
         raise ValueError("the system has no particles.")
     for k in range(atoms):
-        if system.isVirtualSite(k):
-            raise ValueError(
-                f"particle {k} is a virtual site, and virtual sites are not provided: use a model "
-                "without them, such as SPC/Fw or TIP3P with rigidWater=False for water."
-            )
-        if not plain(system.getParticleMass(k)) > 0:
+        if not (system.isVirtualSite(k) or plain(system.getParticleMass(k)) > 0):
             raise ValueError(
                 f"the mass of particle {k} is {plain(system.getParticleMass(k)):g}; every particle "
-                "needs a positive mass. To hold an atom, add an adjsim.PositionRestraint."
+                "but a virtual site needs a positive mass. To hold an atom, add an "
+                "adjsim.PositionRestraint."
             )
     kinds = [kind_of(force) for force in system.getForces()]
     for number, kind in enumerate(kinds):
@@ -97,6 +93,12 @@ def check_system(system: Any) -> None:
     for group in (("NonbondedForce",), ("GBSAOBCForce", "CustomGBForce")):
         if sum(kind in group for kind in kinds) > 1:
             raise ValueError(f"the system has more than one {' or '.join(group)}; it may have one.")
+
+
+def atoms_of(system: Any) -> dict[int, int]:
+    """Return the number among atoms with mass of each particle that is no virtual site."""
+    kept = (k for k in range(system.getNumParticles()) if not system.isVirtualSite(k))
+    return {k: place for place, k in enumerate(kept)}
 
 
 def _way_out(kind: str, number: int) -> str:
