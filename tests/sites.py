@@ -45,23 +45,17 @@ def virtual_sites() -> VirtualSites:
     )  # fmt: skip
 
 
-def force_field(box: Tensor | None, pairs: bool = True) -> SitedForceField:
+def force_field(box: Tensor | None) -> SitedForceField:
     """Pairs of atoms and sites, charges, and bonds of which one is of a site."""
     kinds = torch.tensor([int(k in SITES) for k in range(14)])
-    cutoff = 1.6 if box is not None else None
-    charge = torch.linspace(-0.5, 0.7, 14, dtype=torch.float64)
-    options = {"cutoff": cutoff, "box": box, "exclusions": EXCLUDED}
-    switched = {} if box is None else {"truncation": adjsim.potentials.Switched(1.2)}
+    charge = nn.Parameter(torch.linspace(-0.5, 0.7, 14, dtype=torch.float64))
+    options = {"box": box, "cutoff": None if box is None else 1.6, "exclusions": EXCLUDED}
+    bonds = [[ATOMS[0], ATOMS[1]], [5, ATOMS[6]]]
     parts = {
-        "bonds": adjsim.HarmonicBond(
-            [[ATOMS[0], ATOMS[1]], [5, ATOMS[6]]], parameter(4.0), parameter(1.3)
-        ),
-        "charges": adjsim.Yukawa(parameter(0.3), parameter(0.8), **options, **switched),
-        "pairs": adjsim.LennardJonesMixture(
-            kinds, vector(1.1, 0.3), vector(0.95, 0.4), **options, **switched
-        ),
-        "ewald": adjsim.ReactionField(nn.Parameter(charge), **options)
-        if box is not None
-        else adjsim.Coulomb(nn.Parameter(charge), exclusions=EXCLUDED),
+        "bonds": adjsim.HarmonicBond(bonds, parameter(4.0), parameter(1.3)),
+        "pairs": adjsim.LennardJonesMixture(kinds, vector(1.1, 0.3), vector(0.95, 0.4), **options),
+        "charges": adjsim.Coulomb(charge, **options)
+        if box is None
+        else adjsim.ParticleMeshEwald(charge, tolerance=1e-3, **options),
     }
     return SitedForceField(virtual_sites(), **parts)

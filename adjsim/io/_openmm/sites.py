@@ -38,8 +38,8 @@ def check_sites(system: Any) -> None:
         kind, members = kind_of(site), _members(site)
         if kind not in KINDS:
             raise ValueError(
-                f"particle {k} is a {kind}, which has no counterpart in adjsim. It may be a "
-                f"{', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]}."
+                f"particle {k} is a virtual site of a kind without a counterpart in adjsim, such as "
+                f"a SymmetrySite: it may be a {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]}."
             )
         mass = plain(system.getParticleMass(k))
         if mass:
