@@ -20,7 +20,7 @@ from adjsim.io._openmm.library import (
     box_of_system,
     check_system,
     lengths,
-    plain,
+    masses_of,
 )
 from adjsim.io._openmm.nonbonded import read_nonbonded, write_nonbonded
 from adjsim.io._openmm.sites import check_sites, read_sites, write_sites
@@ -109,7 +109,7 @@ def from_openmm(
     """
     check_system(system)
     check_sites(system)
-    masses = [plain(system.getParticleMass(k)) for k in range(system.getNumParticles())]
+    masses = masses_of(system)
     particles = torch.from_numpy(lengths("positions", positions))
     if len(particles) != len(masses):
         raise ValueError(f"positions are of {len(particles)} atoms; the system has {len(masses)}.")

@@ -32,14 +32,15 @@ SUM = 1e-9
 
 def check_sites(system: Any) -> None:
     """Refuse sites without a counterpart here, by name, and constraints that hold sites."""
-    sites = {k for k in range(system.getNumParticles()) if system.isVirtualSite(k)}
+    sites = dict.fromkeys(_sites(system))
     for k in sites:
         site = system.getVirtualSite(k)
         kind, members = kind_of(site), _members(site)
         if kind not in KINDS:
+            *names, last = KINDS
             raise ValueError(
-                f"particle {k} is a virtual site of a kind without a counterpart in adjsim, such as "
-                f"a SymmetrySite: it may be a {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]}."
+                f"particle {k} is a virtual site of a kind without a counterpart in adjsim, such "
+                f"as a SymmetrySite: it may be a {', '.join(names)} or {last}."
             )
         mass = plain(system.getParticleMass(k))
         if mass:
@@ -76,9 +77,8 @@ def read_sites(
     ``atoms`` are the numbers among atoms with mass, by particle.
     """
     found: dict[str, list[int]] = {}
-    for k in range(system.getNumParticles()):
-        if system.isVirtualSite(k):
-            found.setdefault(_name(system.getVirtualSite(k)), []).append(k)
+    for k in _sites(system):
+        found.setdefault(_name(system.getVirtualSite(k)), []).append(k)
     groups: dict[str, SiteGroup] = {}
     labels: dict[str, tuple[str, ...]] = {}
     for name, particles in found.items():
@@ -94,8 +94,7 @@ def read_sites(
 def write_sites(sites: VirtualSites | None, system: Any) -> None:
     """Write the numbers of sites into a copy of the system that they were read from."""
     groups: list[Any] = [] if sites is None else sites.groups
-    particles = [k for k in range(system.getNumParticles()) if system.isVirtualSite(k)]
-    if sorted(k for group in groups for k in group.site.tolist()) != particles:
+    if sorted(k for group in groups for k in group.site.tolist()) != _sites(system):
         raise ValueError(
             "the virtual sites of the system are not those of the potential: give the system that "
             "the potential was read from."
@@ -106,6 +105,10 @@ def write_sites(sites: VirtualSites | None, system: Any) -> None:
             site = system.getVirtualSite(k)
             numbers = {name: value[place].tolist() for name, value in rows.items()}
             system.setVirtualSite(k, _written(site, numbers))
+
+
+def _sites(system: Any) -> list[int]:
+    return [k for k in range(system.getNumParticles()) if system.isVirtualSite(k)]
 
 
 def _written(site: Any, numbers: dict[str, Any]) -> Any:
