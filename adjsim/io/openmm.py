@@ -56,6 +56,7 @@ def from_openmm(
     dispersion           those of lennard_jones              its dispersion correction
     solvent              radius, scale, surface              GBSAOBCForce, or the CustomGBForce
                                                              of ``implicit/obc2.xml``
+    sites                weight, cross, point                virtual sites, see below
     ==================== =================================== ====================================
 
     The name of a parameter begins with its part, such as ``bonds.k``.
@@ -83,27 +84,36 @@ def from_openmm(
     ``flexibleConstraints=True`` leaves in, is part of the energy, as in OpenMM. Its force is along
     the constraint and changes no motion.
 
+    A potential with virtual sites is a :class:`~adjsim.potentials.SitedForceField` of the atoms
+    with mass. Positions, masses, symbols and constraints of the structure are theirs, in the order
+    of the system, and its ``all_positions(position)`` gives every particle. Numbers of charges and
+    the like are those of all particles. ``potential.sites`` has the sites by kind:
+    ``two_particle_average``, ``three_particle_average``, ``out_of_plane``, ``local_coordinates``.
+    Sites are placed on the atoms, wherever the positions have them. The weight of the first atom of
+    a site is no parameter: it is what the others leave of one.
+
     The solvent shares the charges of ``coulomb`` if they are equal. A CMMotionRemover is ignored. A
     MonteCarloBarostat is no potential: its pressure and temperature are ``Structure.pressure`` and
     ``.temperature``, for :class:`~adjsim.LangevinPiston`.
 
     Args:
         system: an ``openmm.System``.
-        positions: ``(atoms, 3)``, an OpenMM Quantity or, as in OpenMM, numbers in nanometres.
+        positions: ``(particles, 3)``, an OpenMM Quantity or, as in OpenMM, numbers in nanometres.
         topology: the ``openmm.app.Topology``, for elements, names and types. Without it, elements
             are those of the nearest mass.
 
     Returns:
-        The potential, and the positions, masses, box, symbols and constraints. Momenta are zero;
-        give ``dynamics.init`` a position only to draw them. Positions are those given; ``init`` of
-        :class:`~adjsim.Constrained` moves them to where the constraints hold.
+        The potential, and the positions, masses, box, symbols, constraints and sites. Momenta are
+        zero; give ``dynamics.init`` a position only to draw them. Positions are those given;
+        ``init`` of :class:`~adjsim.Constrained` moves them to where the constraints hold.
 
     Raises:
         ImportError: OpenMM is not installed.
         TypeError: not an ``openmm.System``.
-        ValueError: anything in the system that has no counterpart, by name (virtual sites,
-            particles without mass, which OpenMM does not move, other forces and barostats);
-            constraints that :class:`~adjsim.DistanceConstraints` refuses; positions or a topology
+        ValueError: anything in the system that has no counterpart, by name (particles
+            without mass that are no virtual sites, which OpenMM does not move, sites of other kinds
+            or on sites, other forces and barostats); a constraint that holds a site, constraints
+            that :class:`~adjsim.DistanceConstraints` refuses; positions or a topology
             for another number of atoms; an energy of 1e6 eV, or 100 eV an atom, or more, which
             tells of wrong units.
     """
@@ -164,7 +174,7 @@ def to_openmm(
 
     Raises:
         TypeError: not a :class:`~adjsim.potentials.ForceFieldPotential`.
-        ValueError: a system with other terms, exceptions, constraints or atoms; a surface tension
+        ValueError: a system with other terms, exceptions, constraints, sites or atoms; a surface tension
             that was changed and that a ``CustomGBForce`` holds in its expressions.
     """
     if not isinstance(potential, ForceFieldPotential):
@@ -178,7 +188,7 @@ def to_openmm(
     write_bonded(parts, written)
     write_nonbonded(parts, written)
     write_solvent(parts.get("solvent"), written)
-    write_sites(parts.pop("sites", None), written)
+    write_sites(parts.get("sites"), written)
     if constraints is not None:
         write_constraints(constraints, written)
     return written
