@@ -174,8 +174,8 @@ def to_openmm(
 
     Raises:
         TypeError: not a :class:`~adjsim.potentials.ForceFieldPotential`.
-        ValueError: a system with other terms, exceptions, constraints, sites or atoms; a surface tension
-            that was changed and that a ``CustomGBForce`` holds in its expressions.
+        ValueError: a system with other terms, exceptions, constraints, sites or atoms; a surface
+            tension that was changed and that a ``CustomGBForce`` holds in its expressions.
     """
     if not isinstance(potential, ForceFieldPotential):
         raise TypeError(

@@ -1,0 +1,128 @@
+"""The structure of rigid TIP4P-Ew water at 298 K, by adjsim and by OpenMM.
+
+216 molecules with particle-mesh Ewald in the box of water.pdb, each with a virtual
+site. Both sides begin with the same positions and take the same force field. The radial
+distributions of oxygens, with standard errors from blocks, are in tip4p_structure.json.
+
+Run: python examples/data/make_tip4p_structure.py adjsim|openmm PICOSECONDS
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import openmm
+import torch
+from ase import units
+from openmm import app, unit
+from studies import commit
+
+import adjsim
+from adjsim.io import from_openmm
+
+HERE = Path(__file__).parent
+FS, KELVIN, SEED, DT = units.fs, 298, 1, 2
+# Femtoseconds between frames, picoseconds of equilibration, and blocks of what follows.
+EVERY, EQUILIBRATION, BLOCKS = 50, 4, 8
+EDGES = np.linspace(2.2, 8.2, 61)
+OUT = HERE / "tip4p_structure.json"
+
+
+def system():
+    """Return OpenMM's system, constrained positions in nm, and topology."""
+    pdb = app.PDBFile(str(HERE / "water.pdb"))
+    field = app.ForceField("amber14/tip4pew.xml")
+    model = app.Modeller(pdb.topology, pdb.positions)
+    model.addExtraParticles(field)
+    made = field.createSystem(
+        model.topology,
+        nonbondedMethod=app.PME,
+        nonbondedCutoff=0.85 * unit.nanometer,
+        rigidWater=True,
+        removeCMMotion=False,
+    )
+    context = openmm.Context(made, openmm.VerletIntegrator(0.001))
+    context.setPositions(model.positions)
+    context.applyConstraints(1e-8)
+    positions = context.getState(positions=True).getPositions(asNumpy=True)
+    return made, positions._value, model.topology
+
+
+def distribution(oxygens, box):
+    """Return the radial distribution of one frame."""
+    return adjsim.radial_distribution(oxygens, torch.from_numpy(EDGES), box)
+
+
+def by_adjsim(picoseconds):
+    """Return radial distributions every EVERY femtoseconds, and seconds a step."""
+    torch.set_num_threads(1)
+    potential, waters = from_openmm(*system())
+    inner = adjsim.Langevin(potential, waters.mass, KELVIN * units.kB, 1 / (1000 * FS))
+    dynamics = adjsim.Constrained(inner, waters.constraints)
+    start = dynamics.init(waters.position, generator=SEED)
+    duration = round(1000 * picoseconds)
+    begun = time.perf_counter()
+    with torch.no_grad():
+        run = adjsim.simulate(
+            dynamics,
+            start,
+            np.arange(0, duration + 1, EVERY) * FS,
+            solver=adjsim.BAOAB(DT * FS),
+            generator=SEED,
+            compile=True,
+            record=lambda state: state.position[::3],
+        )
+    seconds = (time.perf_counter() - begun) * DT / duration
+    return [distribution(oxygens, waters.box) for oxygens in run.record], seconds
+
+
+def by_openmm(picoseconds):
+    """Return radial distributions every EVERY femtoseconds, and seconds a step."""
+    made, positions, _ = system()
+    integrator = openmm.LangevinMiddleIntegrator(
+        KELVIN * unit.kelvin, 1 / unit.picosecond, DT * unit.femtosecond
+    )
+    integrator.setRandomNumberSeed(SEED)
+    platform = openmm.Platform.getPlatformByName("CPU")
+    context = openmm.Context(made, integrator, platform, {"Threads": "1"})
+    context.setPositions(positions)
+    context.setVelocitiesToTemperature(KELVIN * unit.kelvin, SEED)
+    rows = [row._value for row in made.getDefaultPeriodicBoxVectors()]
+    box = 10 * torch.tensor(rows, dtype=torch.float64).diagonal()
+    frames, begun = [], time.perf_counter()
+    for _ in range(round(1000 * picoseconds) // EVERY):
+        integrator.step(EVERY // DT)
+        state = context.getState(positions=True)
+        particles = state.getPositions(asNumpy=True)._value
+        frames.append(distribution(10 * particles[::4], box))
+    return frames, (time.perf_counter() - begun) * DT / (1000 * picoseconds)
+
+
+def main(side, picoseconds):
+    picoseconds, made_at = float(picoseconds), commit(__file__)
+    frames, seconds = {"adjsim": by_adjsim, "openmm": by_openmm}[side](picoseconds)
+    frames = torch.stack(list(frames))[1000 * EQUILIBRATION // EVERY :]
+    blocks = torch.stack([block.mean(0) for block in frames.chunk(BLOCKS)])
+    results = json.loads(OUT.read_text()) if OUT.exists() else {}
+    results[side] = {
+        "r": ((EDGES[1:] + EDGES[:-1]) / 2).tolist(),
+        "g": blocks.mean(0).tolist(),
+        "stderr": (blocks.std(0) / BLOCKS**0.5).tolist(),
+        "picoseconds": picoseconds,
+        "milliseconds a step": 1e3 * seconds,
+        "seed": SEED,
+        "commit": made_at,
+    }
+    OUT.write_text(json.dumps(results, indent=1) + "\n")
+    if len(results) == 2:
+        one, two = (results[name] for name in ("adjsim", "openmm"))
+        difference = torch.tensor(one["g"]) - torch.tensor(two["g"])
+        error = torch.tensor(one["stderr"]).hypot(torch.tensor(two["stderr"]))
+        share = float((difference / error).square().mean().sqrt())
+        print(f"differences over errors, root mean square: {share:.3g}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
