@@ -13,7 +13,6 @@ from adjsim.potentials.pairs.base import pair_paths
 from adjsim.potentials.sites.groups import AverageSites, LocalCoordinatesSites, OutOfPlaneSites
 from adjsim.potentials.sites.virtual_sites import VirtualSites
 from adjsim.potentials.strained import strained_force
-from tests.copies import WAYS
 from tests.pressure import piston, position, start
 from tests.problems import parameter
 from tests.retracing import forth_and_back
@@ -81,14 +80,6 @@ def test_averages_are_stretched_with_their_atoms():
     q, strain = position(), Strain(torch.full((1, 3), 0.03, dtype=torch.float64))
     along = strained_force(module, q, strain)[1]
     assert torch.equal(along, strained_force(read(pairs), sites(q), strain)[1])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_copies(way):
-    module, q = force_field(BOX), position()
-    copy = WAYS[way](module)
-    assert torch.equal(copy(q), module(q))
-    assert copy.sites is not module.sites
 
 
 def test_forward_mode_and_vmap():
