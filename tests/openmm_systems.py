@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import openmm
+import torch
+from ase import units
 from openmm import app, unit
 
 from adjsim.io._openmm.library import ENERGY, LENGTH
@@ -39,6 +41,34 @@ def reference(system: Any, positions: Any, groups: Any = -1) -> tuple[float, np.
     energy = state.getPotentialEnergy().value_in_unit(unit.kilojoule_per_mole)
     forces = state.getForces(asNumpy=True).value_in_unit(unit.kilojoule_per_mole / unit.nanometer)
     return energy * ENERGY, np.array(forces) * ENERGY / LENGTH
+
+
+def velocity_verlet(
+    system: Any, position: torch.Tensor, velocity: torch.Tensor, dt: float, steps: int
+) -> torch.Tensor:
+    """Take steps of velocity Verlet with constraints by OpenMM, to positions in angstrom.
+
+    Positions and velocities are in ASE's units, and dt is in picoseconds.
+    """
+    verlet = openmm.CustomIntegrator(dt)
+    verlet.setConstraintTolerance(1e-12)
+    verlet.addGlobalVariable("begun", 0)
+    verlet.addPerDofVariable("x1", 0)
+    # The second half kick of the step before: OpenMM places virtual sites at the end of a step.
+    verlet.addComputePerDof("v", "v + begun * 0.5 * dt * f / m")
+    verlet.addConstrainVelocities()
+    verlet.addComputeGlobal("begun", "1")
+    verlet.addComputePerDof("v", "v + 0.5 * dt * f / m")
+    verlet.addComputePerDof("x", "x + dt * v")
+    verlet.addComputePerDof("x1", "x")
+    verlet.addConstrainPositions()
+    verlet.addComputePerDof("v", "v + (x - x1) / dt")
+    context = openmm.Context(system, verlet, openmm.Platform.getPlatformByName("Reference"))
+    context.setPositions(position.numpy() / LENGTH)
+    context.setVelocities((velocity * 1000 * units.fs / LENGTH).numpy())
+    verlet.step(steps)
+    found = context.getState(positions=True).getPositions(asNumpy=True)
+    return LENGTH * torch.as_tensor(found._value)
 
 
 METHODS = ("NoCutoff", "CutoffNonPeriodic", "CutoffPeriodic", "Ewald", "PME")

@@ -9,6 +9,7 @@ import adjsim
 from adjsim.core.strain import Strain
 from adjsim.potentials.strained import reference_box
 from tests.problems import parameter
+from tests.sites import force_field
 
 TILTED = torch.tensor([[3.6, 0.0, 0.0], [0.7, 3.5, 0.0], [-0.5, 0.6, 3.7]], dtype=torch.float64)
 # Other rows of a lattice with the same widths, in an orientation of their own, of which nearest
@@ -76,6 +77,8 @@ def potential(kind: str = "orthogonal") -> nn.Module:
         return pairs + sums(charge, cutoff=1.6, box=box, tolerance=1e-3, exclusions=excluded)
     if kind.endswith("bonded"):
         return bonded(pairs, box)
+    if kind.endswith("sites"):
+        return force_field(box)
     if kind.endswith("graph"):
         # The cutoff is above half the box: two atoms have edges with several images.
         with torch.random.fork_rng():

@@ -25,6 +25,7 @@ from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.potentials.base import Potential, force
 from adjsim.potentials.evaluated import terms_of
 from adjsim.potentials.products import Pullback
+from adjsim.potentials.sites.virtual_sites import VirtualSites
 
 # Columns of velocities that extended XYZ files have. ASE reads momenta alone.
 VELOCITIES = ("vel", "velo", "velocity", "velocities")
@@ -36,7 +37,8 @@ class Structure(NamedTuple):
     ``position`` and ``momentum`` are ``(atoms, 3)``, ``mass`` is ``(atoms,)``. ``box`` is ``(3,)``
     edge lengths, ``(3, 3)`` rows, or None without periodic boundaries. ``pressure`` (eV/angstrom^3)
     and ``temperature`` (kelvin) are those of a barostat, None without one. ``constraints`` are for
-    :class:`~adjsim.Constrained`, None without any; only ``from_openmm`` reads them.
+    :class:`~adjsim.Constrained`, None without any, and ``sites`` are the virtual sites of the
+    potential, which are no atoms of the structure; only ``from_openmm`` reads them.
     """
 
     position: Tensor
@@ -47,6 +49,15 @@ class Structure(NamedTuple):
     pressure: float | None = None
     temperature: float | None = None
     constraints: DistanceConstraints | None = None
+    sites: VirtualSites | None = None
+
+    def all_positions(self, position: Positions) -> Positions:
+        """Compute the positions of all particles, ``(*batch, particles, 3)``, in their order.
+
+        They are those of the atoms, as given, without virtual sites. Places of sites are
+        differentiable in positions and in the numbers of the sites.
+        """
+        return position if self.sites is None else self.sites(position)
 
 
 def from_ase(atoms: ase.Atoms) -> Structure:

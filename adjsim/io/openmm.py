@@ -17,13 +17,22 @@ from adjsim.io._openmm.bonded import read_bonded, write_bonded
 from adjsim.io._openmm.constraints import read_constraints, write_constraints
 from adjsim.io._openmm.custom import read_custom, write_custom
 from adjsim.io._openmm.custom_pairs import read_custom_pairs, write_custom_pairs
-from adjsim.io._openmm.library import barostat_of, box_of_system, check_system, lengths, plain
+from adjsim.io._openmm.library import (
+    atoms_of,
+    barostat_of,
+    box_of_system,
+    check_system,
+    lengths,
+    masses_of,
+)
 from adjsim.io._openmm.maps import read_maps, write_maps
 from adjsim.io._openmm.nonbonded import read_nonbonded, write_nonbonded
+from adjsim.io._openmm.sites import check_sites, read_sites, write_sites
 from adjsim.io._openmm.solvent import read_solvent, write_solvent
 from adjsim.io._openmm.types import Names
 from adjsim.io.ase import Structure
 from adjsim.potentials.force_field import ForceFieldPotential, refuse_high_energy
+from adjsim.potentials.sites.force_field import SitedForceField
 
 
 def from_openmm(
@@ -57,6 +66,7 @@ def from_openmm(
     dispersion           those of lennard_jones              its dispersion correction
     solvent              radius, scale, surface, offset,     GBSAOBCForce, or a CustomGBForce of
                          alpha, beta, gamma, neck            ``implicit/*.xml``
+    sites                weight, cross, point                virtual sites, see below
     ==================== =================================== ====================================
 
     The name of a parameter begins with its part, such as ``bonds.k``. A second force of a custom
@@ -85,35 +95,45 @@ def from_openmm(
     ``flexibleConstraints=True`` leaves in, is part of the energy, as in OpenMM. Its force is along
     the constraint and changes no motion.
 
+    A potential with virtual sites is a :class:`~adjsim.potentials.SitedForceField` of the atoms
+    with mass. Positions, masses, symbols and constraints of the structure are theirs, in the order
+    of the system, and its ``all_positions(position)`` gives every particle. Numbers of charges and
+    the like are those of all particles. ``potential.sites`` has the sites by kind:
+    ``two_particle_average``, ``three_particle_average``, ``out_of_plane``, ``local_coordinates``.
+    Sites are placed on the atoms, wherever the positions have them. The weight of the first atom of
+    a site is no parameter: it is what the others leave of one.
+
     The solvent shares the charges of ``coulomb`` if they are equal. A CMMotionRemover is ignored. A
     MonteCarloBarostat is no potential: its pressure and temperature are ``Structure.pressure`` and
     ``.temperature``, for :class:`~adjsim.LangevinPiston`.
 
     Args:
         system: an ``openmm.System``.
-        positions: ``(atoms, 3)``, an OpenMM Quantity or, as in OpenMM, numbers in nanometres.
+        positions: ``(particles, 3)``, an OpenMM Quantity or, as in OpenMM, numbers in nanometres.
         topology: the ``openmm.app.Topology``, for elements, names and types. Without it, elements
             are those of the nearest mass.
 
     Returns:
-        The potential, and the positions, masses, box, symbols and constraints. Momenta are zero;
-        give ``dynamics.init`` a position only to draw them. Positions are those given; ``init`` of
-        :class:`~adjsim.Constrained` moves them to where the constraints hold.
+        The potential, and the positions, masses, box, symbols, constraints and sites. Momenta are
+        zero; give ``dynamics.init`` a position only to draw them. Positions are those given;
+        ``init`` of :class:`~adjsim.Constrained` moves them to where the constraints hold.
 
     Raises:
         ImportError: OpenMM is not installed.
         TypeError: not an ``openmm.System``.
-        ValueError: anything in the system that has no counterpart, by name (virtual sites,
-            particles without mass, which OpenMM does not move, other forces and barostats);
-            constraints that :class:`~adjsim.DistanceConstraints` refuses; positions or a topology
+        ValueError: anything in the system that has no counterpart, by name (particles
+            without mass that are no virtual sites, which OpenMM does not move, sites of other kinds
+            or on sites, other forces and barostats); a constraint that holds a site, constraints
+            that :class:`~adjsim.DistanceConstraints` refuses; positions or a topology
             for another number of atoms; an energy of 1e6 eV, or 100 eV an atom, or more, which
             tells of wrong units.
     """
     check_system(system)
-    masses = [plain(system.getParticleMass(k)) for k in range(system.getNumParticles())]
-    position = torch.from_numpy(lengths("positions", positions))
-    if len(position) != len(masses):
-        raise ValueError(f"positions are of {len(position)} atoms; the system has {len(masses)}.")
+    check_sites(system)
+    masses = masses_of(system)
+    particles = torch.from_numpy(lengths("positions", positions))
+    if len(particles) != len(masses):
+        raise ValueError(f"positions are of {len(particles)} atoms; the system has {len(masses)}.")
     names = Names.of(masses, topology)
     shared: dict[str, nn.Parameter] = {}
     bonded = (
@@ -128,19 +148,26 @@ def from_openmm(
     if not parts:
         raise ValueError("the system has no forces.")
     labels |= {name: types.labels for name, (_, types) in bonded.items()}
-    potential = ForceFieldPotential(labels, **parts)
+    atoms = atoms_of(system)
+    kept, (sites, types) = list(atoms), read_sites(system, names, atoms)
+    if sites is None:
+        potential = ForceFieldPotential(labels, **parts)
+    else:
+        potential = SitedForceField(sites, labels | types, **parts)
+    position = particles[kept]
     with torch.no_grad():
         refuse_high_energy(potential, position, potential(position))
     box, (bar, kelvin) = box_of_system(system), barostat_of(system)
     return potential, Structure(
         position,
         torch.zeros_like(position),
-        torch.tensor(masses, dtype=torch.float64),
+        torch.tensor(masses, dtype=torch.float64)[kept],
         None if box is None else torch.from_numpy(box),
-        names.symbols,
+        tuple(names.symbols[k] for k in kept),
         None if bar is None else bar * units.bar,
         kelvin,
-        read_constraints(system),
+        read_constraints(system, atoms),
+        sites,
     )
 
 
@@ -162,14 +189,15 @@ def to_openmm(
 
     Raises:
         TypeError: not a :class:`~adjsim.potentials.ForceFieldPotential`.
-        ValueError: a system with other terms, exceptions, constraints or atoms; a surface tension
-            where a ``CustomGBForce`` has no such term.
+        ValueError: a system with other terms, exceptions, constraints, sites or atoms; a surface
+            tension where a ``CustomGBForce`` has no such term.
     """
     if not isinstance(potential, ForceFieldPotential):
         raise TypeError(
             f"to_openmm takes the potential of from_openmm; got {type(potential).__name__}."
         )
     check_system(system)
+    check_sites(system)
     written = copy.deepcopy(system)
     parts: dict[str, Any] = dict(potential.named_children())
     write_bonded(parts, written)
@@ -178,6 +206,7 @@ def to_openmm(
     write_custom_pairs(parts, written)
     write_nonbonded(parts, written)
     write_solvent(parts.get("solvent"), written)
+    write_sites(parts.get("sites"), written)
     if constraints is not None:
         write_constraints(constraints, written)
     return written

@@ -97,6 +97,13 @@ from adjsim.potentials.signals.signals import (
     PiecewiseLinear,
     Signal as Signal,
 )
+from adjsim.potentials.sites.force_field import SitedForceField as SitedForceField
+from adjsim.potentials.sites.groups import (
+    AverageSites as AverageSites,
+    LocalCoordinatesSites as LocalCoordinatesSites,
+    OutOfPlaneSites as OutOfPlaneSites,
+)
+from adjsim.potentials.sites.virtual_sites import VirtualSites as VirtualSites
 from adjsim.potentials.solids.base import ElasticPotential as ElasticPotential
 from adjsim.potentials.solids.bending import HingeBending
 from adjsim.potentials.solids.materials import CorotatedLinear, NeoHookean, StVenantKirchhoff

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from adjsim.core.arguments import describe_type, refuse_uncalled_class
 from adjsim.core.declared import Declaring
@@ -51,6 +51,10 @@ class Evaluated(nn.Module):
     def terms(self) -> list[nn.Module]:
         """Return the parts of a sum, or the module itself."""
         return [self]
+
+    def evaluated_parts(self, position: Tensor) -> tuple[list[nn.Module], Tensor]:
+        """Return the parts, and the positions of the particles at which they are evaluated."""
+        return self.terms(), position
 
 
 def terms_of(potential: nn.Module) -> list[nn.Module]:

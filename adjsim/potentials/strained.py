@@ -7,10 +7,10 @@ energy by e as box and positions are stretched together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from operator import add
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,13 @@ StrainedPullback: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, P
 
 # The boxes of a potential: as they are given, and by whose rows nearest images are found.
 _BOXES = "box", "image_box"
+
+
+class Summed(Protocol):
+    """A sum of energies."""
+
+    @property
+    def parts(self) -> Iterable[nn.Module]: ...
 
 
 class Strainable(Evaluated):
@@ -114,24 +121,24 @@ def strained_vjp(
     return ByAutograd(module).vjp(position, strain, parameters, *roundings[:1])
 
 
-def summed_energy(whole: Evaluated, position: Positions, strain: Strain) -> Energies:
+def summed_energy(whole: Summed, position: Positions, strain: Strain) -> Energies:
     """Sum the energies of the parts of a sum."""
-    return reduce(add, [strained_energy(part, position, strain) for part in whole.terms()])
+    return reduce(add, [strained_energy(part, position, strain) for part in whole.parts])
 
 
 def summed_force(
-    whole: Evaluated, position: Positions, strain: Strain, *roundings: Rounding
+    whole: Summed, position: Positions, strain: Strain, *roundings: Rounding
 ) -> Forced:
     """Sum the forces of the parts of a sum, and their W."""
-    return added([strained_force(part, position, strain, *roundings) for part in whole.terms()])
+    return added([strained_force(part, position, strain, *roundings) for part in whole.parts])
 
 
 def summed_vjp(
-    whole: Evaluated, position: Positions, strain: Strain, parameters: Tensors, *roundings: Rounding
+    whole: Summed, position: Positions, strain: Strain, parameters: Tensors, *roundings: Rounding
 ) -> tuple[Forced, StrainedPullback]:
     """Sum the forces of the parts of a sum, their W, and their products."""
     return added_vjp(
-        [strained_vjp(part, position, strain, parameters, *roundings) for part in whole.terms()]
+        [strained_vjp(part, position, strain, parameters, *roundings) for part in whole.parts]
     )
 
 

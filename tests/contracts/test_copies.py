@@ -17,6 +17,7 @@ from tests.contracts.test_exclusions import KINDS
 from tests.contracts.test_readings import EVERY as READ
 from tests.copies import WAYS
 from tests.problems import parameter, square, vector
+from tests.sites import force_field
 
 BOX = meshes.box([1.0, 1.0, 1.0], [1, 1, 1])
 CHARGE = (0.4, -0.3, 0.5, -0.2, 0.1, -0.5)
@@ -66,6 +67,7 @@ MODULES = {
     "open loop": lambda: potentials.OpenLoop(adjsim.Harmonics(parameter(0.1), 1.0)),
     "controller": lambda: potentials.NeuralController(nn.Linear(7, 3), index=[0]),
     "force field": lambda: potentials.ForceFieldPotential(a=adjsim.Harmonic(parameter(1.0))),
+    "virtual sites": lambda: force_field(None),
     "sum": lambda: adjsim.Harmonic(parameter(1.0)) + potentials.ForceModel(nn.Linear(3, 3)),
     "piston": lambda: adjsim.LangevinPiston(
         adjsim.HarmonicBond([[0, 1]], parameter(2.0), 0.5, box=[4.0, 4.1, 4.2]), piston_friction=0.3

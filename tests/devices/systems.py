@@ -17,6 +17,7 @@ from adjsim.potentials.learnt.graph import GraphPotential
 from tests import fields, mechanics, pressure, problems
 from tests.contracts import test_elastic, test_ewald, test_graph, test_solvent
 from tests.problems import parameter, vector
+from tests.sites import force_field
 
 DT = 0.002
 
@@ -127,6 +128,7 @@ SYSTEMS: dict[str, Callable[[], System]] = {
     "ewald": potential(lambda: ewald(test_ewald.ewald)),
     "mesh": potential(lambda: ewald(test_ewald.mesh)),
     "solvent": potential(solvent),
+    "sites": potential(lambda: (force_field(None), pressure.position())),
     "graph": potential(graph),
     "solid": potential(solid),
     "piston": lambda: at_pressure("orthogonal", axes="each"),

@@ -22,6 +22,7 @@ ALLOWED = {
     "listed mixture": (14, "the host reads how many pairs a list has"),
     "ewald": (5, "excluded pairs are checked, and reciprocal vectors are made from the box"),
     "mesh": (5, "excluded pairs are checked, and the influence function is made from the box"),
+    "sites": (5, "excluded pairs are checked"),
     "piston": (4, "the host reads whether the box is large enough"),
     "piston, chains": (4, "the host reads whether the box is large enough"),
     "piston, mesh": (4, "the host reads whether the box is large enough"),

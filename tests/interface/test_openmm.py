@@ -617,14 +617,6 @@ def pair(force=None, **nonbonded):
     return system
 
 
-def with_virtual_site():
-    system = pair()
-    system.addParticle(0.0)
-    system.getForce(0).addParticle(0.0, 0.1, 0.0)
-    system.setVirtualSite(2, openmm.TwoParticleAverageSite(0, 1, 0.5, 0.5))
-    return system
-
-
 def without_mass():
     system = pair()
     system.setParticleMass(1, 0.0)
@@ -689,7 +681,6 @@ NONBONDED = openmm.NonbondedForce
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (with_virtual_site, r"particle 2 is a virtual site.*SPC/Fw"),
         (without_mass, r"mass of particle 1 is 0.*PositionRestraint"),
         (
             lambda: pair(openmm.MonteCarloAnisotropicBarostat((1, 1, 1), 300)),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adjsim.io._openmm.library import ENERGY, LENGTH, box_of_system, forces, plain
+from adjsim.io._openmm.library import ENERGY, LENGTH, box_of_system, forces, table
 from adjsim.io._openmm.types import Names, Types, types_of
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.bonds_and_angles import HarmonicAngle, HarmonicBond
@@ -104,10 +105,11 @@ def _potential(
 
 def _terms(found: Sequence[Any], family: Family) -> tuple[list[list[int]], np.ndarray]:
     """Return the atoms of all terms, and their numbers in our units."""
-    rows = [_get(force, family, k) for force in found for k in range(_count(force, family))]
-    unit, width = np.array([unit for _, unit in family.columns]), family.potential.members
-    numbers = np.array([[plain(x) for x in row[width:]] for row in rows], dtype=np.float64)
-    return [[int(x) for x in row[:width]] for row in rows], numbers * unit
+    rows = np.concatenate(
+        [table(partial(_get, force, family), _count(force, family)) for force in found]
+    )
+    width, unit = family.potential.members, np.array([unit for _, unit in family.columns])
+    return rows[:, :width].astype(np.int64).tolist(), rows[:, width:] * unit
 
 
 def _numbers_of(part: BondedPotential, family: Family) -> np.ndarray:

@@ -8,29 +8,33 @@ import torch
 
 from adjsim.core.openmm_units import LENGTH
 from adjsim.dynamics.constraints.distances import DistanceConstraints
-from adjsim.io._openmm.library import plain
+from adjsim.io._openmm.library import atoms_of, plain
 
 
-def read_constraints(system: Any) -> DistanceConstraints | None:
-    """Read the constraints of a system, in their order; None without any."""
+def read_constraints(system: Any, atoms: dict[int, int]) -> DistanceConstraints | None:
+    """Read the constraints of a system, in their order; None without any.
+
+    ``atoms`` are the numbers among atoms with mass, by particle.
+    """
     rows = _rows(system)
     if not rows:
         return None
     length = torch.tensor([plain(length) for _, _, length in rows], dtype=torch.float64)
-    return DistanceConstraints([[i, j] for i, j, _ in rows], LENGTH * length)
+    return DistanceConstraints([[atoms[i], atoms[j]] for i, j, _ in rows], LENGTH * length)
 
 
 def write_constraints(constraints: DistanceConstraints, system: Any) -> None:
     """Write lengths into the constraints of a system, whose pairs they are."""
-    pairs = [[i, j] for i, j, _ in _rows(system)]
+    rows, atoms = _rows(system), atoms_of(system)
+    pairs = [[atoms[i], atoms[j]] for i, j, _ in rows]
     if constraints.index.tolist() != pairs:
         raise ValueError(
             "the constraints of the system are not of the pairs of these constraints: give the "
             "system that they were read from."
         )
     lengths = constraints.length.detach().cpu().double().expand(len(pairs)) / LENGTH
-    for k, (pair, length) in enumerate(zip(pairs, lengths.tolist(), strict=True)):
-        system.setConstraintParameters(k, *pair, length)
+    for k, ((i, j, _), length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
+        system.setConstraintParameters(k, i, j, length)
 
 
 def _rows(system: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -48,12 +49,15 @@ def openmm() -> Any:
 
 def plain(quantity: Any) -> Any:
     """Return a number, or numbers, in OpenMM's units: nm, ps, kJ/mol, amu, radians."""
-    unit = openmm().unit
-    if not unit.is_quantity(quantity):
+    if isinstance(quantity, (float, int)):
         return quantity
-    if isinstance(quantity._value, float):
-        return quantity._value * _factor(quantity.unit)
-    return quantity.value_in_unit_system(unit.md_unit_system)
+    value, unit = getattr(quantity, "_value", None), getattr(quantity, "unit", None)
+    if isinstance(value, float):
+        return value * _factor(unit)
+    tools = openmm().unit
+    if not tools.is_quantity(quantity):
+        return quantity
+    return quantity.value_in_unit_system(tools.md_unit_system)
 
 
 @cache
@@ -82,19 +86,14 @@ def check_system(system: Any) -> None:
     """Refuse a system with something that has no counterpart here, by name."""
     if not isinstance(system, openmm().System):
         raise TypeError(f"system must be an openmm.System; got {type(system).__name__}.")
-    atoms = system.getNumParticles()
-    if not atoms:
+    if not system.getNumParticles():
         raise ValueError("the system has no particles.")
-    for k in range(atoms):
-        if system.isVirtualSite(k):
+    for k, mass in enumerate(masses_of(system)):
+        if not (mass > 0 or system.isVirtualSite(k)):
             raise ValueError(
-                f"particle {k} is a virtual site, and virtual sites are not provided: use a model "
-                "without them, such as SPC/Fw or TIP3P with rigidWater=False for water."
-            )
-        if not plain(system.getParticleMass(k)) > 0:
-            raise ValueError(
-                f"the mass of particle {k} is {plain(system.getParticleMass(k)):g}; every particle "
-                "needs a positive mass. To hold an atom, add an adjsim.PositionRestraint."
+                f"the mass of particle {k} is {mass:g}; every particle "
+                "but a virtual site needs a positive mass. To hold an atom, add an "
+                "adjsim.PositionRestraint."
             )
     kinds = [kind_of(force) for force in system.getForces()]
     for number, kind in enumerate(kinds):
@@ -103,6 +102,17 @@ def check_system(system: Any) -> None:
     for group in (("NonbondedForce",), ("GBSAOBCForce", "CustomGBForce")):
         if sum(kind in group for kind in kinds) > 1:
             raise ValueError(f"the system has more than one {' or '.join(group)}; it may have one.")
+
+
+def masses_of(system: Any) -> list[float]:
+    """Return the masses of all particles."""
+    return [plain(system.getParticleMass(k)) for k in range(system.getNumParticles())]
+
+
+def atoms_of(system: Any) -> dict[int, int]:
+    """Return the number among atoms with mass of each particle that is no virtual site."""
+    kept = (k for k in range(system.getNumParticles()) if not system.isVirtualSite(k))
+    return {k: place for place, k in enumerate(kept)}
 
 
 def _way_out(kind: str, number: int) -> str:
@@ -137,10 +147,19 @@ def cutoff_of(force: Any) -> float | None:
     return None if force.getNonbondedMethod() == 0 else LENGTH * plain(force.getCutoffDistance())
 
 
+def table(row: Callable[[int], Iterable[Any]], count: int) -> np.ndarray:
+    """Return the numbers of rows in OpenMM's units, ``(count, columns)``.
+
+    Rows are converted one by one: Python's garbage collector takes as long as all the rest if a
+    large system has all its quantities at one time.
+    """
+    numbers = (plain(x) for k in range(count) for x in row(k))
+    return np.fromiter(numbers, np.float64).reshape(count, -1 if count else 0)
+
+
 def particles_of(force: Any) -> np.ndarray:
     """Return the numbers of all particles of a force in OpenMM's units, ``(atoms, numbers)``."""
-    rows = (force.getParticleParameters(k) for k in range(force.getNumParticles()))
-    return np.array([[plain(x) for x in row] for row in rows], dtype=np.float64)
+    return table(force.getParticleParameters, force.getNumParticles())
 
 
 def barostat_of(system: Any) -> tuple[float | None, float | None]:

@@ -18,6 +18,7 @@ from adjsim.io._openmm.library import (
     forces,
     particles_of,
     plain,
+    table,
 )
 from adjsim.io._openmm.types import Names, Types, grouped, types_of
 from adjsim.potentials.base import Potential
@@ -53,11 +54,10 @@ class Particles(NamedTuple):
 
     @classmethod
     def of(cls, force: Any) -> Particles:
-        rows = [force.getExceptionParameters(k) for k in range(force.getNumExceptions())]
-        pairs = np.array([row[:2] for row in rows], dtype=np.int64).reshape(-1, 2)
-        values = np.array([[plain(x) for x in row[2:]] for row in rows], dtype=np.float64)
+        rows = table(force.getExceptionParameters, force.getNumExceptions()).reshape(-1, 5)
+        pairs, values = rows[:, :2].astype(np.int64), rows[:, 2:]
         charge, sigma, epsilon = (particles_of(force) * UNITS).T
-        product, pair_sigma, pair_epsilon = (values.reshape(-1, 3) * UNITS).T
+        product, pair_sigma, pair_epsilon = (values * UNITS).T
         return cls(charge, sigma, epsilon, pairs, product, pair_sigma, pair_epsilon)
 
     @property

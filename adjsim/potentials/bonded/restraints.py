@@ -12,8 +12,9 @@ from adjsim.core.declared import declared
 from adjsim.core.parameters import register
 from adjsim.core.rounding import UNROUNDED
 from adjsim.core.typing import Number, Positions
-from adjsim.potentials.bonded.base import BondedPotential, whole
+from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.bonds_and_angles import HarmonicTerm
+from adjsim.potentials.bonded.terms import whole
 from adjsim.potentials.products import DeferredVJP
 from adjsim.potentials.strained import Strainable
 
@@ -39,7 +40,7 @@ class Restraint(BondedPotential):
             super().register_term_parameter(name, value, **rule)
 
     def displacements(self, position: Positions) -> list[Vector]:
-        self._check_position(position)
+        self.check_position(position)
         if position.shape[-1] != self.position.shape[-1]:
             raise ValueError(
                 f"{type(self).__name__} has points of dim {self.position.shape[-1]} and position "

@@ -24,7 +24,7 @@ from adjsim.core.state import in_transform
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
-from adjsim.potentials.evaluated import terms_of
+from adjsim.potentials.evaluated import Evaluated
 from adjsim.potentials.pairs import dense, kernel_sums, listed, strained_sums
 from adjsim.potentials.pairs.formula import PairFormula
 from adjsim.potentials.pairs.kernels.kernel import FORCE
@@ -156,7 +156,9 @@ def _strained(pair: PairPotential, position: Tensor, strain: Strain) -> PairOper
 
 def pair_paths(potential: nn.Module, position: Positions) -> dict[str, str]:
     """Say how a potential, or the parts of a sum, evaluate pairs, by the name of their class."""
-    parts = terms_of(potential)
+    parts = [potential]
+    if isinstance(potential, Evaluated):
+        parts, position = potential.evaluated_parts(position)
     found: dict[str, str] = {}
     for k, part in enumerate(parts):
         if isinstance(part, PairPotential):

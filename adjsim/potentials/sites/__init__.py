@@ -1,0 +1,1 @@
+"""Virtual sites: particles without mass whose places follow from those of atoms."""
