@@ -55,7 +55,7 @@ class DistanceConstraints(nn.Module):
         order, forms = ordered(pairs, count)
         self.register_buffer("index", pairs, persistent=False)
         self.register_buffer("order", order, persistent=False)
-        self.first, self.second = (Selection(pairs[order, k], count) for k in (0, 1))
+        self.ends = Selection(pairs[order].T.flatten(), count)
         changes = (forms.diff(dim=0) != 0).any(-1).nonzero().flatten() + 1
         ends = [0, *changes.tolist(), len(order)]
         self.groups = tuple((a, b, *forms[a].tolist()) for a, b in pairwise(ends))
@@ -85,14 +85,13 @@ class DistanceConstraints(nn.Module):
 
     def differences(self, x: Tensor) -> Tensor:
         """Compute x_i - x_j, ``(*batch, dim, n)``, in the order of the clusters."""
-        columns = x.transpose(-1, -2)[..., : self.first.count]
-        return self.first(columns) - self.second(columns)
+        first, second = self.ends(x.transpose(-1, -2)[..., : self.ends.count]).chunk(2, -1)
+        return first - second
 
     def forces(self, multipliers: Tensor, d: Tensor, w: Tensor, atoms: int) -> Tensor:
         """Compute G^T x, ``(*batch, atoms, dim)``, zero on atoms of infinite mass."""
         f = multipliers.unsqueeze(-2) * d
-        found = self.first.transpose(f, atoms) - self.second.transpose(f, atoms)
-        return found.transpose(-1, -2) * (w > 0)
+        return self.ends.transpose(torch.cat([f, -f], -1), atoms).transpose(-1, -2) * (w > 0)
 
     def length_multipliers(self, c: Mapping[str, Tensor], u: Tensor, d: Tensor, h: float) -> Tensor:
         """Solve ``|u + h B M^-1 G^T x| = length``, with G at the differences d, for x."""
