@@ -101,11 +101,9 @@ def test_a_solvated_peptide_as_it_is_made():
     assert float(atoms.constraints.excess(final.position).detach().abs().max()) < 1e-13
 
 
-def test_ten_steps_of_rigid_water_equal_those_of_openmm():
-    system, positions, topology = solvated()
-    potential, atoms = from_openmm(system, positions, topology)
-    dynamics, start = started(potential, atoms, atoms.constraints)
-    dt = 0.002
+def assert_steps_equal(system, dynamics, start, steps, atol):
+    """Compare velocity Verlet with OpenMM's, by its Reference platform, at 2 fs."""
+    mass, dt = dynamics.dynamics.mass, 0.002
     verlet = openmm.CustomIntegrator(dt)
     verlet.setConstraintTolerance(1e-12)
     verlet.addPerDofVariable("x1", 0)
@@ -117,18 +115,40 @@ def test_ten_steps_of_rigid_water_equal_those_of_openmm():
     verlet.addConstrainVelocities()
     context = openmm.Context(system, verlet, openmm.Platform.getPlatformByName("Reference"))
     context.setPositions(start.position.numpy() / LENGTH)
-    velocity = start.momentum / atoms.mass[:, None] * 1000 * units.fs / LENGTH
-    context.setVelocities(velocity.numpy())
-    verlet.step(10)
+    context.setVelocities((start.momentum / mass[:, None] * 1000 * units.fs / LENGTH).numpy())
+    verlet.step(steps)
     theirs = context.getState(getPositions=True).getPositions(asNumpy=True)._value
     step = dt * 1000 * units.fs
-    mine = adjsim.simulate(
-        dynamics, start, [0.0, 10 * step], solver=adjsim.VelocityVerlet(step)
-    ).final.position
-    moved = float((mine - start.position).detach().abs().max())
+    with torch.no_grad():
+        mine = adjsim.simulate(
+            dynamics, start, [0.0, steps * step], solver=adjsim.VelocityVerlet(step)
+        ).final.position
+    moved = float((mine - start.position).abs().max())
     assert moved > 0.1
+    torch.testing.assert_close(mine, LENGTH * torch.as_tensor(theirs), rtol=0, atol=atol)
+
+
+def test_ten_steps_of_rigid_water_equal_those_of_openmm():
+    system, positions, topology = solvated()
+    potential, atoms = from_openmm(system, positions, topology)
+    dynamics, start = started(potential, atoms, atoms.constraints)
     # OpenMM holds rigid waters to lengths in single precision: 6e-8 of an angstrom.
-    torch.testing.assert_close(mine, LENGTH * torch.as_tensor(theirs), rtol=0, atol=1e-6)
+    assert_steps_equal(system, dynamics, start, 10, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["dipeptide.pdb", pytest.param("peptide.pdb", marks=pytest.mark.slow)]
+)
+def test_all_bonds_of_a_peptide_are_one_cluster(name):
+    system, positions, topology = molecule(name, AMBER14, constraints=app.AllBonds)
+    potential, atoms = from_openmm(system, positions, topology)
+    dynamics, start = started(potential, atoms, atoms.constraints)
+    bonds = topology.getNumBonds()
+    ((_, stop, size, width),) = dynamics.constraints.groups
+    assert stop == size == bonds
+    assert width < min(bonds, 45)
+    assert dynamics.dof(start.position) == 3 * len(atoms.mass) - bonds
+    assert_steps_equal(system, dynamics, start, 10, 1e-6)
 
 
 @pytest.mark.slow
