@@ -11,7 +11,7 @@ from scipy.special import ellipk
 
 import adjsim
 from adjsim.dynamics.constraints.multipliers import LengthMultipliers
-from tests.constraints import TRIANGLE, WATER_LENGTHS, MixedClusters, tensor, waters
+from tests.constraints import TRIANGLE, WATER_LENGTHS, LongChain, MixedClusters, tensor, waters
 
 FREE = adjsim.Harmonic(0.0)
 
@@ -267,6 +267,33 @@ def test_a_long_chain_keeps_its_lengths():
     assert float(dynamics.constraints.excess(final.position).abs().max()) < 1e-12
 
 
+def test_long_clusters_have_the_multipliers_of_dense_matrices():
+    system = LongChain()
+    position, mass, index = (*(system.leaves[x] for x in ("position", "mass")), system.index)
+    constraints = adjsim.DistanceConstraints(index, system.leaves["length"])
+    assert [size for _, _, size, _ in constraints.groups] == [3, 22]
+    assert constraints.groups[1][3] < 8
+    c = constraints.coefficients(adjsim.Hamiltonian(FREE, mass).masses, position)
+    rows = torch.arange(len(index))
+    difference = position[index[:, 0]] - position[index[:, 1]]
+    G = torch.zeros(len(index), *position.shape, dtype=torch.float64)
+    G[rows, index[:, 0]], G[rows, index[:, 1]] = difference, -difference
+    G, weight = G.flatten(1), (1 / mass).repeat_interleave(3)
+    p = torch.randn(4, *position.shape, generator=torch.Generator().manual_seed(1)).double()
+    along = torch.linalg.solve((G * weight) @ G.T, (G * weight) @ p.flatten(1).T)
+    projected = constraints.project(c, position.expand_as(p), p)
+    expected = p - (along.T @ G).reshape(p.shape)
+    torch.testing.assert_close(projected, expected, rtol=0, atol=1e-12)
+    # A drift adds forces along constraints alone, at its start and its end.
+    q = constraints.drift(c, position.expand_as(p), projected, 0.01)[0]
+    assert float(constraints.excess(q).abs().max()) < 1e-14
+    half = (q - position) / 0.01 * mass[:, None]
+    impulse = (half - projected).flatten(1).T
+    rest = impulse - G.T @ torch.linalg.lstsq(G.T, impulse).solution
+    # Rounding of positions of 20, over the step.
+    assert float(rest.abs().max()) < 1e-11
+
+
 def test_dependent_constraints_are_refused():
     square = tensor([[0.0, 0], [1, 0], [1, 1], [0, 1]])
     pairs = [[i, j] for i in range(4) for j in range(i)]
@@ -275,6 +302,13 @@ def test_dependent_constraints_are_refused():
     # Six distances in a plane, where four atoms have five apart from rigid motions.
     with pytest.raises(ValueError, match=r"of atoms \[0, 1, 2, 3\] are not independent"):
         dynamics.init(square, generator=0)
+    chain = zigzag(40)[0].constraints
+    line = torch.stack([torch.arange(41.0), torch.zeros(41)], -1).double()
+    rods = torch.cat([chain.index, tensor([[3, 5]]).long()])
+    long = adjsim.DistanceConstraints(rods, (line[rods[:, 0]] - line[rods[:, 1]]).norm(dim=-1))
+    # A triangle of atoms on a line.
+    with pytest.raises(ValueError, match=r"10, 11\] and 29 more are not independent"):
+        adjsim.Constrained(adjsim.Langevin(FREE), long).init(line, generator=0)
     fixed = adjsim.Langevin(FREE, tensor([math.inf, math.inf, 1.0, 1.0]))
     pinned = adjsim.Constrained(fixed, adjsim.DistanceConstraints([[0, 1]], 1.0))
     with pytest.raises(ValueError, match="infinite mass"):

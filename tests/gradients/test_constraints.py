@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import adjsim
-from tests.constraints import MixedClusters, tensor, weighted
+from tests.constraints import LongChain, MixedClusters, tensor, weighted
 
 ADJOINTS = (adjsim.DirectAdjoint(), adjsim.CheckpointAdjoint(), adjsim.ReversibleAdjoint())
 
@@ -76,6 +76,38 @@ def test_a_fixed_atom_and_its_rod_have_gradients(system):
         for grads in found:
             torch.testing.assert_close((grads[k] * step).sum(), expected, rtol=1e-6, atol=1e-7)
             torch.testing.assert_close(grads[k], found[0][k], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"exact": True}, marks=pytest.mark.slow),
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
+        pytest.param({"compile": True, "exact": True}, marks=pytest.mark.marathon),
+    ],
+    ids=str,
+)
+def test_a_long_chain_has_the_gradients_of_differences(options):
+    system = LongChain()
+    numbers = {name: torch.nn.Parameter(x.clone()) for name, x in system.leaves.items()}
+    found = []
+    for adjoint in (adjsim.DirectAdjoint(), adjsim.ReversibleAdjoint()):
+        compiled = isinstance(adjoint, adjsim.ReversibleAdjoint) and options
+        path = system.run(numbers, adjoint=adjoint, **(compiled or {"exact": "exact" in options}))
+        found.append(torch.autograd.grad(weighted(path.final), list(numbers.values())))
+    h, generator = 1e-5, torch.Generator().manual_seed(4)
+    for mine, other, (name, number) in zip(*found, numbers.items(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+        along = torch.randn(number.shape, generator=generator, dtype=torch.float64)
+        with torch.no_grad():
+            ends = [
+                weighted(system.run(numbers | {name: number + s * along}).final) for s in (h, -h)
+            ]
+        slope = (mine * along).sum()
+        # An exact run has the gradient of lattice states, which differ by their grid.
+        rtol = 1e-5 if "exact" in options else 1e-6
+        torch.testing.assert_close((ends[0] - ends[1]) / (2 * h), slope, rtol=rtol, atol=1e-6)
 
 
 def test_a_gradient_can_be_differentiated_again(system):

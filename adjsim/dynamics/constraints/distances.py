@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
-from scipy.linalg import eigvals_banded
+from scipy.linalg import LinAlgError, cholesky_banded
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_indices
@@ -21,6 +22,8 @@ from adjsim.potentials.bonded.selection import Selection, as_members, check_rang
 # The smallest eigenvalue of the matrix of a cluster, with ones on its diagonal, that counts as one
 # of independent constraints. That of a rigid water is 0.3.
 DEPENDENT = 1e-8
+# Atoms of a cluster that an error names.
+NAMED = 12
 
 
 class DistanceConstraints(nn.Module):
@@ -156,15 +159,16 @@ class DistanceConstraints(nn.Module):
         least = max(DEPENDENT, 100 * torch.finfo(q.dtype).eps)
         for k, (start, _, size, width) in enumerate(self.groups):
             (d,) = self._group(k, self.differences(q))
-            lowest = _lowest_eigenvalue(c[f"S{k}"] * products(d, d, width))
-            wrong = (lowest < least).reshape(-1, lowest.shape[-1]).any(0)
+            found = _dependent(c[f"S{k}"] * products(d, d, width), least)
+            wrong = found.reshape(-1, found.shape[-1]).any(0)
             if bool(wrong.any()):
                 first = start + size * int(wrong.nonzero()[0])
                 atoms = self.index[self.order[first : first + size]].unique().tolist()
+                more = f" and {len(atoms) - NAMED} more" if len(atoms) > NAMED else ""
                 raise ValueError(
-                    f"the constraints of atoms {atoms} are not independent at the start: either "
-                    "there are more than these atoms can have, or all atoms of one are of infinite "
-                    "mass. Leave out some."
+                    f"the constraints of atoms {atoms[:NAMED]}{more} are not independent at the "
+                    "start: either there are more than these atoms can have, or all atoms of one "
+                    "are of infinite mass. Leave out some."
                 )
 
     def _group(self, k: int, *values: Tensor) -> list[Tensor]:
@@ -177,15 +181,28 @@ def _same(x: Tensor, y: Tensor) -> Tensor:
     return (x.unsqueeze(-1) == y).double()
 
 
-def _lowest_eigenvalue(matrix: Tensor) -> Tensor:
-    """Compute the lowest eigenvalue of each matrix, scaled to ones on its diagonal."""
+def _dependent(matrix: Tensor, least: float) -> Tensor:
+    """Return for each matrix, with ones on its diagonal, whether an eigenvalue is below a number.
+
+    If none is, the matrix less that number times the identity has a decomposition of Cholesky.
+    """
     size, width = matrix.shape[-2:]
-    tiny = torch.finfo(matrix.dtype).tiny
-    scale = matrix[..., torch.arange(size), (torch.arange(size) if width == size else width // 2)]
-    scale = scale.clamp(min=tiny).rsqrt()
+    number = torch.arange(size)
+    scale = matrix[..., number, number if width == size else width // 2]
+    scale = scale.clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt()
     scaled = matrix * scale.unsqueeze(-1) * window(scale, width)
     if width == size:
-        return torch.linalg.eigvalsh(scaled)[..., 0]
-    lower = diagonals(scaled).reshape(-1, width, size)[:, width // 2 :].cpu().double().numpy()
-    found = [eigvals_banded(x, lower=True, select="i", select_range=(0, 0))[0] for x in lower]
-    return torch.tensor(found).to(matrix).reshape(matrix.shape[:-2])
+        rest = scaled - least * torch.eye(size).to(scaled)
+        return torch.linalg.cholesky_ex(rest).info > 0
+    lower = diagonals(scaled).reshape(-1, width, size)[:, width // 2 :].cpu().double()
+    lower[:, 0] -= least
+    found = [not _is_definite(x.numpy()) for x in lower]
+    return torch.tensor(found).to(matrix.device).reshape(matrix.shape[:-2])
+
+
+def _is_definite(lower: Any) -> bool:
+    try:
+        cholesky_banded(lower, lower=True, check_finite=False)
+    except LinAlgError:
+        return False
+    return True
