@@ -147,6 +147,24 @@ def test_steps_equal_those_of_openmm():
     torch.testing.assert_close(mine, torch.as_tensor(theirs), rtol=0, atol=1e-10)
 
 
+def test_frictions_of_molecules_relax_their_momenta():
+    position, index = waters(2)
+    friction = tensor([0.5] * 3 + [2.0] * 3).requires_grad_()
+    inner = adjsim.Langevin(FREE, kT=1e-30, friction=friction)
+    dynamics = adjsim.Constrained(
+        inner, adjsim.DistanceConstraints(index, tensor(WATER_LENGTHS * 2))
+    )
+    start = dynamics.init(position, 0.1 * torch.randn(6, 3))
+    final = adjsim.simulate(
+        dynamics, start, [0.0, 0.3], solver=adjsim.BAOAB(0.1), generator=0
+    ).final
+    # Without forces the momentum of a molecule decays at its rate.
+    total = start.momentum.reshape(2, 3, 3).sum(1)
+    decayed = final.momentum.reshape(2, 3, 3).sum(1)
+    rates = tensor([[0.5], [2.0]])
+    torch.testing.assert_close(decayed, total * torch.exp(-0.3 * rates), rtol=0, atol=1e-13)
+
+
 def test_a_chain_of_thermostats_conserves_its_energy():
     position, index = waters(2)
     potential = adjsim.SoftSphere(0.5, 1.5, exclusions=index)
@@ -337,16 +355,19 @@ def test_other_dynamics_are_refused_by_name():
     liquid = adjsim.LennardJones(cutoff=2.0, box=[5.0] * 3)
     with pytest.raises(TypeError, match="term 'B' of LangevinPiston, StrainedKick"):
         adjsim.Constrained(adjsim.LangevinPiston(liquid, pressure=1.0), rods)
-    with pytest.raises(TypeError, match="term 'R' of Bussi, StochasticRescale"):
-        adjsim.Constrained(adjsim.Bussi(FREE), rods)
+    with pytest.raises(TypeError, match="term 'C' of Andersen, Collide: a collision of one atom"):
+        adjsim.Constrained(adjsim.Andersen(FREE), rods)
+    with pytest.raises(TypeError, match="Bath: its memory has parts along"):
+        adjsim.Constrained(adjsim.GeneralizedLangevin(FREE), rods)
     with pytest.raises(TypeError, match="dynamics with masses"):
         adjsim.Constrained(adjsim.OverdampedLangevin(FREE), rods)
     with pytest.raises(TypeError, match=r"DistanceConstraints\(index, length\)"):
         adjsim.Constrained(adjsim.Langevin(FREE), [[0, 1]])
-    with pytest.raises(ValueError, match="Give one friction"):
+    with pytest.raises(ValueError, match=r"atoms 0 and 1, .* have the frictions 1 and 2, which"):
         adjsim.Constrained(adjsim.Langevin(FREE, friction=[1.0, 2.0]), rods)
-    with pytest.raises(ValueError, match="dof = atoms x dim - constraints"):
-        adjsim.Constrained(adjsim.NoseHooverChain(FREE), rods)
+    for made in (adjsim.NoseHooverChain, adjsim.Bussi, adjsim.Berendsen, adjsim.VelocityRescale):
+        with pytest.raises(ValueError, match="dof = atoms x dim - constraints"):
+            adjsim.Constrained(made(FREE), rods)
     dynamics = adjsim.Constrained(adjsim.NoseHooverChain(FREE, dof=4), rods)
     with pytest.raises(ValueError, match="leave 3 degrees of freedom"):
         dynamics.init(tensor([[0.0, 0], [1, 0]]), generator=0)

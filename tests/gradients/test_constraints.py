@@ -49,6 +49,36 @@ def test_all_adjoints_equal_central_differences(system, scheme):
         torch.testing.assert_close((found[0][name] * along).sum(), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("thermostat", [adjsim.Bussi, adjsim.Berendsen, adjsim.VelocityRescale])
+def test_thermostats_that_rescale_have_the_gradients_of_differences(system, thermostat):
+    kept = {name: x for name, x in system.parameters().items() if name in ("length", "kT", "mass")}
+
+    def end(numbers, adjoint):
+        given = system.leaves | numbers
+        constraints = adjsim.DistanceConstraints(system.index, given["length"])
+        potential = adjsim.SoftSphere(given["epsilon"], 1.5)
+        inner = thermostat(potential, given["mass"], given["kT"], dof=20)
+        held = adjsim.Constrained(inner, constraints)
+        solver = adjsim.Splitting("RBABR", 0.02)
+        options = {"solver": solver, "adjoint": adjoint, "generator": 2}
+        start = held.init(given["position"], generator=1)
+        final = adjsim.simulate(held, start, [0.0, 0.08], **options).final
+        return weighted(final)
+
+    # The kinetic energy before a rescaling that sets it is lost.
+    adjoints = ADJOINTS[:2] if thermostat is adjsim.VelocityRescale else ADJOINTS
+    found = [torch.autograd.grad(end(kept, a), list(kept.values())) for a in adjoints]
+    generator = torch.Generator().manual_seed(5)
+    for k, (name, number) in enumerate(kept.items()):
+        along = torch.randn(number.shape, generator=generator, dtype=torch.float64)
+        with torch.no_grad():
+            ends = [end(kept | {name: number + s * along}, ADJOINTS[0]) for s in (1e-5, -1e-5)]
+        for grads in found:
+            torch.testing.assert_close(grads[k], found[0][k], rtol=1e-10, atol=1e-10)
+            expected = (ends[0] - ends[1]) / 2e-5
+            torch.testing.assert_close((grads[k] * along).sum(), expected, rtol=1e-6, atol=1e-7)
+
+
 def test_a_fixed_atom_and_its_rod_have_gradients(system):
     length = torch.nn.Parameter(tensor([1.0, 0.8]))
     mass = torch.nn.Parameter(tensor([torch.inf, 1.0, 2.0]))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import describe_type
 from adjsim.core.derived import has_values
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, momentum_of, position_of
 from adjsim.core.typing import Energies, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics
@@ -51,16 +52,17 @@ class Constrained(Dynamics[Any]):
     ``init`` makes.
 
     Args:
-        dynamics: :class:`~adjsim.Hamiltonian`, :class:`~adjsim.Langevin` with one friction, or a
-            :class:`~adjsim.NoseHooverChain` with ``dof``, the degrees of freedom without the
-            constraints (:meth:`dof`).
+        dynamics: :class:`~adjsim.Hamiltonian`; :class:`~adjsim.Langevin`, with one friction or one
+            for each molecule; or :class:`~adjsim.NoseHooverChain`, :class:`~adjsim.Bussi`,
+            :class:`~adjsim.Berendsen` or :class:`~adjsim.VelocityRescale` with ``dof``, the degrees
+            of freedom without the constraints (:meth:`dof`).
         constraints: the fixed distances.
 
     Raises:
         TypeError: dynamics with another term, such as a piston.
-        ValueError: a friction for each atom; a chain without dof. In ``init`` or ``simulate``:
-            atoms that are not there, constraints that are not independent, a start that is far from
-            satisfying them.
+        ValueError: frictions that differ within a molecule; a thermostat without dof. In ``init``
+            or ``simulate``: atoms that are not there, constraints that are not independent, a start
+            that is far from satisfying them.
     """
 
     def __init__(self, dynamics: Dynamics[Any], constraints: Any) -> None:
@@ -94,20 +96,41 @@ class Constrained(Dynamics[Any]):
         if not isinstance(inner, MassiveDynamics):
             raise TypeError(f"constraints need dynamics with masses; got {describe_type(inner)}.")
         for letter, term in inner.terms.items():
-            if not term.constrainable:
+            if term.constrainable is not True:
+                reason = term.constrainable
+                because = f": {reason.reason}" if isinstance(reason, Refusal) else ""
                 raise TypeError(
-                    f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}. "
-                    "Use Hamiltonian, Langevin or NoseHooverChain."
+                    f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}"
+                    f"{because}. Use Hamiltonian, Langevin, NoseHooverChain, Bussi, Berendsen or "
+                    "VelocityRescale."
                 )
-        if getattr(inner, "friction", torch.empty(1)).numel() > 1:
-            raise ValueError(
-                "constraints: a friction for each atom takes momenta out of the directions that "
-                "constraints allow. Give one friction."
-            )
+        self._refuse_unequal(getattr(inner, "friction", None))
         if isinstance(inner, Rescaling) and inner.dof is None:
             raise ValueError(
                 f"constraints: {name} would count the degrees of freedom that constraints take. "
                 "Give it dof = atoms x dim - constraints."
+            )
+
+    def _refuse_unequal(self, friction: Tensor | None) -> None:
+        """Refuse a friction that differs within a molecule.
+
+        The exact flow is ``exp(-h P diag(friction) P)``. It scales the momenta of each atom where P
+        commutes with the frictions, which are then those of molecules.
+        """
+        if friction is None or friction.numel() == 1 or not has_values():
+            return
+        index, each = self.constraints.index, friction.detach().flatten()
+        if len(each) <= int(index.max()):
+            return  # The check of a start refuses the atoms that are not there.
+        ends = each[index]
+        different = ends[:, 0] != ends[:, 1]
+        if bool(different.any()):
+            row = int(different.nonzero()[0])
+            (i, j), (one, other) = index[row].tolist(), ends[row].tolist()
+            raise ValueError(
+                f"constraints: atoms {i} and {j}, which a constraint joins, have the frictions "
+                f"{one:g} and {other:g}, which take momenta out of the directions that constraints "
+                "allow. Give all atoms of a molecule one friction."
             )
 
     @property
