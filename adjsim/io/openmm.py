@@ -13,7 +13,7 @@ from ase import units
 
 from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.io._openmm.bonded import read_bonded, write_bonded
-from adjsim.io._openmm.constraints import read_constraints, write_constraints
+from adjsim.io._openmm.constraints import read_constraints, warn_of_bonds, write_constraints
 from adjsim.io._openmm.library import barostat_of, box_of_system, check_system, lengths, plain
 from adjsim.io._openmm.nonbonded import read_nonbonded, write_nonbonded
 from adjsim.io._openmm.solvent import read_solvent, write_solvent
@@ -72,7 +72,7 @@ def from_openmm(
     together. The dynamics is ``Constrained(Langevin(potential, structure.mass, kT, friction),
     structure.constraints)``, with :class:`~adjsim.Constrained`. A bond on a constrained pair, which
     ``flexibleConstraints=True`` leaves in, is part of the energy, as in OpenMM. Its force is along
-    the constraint and changes no motion.
+    the constraint and changes no motion; a warning tells of such bonds.
 
     The solvent shares the charges of ``coulomb`` if they are equal. A CMMotionRemover is ignored. A
     MonteCarloBarostat is no potential: its pressure and temperature are ``Structure.pressure`` and
@@ -117,6 +117,9 @@ def from_openmm(
     with torch.no_grad():
         refuse_high_energy(potential, position, potential(position))
     box, (bar, kelvin) = box_of_system(system), barostat_of(system)
+    constraints = read_constraints(system)
+    if constraints is not None and "bonds" in parts:
+        warn_of_bonds(constraints, parts["bonds"].index)
     return potential, Structure(
         position,
         torch.zeros_like(position),
@@ -125,7 +128,7 @@ def from_openmm(
         names.symbols,
         None if bar is None else bar * units.bar,
         kelvin,
-        read_constraints(system),
+        constraints,
     )
 
 

@@ -72,8 +72,8 @@ def test_runs_without_noise_retrace(scheme):
 
 def test_words_with_too_many_drifts_are_refused():
     system = MixedClusters()
-    with pytest.raises(ValueError, match=r"35 bits .* Use a word with fewer constrained drifts"):
-        system.run(system.leaves, 2, "BAAOAAAB", exact=True)
+    with pytest.raises(ValueError, match=r"30\.8125 bits .* a word with fewer constrained drifts"):
+        system.run(system.leaves, 2, f"B{17 * 'A'}OB", exact=True)
 
 
 @pytest.mark.marathon
