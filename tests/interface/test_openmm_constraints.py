@@ -20,12 +20,14 @@ KT = 300 * units.kB
 ROUNDING = 1e-10
 
 
-def solvated(topology=None, positions=None, water="amber14/tip3p.xml", box=None, **options):
-    """A system in rigid water, 8 molecules without a box, its positions and its topology."""
+def solvated(
+    topology=None, positions=None, water="amber14/tip3p.xml", box=None, molecules=8, **options
+):
+    """A system in rigid water, its positions and its topology."""
     positions = [] * unit.nanometer if positions is None else positions
     model = app.Modeller(topology or app.Topology(), positions)
     field = app.ForceField(AMBER14, water)
-    model.addSolvent(field, **({"numAdded": 8} if box is None else {"boxSize": box}))
+    model.addSolvent(field, **({"numAdded": molecules} if box is None else {"boxSize": box}))
     system = field.createSystem(model.topology, rigidWater=True, **options)
     return system, model.positions, model.topology
 
@@ -149,6 +151,41 @@ def test_all_bonds_of_a_peptide_are_one_cluster(name):
     assert width == 13
     assert dynamics.dof(start.position) == 3 * len(atoms.mass) - bonds
     assert_steps_equal(system, dynamics, start, 10, 1e-6)
+
+
+@pytest.mark.marathon
+@pytest.mark.filterwarnings("ignore:the cotangents of the state grew")
+def test_a_hundred_thousand_exact_steps_of_rigid_water_come_back():
+    system, positions, topology = solvated(
+        molecules=27,
+        nonbondedMethod=app.CutoffPeriodic,
+        nonbondedCutoff=0.4 * unit.nanometer,
+    )
+    potential, atoms = from_openmm(system, positions, topology)
+
+    def run(friction, start, dt, steps, **options):
+        inner = adjsim.Langevin(
+            potential.requires_grad_(False), atoms.mass, KT, friction / units.fs
+        )
+        dynamics, drawn = started(potential, atoms, atoms.constraints, inner)
+        solver = adjsim.Splitting("BAOAB", dt * units.fs, exact="adjoint" in options)
+        start, ts = drawn if start is None else start, [0.0, steps * dt * units.fs]
+        options |= {"solver": solver, "generator": 1, "compile": True}
+        return dynamics, adjsim.simulate(dynamics, start, ts, **options)
+
+    # Modeller leaves overlaps at the faces of a box of this size.
+    _, relaxed = run(0.02, None, 0.2, 2000)
+    start = type(relaxed.final)(*(x.detach().requires_grad_() for x in relaxed.final))
+    assert start.position.shape == (81, 3)
+    dynamics, path = run(0.001, start, 2.0, 100_000, adjoint=adjsim.ReversibleAdjoint())
+    (grad,) = torch.autograd.grad(path.final.position.square().sum(), start.position)
+    # The start is compared bit for bit.
+    assert path.stats["reconstruction_error"] == 0
+    assert float(atoms.constraints.excess(path.final.position).abs().max()) < 1e-7
+    assert not bool(grad.isnan().any())
+    found = adjsim.kinetic_temperature(path.final.momentum, atoms.mass, dynamics.dof(grad))
+    # One draw of chi squared with 162 degrees of freedom.
+    assert abs(float(found) / KT - 1) < 5 * (2 / 162) ** 0.5
 
 
 @pytest.mark.slow

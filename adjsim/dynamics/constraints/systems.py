@@ -20,11 +20,14 @@ from torch import Tensor
 from adjsim.compiler import TYPES, Call, Operators, UnprintableError, Value, in_order, pointer_to
 from adjsim.core.derived import has_values
 from adjsim.core.layout import is_tracing
+from adjsim.dynamics.constraints.ordering import DENSE
 
 Store = Callable[..., None]
 
 # Newton's method doubles the digits: three or four iterations are enough for usual steps.
 ITERATIONS = 8
+# Compiled loops of a GPU eliminate matrices up to this size element by element.
+SMALL = 4
 
 
 def window(x: Tensor, width: int) -> Tensor:
@@ -59,12 +62,31 @@ def along(S: Tensor, x: Tensor, d: Tensor) -> Tensor:
 def solve(e: Tensor, d: Tensor, S: Tensor, right: Tensor) -> Tensor:
     """Solve ``sum_l S_kl (e_k . d_l) x_l = v_k``; singular systems give infinity or NaN."""
     size, width = S.shape[-2:]
-    if (is_tracing() and e.device.type == "cpu") or width != size:
+    if width != size and e.device.type != "cpu" and is_tracing():
+        raise ValueError(
+            f"compile=True on {e.device.type}: {size} constraints form one cluster, whose band is "
+            f"solved on the CPU, and at most {DENSE} may. Leave compile=True out, or constrain the "
+            "bonds of hydrogen alone."
+        )
+    if width != size or (is_tracing() and e.device.type == "cpu"):
         return solve_operator(e, d, S, right)
     matrix = S * products(e, d, width)
     if size == 1:
         return right / matrix.squeeze(-1)
+    if is_tracing() and size <= SMALL:
+        return _eliminated(matrix, right)
     return torch.linalg.solve_ex(matrix, right.unsqueeze(-1))[0].squeeze(-1)
+
+
+def _eliminated(matrix: Tensor, right: Tensor) -> Tensor:
+    """Solve element by element, which a GPU does in one kernel, without pivots."""
+    rows = list(torch.cat([matrix, right.unsqueeze(-1)], -1).unbind(-2))
+    for k in range(len(rows)):
+        rows[k] = rows[k] / rows[k][..., k : k + 1]
+        for j in range(len(rows)):
+            if j != k:
+                rows[j] = rows[j] - rows[j][..., k : k + 1] * rows[k]
+    return torch.stack([row[..., -1] for row in rows], -1)
 
 
 @torch.library.custom_op("adjsim::constraint_solve", mutates_args=())
