@@ -28,8 +28,8 @@ from adjsim.potentials.base import force
 # Of the lengths: errors of a start that init mends without a word, and that it mends at all.
 SILENT, MENDED = 1e-3, 0.1
 # The relative errors of lengths and of momenta with which a run may start. The grid of an exact run
-# leaves 1e-8 of lengths, and up to 1e-5 of momenta with a chain of thermostats.
-TOLERANCE, MOMENTUM_TOLERANCE = 1e-6, 1e-4
+# leaves 1e-8 of lengths. Scales of momenta leave 1e-5 of these, and of lengths 1e-6 at 2 fs.
+TOLERANCE, MOMENTUM_TOLERANCE = 1e-5, 1e-4
 
 
 class Constrained(Dynamics[Any]):
@@ -48,7 +48,7 @@ class Constrained(Dynamics[Any]):
     :class:`~adjsim.ReversibleAdjoint` undoes a drift by the drift over -h.
 
     Constrained bonds sample another density than stiff ones: that of the latter times the square
-    root of det(G M^-1 G^T). A run starts from states that satisfy the constraints to 1e-6, which
+    root of det(G M^-1 G^T). A run starts from states that satisfy the constraints to 1e-5, which
     ``init`` makes.
 
     Args:
