@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from scipy.linalg import LinAlgError, cholesky_banded
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_indices
@@ -201,6 +200,8 @@ def _dependent(matrix: Tensor, least: float) -> Tensor:
 
 
 def _is_definite(lower: Any) -> bool:
+    from scipy.linalg import LinAlgError, cholesky_banded
+
     try:
         cholesky_banded(lower, lower=True, check_finite=False)
     except LinAlgError:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import reverse_cuthill_mckee
 from torch import Tensor
 
 # Constraints of the largest cluster whose matrix is always dense, and entries of the longest row.
@@ -27,15 +25,8 @@ def ordered(pairs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     number, widths = torch.arange(len(pairs)), sizes.clone()
     rank, long = number, sizes[cluster] > DENSE
     if bool(long.any()):
-        ends = number.repeat(2).numpy(), pairs.T.flatten().numpy()
-        touched = csr_matrix((np.ones(2 * len(pairs)), ends))
-        shared = (touched @ touched.T).tocsr()
-        found = torch.from_numpy(reverse_cuthill_mckee(shared, symmetric_mode=True).astype(int))
-        rank = torch.where(long, torch.empty_like(number).scatter(0, found, number), rank)
-        # A cluster is contiguous in the order of the whole.
-        i, j = (torch.from_numpy(x.astype(int)) for x in shared.nonzero())
-        reach = torch.zeros_like(sizes)
-        reach = reach.scatter_reduce(0, cluster[i], (rank[i] - rank[j]).abs(), "amax")
+        place, reach = _near(pairs, cluster, sizes)
+        rank = torch.where(long, place, rank)
         widths = torch.where(sizes > DENSE, torch.minimum(sizes, 2 * reach + 1), sizes)
     widest = int(widths.argmax())
     if int(widths[widest]) > WIDEST:
@@ -48,6 +39,23 @@ def ordered(pairs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     forms = torch.stack([sizes, widths], -1)[cluster]
     order = torch.from_numpy(np.lexsort((rank, cluster, forms[:, 1], forms[:, 0])))
     return order, forms[order]
+
+
+def _near(pairs: Tensor, cluster: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return places in the order of Cuthill and McKee, and the bandwidth of each cluster."""
+    from scipy.sparse import csr_matrix
+    from scipy.sparse.csgraph import reverse_cuthill_mckee
+
+    number = torch.arange(len(pairs))
+    ends = number.repeat(2).numpy(), pairs.T.flatten().numpy()
+    touched = csr_matrix((np.ones(2 * len(pairs)), ends))
+    shared = (touched @ touched.T).tocsr()
+    found = torch.from_numpy(reverse_cuthill_mckee(shared, symmetric_mode=True).astype(int))
+    place = torch.empty_like(number).scatter(0, found, number)
+    # Clusters are contiguous in the order of all.
+    i, j = (torch.from_numpy(x.astype(int)) for x in shared.nonzero())
+    distance = (place[i] - place[j]).abs()
+    return place, torch.zeros_like(sizes).scatter_reduce(0, cluster[i], distance, "amax")
 
 
 def refuse_repeated(pairs: Tensor, lengths: Tensor) -> None:

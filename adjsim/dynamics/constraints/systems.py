@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.linalg import solve_banded
 from torch import Tensor
 
 from adjsim.compiler import TYPES, Call, Operators, UnprintableError, Value, in_order, pointer_to
@@ -95,6 +94,8 @@ def solve_operator(e: Tensor, d: Tensor, S: Tensor, right: Tensor) -> Tensor:
     size, width = S.shape[-2:]
     if width == size:
         return solve(e, d, S, right)
+    from scipy.linalg import solve_banded
+
     matrix = S * products(e, d, width)
     bands = diagonals(matrix).reshape(-1, width, size).cpu().numpy()
     given = right.expand(matrix.shape[:-1]).reshape(-1, size).cpu().numpy()
