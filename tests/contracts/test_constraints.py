@@ -10,7 +10,7 @@ import torch
 from scipy.special import ellipk
 
 import adjsim
-from adjsim.dynamics.constraints.multipliers import LengthMultipliers
+from adjsim.dynamics.constraints.multipliers import LengthMultipliers, tangent_multipliers
 from tests.constraints import TRIANGLE, WATER_LENGTHS, LongChain, MixedClusters, tensor, waters
 
 FREE = adjsim.Harmonic(0.0)
@@ -220,6 +220,35 @@ def test_multipliers_have_the_derivatives_of_the_implicit_function_theorem():
         LengthMultipliers.apply, arguments, check_forward_ad=True, check_batched_grad=True
     )
     assert torch.autograd.gradgradcheck(LengthMultipliers.apply, arguments)
+
+
+def test_multipliers_of_a_band_have_the_same_derivatives():
+    generator = torch.Generator().manual_seed(2)
+    shape = 2, 1, 4
+    d = torch.randn(shape, generator=generator, dtype=torch.float64)
+    d = d / d.norm(dim=0, keepdim=True)
+    u = d + 0.02 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    weights = 0.3 + torch.rand(4, generator=generator, dtype=torch.float64)
+    length = tensor([[1.0, 1.05, 0.95, 1.02]])
+
+    def band(weights):
+        """The matrix S of a chain, of which a row has three entries."""
+        none, along = torch.zeros(1, dtype=torch.float64), -weights[1:]
+        diagonal = 1 + weights + torch.cat([weights[1:], none])
+        return torch.stack([torch.cat([none, along]), diagonal, torch.cat([along, none])], -1)[None]
+
+    def lengths(u, d, weights, length):
+        return LengthMultipliers.apply(u, d, band(weights), length)
+
+    def tangent(u, d, weights):
+        return tangent_multipliers(d, u, band(weights))
+
+    for function, *rest in ((lengths, length), (tangent,)):
+        given = [x.clone().requires_grad_() for x in (u, d, weights, *rest)]
+        assert torch.autograd.gradcheck(
+            function, given, check_forward_ad=True, check_batched_grad=True
+        )
+        assert torch.autograd.gradgradcheck(function, given)
 
 
 def test_init_moves_the_start_and_says_how_far():
