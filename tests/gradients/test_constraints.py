@@ -113,7 +113,7 @@ def test_a_fixed_atom_and_its_rod_have_gradients(system):
     [
         {},
         pytest.param({"exact": True}, marks=pytest.mark.slow),
-        pytest.param({"compile": True}, marks=pytest.mark.slow),
+        pytest.param({"compile": True}, marks=pytest.mark.marathon),
         pytest.param({"compile": True, "exact": True}, marks=pytest.mark.marathon),
     ],
     ids=str,
@@ -138,6 +138,16 @@ def test_a_long_chain_has_the_gradients_of_differences(options):
         # An exact run has the gradient of lattice states, which differ by their grid.
         rtol = 1e-5 if "exact" in options else 1e-6
         torch.testing.assert_close((ends[0] - ends[1]) / (2 * h), slope, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_of_a_long_chain_is_that_of_torch():
+    system = LongChain()
+    with torch.no_grad():
+        plain, compiled = (system.run(system.leaves, compile=x).final for x in (False, True))
+    # Elimination without pivots and by LAPACK differ by rounding.
+    torch.testing.assert_close(compiled.position, plain.position, rtol=0, atol=1e-12)
+    torch.testing.assert_close(compiled.momentum, plain.momentum, rtol=0, atol=1e-12)
 
 
 def test_a_gradient_can_be_differentiated_again(system):
