@@ -11,6 +11,7 @@ from scipy.special import ellipk
 
 import adjsim
 from adjsim.dynamics.constraints.multipliers import LengthMultipliers, tangent_multipliers
+from adjsim.dynamics.constraints.systems import solve
 from tests.constraints import TRIANGLE, WATER_LENGTHS, LongChain, MixedClusters, tensor, waters
 
 FREE = adjsim.Harmonic(0.0)
@@ -312,6 +313,13 @@ def test_a_long_chain_keeps_its_lengths():
     assert dynamics.constraints.groups == ((0, 400, 400, 3),)
     final = adjsim.simulate(dynamics, start, [0.0, 0.5], solver=adjsim.VelocityVerlet(0.05)).final
     assert float(dynamics.constraints.excess(final.position).abs().max()) < 1e-12
+    with pytest.raises(FloatingPointError, match="no multipliers were found"):
+        adjsim.simulate(dynamics, start, [0.0, 5.0], solver=adjsim.VelocityVerlet(5.0))
+
+
+def test_a_singular_band_has_no_solution():
+    d, S = torch.ones(2, 1, 4, dtype=torch.float64), torch.zeros(1, 4, 3, dtype=torch.float64)
+    assert bool(solve(d, d, S, d[0]).isnan().all())
 
 
 def test_long_clusters_have_the_multipliers_of_dense_matrices():

@@ -94,16 +94,21 @@ def solve_operator(e: Tensor, d: Tensor, S: Tensor, right: Tensor) -> Tensor:
     size, width = S.shape[-2:]
     if width == size:
         return solve(e, d, S, right)
-    from scipy.linalg import solve_banded
-
     matrix = S * products(e, d, width)
     bands = diagonals(matrix).reshape(-1, width, size).cpu().numpy()
     given = right.expand(matrix.shape[:-1]).reshape(-1, size).cpu().numpy()
-    found = [
-        solve_banded((width // 2, width // 2), band, v, check_finite=False)
-        for band, v in zip(bands, given, strict=True)
-    ]
+    found = [_solved(band, v) for band, v in zip(bands, given, strict=True)]
     return torch.from_numpy(np.stack(found)).to(right).reshape(matrix.shape[:-1])
+
+
+def _solved(band: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Solve one system with a band, by diagonals; NaN for a singular one."""
+    from scipy.linalg import LinAlgError, solve_banded
+
+    try:
+        return solve_banded((len(band) // 2, len(band) // 2), band, right, check_finite=False)
+    except LinAlgError:
+        return np.full_like(right, np.nan)
 
 
 @solve_operator.register_fake
