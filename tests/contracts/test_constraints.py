@@ -392,16 +392,16 @@ def test_other_dynamics_are_refused_by_name():
     liquid = adjsim.LennardJones(cutoff=2.0, box=[5.0] * 3)
     with pytest.raises(TypeError, match="term 'B' of LangevinPiston, StrainedKick"):
         adjsim.Constrained(adjsim.LangevinPiston(liquid, pressure=1.0), rods)
-    with pytest.raises(TypeError, match="term 'C' of Andersen, Collide: a collision of one atom"):
-        adjsim.Constrained(adjsim.Andersen(FREE), rods)
     with pytest.raises(TypeError, match="Bath: its memory has parts along"):
         adjsim.Constrained(adjsim.GeneralizedLangevin(FREE), rods)
     with pytest.raises(TypeError, match="dynamics with masses"):
         adjsim.Constrained(adjsim.OverdampedLangevin(FREE), rods)
     with pytest.raises(TypeError, match=r"DistanceConstraints\(index, length\)"):
         adjsim.Constrained(adjsim.Langevin(FREE), [[0, 1]])
-    with pytest.raises(ValueError, match=r"atoms 0 and 1, .* have the frictions 1 and 2, which"):
+    with pytest.raises(ValueError, match=r"atoms 0 and 1, .* have the friction 1 and 2, which"):
         adjsim.Constrained(adjsim.Langevin(FREE, friction=[1.0, 2.0]), rods)
+    with pytest.raises(ValueError, match="Give all atoms of a molecule one rate"):
+        adjsim.Constrained(adjsim.Andersen(FREE, rate=[1.0, 2.0]), rods)
     for made in (adjsim.NoseHooverChain, adjsim.Bussi, adjsim.Berendsen, adjsim.VelocityRescale):
         with pytest.raises(ValueError, match="dof = atoms x dim - constraints"):
             adjsim.Constrained(made(FREE), rods)

@@ -78,6 +78,7 @@ THERMOSTATS = {
     "Langevin": ("BAOAB", {"friction": [1.0] * 3 + [0.4] * 3}),
     "NoseHooverChain": ("NBABN", {"tau": 0.5, "dof": 12}),
     "Bussi": ("RBABR", {"tau": 0.5, "dof": 12}),
+    "Andersen": ("CBABC", {"rate": 0.7}),
     "Berendsen": ("RBABR", {"tau": 0.5, "dof": 12}),
     "VelocityRescale": ("RBABR", {"dof": 12}),
 }

@@ -16,7 +16,11 @@ from adjsim.core.state import AnyState, momentum_of, position_of
 from adjsim.core.typing import Energies, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.constraints.distances import DistanceConstraints
-from adjsim.dynamics.constraints.terms import ConstrainedStream, ConstrainedTerm
+from adjsim.dynamics.constraints.terms import (
+    ConstrainedCollisions,
+    ConstrainedStream,
+    ConstrainedTerm,
+)
 from adjsim.dynamics.density import StationaryDensity
 from adjsim.dynamics.masses import HeatLimit, Masses
 from adjsim.dynamics.massive import MassiveDynamics
@@ -52,15 +56,16 @@ class Constrained(Dynamics[Any]):
     ``init`` makes.
 
     Args:
-        dynamics: :class:`~adjsim.Hamiltonian`; :class:`~adjsim.Langevin`, with one friction or one
-            for each molecule; or :class:`~adjsim.NoseHooverChain`, :class:`~adjsim.Bussi`,
-            :class:`~adjsim.Berendsen` or :class:`~adjsim.VelocityRescale` with ``dof``, the degrees
-            of freedom without the constraints (:meth:`dof`).
+        dynamics: :class:`~adjsim.Hamiltonian`; :class:`~adjsim.Langevin` or
+            :class:`~adjsim.Andersen`, with one friction or rate, or one for each molecule; or
+            :class:`~adjsim.NoseHooverChain`, :class:`~adjsim.Bussi`, :class:`~adjsim.Berendsen` or
+            :class:`~adjsim.VelocityRescale`, with ``dof``, the degrees of freedom without the
+            constraints (:meth:`dof`). Under Andersen all atoms of a molecule collide together.
         constraints: the fixed distances.
 
     Raises:
         TypeError: dynamics with another term, such as a piston.
-        ValueError: frictions that differ within a molecule; a thermostat without dof. In ``init``
+        ValueError: rates that differ within a molecule; a thermostat without dof. In ``init``
             or ``simulate``: atoms that are not there, constraints that are not independent, a start
             that is far from satisfying them.
     """
@@ -101,25 +106,26 @@ class Constrained(Dynamics[Any]):
                 because = f": {reason.reason}" if isinstance(reason, Refusal) else ""
                 raise TypeError(
                     f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}"
-                    f"{because}. Use Hamiltonian, Langevin, NoseHooverChain, Bussi, Berendsen or "
-                    "VelocityRescale."
+                    f"{because}. Use Hamiltonian, Langevin, NoseHooverChain, Bussi, Andersen, "
+                    "Berendsen or VelocityRescale."
                 )
-        self._refuse_unequal(getattr(inner, "friction", None))
+        for name in ("friction", "rate"):
+            self._refuse_unequal(name, getattr(inner, name, None))
         if isinstance(inner, Rescaling) and inner.dof is None:
             raise ValueError(
                 f"constraints: {name} would count the degrees of freedom that constraints take. "
                 "Give it dof = atoms x dim - constraints."
             )
 
-    def _refuse_unequal(self, friction: Tensor | None) -> None:
-        """Refuse a friction that differs within a molecule.
+    def _refuse_unequal(self, name: str, rates: Tensor | None) -> None:
+        """Refuse rates, of friction or of collisions, that differ within a molecule.
 
-        The exact flow is ``exp(-h P diag(friction) P)``. It scales the momenta of each atom where P
-        commutes with the frictions, which are then those of molecules.
+        The exact flow of a friction is ``exp(-h P diag(friction) P)``. It scales the momenta of
+        each atom where P commutes with the frictions, which are then those of molecules.
         """
-        if friction is None or friction.numel() == 1 or not has_values():
+        if rates is None or rates.numel() == 1 or not has_values():
             return
-        index, each = self.constraints.index, friction.detach().flatten()
+        index, each = self.constraints.index, rates.detach().flatten()
         if len(each) <= int(index.max()):
             return  # The check of a start refuses the atoms that are not there.
         ends = each[index]
@@ -128,17 +134,15 @@ class Constrained(Dynamics[Any]):
             row = int(different.nonzero()[0])
             (i, j), (one, other) = index[row].tolist(), ends[row].tolist()
             raise ValueError(
-                f"constraints: atoms {i} and {j}, which a constraint joins, have the frictions "
-                f"{one:g} and {other:g}, which take momenta out of the directions that constraints "
-                "allow. Give all atoms of a molecule one friction."
+                f"constraints: atoms {i} and {j}, which a constraint joins, have the {name} "
+                f"{one:g} and {other:g}, which would take momenta out of the directions that "
+                f"constraints allow. Give all atoms of a molecule one {name}."
             )
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
         return {
-            letter: (ConstrainedStream if isinstance(term, Stream) else ConstrainedTerm)(
-                term, self.constraints, self.masses
-            )
+            letter: _kind(term)(term, self.constraints, self.masses)
             for letter, term in self.dynamics.terms.items()
         }
 
@@ -255,3 +259,9 @@ class Constrained(Dynamics[Any]):
                     "do not train it."
                 )
         return self.dynamics.stationary_density()
+
+
+def _kind(term: Term[Any]) -> type[ConstrainedTerm]:
+    if isinstance(term, Stream):
+        return ConstrainedStream
+    return ConstrainedCollisions if term.collides else ConstrainedTerm

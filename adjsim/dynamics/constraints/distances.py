@@ -13,7 +13,7 @@ from adjsim.core.arguments import as_indices
 from adjsim.core.parameters import register
 from adjsim.core.typing import Array, Number
 from adjsim.dynamics.constraints.multipliers import LengthMultipliers, tangent_multipliers
-from adjsim.dynamics.constraints.ordering import ordered, refuse_repeated
+from adjsim.dynamics.constraints.ordering import clusters, ordered, refuse_repeated
 from adjsim.dynamics.constraints.systems import diagonals, places, products, window
 from adjsim.dynamics.masses import Masses
 from adjsim.potentials.bonded.selection import Selection, as_members, check_range
@@ -44,6 +44,7 @@ class DistanceConstraints(nn.Module):
     """
 
     index: Tensor
+    labels: Tensor
     order: Tensor
     length: Tensor
 
@@ -54,7 +55,9 @@ class DistanceConstraints(nn.Module):
         pairs = as_members("index", found, 2, count)
         register(self, "length", length, positive=True, finite=True, shapes=((), (len(pairs),)))
         refuse_repeated(pairs, self.length.detach().expand(len(pairs)))
-        order, forms = ordered(pairs, count)
+        labels = clusters(pairs, count)
+        order, forms = ordered(pairs, labels)
+        self.register_buffer("labels", labels, persistent=False)
         self.register_buffer("index", pairs, persistent=False)
         self.register_buffer("order", order, persistent=False)
         self.ends = Selection(pairs[order].T.flatten(), count)
@@ -146,6 +149,11 @@ class DistanceConstraints(nn.Module):
     def check_atoms(self, atoms: int) -> None:
         """Refuse atoms that a state does not have."""
         check_range("index", self.index, atoms)
+
+    def first_atoms(self, atoms: int) -> Tensor:
+        """Return for each atom the first one that constraints join it to, or itself."""
+        rest = torch.arange(len(self.labels), atoms, device=self.labels.device)
+        return torch.cat([self.labels, rest])
 
     def excess(self, q: Tensor) -> Tensor:
         """Compute the relative errors of the distances, ``(*batch, n)``, in the order of index."""

@@ -10,8 +10,8 @@ from torch import Tensor
 DENSE, WIDEST = 16, 257
 
 
-def ordered(pairs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Order constraints by clusters.
+def ordered(pairs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Order constraints by clusters, of which atoms have the labels of :func:`clusters`.
 
     Rows of the matrix of a long cluster have the width 2 b + 1, b the bandwidth of the order of
     Cuthill and McKee, by which constraints that share an atom are near each other.
@@ -20,8 +20,7 @@ def ordered(pairs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         The order, in which clusters of one form follow each other, and for each constraint of it
         the form of its cluster, ``(n, 2)``: its size, and the entries of a row.
     """
-    label = _clusters(pairs, count)[pairs[:, 0]]
-    _, cluster, sizes = label.unique(return_inverse=True, return_counts=True)
+    _, cluster, sizes = labels[pairs[:, 0]].unique(return_inverse=True, return_counts=True)
     number, widths = torch.arange(len(pairs)), sizes.clone()
     rank, long = number, sizes[cluster] > DENSE
     if bool(long.any()):
@@ -71,7 +70,7 @@ def refuse_repeated(pairs: Tensor, lengths: Tensor) -> None:
         )
 
 
-def _clusters(pairs: Tensor, count: int) -> Tensor:
+def clusters(pairs: Tensor, count: int) -> Tensor:
     """Return for each atom the smallest number of an atom that constraints join it to."""
     label, ends = torch.arange(count), pairs.T.flatten()
     while True:

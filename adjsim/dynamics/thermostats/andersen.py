@@ -39,10 +39,7 @@ class Collide(Term[PhaseState]):
     Whether an atom collides depends on the rate alone, by a jump, which has no derivative.
     """
 
-    constrainable = Refusal(
-        "a collision of one atom of a molecule leaves the momenta that constraints allow, and its "
-        "projection onto them has too little kinetic energy"
-    )
+    constrainable = collides = True
     draws = 2
     no_equation = Refusal("its collisions are jumps")
 
