@@ -8,8 +8,10 @@ The dipeptide in vacuum and water also run in jax-md, which reads OpenMM's syste
 between the sides; the smallest time of each side counts. A gradient is a whole run, forward and
 backward, with respect to every number of the force field and the start, in constant memory.
 
+With the word `rigid`, 216 rigid waters (TIP3P) by BAOAB against the same field without constraints.
+
 Needs ``pip install -c constraints.txt -e ".[test,bench]"``.
-Run: python benchmarks/molecules.py [case ...], python benchmarks/molecules.py million
+Run: python benchmarks/molecules.py [case ...], python benchmarks/molecules.py million|rigid
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +265,66 @@ def compare(name: str) -> None:
         print(row, flush=True)
 
 
+def rigid() -> None:
+    """Compare steps of rigid water with steps of flexible water, by the same word and step."""
+    pdb, steps = app.PDBFile(str(DATA / "water.pdb")), 40
+    field = app.ForceField("amber14/tip3p.xml")
+    options = {"nonbondedMethod": app.PME, "nonbondedCutoff": 0.9 * unit.nanometer}
+
+    def water(held: bool) -> tuple[Any, Any]:
+        system = field.createSystem(pdb.topology, rigidWater=held, removeCMMotion=False, **options)
+        potential, structure = from_openmm(system, pdb.positions, pdb.topology)
+        inner = adjsim.Langevin(potential, structure.mass, KT, 0.001 / FS)
+        if not held:
+            return inner, inner.init(structure.position, generator=0)
+        oxygen, *hydrogens = structure.position.reshape(-1, 3, 3).unbind(1)
+        arms = [nn.functional.normalize(x - oxygen, dim=-1) * 0.9572 for x in hydrogens]
+        near = torch.stack([oxygen, *(oxygen + x for x in arms)], 1).reshape(-1, 3)
+        dynamics = adjsim.Constrained(inner, structure.constraints)
+        return dynamics, dynamics.init(near, generator=0)
+
+    def run(dynamics: Any, start: Any, exact: bool) -> dict[str, float]:
+        solver = adjsim.Splitting("BAOAB", DT * FS, exact=exact)
+        adjoint = adjsim.ReversibleAdjoint(tol=1e300)
+        times = []
+        for differentiated in (False, True):
+            begun = time.perf_counter()
+            with torch.set_grad_enabled(differentiated):
+                found = adjsim.simulate(
+                    dynamics,
+                    start,
+                    [0.0, steps * DT * FS],
+                    solver=solver,
+                    adjoint=adjoint,
+                    compile=True,
+                    generator=0,
+                )
+                if differentiated:
+                    wanted = list(dynamics.parameters())
+                    loss = found.final.position.square().sum()
+                    torch.autograd.grad(loss, wanted, allow_unused=True)
+            times.append((time.perf_counter() - begun) / steps)
+        return {"forward": times[0], "gradient": times[1]}
+
+    sides: dict[str, Side] = {}
+    for held in (False, True):
+        dynamics, start = water(held)
+        for exact in (False, True):
+            name = f"{'rigid' if held else 'flexible'}{', exact' if exact else ''}"
+            sides[name] = partial(run, dynamics, start, exact)
+    best = measure(sides, ROUNDS)
+    print("| side | us a step | over flexible | gradient, us | over flexible | over forward |")
+    print("|---|---|---|---|---|---|")
+    for name, found in best.items():
+        base = best[name.replace("rigid", "flexible")]
+        forward, gradient = (found[x] / base[x] for x in ("forward", "gradient"))
+        print(
+            f"| {name} | {1e6 * found['forward']:.0f} | {forward:.2f} | "
+            f"{1e6 * found['gradient']:.0f} | {gradient:.2f} | "
+            f"{found['gradient'] / found['forward']:.2f} |"
+        )
+
+
 def million() -> None:
     """Measure the memory of an exact gradient through a million steps of the dipeptide."""
     made = molecules(CASES["dipeptide"])
@@ -295,8 +358,8 @@ def million() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     words = sys.argv[1:]
-    if words == ["million"]:
-        million()
+    if words in (["million"], ["rigid"]):
+        {"million": million, "rigid": rigid}[words[0]]()
         return
     for name in words or CASES:
         compare(name)

@@ -28,6 +28,36 @@ def waters(count: int) -> tuple[Tensor, Tensor]:
     return torch.cat(found), torch.cat([TRIANGLE + 3 * k for k in range(count)])
 
 
+class LongChain:
+    """A chain of rods with a side chain, whose constraints have a band, and a water."""
+
+    rods = 20
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        chain = torch.arange(self.rods + 1, dtype=torch.float64)
+        position = torch.stack([chain % 2, chain, 0.1 * chain], -1)
+        branch = position[5] + tensor([[0.0, 0.3, 1.0], [0.5, 0.2, 1.9]])
+        water, triangle = waters(1)
+        position = torch.cat([position, branch, water + tensor([5.0, 0, 0])])
+        rows = torch.arange(self.rods)
+        n = self.rods + 1
+        index = torch.stack([rows, rows + 1], -1)
+        index = torch.cat([index, tensor([[5, n], [n, n + 1]]).long(), triangle + n + 2])
+        index = index[torch.randperm(len(index), generator=generator)]
+        length = (position[index[:, 0]] - position[index[:, 1]]).norm(dim=-1)
+        mass = 1 + torch.rand(len(position), generator=generator, dtype=torch.float64)
+        self.index, self.leaves = index, {"length": length, "mass": mass, "position": position}
+
+    def run(self, numbers: dict[str, Tensor], **options) -> adjsim.Trajectory:
+        potential = adjsim.Harmonic(0.3)
+        inner = adjsim.Langevin(potential, numbers["mass"], 0.5, 0.4)
+        held = adjsim.Constrained(inner, adjsim.DistanceConstraints(self.index, numbers["length"]))
+        start = held.init(numbers["position"], generator=1)
+        solver = adjsim.Splitting("BAOAB", 0.02, exact=options.pop("exact", False))
+        return adjsim.simulate(held, start, [0.0, 0.08], solver=solver, generator=2, **options)
+
+
 class MixedClusters:
     """Two rigid waters and a dimer of unlike atoms, whose numbers are leaves."""
 

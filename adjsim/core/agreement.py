@@ -25,9 +25,9 @@ def perturbed(x: Tensor, part: float) -> Tensor:
     """Change each number by this part of itself, or by some rounding errors if more."""
     if not _is_rounded(x):
         return x.detach().clone()
-    signs = 1 - 2 * (torch.arange(x.numel(), device=x.device) % 2)
-    factor = 1 + max(part, 4 * epsilon(x)) * signs.reshape(x.shape)
-    return x.detach() * factor.to(x.dtype)
+    # In the dtype of x, which has its rounding errors.
+    signs = 1 - 2 * (torch.arange(x.numel(), device=x.device) % 2).to(x.dtype)
+    return x.detach() * (1 + max(part, 4 * epsilon(x)) * signs.reshape(x.shape))
 
 
 def epsilon(x: Tensor) -> float:

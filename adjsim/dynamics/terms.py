@@ -25,11 +25,13 @@ class Term(Generic[State]):
     not a drift with noise that is independent of the state; None if they can. ``constrainable``
     tells whether :class:`~adjsim.Constrained` can hold its flow to fixed distances: streaming,
     shears of momenta, and scales of all momenta of a system by one factor. A subclass that moves
-    atoms in another way sets it to False.
+    atoms in another way sets it to False, or to the reason. ``collides`` marks collisions, which
+    replace the momenta of some atoms.
     """
 
     advances_time = False
-    constrainable = False
+    constrainable: bool | Refusal = False
+    collides = False
     draws = 0
     no_equation: Refusal | None = None
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.io._openmm.bonded import read_bonded, write_bonded
-from adjsim.io._openmm.constraints import read_constraints, write_constraints
+from adjsim.io._openmm.constraints import read_constraints, warn_of_bonds, write_constraints
 from adjsim.io._openmm.custom import read_custom, write_custom
 from adjsim.io._openmm.custom_pairs import read_custom_pairs, write_custom_pairs
 from adjsim.io._openmm.library import (
@@ -93,7 +93,7 @@ def from_openmm(
     together. The dynamics is ``Constrained(Langevin(potential, structure.mass, kT, friction),
     structure.constraints)``, with :class:`~adjsim.Constrained`. A bond on a constrained pair, which
     ``flexibleConstraints=True`` leaves in, is part of the energy, as in OpenMM. Its force is along
-    the constraint and changes no motion.
+    the constraint and changes no motion; a warning tells of such bonds.
 
     A potential with virtual sites is a :class:`~adjsim.potentials.SitedForceField` of the atoms
     with mass. Positions, masses, symbols and constraints of the structure are theirs, in the order
@@ -158,6 +158,9 @@ def from_openmm(
     with torch.no_grad():
         refuse_high_energy(potential, position, potential(position))
     box, (bar, kelvin) = box_of_system(system), barostat_of(system)
+    constraints = read_constraints(system, atoms)
+    if constraints is not None and "bonds" in parts:
+        warn_of_bonds(torch.tensor(kept)[constraints.index], parts["bonds"].index)
     return potential, Structure(
         position,
         torch.zeros_like(position),
@@ -166,7 +169,7 @@ def from_openmm(
         tuple(names.symbols[k] for k in kept),
         None if bar is None else bar * units.bar,
         kelvin,
-        read_constraints(system, atoms),
+        constraints,
         sites,
     )
 

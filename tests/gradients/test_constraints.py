@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import adjsim
-from tests.constraints import MixedClusters, tensor, weighted
+from tests.constraints import LongChain, MixedClusters, tensor, weighted
 
 ADJOINTS = (adjsim.DirectAdjoint(), adjsim.CheckpointAdjoint(), adjsim.ReversibleAdjoint())
 
@@ -49,6 +49,41 @@ def test_all_adjoints_equal_central_differences(system, scheme):
         torch.testing.assert_close((found[0][name] * along).sum(), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    "thermostat", [adjsim.Bussi, adjsim.Berendsen, adjsim.VelocityRescale, adjsim.Andersen]
+)
+def test_thermostats_have_the_gradients_of_differences(system, thermostat):
+    kept = {name: x for name, x in system.parameters().items() if name in ("length", "kT", "mass")}
+
+    def end(numbers, adjoint):
+        given = system.leaves | numbers
+        constraints = adjsim.DistanceConstraints(system.index, given["length"])
+        potential = adjsim.SoftSphere(given["epsilon"], 1.5)
+        andersen = thermostat is adjsim.Andersen
+        settings = {"rate": 20.0} if andersen else {"dof": 20}
+        inner = thermostat(potential, given["mass"], given["kT"], **settings)
+        held = adjsim.Constrained(inner, constraints)
+        solver = adjsim.Splitting("CBABC" if andersen else "RBABR", 0.02)
+        options = {"solver": solver, "adjoint": adjoint, "generator": 2}
+        start = held.init(given["position"], generator=1)
+        final = adjsim.simulate(held, start, [0.0, 0.08], **options).final
+        return weighted(final)
+
+    # Momenta before a collision are lost, and the kinetic energy before a rescaling that sets it.
+    reversible = thermostat not in (adjsim.VelocityRescale, adjsim.Andersen)
+    adjoints = ADJOINTS if reversible else ADJOINTS[:2]
+    found = [torch.autograd.grad(end(kept, a), list(kept.values())) for a in adjoints]
+    generator = torch.Generator().manual_seed(5)
+    for k, (name, number) in enumerate(kept.items()):
+        along = torch.randn(number.shape, generator=generator, dtype=torch.float64)
+        with torch.no_grad():
+            ends = [end(kept | {name: number + s * along}, ADJOINTS[0]) for s in (1e-5, -1e-5)]
+        for grads in found:
+            torch.testing.assert_close(grads[k], found[0][k], rtol=1e-10, atol=1e-10)
+            expected = (ends[0] - ends[1]) / 2e-5
+            torch.testing.assert_close((grads[k] * along).sum(), expected, rtol=1e-6, atol=1e-7)
+
+
 def test_a_fixed_atom_and_its_rod_have_gradients(system):
     length = torch.nn.Parameter(tensor([1.0, 0.8]))
     mass = torch.nn.Parameter(tensor([torch.inf, 1.0, 2.0]))
@@ -76,6 +111,48 @@ def test_a_fixed_atom_and_its_rod_have_gradients(system):
         for grads in found:
             torch.testing.assert_close((grads[k] * step).sum(), expected, rtol=1e-6, atol=1e-7)
             torch.testing.assert_close(grads[k], found[0][k], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"exact": True}, marks=pytest.mark.slow),
+        pytest.param({"compile": True}, marks=pytest.mark.marathon),
+        pytest.param({"compile": True, "exact": True}, marks=pytest.mark.marathon),
+    ],
+    ids=str,
+)
+def test_a_long_chain_has_the_gradients_of_differences(options):
+    system = LongChain()
+    numbers = {name: torch.nn.Parameter(x.clone()) for name, x in system.leaves.items()}
+    found = []
+    for adjoint in (adjsim.DirectAdjoint(), adjsim.ReversibleAdjoint()):
+        compiled = isinstance(adjoint, adjsim.ReversibleAdjoint) and options
+        path = system.run(numbers, adjoint=adjoint, **(compiled or {"exact": "exact" in options}))
+        found.append(torch.autograd.grad(weighted(path.final), list(numbers.values())))
+    h, generator = 1e-5, torch.Generator().manual_seed(4)
+    for mine, other, (name, number) in zip(*found, numbers.items(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+        along = torch.randn(number.shape, generator=generator, dtype=torch.float64)
+        with torch.no_grad():
+            ends = [
+                weighted(system.run(numbers | {name: number + s * along}).final) for s in (h, -h)
+            ]
+        slope = (mine * along).sum()
+        # An exact run has the gradient of lattice states, which differ by their grid.
+        rtol = 1e-5 if "exact" in options else 1e-6
+        torch.testing.assert_close((ends[0] - ends[1]) / (2 * h), slope, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_of_a_long_chain_is_that_of_torch():
+    system = LongChain()
+    with torch.no_grad():
+        plain, compiled = (system.run(system.leaves, compile=x).final for x in (False, True))
+    # Elimination without pivots and by LAPACK differ by rounding.
+    torch.testing.assert_close(compiled.position, plain.position, rtol=0, atol=1e-12)
+    torch.testing.assert_close(compiled.momentum, plain.momentum, rtol=0, atol=1e-12)
 
 
 def test_a_gradient_can_be_differentiated_again(system):

@@ -407,6 +407,17 @@ def test_a_record_that_writes_into_the_dynamics_is_refused(adjoint):
         )
 
 
+@pytest.mark.parametrize(("rest", "agrees"), [(3e-16, True), (1e-9, False)])
+def test_terms_that_cancel_may_differ_by_what_rounding_of_the_carry_changes(rest, agrees):
+    """As cotangents along a constraint do: 3 times 10 less 10 times 3."""
+    carry = (torch.tensor([10.0, 3.0], dtype=torch.float64), torch.zeros((), dtype=torch.float64))
+    loop = Loop()
+    loop.function = lambda constants, carry: ((carry[0], carry[1] + rest), ())
+    weights = torch.tensor([3.0, -10.0], dtype=torch.float64)
+    check = LoopCheck(loop, None, carry, lambda carry: [carry[0].clone(), carry[0] @ weights])
+    assert check.agrees() == agrees
+
+
 @pytest.mark.parametrize(("rest", "agrees"), [(3e-16, True), (1e-3, False)])
 def test_a_gradient_that_cancels_may_differ_by_what_rounding_leaves(rest, agrees):
     """The two ways sum terms of order ten in other orders, and the sum is zero by symmetry."""

@@ -20,12 +20,14 @@ KT = 300 * units.kB
 ROUNDING = 1e-10
 
 
-def solvated(topology=None, positions=None, water="amber14/tip3p.xml", box=None, **options):
-    """A system in rigid water, 8 molecules without a box, its positions and its topology."""
+def solvated(
+    topology=None, positions=None, water="amber14/tip3p.xml", box=None, molecules=8, **options
+):
+    """A system in rigid water, its positions and its topology."""
     positions = [] * unit.nanometer if positions is None else positions
     model = app.Modeller(topology or app.Topology(), positions)
     field = app.ForceField(AMBER14, water)
-    model.addSolvent(field, **({"numAdded": 8} if box is None else {"boxSize": box}))
+    model.addSolvent(field, **({"numAdded": molecules} if box is None else {"boxSize": box}))
     system = field.createSystem(model.topology, rigidWater=True, **options)
     return system, model.positions, model.topology
 
@@ -101,21 +103,80 @@ def test_a_solvated_peptide_as_it_is_made():
     assert float(atoms.constraints.excess(final.position).detach().abs().max()) < 1e-13
 
 
+def assert_steps_equal(system, dynamics, start, steps, atol):
+    """Compare velocity Verlet with OpenMM's, by its Reference platform, at 2 fs."""
+    dt = 0.002
+    velocity = start.momentum / dynamics.dynamics.mass[:, None]
+    theirs = velocity_verlet(system, start.position, velocity, dt, steps)
+    step = dt * 1000 * units.fs
+    with torch.no_grad():
+        mine = adjsim.simulate(
+            dynamics, start, [0.0, steps * step], solver=adjsim.VelocityVerlet(step)
+        ).final.position
+    moved = float((mine - start.position).abs().max())
+    assert moved > 0.1
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=atol)
+
+
 def test_ten_steps_of_rigid_water_equal_those_of_openmm():
     system, positions, topology = solvated()
     potential, atoms = from_openmm(system, positions, topology)
     dynamics, start = started(potential, atoms, atoms.constraints)
-    dt = 0.002
-    velocity = start.momentum / atoms.mass[:, None]
-    theirs = velocity_verlet(system, start.position, velocity, dt, 10)
-    step = dt * 1000 * units.fs
-    mine = adjsim.simulate(
-        dynamics, start, [0.0, 10 * step], solver=adjsim.VelocityVerlet(step)
-    ).final.position
-    moved = float((mine - start.position).detach().abs().max())
-    assert moved > 0.1
     # OpenMM holds rigid waters to lengths in single precision: 6e-8 of an angstrom.
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    assert_steps_equal(system, dynamics, start, 10, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["dipeptide.pdb", pytest.param("peptide.pdb", marks=pytest.mark.slow)]
+)
+def test_all_bonds_of_a_peptide_are_one_cluster(name):
+    system, positions, topology = molecule(name, AMBER14, constraints=app.AllBonds)
+    potential, atoms = from_openmm(system, positions, topology)
+    dynamics, start = started(potential, atoms, atoms.constraints)
+    bonds = topology.getNumBonds()
+    ((_, stop, size, width),) = dynamics.constraints.groups
+    assert stop == size == bonds
+    assert width == 13
+    assert dynamics.dof(start.position) == 3 * len(atoms.mass) - bonds
+    assert_steps_equal(system, dynamics, start, 10, 1e-6)
+
+
+@pytest.mark.marathon
+@pytest.mark.filterwarnings("ignore:the cotangents of the state grew")
+def test_a_hundred_thousand_exact_steps_of_rigid_water_come_back():
+    system, positions, topology = solvated(
+        molecules=27,
+        nonbondedMethod=app.CutoffPeriodic,
+        nonbondedCutoff=0.4 * unit.nanometer,
+    )
+    potential, atoms = from_openmm(system, positions, topology)
+
+    def run(friction, start, dt, steps, **options):
+        inner = adjsim.Langevin(
+            potential.requires_grad_(False), atoms.mass, KT, friction / units.fs
+        )
+        dynamics, drawn = started(potential, atoms, atoms.constraints, inner)
+        solver = adjsim.Splitting("BAOAB", dt * units.fs, exact="adjoint" in options)
+        start, ts = drawn if start is None else start, [0.0, steps * dt * units.fs]
+        options |= {"solver": solver, "generator": 1, "compile": True}
+        return dynamics, adjsim.simulate(dynamics, start, ts, **options)
+
+    # Modeller leaves overlaps at the faces of a box of this size.
+    _, relaxed = run(0.02, None, 0.2, 2000)
+    start = type(relaxed.final)(*(x.detach().requires_grad_() for x in relaxed.final))
+    assert start.position.shape == (81, 3)
+    dynamics, path = run(0.001, start, 2.0, 100_000, adjoint=adjsim.ReversibleAdjoint())
+    # Cotangents of a liquid overflow in 200 ps. The start is compared bit for bit.
+    torch.autograd.grad(path.final.position.square().sum(), start.position)
+    assert path.stats["reconstruction_error"] == 0
+    # The scale of momenta by friction is exact to 1e-5 of them, which move an atom by 0.06 a step.
+    excess = atoms.constraints.excess(path.final.position.detach())
+    assert float(excess.abs().max()) < 2e-6
+    found = adjsim.kinetic_temperature(
+        path.final.momentum.detach(), atoms.mass, dynamics.dof(start.position)
+    )
+    # One draw of chi squared with 162 degrees of freedom.
+    assert abs(float(found) / KT - 1) < 5 * (2 / 162) ** 0.5
 
 
 @pytest.mark.slow
@@ -177,7 +238,8 @@ def test_a_bond_on_a_constrained_pair_changes_the_energy_and_no_motion():
     bond = openmm.HarmonicBondForce()
     bond.addBond(0, 1, 0.11, 1e5)
     system.addForce(bond)
-    potential, atoms = from_openmm(system, positions, topology)
+    with pytest.warns(UserWarning, match=r"such as that of atoms 0 and 1 \(1 in all"):
+        potential, atoms = from_openmm(system, positions, topology)
     assert_energies_equal(system, potential, atoms)
     finals = []
     for one in (without, potential):

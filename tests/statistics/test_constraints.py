@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from scipy.integrate import quad
 from torch import nn
 
 import adjsim
-from tests.constraints import tensor
+from tests.constraints import WATER_LENGTHS, tensor, waters
 
 KT = 0.7
 
@@ -63,6 +64,78 @@ def test_a_trimer_of_rods_has_its_density_and_temperature(corrected):
     # Three degrees of freedom of the centre and four others.
     assert dynamics.dof(start.position) == 7
     assert abs(float(value[1]) - KT) < 4 * float(error[1])
+
+
+class Trap(nn.Module):
+    """A well that couples all motions of two waters, and turns them."""
+
+    def forward(self, position):
+        x, y, z = position.unbind(-1)
+        return (0.2 * (x + 0.5 * y) ** 4 + 0.3 * (y - z) ** 4 + 0.4 * z**2 + 0.2 * x**2).sum(-1)
+
+
+THERMOSTATS = {
+    "Langevin": ("BAOAB", {"friction": [1.0] * 3 + [0.4] * 3}),
+    "NoseHooverChain": ("NBABN", {"tau": 0.5, "dof": 12}),
+    "Bussi": ("RBABR", {"tau": 0.5, "dof": 12}),
+    "Andersen": ("CBABC", {"rate": 0.7}),
+    "Berendsen": ("RBABR", {"tau": 0.5, "dof": 12}),
+    "VelocityRescale": ("RBABR", {"dof": 12}),
+}
+MASS, REPLICAS = tensor([4.0, 1, 1] * 2), 200
+
+
+def in_trap(kind, **numbers):
+    _, index = waters(2)
+    potential = adjsim.SoftSphere(0.5, 1.5, exclusions=index) + Trap()
+    inner = getattr(adjsim, kind)(potential, MASS, kT=KT, **numbers)
+    return adjsim.Constrained(inner, adjsim.DistanceConstraints(index, tensor(WATER_LENGTHS * 2)))
+
+
+@lru_cache
+def equilibrated():
+    """Positions of two waters in the trap, of independent replicas."""
+    position, _ = waters(2)
+    dynamics = in_trap("Langevin", friction=1.0)
+    start = dynamics.init((position - position.mean(0)).expand(REPLICAS, 6, 3), generator=0)
+    with torch.no_grad():
+        path = adjsim.simulate(dynamics, start, [0.0, 10.0], solver=adjsim.BAOAB(0.05), generator=3)
+    return path.final.position
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", THERMOSTATS)
+def test_thermostats_give_all_degrees_of_freedom_their_kinetic_energy(name):
+    scheme, numbers = THERMOSTATS[name]
+    dynamics = in_trap(name, **numbers)
+    start = dynamics.init(equilibrated(), generator=1)
+    assert dynamics.dof(start.position) == 12
+
+    def temperatures(state):
+        p = state.momentum
+        centres = p.unflatten(-2, (2, 3)).sum(-2)
+        of_centres = adjsim.kinetic_temperature(centres, 6.0, 6)
+        whole = adjsim.kinetic_temperature(p, MASS, 12)
+        return torch.stack([whole, of_centres, 2 * whole - of_centres], -1)
+
+    with torch.no_grad():
+        found = adjsim.simulate(
+            dynamics,
+            start,
+            [0.0, 8.0],
+            solver=adjsim.Splitting(scheme, 0.05),
+            record=adjsim.TimeAverage(temperatures, 2.0),
+            generator=1,
+        ).record
+    # Of the whole, the centres, and rotations. Averages of independent replicas have no time of
+    # autocorrelation.
+    value, error = found.mean(0), found.std(0) / REPLICAS**0.5
+    assert float(error.max()) < 0.03 * KT
+    # The bias of the step: (omega dt)^2 / 12 of the fastest libration. Without fluctuations of the
+    # kinetic energy parts may differ from kT.
+    canonical = name not in ("Berendsen", "VelocityRescale")
+    within = (value - KT).abs() < 4 * error + 0.003 * KT
+    assert bool(within[: 3 if canonical else 1].all()), (value, error)
 
 
 class Pull(nn.Module):

@@ -24,6 +24,7 @@ from adjsim.core.recent_cache import RecentCache
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import TimeAverage, sum_dtype
+from adjsim.dynamics.constraints.systems import CONSTRAINT_OPERATORS
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.potentials.pairs.kernels import PAIR_OPERATORS
 from adjsim.solvers.base import StepContext, TimeInStep
@@ -343,7 +344,7 @@ class LoopRunner:
             short=self.row < VECTOR,
             what=self.what,
             capacity=self.capacity,
-            operators=[PAIR_OPERATORS],
+            operators=[PAIR_OPERATORS, CONSTRAINT_OPERATORS],
         )
         self.report.compile_seconds += time.perf_counter() - started
         return loop

@@ -11,11 +11,16 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import describe_type
 from adjsim.core.derived import has_values
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, momentum_of, position_of
 from adjsim.core.typing import Energies, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.constraints.distances import DistanceConstraints
-from adjsim.dynamics.constraints.terms import ConstrainedStream, ConstrainedTerm
+from adjsim.dynamics.constraints.terms import (
+    ConstrainedCollisions,
+    ConstrainedStream,
+    ConstrainedTerm,
+)
 from adjsim.dynamics.density import StationaryDensity
 from adjsim.dynamics.masses import HeatLimit, Masses
 from adjsim.dynamics.massive import MassiveDynamics
@@ -27,8 +32,8 @@ from adjsim.potentials.base import force
 # Of the lengths: errors of a start that init mends without a word, and that it mends at all.
 SILENT, MENDED = 1e-3, 0.1
 # The relative errors of lengths and of momenta with which a run may start. The grid of an exact run
-# leaves 1e-8 of lengths, and up to 1e-5 of momenta with a chain of thermostats.
-TOLERANCE, MOMENTUM_TOLERANCE = 1e-6, 1e-4
+# leaves 1e-8 of lengths. Scales of momenta leave 1e-5 of these, and of lengths 1e-6 at 2 fs.
+TOLERANCE, MOMENTUM_TOLERANCE = 1e-5, 1e-4
 
 
 class Constrained(Dynamics[Any]):
@@ -47,20 +52,22 @@ class Constrained(Dynamics[Any]):
     :class:`~adjsim.ReversibleAdjoint` undoes a drift by the drift over -h.
 
     Constrained bonds sample another density than stiff ones: that of the latter times the square
-    root of det(G M^-1 G^T). A run starts from states that satisfy the constraints to 1e-6, which
+    root of det(G M^-1 G^T). A run starts from states that satisfy the constraints to 1e-5, which
     ``init`` makes.
 
     Args:
-        dynamics: :class:`~adjsim.Hamiltonian`, :class:`~adjsim.Langevin` with one friction, or a
-            :class:`~adjsim.NoseHooverChain` with ``dof``, the degrees of freedom without the
-            constraints (:meth:`dof`).
+        dynamics: :class:`~adjsim.Hamiltonian`; :class:`~adjsim.Langevin` or
+            :class:`~adjsim.Andersen`, with one friction or rate, or one for each molecule; or
+            :class:`~adjsim.NoseHooverChain`, :class:`~adjsim.Bussi`, :class:`~adjsim.Berendsen` or
+            :class:`~adjsim.VelocityRescale`, with ``dof``, the degrees of freedom without the
+            constraints (:meth:`dof`). Under Andersen all atoms of a molecule collide together.
         constraints: the fixed distances.
 
     Raises:
         TypeError: dynamics with another term, such as a piston.
-        ValueError: a friction for each atom; a chain without dof. In ``init`` or ``simulate``:
-            atoms that are not there, constraints that are not independent, a start that is far from
-            satisfying them.
+        ValueError: rates that differ within a molecule; a thermostat without dof. In ``init``
+            or ``simulate``: atoms that are not there, constraints that are not independent, a start
+            that is far from satisfying them.
     """
 
     def __init__(self, dynamics: Dynamics[Any], constraints: Any) -> None:
@@ -94,28 +101,48 @@ class Constrained(Dynamics[Any]):
         if not isinstance(inner, MassiveDynamics):
             raise TypeError(f"constraints need dynamics with masses; got {describe_type(inner)}.")
         for letter, term in inner.terms.items():
-            if not term.constrainable:
+            if term.constrainable is not True:
+                reason = term.constrainable
+                because = f": {reason.reason}" if isinstance(reason, Refusal) else ""
                 raise TypeError(
-                    f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}. "
-                    "Use Hamiltonian, Langevin or NoseHooverChain."
+                    f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}"
+                    f"{because}. Use Hamiltonian, Langevin, NoseHooverChain, Bussi, Andersen, "
+                    "Berendsen or VelocityRescale."
                 )
-        if getattr(inner, "friction", torch.empty(1)).numel() > 1:
-            raise ValueError(
-                "constraints: a friction for each atom takes momenta out of the directions that "
-                "constraints allow. Give one friction."
-            )
+        for name in ("friction", "rate"):
+            self._refuse_unequal(name, getattr(inner, name, None))
         if isinstance(inner, Rescaling) and inner.dof is None:
             raise ValueError(
                 f"constraints: {name} would count the degrees of freedom that constraints take. "
                 "Give it dof = atoms x dim - constraints."
             )
 
+    def _refuse_unequal(self, name: str, rates: Tensor | None) -> None:
+        """Refuse rates, of friction or of collisions, that differ within a molecule.
+
+        The exact flow of a friction is ``exp(-h P diag(friction) P)``. It scales the momenta of
+        each atom where P commutes with the frictions, which are then those of molecules.
+        """
+        if rates is None or rates.numel() == 1 or not has_values():
+            return
+        index, each = self.constraints.index, rates.detach().flatten()
+        if len(each) <= int(index.max()):
+            return  # The check of a start refuses the atoms that are not there.
+        ends = each[index]
+        different = ends[:, 0] != ends[:, 1]
+        if bool(different.any()):
+            row = int(different.nonzero()[0])
+            (i, j), (one, other) = index[row].tolist(), ends[row].tolist()
+            raise ValueError(
+                f"constraints: atoms {i} and {j}, which a constraint joins, have the {name} "
+                f"{one:g} and {other:g}, which would take momenta out of the directions that "
+                f"constraints allow. Give all atoms of a molecule one {name}."
+            )
+
     @property
     def terms(self) -> dict[str, Term[Any]]:
         return {
-            letter: (ConstrainedStream if isinstance(term, Stream) else ConstrainedTerm)(
-                term, self.constraints, self.masses
-            )
+            letter: _kind(term)(term, self.constraints, self.masses)
             for letter, term in self.dynamics.terms.items()
         }
 
@@ -232,3 +259,9 @@ class Constrained(Dynamics[Any]):
                     "do not train it."
                 )
         return self.dynamics.stationary_density()
+
+
+def _kind(term: Term[Any]) -> type[ConstrainedTerm]:
+    if isinstance(term, Stream):
+        return ConstrainedStream
+    return ConstrainedCollisions if term.collides else ConstrainedTerm

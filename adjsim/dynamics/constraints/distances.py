@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,39 +12,39 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_indices
 from adjsim.core.parameters import register
 from adjsim.core.typing import Array, Number
-from adjsim.dynamics.constraints.multipliers import (
-    LengthMultipliers,
-    products,
-    tangent_multipliers,
-)
+from adjsim.dynamics.constraints.multipliers import LengthMultipliers, tangent_multipliers
+from adjsim.dynamics.constraints.ordering import clusters, ordered, refuse_repeated
+from adjsim.dynamics.constraints.systems import diagonals, places, products, window
 from adjsim.dynamics.masses import Masses
 from adjsim.potentials.bonded.selection import Selection, as_members, check_range
 
-# The constraints of a cluster, whose matrix is dense.
-LARGEST = 128
 # The smallest eigenvalue of the matrix of a cluster, with ones on its diagonal, that counts as one
 # of independent constraints. That of a rigid water is 0.3.
 DEPENDENT = 1e-8
+# Atoms of a cluster that an error names.
+NAMED = 12
 
 
 class DistanceConstraints(nn.Module):
     """Fixed distances of pairs of atoms, ``|q_i - q_j| = length``, for :class:`Constrained`.
 
-    Constraints that share atoms form a cluster, such as a rigid water. Clusters with the same
-    number of constraints are solved as one batch, with dense matrices of that size. A cluster may
-    have 128 constraints; a step takes time in proportion to the cube of that number. Distances are
-    those of the positions, without the images of a periodic box, so molecules have to be whole.
+    Constraints that share atoms form a cluster, such as a rigid water or all bonds of a protein.
+    Clusters of one form are solved as one batch. Up to 16 constraints have a dense matrix. A longer
+    cluster of n has a band of half width b, in an order of Cuthill and McKee, and a step takes time
+    in proportion to n b^2: b is 1 for a chain, and about 10 for a protein. It may be 128. Distances
+    are those of the positions, without the images of a periodic box, so molecules have to be whole.
 
     Args:
         index: ``(n, 2)`` pairs of atoms.
         length: length; one number, or ``(n,)``.
 
     Raises:
-        ValueError: a pair that is given twice, a length that is not positive, a cluster that is too
-            large.
+        ValueError: a pair that is given twice, a length that is not positive, a cluster whose
+            band is too wide.
     """
 
     index: Tensor
+    labels: Tensor
     order: Tensor
     length: Tensor
 
@@ -53,27 +54,26 @@ class DistanceConstraints(nn.Module):
         count = int(found.max()) + 1 if found.numel() else 0
         pairs = as_members("index", found, 2, count)
         register(self, "length", length, positive=True, finite=True, shapes=((), (len(pairs),)))
-        _refuse_repeated(pairs, self.length.detach().expand(len(pairs)))
-        label = _clusters(pairs, count)[pairs[:, 0]]
-        _, cluster, sizes = label.unique(return_inverse=True, return_counts=True)
-        if int(sizes.max()) > LARGEST:
-            raise ValueError(
-                f"{int(sizes.max())} constraints form one cluster with atom "
-                f"{int(pairs[sizes[cluster].argmax(), 0])}, and a cluster may have {LARGEST}. "
-                "Leave out constraints, such as those of bonds without hydrogen."
-            )
-        # Clusters of one size follow each other, and the constraints of each cluster too.
-        order = (sizes[cluster] * len(sizes) + cluster).argsort(stable=True)
+        refuse_repeated(pairs, self.length.detach().expand(len(pairs)))
+        labels = clusters(pairs, count)
+        order, forms = ordered(pairs, labels)
+        self.register_buffer("labels", labels, persistent=False)
         self.register_buffer("index", pairs, persistent=False)
         self.register_buffer("order", order, persistent=False)
-        self.first, self.second = (Selection(pairs[order, k], count) for k in (0, 1))
-        each, ordered = sizes[cluster][order], pairs[order]
-        ends = [0, *(each.diff().nonzero().flatten() + 1).tolist(), len(order)]
-        self.groups = tuple((a, b, int(each[a])) for a, b in pairwise(ends))
-        for k, (start, stop, size) in enumerate(self.groups):
-            i, j = ordered[start:stop].reshape(-1, size, 2).unbind(-1)
-            signs = torch.stack([_same(i, i) - _same(i, j), _same(j, j) - _same(j, i)])
-            self.register_buffer(f"signs{k}", signs, persistent=False)
+        self.ends = Selection(pairs[order].T.flatten(), count)
+        changes = (forms.diff(dim=0) != 0).any(-1).nonzero().flatten() + 1
+        ends = [0, *changes.tolist(), len(order)]
+        self.groups = tuple((a, b, *forms[a].tolist()) for a, b in pairwise(ends))
+        for k, (start, stop, size, width) in enumerate(self.groups):
+            i, j = pairs[order[start:stop]].reshape(-1, size, 2).unbind(-1)
+            columns = places(size, width)
+            offset = columns - torch.arange(size).unsqueeze(-1)
+            # Places outside of a cluster, which are kept within it, have no entry.
+            inside = (width == size) | (offset == torch.arange(width) - width // 2)
+            along_i, along_j = i[:, columns], j[:, columns]
+            of_i = _same(i, along_i) - _same(i, along_j)
+            of_j = _same(j, along_j) - _same(j, along_i)
+            self.register_buffer(f"signs{k}", torch.stack([of_i, of_j]) * inside, persistent=False)
 
     def coefficients(self, masses: Masses, like: Tensor) -> dict[str, Tensor]:
         """Compute inverse masses, lengths, and the matrix S of each group of clusters."""
@@ -82,7 +82,7 @@ class DistanceConstraints(nn.Module):
         each = w.expand(like.shape[-2], 1)[:, 0]
         found = {"1/m": w, "length": self.length.to(like).expand(len(self.index))[self.order]}
         found["1/m of pairs"] = each[i] + each[j]
-        for k, (start, stop, size) in enumerate(self.groups):
+        for k, (start, stop, size, _) in enumerate(self.groups):
             signs = getattr(self, f"signs{k}").to(like)
             ends = torch.stack([each[i[start:stop]], each[j[start:stop]]])
             found[f"S{k}"] = (ends.reshape(2, -1, size, 1) * signs).sum(0)
@@ -90,14 +90,13 @@ class DistanceConstraints(nn.Module):
 
     def differences(self, x: Tensor) -> Tensor:
         """Compute x_i - x_j, ``(*batch, dim, n)``, in the order of the clusters."""
-        columns = x.transpose(-1, -2)[..., : self.first.count]
-        return self.first(columns) - self.second(columns)
+        first, second = self.ends(x.transpose(-1, -2)[..., : self.ends.count]).chunk(2, -1)
+        return first - second
 
     def forces(self, multipliers: Tensor, d: Tensor, w: Tensor, atoms: int) -> Tensor:
         """Compute G^T x, ``(*batch, atoms, dim)``, zero on atoms of infinite mass."""
         f = multipliers.unsqueeze(-2) * d
-        found = self.first.transpose(f, atoms) - self.second.transpose(f, atoms)
-        return found.transpose(-1, -2) * (w > 0)
+        return self.ends.transpose(torch.cat([f, -f], -1), atoms).transpose(-1, -2) * (w > 0)
 
     def length_multipliers(self, c: Mapping[str, Tensor], u: Tensor, d: Tensor, h: float) -> Tensor:
         """Solve ``|u + h B M^-1 G^T x| = length``, with G at the differences d, for x."""
@@ -151,6 +150,11 @@ class DistanceConstraints(nn.Module):
         """Refuse atoms that a state does not have."""
         check_range("index", self.index, atoms)
 
+    def first_atoms(self, atoms: int) -> Tensor:
+        """Return for each atom the first one that constraints join it to, or itself."""
+        rest = torch.arange(len(self.labels), atoms, device=self.labels.device)
+        return torch.cat([self.labels, rest])
+
     def excess(self, q: Tensor) -> Tensor:
         """Compute the relative errors of the distances, ``(*batch, n)``, in the order of index."""
         i, j = self.index.unbind(-1)
@@ -160,50 +164,54 @@ class DistanceConstraints(nn.Module):
     def refuse_dependent(self, c: Mapping[str, Tensor], q: Tensor) -> None:
         """Refuse clusters whose constraints do not have the full rank at a position."""
         least = max(DEPENDENT, 100 * torch.finfo(q.dtype).eps)
-        for k, (start, _, size) in enumerate(self.groups):
+        for k, (start, _, size, width) in enumerate(self.groups):
             (d,) = self._group(k, self.differences(q))
-            matrix = c[f"S{k}"] * products(d, d)
-            scale = matrix.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(q.dtype).tiny).rsqrt()
-            values = torch.linalg.eigvalsh(matrix * scale.unsqueeze(-1) * scale.unsqueeze(-2))
-            wrong = (values[..., 0] < least).reshape(-1, values.shape[-2]).any(0)
+            found = _dependent(c[f"S{k}"] * products(d, d, width), least)
+            wrong = found.reshape(-1, found.shape[-1]).any(0)
             if bool(wrong.any()):
                 first = start + size * int(wrong.nonzero()[0])
                 atoms = self.index[self.order[first : first + size]].unique().tolist()
+                more = f" and {len(atoms) - NAMED} more" if len(atoms) > NAMED else ""
                 raise ValueError(
-                    f"the constraints of atoms {atoms} are not independent at the start: either "
-                    "there are more than these atoms can have, or all atoms of one are of infinite "
-                    "mass. Leave out some."
+                    f"the constraints of atoms {atoms[:NAMED]}{more} are not independent at the "
+                    "start: either there are more than these atoms can have, or all atoms of one "
+                    "are of infinite mass. Leave out some."
                 )
 
     def _group(self, k: int, *values: Tensor) -> list[Tensor]:
         """Select the clusters of a group from values with a last axis of constraints."""
-        start, stop, size = self.groups[k]
+        start, stop, size, _ = self.groups[k]
         return [x[..., start:stop].unflatten(-1, (-1, size)) for x in values]
 
 
 def _same(x: Tensor, y: Tensor) -> Tensor:
-    return (x.unsqueeze(-1) == y.unsqueeze(-2)).double()
+    return (x.unsqueeze(-1) == y).double()
 
 
-def _refuse_repeated(pairs: Tensor, lengths: Tensor) -> None:
-    _, number, count = pairs.sort(-1).values.unique(dim=0, return_inverse=True, return_counts=True)
-    if int(count.max()) > 1:
-        rows = (number == count.argmax()).nonzero().flatten()
-        found = lengths[rows].unique().tolist()
-        contradiction = f", with the lengths {found}, which contradict each other"
-        raise ValueError(
-            f"index gives the pair {pairs[rows[0]].tolist()} in the rows {rows.tolist()}"
-            f"{contradiction if len(found) > 1 else ''}: give each pair once."
-        )
+def _dependent(matrix: Tensor, least: float) -> Tensor:
+    """Return for each matrix, with ones on its diagonal, whether an eigenvalue is below a number.
+
+    If none is, the matrix less that number times the identity has a decomposition of Cholesky.
+    """
+    size, width = matrix.shape[-2:]
+    number = torch.arange(size)
+    scale = matrix[..., number, number if width == size else width // 2]
+    scale = scale.clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt()
+    scaled = matrix * scale.unsqueeze(-1) * window(scale, width)
+    if width == size:
+        rest = scaled - least * torch.eye(size).to(scaled)
+        return torch.linalg.cholesky_ex(rest).info > 0
+    lower = diagonals(scaled).reshape(-1, width, size)[:, width // 2 :].cpu().double()
+    lower[:, 0] -= least
+    found = [not _is_definite(x.numpy()) for x in lower]
+    return torch.tensor(found).to(matrix.device).reshape(matrix.shape[:-2])
 
 
-def _clusters(pairs: Tensor, count: int) -> Tensor:
-    """Return for each atom the smallest number of an atom that constraints join it to."""
-    label, ends = torch.arange(count), pairs.T.flatten()
-    while True:
-        low = label[pairs].min(-1).values.repeat(2)
-        found = label.scatter_reduce(0, ends, low, "amin")
-        found = found[found]
-        if torch.equal(found, label):
-            return label
-        label = found
+def _is_definite(lower: Any) -> bool:
+    from scipy.linalg import LinAlgError, cholesky_banded
+
+    try:
+        cholesky_banded(lower, lower=True, check_finite=False)
+    except LinAlgError:
+        return False
+    return True

@@ -16,6 +16,9 @@ numbers of 128, any other as one::
 
 So a zero takes 0.09 bits and another difference takes 7. Both lines are bijections onto their
 remainders by 128 (asymmetric numeral systems, Duda, arXiv:1311.2540).
+
+Each multiplier has four such integers, and each drift writes into the next of them: a buffer is
+checked when an integer may be full, and a compiled loop runs from check to check.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ from adjsim.dynamics.sources import MoveContext
 COARSE, COARSE_MOMENTUM = 2.0**8, 2.0
 RADIX, RARE = 128, 8
 ZERO = RADIX - RARE
+# The integers of each multiplier.
+WORDS = 4
 
 
 @dataclass(frozen=True)
@@ -48,13 +53,14 @@ class Drift(BufferedFlow):
     """The drift over a time h, which on a lattice is a :class:`LatticeDrift`."""
 
     buffered = "multiplier"
-    bits = 7.0
+    # Of 29 bits an integer takes four differences, so that 16 drifts fill none.
+    bits = 29 / 4 / WORDS
     constraints: DistanceConstraints = field(kw_only=True)
     h: float = field(kw_only=True)
 
     def empty_buffer(self, state: AnyState) -> Tensor:
         # Of x, and of y.
-        q, entries = position_of(state), 2 * len(self.constraints.index)
+        q, entries = position_of(state), 2 * WORDS * len(self.constraints.index)
         return q.new_zeros((*q.shape[:-2], entries), dtype=torch.int64)
 
     def rounded(self, roundings: Mapping[str, Rounding]) -> LatticeDrift:
@@ -84,8 +90,10 @@ class LatticeDrift(Drift):
         p = half - self._impulse(y * grid, e, w, p)
         off = (x - self._of_start(c, d, half, grid), y - self._of_end(c, e, p, grid))
         off = torch.cat(off, -1).to(torch.int64)
-        buffer = _written(getattr(state, buffer_name(self.buffered)), off)
-        beyond = off.abs().amax(-1) > RARE // 2
+        oldest, *others = getattr(state, buffer_name(self.buffered)).chunk(WORDS, -1)
+        buffer = torch.cat([*others, _written(oldest, off)], -1)
+        # A sum, which compiled loops print, where the maximum of a long row would be a call.
+        beyond = (off.abs() > RARE // 2).sum(-1) > 0
         if has_values() and bool(beyond.any()):
             raise FloatingPointError(
                 "exact=True: the inverse of a constrained drift finds other multipliers than the "
@@ -98,7 +106,9 @@ class LatticeDrift(Drift):
     def _undone(self, state: Any, context: MoveContext) -> Any:
         held, c, h, w = self.constraints, context.coefficients, self.h, context.coefficients["1/m"]
         end, p, grid = state.position, state.momentum, self._grid(context)
-        buffer, off = _read(getattr(state, buffer_name(self.buffered)))
+        *others, last = getattr(state, buffer_name(self.buffered)).chunk(WORDS, -1)
+        oldest, off = _read(last)
+        buffer = torch.cat([oldest, *others], -1)
         off_x, off_y = off.chunk(2, -1)
         e = held.differences(end)
         y = self._of_end(c, e, p, grid) + off_y

@@ -6,8 +6,9 @@ with differences d and e::
 
     G(e) M^-1 G(d)^T = S * (e . d)        S_kl = sum_a B_ka B_la / m_a,   B_ki = 1,  B_kj = -1
 
-is c x c, by elements of S, which depends on masses alone. Differences are ``(*batch, dim, m, c)``,
-multipliers ``(*batch, m, c)``, S is ``(m, c, c)``, and lengths are ``(m, c)``.
+is c x c, by elements of S, which is symmetric and depends on masses alone. Differences are
+``(*batch, dim, m, c)``, multipliers ``(*batch, m, c)``, lengths ``(m, c)``, and S is
+``(m, c, width)``, of which a row has the columns of its window (:mod:`systems`).
 """
 
 from __future__ import annotations
@@ -17,44 +18,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.derived import has_values
 from adjsim.core.layout import is_tracing
-
-# Newton's method doubles the digits: three or four iterations are enough for usual steps.
-ITERATIONS = 8
-# Compiled loops eliminate matrices up to this size element by element.
-SMALL = 4
-
-
-def solve(matrix: Tensor, values: Tensor) -> Tensor:
-    """Solve the small systems of all clusters; singular ones give infinity or NaN."""
-    size = matrix.shape[-1]
-    if size > SMALL or (size > 1 and not is_tracing()):
-        return torch.linalg.solve_ex(matrix, values.unsqueeze(-1))[0].squeeze(-1)
-    # Compiled loops print these operations, and would call a solver of torch. Near S * (d . d),
-    # which is positive definite, elimination needs no pivots.
-    rows = list(torch.cat([matrix, values.unsqueeze(-1)], -1).unbind(-2))
-    for k in range(size):
-        rows[k] = rows[k] / rows[k][..., k : k + 1]
-        for j in range(size):
-            if j != k:
-                rows[j] = rows[j] - rows[j][..., k : k + 1] * rows[k]
-    return torch.stack([row[..., -1] for row in rows], -1)
+from adjsim.dynamics.constraints.systems import (
+    along,
+    lengths_operator,
+    newton,
+    products,
+    solve,
+    window,
+)
 
 
-def products(e: Tensor, d: Tensor) -> Tensor:
-    """Compute e_k . d_l, ``(*batch, m, c, c)``."""
-    return (e.unsqueeze(-1) * d.unsqueeze(-2)).sum(-4)
+class Solution(torch.autograd.Function):
+    """The solution x of ``sum_l S_kl (e_k . d_l) x_l = v_k``, of which S is symmetric.
 
+    With the cotangent lambda of x, and z from the transposed system, in which e and d are
+    exchanged::
 
-def along(S: Tensor, x: Tensor, d: Tensor) -> Tensor:
-    """Compute ``sum_l S_kl x_l d_l``, of the shape of d."""
-    return (S * (x.unsqueeze(-3) * d).unsqueeze(-2)).sum(-1)
+        lambda_v_k  = z_k                            lambda_e_k = -z_k sum_l S_kl x_l d_l
+        lambda_S_kl = -z_k x_l e_k . d_l             lambda_d_l = -x_l sum_k S_kl z_k e_k
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(e: Tensor, d: Tensor, S: Tensor, v: Tensor) -> Tensor:
+        return solve(e, d, S, v)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        e, d, S, _ = inputs
+        ctx.save_for_backward(e, d, S, output)
+        ctx.save_for_forward(e, d, S, output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, ...]:
+        e, d, S, x = ctx.saved_tensors
+        z = Solution.apply(d, e, S, cotangents[0])
+        return (
+            -z.unsqueeze(-3) * along(S, x, d),
+            -x.unsqueeze(-3) * along(S, z, e),
+            _of_metric(z, x, e, d, S),
+            z,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        e, d, S, x = ctx.saved_tensors
+        de, dd, dS, dv = tangents
+        change = (de * along(S, x, d)).sum(-3) + (e * (along(S, x, dd) + along(dS, x, d))).sum(-3)
+        return Solution.apply(e, d, S, dv - change)
 
 
 def tangent_multipliers(d: Tensor, v: Tensor, S: Tensor) -> Tensor:
     """Solve ``d_k . (v_k - sum_l S_kl y_l d_l) = 0`` for y, with differences v of velocities."""
-    return solve(S * products(d, d), (d * v).sum(-3))
+    return Solution.apply(d, d, S, (d * v).sum(-3))
 
 
 class LengthMultipliers(torch.autograd.Function):
@@ -74,24 +92,8 @@ class LengthMultipliers(torch.autograd.Function):
 
     @staticmethod
     def forward(u: Tensor, d: Tensor, S: Tensor, length: Tensor) -> Tensor:
-        x, squares, readable = torch.zeros_like(u[..., 0, :, :]), length**2, has_values()
-        solved = torch.zeros_like(x, dtype=torch.bool)
-        # The iteration after the one that finds half of the digits finds the others.
-        enough = torch.finfo(u.dtype).eps ** 0.5
-        for _ in range(ITERATIONS):
-            e = u + along(S, x, d)
-            excess = (e * e).sum(-3) - squares
-            change = solve(S * products(e, d), excess / 2)
-            if readable:
-                # A cluster that is solved rests, so that it does not depend on the others. Where
-                # values cannot be read, all take the same number of iterations.
-                change = torch.where(solved.all(-1, keepdim=True), 0.0, change)
-            x, solved = x - change, excess.abs() <= enough * squares
-            if readable and bool(solved.all()):
-                return x
-        if readable:
-            raise FloatingPointError(_unsolved(u, length, solved))
-        return torch.where(solved, x, torch.nan)
+        in_loop = is_tracing() and u.device.type == "cpu"
+        return (lengths_operator if in_loop else newton)(u, d, S, length)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -102,14 +104,11 @@ class LengthMultipliers(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, ...]:
         u, d, S, length, x = ctx.saved_tensors
         e = u + along(S, x, d)
-        inner = products(e, d)
-        z = solve((S * inner).mT, cotangents[0])
-        pulled = z.unsqueeze(-3) * e
-        of_metric = -z.unsqueeze(-1) * x.unsqueeze(-2) * inner
+        z = Solution.apply(d, e, S, cotangents[0])
         return (
-            -pulled,
-            -x.unsqueeze(-3) * along(S.mT, torch.ones_like(x), pulled),
-            of_metric.sum_to_size(S.shape),
+            -z.unsqueeze(-3) * e,
+            -x.unsqueeze(-3) * along(S, z, e),
+            _of_metric(z, x, e, d, S),
             (z * length).sum_to_size(length.shape),
         )
 
@@ -118,16 +117,11 @@ class LengthMultipliers(torch.autograd.Function):
         u, d, S, length, x = ctx.saved_tensors
         e, (du, dd, dS, dlength) = u + along(S, x, d), tangents
         change = du + along(S, x, dd) + along(dS, x, d)
-        return -solve(S * products(e, d), (e * change).sum(-3) - length * dlength)
+        return -Solution.apply(e, d, S, (e * change).sum(-3) - length * dlength)
 
 
-def _unsolved(u: Tensor, length: Tensor, solved: Tensor) -> str:
-    """Describe the first constraint without a solution."""
-    place = tuple((~solved).nonzero()[0].tolist())
-    found, wanted = u.norm(dim=-3)[place], length.expand(solved.shape)[place]
-    return (
-        f"constraints: no multipliers were found that hold two atoms at the distance {wanted:g}; "
-        f"without them the distance would be {found:g}. Use a smaller dt, start from a "
-        "configuration with smaller forces, or check that the lengths of a cluster do not "
-        "contradict each other."
-    )
+def _of_metric(z: Tensor, x: Tensor, e: Tensor, d: Tensor, S: Tensor) -> Tensor:
+    """Compute the cotangent of S, summed over the batch."""
+    width = S.shape[-1]
+    found = -z.unsqueeze(-1) * window(x, width) * products(e, d, width)
+    return found.sum_to_size(S.shape)

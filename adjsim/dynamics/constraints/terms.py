@@ -16,8 +16,8 @@ from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.dynamics.constraints.exact import Drift
 from adjsim.dynamics.cotangents import Cotangents, add_each
 from adjsim.dynamics.masses import Masses
-from adjsim.dynamics.moves import Move, Shear
-from adjsim.dynamics.sources import Coefficients, Linearised, MoveContext, Source, as_leaves
+from adjsim.dynamics.moves import GeneralFlow, Move, Shear
+from adjsim.dynamics.sources import Coefficients, Linearised, MoveContext, Random, Source, as_leaves
 from adjsim.dynamics.terms import Term
 
 
@@ -85,6 +85,29 @@ class ConstrainedStream(ConstrainedTerm):
         flow, inverse = (partial(self.constraints.drift, h=time) for time in (h, -h))
         fields = "position", "momentum"
         return (Drift(fields, flow, inverse, constraints=self.constraints, h=h),)
+
+
+class ConstrainedCollisions(ConstrainedTerm):
+    """Collisions of molecules, of which the atoms that constraints join collide together::
+
+        p' = P sqrt(m kT) xi    for the atoms of a molecule that collides
+
+    P commutes with the choice of molecules. It does not with one of atoms: then the projection of
+    the momenta after a collision would have too little kinetic energy. A molecule collides where
+    its first atom does.
+    """
+
+    def coefficients(self, h: float, state: Any) -> dict[str, Tensor]:
+        first = self.constraints.first_atoms(state.position.shape[-2])
+        return {**super().coefficients(h, state), "first": first}
+
+    def moves(self, h: float, state: Any) -> Sequence[Move]:
+        def collide(c: Coefficients, choice: Tensor, drawn: Tensor, p: Tensor) -> tuple[Tensor]:
+            return (torch.where(choice[..., c["first"], :1] < c["threshold"], drawn, p),)
+
+        reads = Random(0), Projected(Random(1), "thermal", self.constraints)
+        lost = Refusal("it loses the momenta before collisions")
+        return (GeneralFlow(("momentum",), collide, None, reads, lost),)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Collide(Term[PhaseState]):
     Whether an atom collides depends on the rate alone, by a jump, which has no derivative.
     """
 
+    constrainable = collides = True
     draws = 2
     no_equation = Refusal("its collisions are jumps")
 

@@ -110,6 +110,8 @@ class Bath:
 class Rescale(Term[PhaseState]):
     """The base class of terms that scale all momenta of a system by one factor, R."""
 
+    constrainable = True
+
     def __init__(self, bath: Bath) -> None:
         self.bath = bath
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_tensor
 from adjsim.core.noise import NoiseStream
 from adjsim.core.parameters import register
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState
 from adjsim.core.typing import Number, Positions, Seed
 from adjsim.dynamics.density import Canonical
@@ -50,6 +51,10 @@ class Bath(Term[MemoryState]):
     E is factored into unit lower, diagonal and unit upper matrices, each applied as shears and
     scales. The pivots are one at h = 0 and must be positive, which bounds h.
     """
+
+    constrainable = Refusal(
+        "its memory has parts along constraints, whose directions turn with the molecules"
+    )
 
     def __init__(self, masses: Masses, kT: Tensor, rates: Tensor, strengths: Tensor) -> None:
         self.masses, self.kT, self.rates, self.strengths = masses, kT, rates, strengths
