@@ -12,17 +12,19 @@ from torch import Tensor, nn
 from adjsim.core.arguments import describe_type
 from adjsim.core.derived import has_values
 from adjsim.core.state import AnyState, momentum_of, position_of
-from adjsim.core.typing import Energies, PositionsLike, Seed
-from adjsim.dynamics.base import Dynamics
+from adjsim.core.typing import Array, Energies, PositionsLike, Seed
+from adjsim.dynamics.base import Dynamics, StateLimit
 from adjsim.dynamics.constraints.distances import DistanceConstraints
-from adjsim.dynamics.constraints.terms import ConstrainedStream, ConstrainedTerm
+from adjsim.dynamics.constraints.terms import Held
 from adjsim.dynamics.density import StationaryDensity
+from adjsim.dynamics.forces import FORCE
 from adjsim.dynamics.masses import HeatLimit, Masses
 from adjsim.dynamics.massive import MassiveDynamics
+from adjsim.dynamics.pressure.terms import InBox, Piston
 from adjsim.dynamics.starts import as_start
-from adjsim.dynamics.terms import Stream, Term
-from adjsim.dynamics.thermostats.base import Rescaling
-from adjsim.potentials.base import force
+from adjsim.dynamics.terms import Term
+from adjsim.potentials.base import Forces
+from adjsim.potentials.points import ForcesAt
 
 # Of the lengths: errors of a start that init mends without a word, and that it mends at all.
 SILENT, MENDED = 1e-3, 0.1
@@ -50,14 +52,19 @@ class Constrained(Dynamics[Any]):
     root of det(G M^-1 G^T). A run starts from states that satisfy the constraints to 1e-6, which
     ``init`` makes.
 
+    A piston (:class:`~adjsim.LangevinPiston`, :class:`~adjsim.NoseHooverPiston`) moves the centres
+    of mass of bodies, which are the clusters of atoms that constraints join, and the single atoms:
+    see :class:`~adjsim.dynamics.pressure.terms.PistonKick`.
+
     Args:
-        dynamics: :class:`~adjsim.Hamiltonian`, :class:`~adjsim.Langevin` with one friction, or a
-            :class:`~adjsim.NoseHooverChain` with ``dof``, the degrees of freedom without the
-            constraints (:meth:`dof`).
+        dynamics: :class:`~adjsim.Hamiltonian`, :class:`~adjsim.Langevin` or
+            :class:`~adjsim.LangevinPiston` with one friction, or a
+            :class:`~adjsim.NoseHooverChain` or :class:`~adjsim.NoseHooverPiston` with ``dof``, the
+            degrees of freedom without the constraints (:meth:`dof`).
         constraints: the fixed distances.
 
     Raises:
-        TypeError: dynamics with another term, such as a piston.
+        TypeError: dynamics with a term that constraints cannot hold.
         ValueError: a friction for each atom; a chain without dof. In ``init`` or ``simulate``:
             atoms that are not there, constraints that are not independent, a start that is far from
             satisfying them.
@@ -94,17 +101,18 @@ class Constrained(Dynamics[Any]):
         if not isinstance(inner, MassiveDynamics):
             raise TypeError(f"constraints need dynamics with masses; got {describe_type(inner)}.")
         for letter, term in inner.terms.items():
-            if not term.constrainable:
+            if term.constrained(self._held) is None:
                 raise TypeError(
                     f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}. "
-                    "Use Hamiltonian, Langevin or NoseHooverChain."
+                    "Use Hamiltonian, Langevin, NoseHooverChain, LangevinPiston or "
+                    "NoseHooverPiston."
                 )
         if getattr(inner, "friction", torch.empty(1)).numel() > 1:
             raise ValueError(
                 "constraints: a friction for each atom takes momenta out of the directions that "
                 "constraints allow. Give one friction."
             )
-        if isinstance(inner, Rescaling) and inner.dof is None:
+        if getattr(inner, "dof", 0) is None:
             raise ValueError(
                 f"constraints: {name} would count the degrees of freedom that constraints take. "
                 "Give it dof = atoms x dim - constraints."
@@ -112,15 +120,19 @@ class Constrained(Dynamics[Any]):
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
-        return {
-            letter: (ConstrainedStream if isinstance(term, Stream) else ConstrainedTerm)(
-                term, self.constraints, self.masses
-            )
-            for letter, term in self.dynamics.terms.items()
-        }
+        held = self._held
+        return {letter: x.constrained(held) for letter, x in self.dynamics.terms.items()}
+
+    @property
+    def _held(self) -> Held:
+        return Held(self.constraints, self.masses)
 
     def init(
-        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
+        self,
+        position: PositionsLike,
+        momentum: PositionsLike | None = None,
+        generator: Seed = None,
+        box: Array | None = None,
     ) -> Any:
         """Make a start at the nearest position that satisfies the constraints.
 
@@ -132,9 +144,15 @@ class Constrained(Dynamics[Any]):
             position: ``(*batch, atoms, dim)``; integers become float64.
             momentum: of the same shape; cast to the dtype and device of position.
             generator: a generator, or a seed, which may also be that of the run.
+            box: the box of each system at constant pressure, see :class:`~adjsim.LangevinPiston`.
         """
         at, p = as_start(position, momentum)
-        held = self.constraints
+        held, more = self.constraints, {} if box is None else {"box": box}
+        if more and self.reference_box is None:
+            raise TypeError(
+                f"box is that of a state at constant pressure, and {type(self.dynamics).__name__} "
+                "has none: give its potential the box."
+            )
         held.check_atoms(at.shape[-2])
         c = held.coefficients(self.masses, at)
         if has_values():
@@ -146,7 +164,7 @@ class Constrained(Dynamics[Any]):
             if largest > SILENT * float(held.length.detach().min()):
                 text = f"init moved an atom by {largest:.3g} to satisfy the constraints."
                 warnings.warn(text, stacklevel=2)
-        fields = self.dynamics.started(moved, p, generator)
+        fields = self.dynamics.started(moved, p, generator, **more)
         state = self.state_type._make(fields)
         state = state._replace(momentum=held.project(c, moved, state.momentum))
         self.check(state)
@@ -203,11 +221,44 @@ class Constrained(Dynamics[Any]):
         """Compute the sum of d f over constraints, f their pulls, ``(*batch, dim, dim)``."""
         held, q, p = self.constraints, state.position, state.momentum
         c, d = held.coefficients(self.masses, p), held.differences(q)
-        x = held.reactions(c, d, p, force(self.potential, q))
+        forces = ForcesAt(Forces(self.potential)).values(0.0, self.force_point(state))
+        x = held.reactions(c, d, p, forces[FORCE])
         return -(x.unsqueeze(-2) * d) @ d.mT
 
     def invariant(self, state: Any) -> Energies:
         return self.dynamics.invariant(state)
+
+    @property
+    def piston(self) -> Piston:
+        """The piston of dynamics at constant pressure."""
+        return self.dynamics.piston
+
+    @property
+    def reference_box(self) -> Tensor | None:
+        return self.dynamics.reference_box
+
+    @property
+    def limit(self) -> StateLimit | None:
+        return self.dynamics.limit
+
+    def box(self, state: InBox) -> Tensor:
+        """Return the boxes of systems at constant pressure, see :class:`~adjsim.LangevinPiston`."""
+        return self.dynamics.box(state)
+
+    def volume(self, state: InBox) -> Energies:
+        """Compute the volume of each system at constant pressure, ``(*batch,)``."""
+        return self.dynamics.volume(state)
+
+    def density(self, state: InBox) -> Energies:
+        """Compute the mass of all atoms over the volume, ``(*batch,)``."""
+        return self.dynamics.density(state)
+
+    def enthalpy(self, state: InBox) -> Energies:
+        """Compute the enthalpy ``K + U + P V``, ``(*batch,)``."""
+        return self.dynamics.enthalpy(state)
+
+    def draw_shape(self, t: float, state: AnyState) -> torch.Size:
+        return self.dynamics.draw_shape(t, state)
 
     def characteristic_scales(self, t: float, state: Any, time: float) -> dict[str, Tensor]:
         return self.dynamics.characteristic_scales(t, state, time)

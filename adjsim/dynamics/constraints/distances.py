@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_indices
 from adjsim.core.parameters import register
 from adjsim.core.typing import Array, Number
+from adjsim.dynamics.bodies import Bodies
 from adjsim.dynamics.constraints.multipliers import (
     LengthMultipliers,
     products,
@@ -54,7 +55,8 @@ class DistanceConstraints(nn.Module):
         pairs = as_members("index", found, 2, count)
         register(self, "length", length, positive=True, finite=True, shapes=((), (len(pairs),)))
         _refuse_repeated(pairs, self.length.detach().expand(len(pairs)))
-        label = _clusters(pairs, count)[pairs[:, 0]]
+        atoms = _clusters(pairs, count)
+        self.bodies, label = Bodies(atoms), atoms[pairs[:, 0]]
         _, cluster, sizes = label.unique(return_inverse=True, return_counts=True)
         if int(sizes.max()) > LARGEST:
             raise ValueError(

@@ -16,7 +16,7 @@ from adjsim.core.typing import Array
 from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.moves import Move, Shear
 from adjsim.dynamics.sources import FunctionOfTime
-from adjsim.dynamics.terms import Stream
+from adjsim.dynamics.terms import Holder, Stream
 from adjsim.potentials.signals.controls import Placement
 
 # A start agrees with a path up to this number of units in the last place of the largest coordinate.
@@ -79,8 +79,6 @@ class Prescribed(Placement):
 class PrescribedStream(Stream[PhaseState]):
     """Streaming, A, whose flow adds ``path(t + h) - path(t)`` to prescribed vertices."""
 
-    constrainable = False
-
     def __init__(self, masses: Masses, prescribed: Prescribed) -> None:
         super().__init__(masses)
         self.prescribed = prescribed
@@ -92,6 +90,9 @@ class PrescribedStream(Stream[PhaseState]):
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
         return (*super().moves(h, state), self.shear(0.0, h))
+
+    def constrained(self, holder: Holder) -> None:
+        return None
 
     def shear(self, start: float, end: float) -> Shear:
         """Return the move along the path between two times, from the time of the stage."""

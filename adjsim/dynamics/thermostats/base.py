@@ -37,19 +37,10 @@ class Thermostat(MassiveDynamics[MomentumState]):
         return HeatLimit(self, start)
 
 
-class Rescaling(Thermostat[MomentumState]):
-    """The base class of thermostats that scale all momenta of a system by one factor."""
+class Counting(Thermostat[MomentumState]):
+    """The base class of thermostats that count the degrees of freedom of a system, ``dof``."""
 
-    def __init__(
-        self,
-        potential: nn.Module,
-        mass: Number = 1.0,
-        kT: Number = 1.0,
-        dof: float | int | None = None,
-    ) -> None:
-        super().__init__(potential, mass, kT)
-        self.dof = None if dof is None else as_number("dof", dof)
-        self.validate()
+    dof: float | None
 
     def validate(self) -> None:
         """Refuse degrees of freedom that the constructor would refuse."""
@@ -68,6 +59,21 @@ class Rescaling(Thermostat[MomentumState]):
     @property
     def bath(self) -> Bath:
         return Bath(self.masses, self.kT, self.dof)
+
+
+class Rescaling(Counting[MomentumState]):
+    """The base class of thermostats that scale all momenta of a system by one factor."""
+
+    def __init__(
+        self,
+        potential: nn.Module,
+        mass: Number = 1.0,
+        kT: Number = 1.0,
+        dof: float | int | None = None,
+    ) -> None:
+        super().__init__(potential, mass, kT)
+        self.dof = None if dof is None else as_number("dof", dof)
+        self.validate()
 
 
 class Relaxing(Rescaling[PhaseState]):
