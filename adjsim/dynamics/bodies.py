@@ -116,22 +116,27 @@ class Bodies(nn.Module, Atoms):
 
     def summed(self, x: Tensor) -> Tensor:
         """Sum over the body of each atom, ``(*batch, atoms, dim)``."""
-        joined = len(self.other)
-        columns = x.transpose(-1, -2)
-        sums = self.members(self.members.transpose(columns[..., :joined]))
-        if x.shape[-2] > joined:
-            sums = torch.cat([sums, columns[..., joined:]], -1)
+        sums = self.members(self.members.transpose(self._columns(x)))
+        if x.shape[-2] > len(self.other):
+            sums = torch.cat([sums, x.transpose(-1, -2)[..., len(self.other) :]], -1)
         return sums.transpose(-1, -2)
 
     def gathered(self, y: Tensor, share: Tensor | float) -> Tensor:
         """Compute ``sum_i share_i y_i`` over the atoms i != r at the rows r, zero elsewhere."""
-        other = self.others(y.shape[-2]).to(y)
-        return (1 - other) * self.summed(other * share * y)
+        columns = self._columns(share * y) * self.other[:, 0]
+        return self.members.transpose(columns, y.shape[-2]).transpose(-1, -2)
 
     def spread(self, y: Tensor, share: Tensor | float) -> Tensor:
         """Compute ``share_i y_r`` at the rows i != r, zero elsewhere; the transpose of gathered."""
-        other = self.others(y.shape[-2]).to(y)
-        return other * share * self.summed((1 - other) * y)
+        columns = self.members(self._columns(y)) * self.other[:, 0]
+        single = y.shape[-2] - len(self.other)
+        if single > 0:
+            columns = torch.cat([columns, columns.new_zeros(*columns.shape[:-1], single)], -1)
+        return share * columns.transpose(-1, -2)
+
+    def _columns(self, x: Tensor) -> Tensor:
+        """Return the columns of the atoms that may have a body with others."""
+        return x.transpose(-1, -2)[..., : len(self.other)]
 
 
 ATOMS = Atoms()
