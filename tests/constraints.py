@@ -103,7 +103,7 @@ class ClustersAtPressure(MixedClusters):
         names = {"mass", "kT", "pressure", "tau", "friction", "chain_tau"} & set(numbers)
         given = {name: numbers[name] for name in names} | more
         if self.chains:
-            inner = adjsim.NoseHooverPiston(potential, axes=self.axes, dof=20, **given)
+            inner = adjsim.NoseHooverPiston(potential, axes=self.axes, **{"dof": 20, **given})
         else:
             inner = adjsim.LangevinPiston(potential, axes=self.axes, **given)
         return adjsim.Constrained(inner, adjsim.DistanceConstraints(self.index, numbers["length"]))

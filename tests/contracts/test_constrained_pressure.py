@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import adjsim
+from adjsim.io import to_ase
+from adjsim.io.ase import Structure
 from adjsim.potentials.strained import strained_energy
 from tests.constraints import ClustersAtPressure, tensor
 from tests.suites import DriftContract, FlowContract, disturbed
@@ -134,3 +138,48 @@ def test_the_pressure_of_a_state_includes_constraints():
         stress = adjsim.stress(dynamics, state)
         mean = stress.diagonal(dim1=-2, dim2=-1).mean(-1)
         torch.testing.assert_close(adjsim.pressure(dynamics, state), -mean, rtol=1e-11, atol=0)
+
+
+def test_a_frame_has_the_cell_of_its_state():
+    dynamics, state = moving(*FORMS[2])
+    structure = Structure(*state[:2], dynamics.mass, dynamics.reference_box, tuple("H" * 9))
+    run = adjsim.simulate(
+        dynamics,
+        state,
+        [0.0, 0.04],
+        solver=adjsim.Splitting(dynamics.dynamics.scheme, 0.02),
+        generator=1,
+    )
+    last = to_ase(run, structure)[-1]
+    box = dynamics.box(run.final).detach()
+    torch.testing.assert_close(tensor(last.cell.array), box, rtol=1e-14, atol=0)
+    assert last.get_volume() == pytest.approx(float(dynamics.volume(run.final).detach()))
+    mass = float(dynamics.density(run.final).detach()) * last.get_volume()
+    assert mass == pytest.approx(float(dynamics.mass.sum().detach()))
+    kinetic, potential = (
+        f(run.final) for f in (dynamics.kinetic_energy, dynamics.potential_energy)
+    )
+    torch.testing.assert_close(dynamics.enthalpy(run.final), kinetic + potential)
+
+
+def test_a_box_that_is_too_small_stops_a_run():
+    dynamics, state = moving(*FORMS[0])
+    squeezed = state._replace(strain=state.strain - 0.6, strain_momentum=-60 + 0 * state.strain)
+    solver = adjsim.Splitting(dynamics.dynamics.scheme, 0.02)
+    with pytest.raises(ValueError, match=r"cutoff 2\.5 is above half .* happened in step"):
+        adjsim.simulate(dynamics, squeezed, [0.0, 2.0], solver=solver, generator=1)
+
+
+def test_what_pistons_of_bodies_cannot_take_is_refused():
+    system = ClustersAtPressure("orthogonal", "isotropic")
+    numbers = system.leaves
+    with pytest.raises(ValueError, match="Give one friction"):
+        system.constrained(numbers, friction=torch.ones(9), piston_friction=1.0)
+    pinned = system.constrained(numbers, mass=tensor([math.inf] + 8 * [1.0]))
+    with pytest.raises(ValueError, match="give every atom a finite mass"):
+        pinned.init(numbers["position"], generator=0)
+    chains = ClustersAtPressure("orthogonal", "isotropic", True)
+    with pytest.raises(ValueError, match="dof = atoms x dim - constraints"):
+        chains.constrained(chains.leaves, dof=None)
+    with pytest.raises(ValueError, match="leave 20 degrees of freedom"):
+        chains.constrained(chains.leaves, dof=21).init(numbers["position"], generator=0)
