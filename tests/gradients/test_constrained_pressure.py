@@ -7,7 +7,15 @@ import torch
 
 import adjsim
 from adjsim.compiler import to_cpp
-from tests.constraints import ClustersAtPressure, weighted
+from tests.constraints import (
+    TRIANGLE,
+    WATER,
+    WATER_LENGTHS,
+    ClustersAtPressure,
+    tensor,
+    weighted,
+)
+from tests.problems import chaotic
 
 ADJOINTS = (adjsim.DirectAdjoint(), adjsim.CheckpointAdjoint(), adjsim.ReversibleAdjoint())
 FORMS = [
@@ -86,3 +94,69 @@ def test_compiled_runs_agree_and_do_not_return_to_python(system, exact, monkeypa
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
     for name in numbers:
         torch.testing.assert_close(compiled[name], plain[name], rtol=1e-10, atol=1e-10)
+
+
+def liquid(molecules, spacing, shape, length, pairs, **numbers):
+    """A cube of rigid molecules in a box, with a start of theirs."""
+    side = round(molecules ** (1 / 3))
+    sites = spacing * torch.cartesian_prod(*[torch.arange(side, dtype=torch.float64)] * 3)
+    position = (shape + sites[:, None]).flatten(0, 1)
+    index = torch.cat([tensor(pairs).long() + len(shape) * k for k in range(molecules)])
+    liquid = adjsim.LennardJones(
+        sigma=numbers.pop("sigma"),
+        cutoff=2.4,
+        box=[side * spacing] * 3,
+        truncation=adjsim.potentials.Switched(1.8),
+        exclusions=index,
+    )
+    held = adjsim.DistanceConstraints(index, tensor(length).repeat(molecules))
+    dynamics = adjsim.Constrained(adjsim.LangevinPiston(liquid, **numbers), held)
+    return dynamics, dynamics.init(position, generator=0)
+
+
+def retraced(dynamics, start, dt, steps):
+    """The volumes of a compiled exact run, whose steps are undone."""
+    start = type(start)(*(x.detach().requires_grad_() for x in start))
+    path = adjsim.simulate(
+        dynamics,
+        start,
+        [0.0, steps * dt],
+        solver=adjsim.Splitting(dynamics.dynamics.scheme, dt, exact=True),
+        adjoint=adjsim.ReversibleAdjoint(),
+        generator=1,
+        compile=True,
+    )
+    dynamics.volume(path.final).backward()
+    assert path.stats["steps"] == steps
+    assert path.stats["reconstruction_error"] == 0
+    assert float(dynamics.constraints.excess(path.final.position).detach().abs().max()) < 1e-7
+    assert float(dynamics.volume(path.final)) != pytest.approx(float(dynamics.volume(start)))
+    assert not bool(start.momentum.grad.isnan().any())
+
+
+@chaotic
+@pytest.mark.slow
+def test_two_thousand_exact_steps_of_rods_come_back():
+    rod = tensor([[0.0, 0, 0], [0.6, 0, 0]])
+    made = liquid(
+        64, 1.7, rod, [0.6], [[0, 1]], sigma=1.0, mass=1.0, kT=1.2, friction=0.3, pressure=1.0
+    )
+    retraced(*made, 0.005, 2000)
+
+
+@chaotic
+@pytest.mark.marathon
+def test_a_hundred_thousand_exact_steps_of_rigid_waters_come_back():
+    made = liquid(
+        27,
+        2.5,
+        WATER,
+        WATER_LENGTHS,
+        TRIANGLE.tolist(),
+        sigma=1.2,
+        mass=[16.0, 1, 1] * 27,
+        kT=0.8,
+        friction=0.3,
+        pressure=0.1,
+    )
+    retraced(*made, 0.005, 100_000)
