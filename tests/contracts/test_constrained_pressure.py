@@ -40,7 +40,7 @@ TERMS = [
     pytest.param(dynamics, letter, state, id=f"{name}-{letter}")
     for form, name in zip(FORMS, NAMES, strict=True)
     for dynamics, state in [moving(*form, (2,))]
-    for letter in dynamics.terms
+    for letter in (dynamics.terms if form is FORMS[2] else "VS")
 ]
 
 

@@ -26,19 +26,19 @@ FORMS = [
 ]
 
 
-def forms(*short, other=pytest.mark.slow):
-    """All forms, of which others than these are slow."""
+def forms(*short):
+    """All forms, of which others than these are marathons: a minute each where they compile."""
     return [
         pytest.param(
             ClustersAtPressure(*form),
             id=f"{form[0]}-{form[1]}{'-chains' * form[2]}",
-            marks=[] if form in short else [other],
+            marks=[] if form in short else [pytest.mark.marathon],
         )
         for form in FORMS
     ]
 
 
-def gradients(system, numbers, steps=4, **options):
+def gradients(system, numbers, steps, **options):
     path = system.run(numbers, steps, system.scheme, **options)
     found = torch.autograd.grad(weighted(path.final), list(numbers.values()))
     return path, dict(zip(numbers, found, strict=True))
@@ -47,7 +47,7 @@ def gradients(system, numbers, steps=4, **options):
 @pytest.mark.parametrize("system", forms(FORMS[3]))
 def test_all_adjoints_equal_central_differences(system):
     numbers, h = system.parameters(), 1e-5
-    found = [gradients(system, numbers, adjoint=a)[1] for a in ADJOINTS]
+    found = [gradients(system, numbers, 2, adjoint=a)[1] for a in ADJOINTS]
     generator = torch.Generator().manual_seed(5)
     for name, number in numbers.items():
         for other in found[1:]:
@@ -55,7 +55,7 @@ def test_all_adjoints_equal_central_differences(system):
         along = torch.randn(number.shape, generator=generator, dtype=torch.float64)
         with torch.no_grad():
             ends = [
-                weighted(system.run({**numbers, name: number + s * along}, 4, system.scheme).final)
+                weighted(system.run({**numbers, name: number + s * along}, 2, system.scheme).final)
                 for s in (h, -h)
             ]
         expected = (ends[0] - ends[1]) / (2 * h)
@@ -67,21 +67,21 @@ def test_all_adjoints_equal_central_differences(system):
 @pytest.mark.parametrize("system", forms(FORMS[3]))
 def test_exact_runs_have_the_gradient_of_backpropagation(system):
     numbers = system.parameters()
-    path, mine = gradients(system, numbers, 8, exact=True, adjoint=ADJOINTS[2])
-    _, expected = gradients(system, numbers, 8, exact=True, adjoint=ADJOINTS[0])
+    path, mine = gradients(system, numbers, 4, exact=True, adjoint=ADJOINTS[2])
+    _, expected = gradients(system, numbers, 4, exact=True, adjoint=ADJOINTS[0])
     assert path.stats["reconstruction_error"] == 0
     held = system.constrained(system.leaves).constraints
     assert float(held.excess(path.final.position).detach().abs().max()) < 1e-7
     for name in numbers:
         torch.testing.assert_close(mine[name], expected[name], rtol=1e-11, atol=1e-11)
-    plain = system.run(system.leaves, 8, system.scheme)
+    plain = system.run(system.leaves, 4, system.scheme)
     for x, y in zip(plain.final, path.final, strict=True):
         # A scale on the lattice is off by up to 2^22 units, 4e-6 for a position of ten.
         torch.testing.assert_close(x, y.detach(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("system", forms(other=pytest.mark.marathon))
+@pytest.mark.parametrize("system", forms())
 def test_compiled_runs_agree_and_do_not_return_to_python(system, exact, monkeypatch):
     left = []
     described = to_cpp.described

@@ -34,12 +34,15 @@ def start(dynamics, replicas):
     return dynamics.init(at, generator=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "box"),
     [
-        ("isotropic", [1.4, 1.5, 1.6]),
-        ("each", [[1.4, 0.0, 0.0], [0.3, 1.5, 0.0], [-0.2, 0.4, 1.6]]),
+        pytest.param("isotropic", [1.4, 1.5, 1.6], marks=pytest.mark.slow),
+        pytest.param(
+            "each",
+            [[1.4, 0.0, 0.0], [0.3, 1.5, 0.0], [-0.2, 0.4, 1.6]],
+            marks=pytest.mark.marathon,
+        ),
     ],
 )
 def test_the_volume_of_an_ideal_gas_of_rods(axes, box):
@@ -86,7 +89,7 @@ def test_the_volume_of_an_ideal_gas_of_rods(axes, box):
         assert error < 0.03 * abs(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_the_derivatives_of_the_mean_volume():
     """By ScoreFunction: <V> = 6 kT/P."""
     dynamics = gas(pressure=parameter(P), kT=parameter(KT))
