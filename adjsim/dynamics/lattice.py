@@ -6,7 +6,8 @@ lattice
 
 * a shear adds the increment rounded to the lattice, ``y' = y + [c g(x)]``. The inverse computes the
   same bits from the same x and subtracts them;
-* a shear of columns adds multiples of other columns, rounded, one column after another;
+* a shear of columns adds multiples of other columns, rounded, one column after another, and a shear
+  of rows a rounded function of other rows;
 * a reflection, ``y' = 2 x - y``, needs no rounding where x and y have one spacing;
 * a scale by n/d, n and d integers, is not a bijection: d/n states go to one. An integer B for each
   entry, the information buffer, keeps the bits that distinguish them (Maclaurin, Duvenaud and

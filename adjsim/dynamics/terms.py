@@ -68,14 +68,14 @@ class Term(Generic[State]):
         """List the moves of its flow over a time h, in order."""
         raise TypeError(f"{type(self).__name__} cannot be solved alone.")
 
-    def constrained(self, holder: Holder) -> Term[State] | None:
-        """Return the term as :class:`~adjsim.Constrained` holds it; None: it cannot be held.
+    def constrained(self, holder: Holder) -> Term[State] | Refusal:
+        """Return the term as :class:`~adjsim.Constrained` holds it, or why it cannot be held.
 
-        A flow that keeps distances and the momenta along them at zero, such as a scale of all
+        A flow that keeps distances, and momenta that do not change them, such as a scale of all
         momenta by one factor, is held as it is. The holder makes the terms in place of streaming
         and of shears of momenta.
         """
-        return None
+        return Refusal("it does not say how constraints hold it")
 
 
 class Stream(Term[MomentumState]):
@@ -95,7 +95,7 @@ class Stream(Term[MomentumState]):
     def moves(self, h: float, state: MomentumState) -> Sequence[Move]:
         return (Shear("position", Field("momentum"), "h/m"),)
 
-    def constrained(self, holder: Holder) -> Term[Any] | None:
+    def constrained(self, holder: Holder) -> Term[Any] | Refusal:
         return holder.streaming(self)
 
 
@@ -116,5 +116,5 @@ class Kick(Term[MomentumState]):
     def moves(self, h: float, state: MomentumState) -> Sequence[Move]:
         return (Shear("momentum", Force(), "h"),)
 
-    def constrained(self, holder: Holder) -> Term[Any] | None:
+    def constrained(self, holder: Holder) -> Term[Any] | Refusal:
         return holder.projecting(self)

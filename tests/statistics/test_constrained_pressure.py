@@ -14,11 +14,12 @@ from tests.problems import parameter
 
 P, KT, BODIES = 2.0, 0.6, 5
 MASS = tensor([1.3, 0.7, 2.0, 1.0, 1.5, 1.5, 1.0, 3.0])
-RODS, LENGTHS = [[1, 0], [2, 3], [4, 6]], [0.9, 1.0, 0.7]
+# A rod, two rods that turn about an atom of both, and three atoms.
+RODS, LENGTHS = [[1, 0], [2, 3], [3, 6]], [0.9, 1.0, 0.7]
 
 
 def gas(axes="isotropic", box=(1.4, 1.5, 1.6), pressure=P, kT=KT):
-    """Three rods and two atoms without forces: V has the density V^5 exp(-P V/kT)."""
+    """Five molecules without forces: V has the density V^5 exp(-P V/kT)."""
     potential = adjsim.LennardJones(epsilon=0.0, cutoff=1e-12, box=box)
     inner = adjsim.LangevinPiston(
         potential, MASS, kT, 2.0, pressure, 0.4, piston_friction=4.0, axes=axes
@@ -45,7 +46,7 @@ def start(dynamics, replicas):
         ),
     ],
 )
-def test_the_volume_of_an_ideal_gas_of_rods(axes, box):
+def test_the_volume_of_an_ideal_gas_of_molecules(axes, box):
     """Mean and spread of V, and kinetic temperatures of atoms, of centres, and of the piston."""
     dynamics = gas(axes, box)
     kick = dynamics.terms["V"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import describe_type
 from adjsim.core.derived import has_values
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, momentum_of, position_of
 from adjsim.core.typing import Array, Energies, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics, StateLimit
@@ -101,11 +102,12 @@ class Constrained(Dynamics[Any]):
         if not isinstance(inner, MassiveDynamics):
             raise TypeError(f"constraints need dynamics with masses; got {describe_type(inner)}.")
         for letter, term in inner.terms.items():
-            if term.constrained(self._held) is None:
+            found = term.constrained(self._held)
+            if isinstance(found, Refusal):
                 raise TypeError(
-                    f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}. "
-                    "Use Hamiltonian, Langevin, NoseHooverChain, LangevinPiston or "
-                    "NoseHooverPiston."
+                    f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}: "
+                    f"{found.reason}. Use Hamiltonian, Langevin, NoseHooverChain, LangevinPiston "
+                    "or NoseHooverPiston."
                 )
         if getattr(inner, "friction", torch.empty(1)).numel() > 1:
             raise ValueError(
@@ -120,8 +122,11 @@ class Constrained(Dynamics[Any]):
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
-        held = self._held
-        return {letter: x.constrained(held) for letter, x in self.dynamics.terms.items()}
+        # Terms that refuse are found by validate.
+        held: dict[str, Any] = {
+            letter: term.constrained(self._held) for letter, term in self.dynamics.terms.items()
+        }
+        return held
 
     @property
     def _held(self) -> Held:

@@ -11,6 +11,7 @@ from torch import Tensor
 from adjsim.core.arguments import describe_type, wrong_shape
 from adjsim.core.layout import number_on
 from adjsim.core.parameters import leaves, point_of_differentiation
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import PhaseState
 from adjsim.core.typing import Array
 from adjsim.dynamics.masses import Masses
@@ -91,8 +92,8 @@ class PrescribedStream(Stream[PhaseState]):
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
         return (*super().moves(h, state), self.shear(0.0, h))
 
-    def constrained(self, holder: Holder) -> None:
-        return None
+    def constrained(self, holder: Holder) -> Refusal:
+        return Refusal("its vertices follow a path, which distances to them do not")
 
     def shear(self, start: float, end: float) -> Shear:
         """Return the move along the path between two times, from the time of the stage."""
