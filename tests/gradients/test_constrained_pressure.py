@@ -71,7 +71,9 @@ def test_exact_runs_have_the_gradient_of_backpropagation(system):
     _, expected = gradients(system, numbers, 4, exact=True, adjoint=ADJOINTS[0])
     assert path.stats["reconstruction_error"] == 0
     held = system.constrained(system.leaves).constraints
-    assert float(held.excess(path.final.position).detach().abs().max()) < 1e-7
+    # A chain scales momenta by fractions of 2^22, to units of which multipliers are rounded.
+    allowed = 1e-6 if system.chains else 1e-7
+    assert float(held.excess(path.final.position).detach().abs().max()) < allowed
     for name in numbers:
         torch.testing.assert_close(mine[name], expected[name], rtol=1e-11, atol=1e-11)
     plain = system.run(system.leaves, 4, system.scheme)
