@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import adjsim
+from tests.pressure import TURNED
+
+
+def tensor(x) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64)
+
 
 ANGLE = 1.9106
 WATER = torch.tensor(
@@ -15,10 +22,6 @@ WATER = torch.tensor(
 )
 WATER_LENGTHS = (1.0, 1.0, 2 * math.sin(ANGLE / 2))
 TRIANGLE = torch.tensor([[0, 1], [0, 2], [1, 2]])
-
-
-def tensor(x) -> Tensor:
-    return torch.tensor(x, dtype=torch.float64)
 
 
 def waters(count: int) -> tuple[Tensor, Tensor]:
@@ -84,23 +87,69 @@ class MixedClusters:
         self, numbers: dict[str, Tensor], steps: int, scheme: str = "BAOAB", **options
     ) -> adjsim.Trajectory:
         dynamics, dt = self.constrained(numbers), 0.02
-        start = dynamics.init(numbers["position"], generator=1)
         exact = options.pop("exact", False)
         return adjsim.simulate(
             dynamics,
-            start,
+            self.start(dynamics, numbers),
             [0.0, steps * dt],
             solver=adjsim.Splitting(scheme, dt, exact=exact),
             generator=2,
             **options,
         )
 
+    def start(self, dynamics: adjsim.Constrained, numbers: dict[str, Tensor]):
+        return dynamics.init(numbers["position"], generator=1)
+
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: nn.Parameter(x.clone()) for name, x in self.leaves.items()}
 
 
+class ClustersAtPressure(MixedClusters):
+    """The same clusters with a piston, and forces within the clusters too."""
+
+    BOXES: ClassVar = {
+        "orthogonal": tensor([9.0, 9.5, 10.0]),
+        "tilted": tensor([[9.0, 0.0, 0.0], [1.7, 9.5, 0.0], [-1.2, 1.5, 10.0]]),
+        "turned": 2.6 * TURNED,
+    }
+
+    def __init__(self, kind: str = "orthogonal", axes: str = "isotropic", chains=False) -> None:
+        super().__init__()
+        self.box, self.axes, self.chains = self.BOXES[kind], axes, chains
+        self.leaves |= {"pressure": tensor(0.05), "tau": tensor(0.8)}
+        if chains:
+            self.leaves["chain_tau"] = self.leaves.pop("friction")
+
+    @property
+    def scheme(self) -> str:
+        kind = adjsim.NoseHooverPiston if self.chains else adjsim.LangevinPiston
+        return kind.scheme
+
+    def constrained(self, numbers: dict[str, Tensor], **more) -> adjsim.Constrained:
+        truncation = adjsim.potentials.Switched(2.0)
+        potential = adjsim.LennardJones(
+            numbers["epsilon"], 1.05, cutoff=2.5, box=self.box, truncation=truncation
+        )
+        names = {"mass", "kT", "pressure", "tau", "friction", "chain_tau"} & set(numbers)
+        given = {name: numbers[name] for name in names} | more
+        if self.chains:
+            inner = adjsim.NoseHooverPiston(potential, axes=self.axes, **{"dof": 20, **given})
+        else:
+            inner = adjsim.LangevinPiston(potential, axes=self.axes, **given)
+        return adjsim.Constrained(inner, adjsim.DistanceConstraints(self.index, numbers["length"]))
+
+    def start(self, dynamics: adjsim.Constrained, numbers: dict[str, Tensor]):
+        rows = 1 + torch.linspace(0.01, 0.05, 3, dtype=torch.float64)
+        if self.axes == "isotropic":
+            rows = rows.mean()
+        box = (self.box.mT * rows).mT if self.box.ndim == 2 else self.box * rows
+        return dynamics.init(numbers["position"], generator=1, box=box)
+
+
 def weighted(state) -> Tensor:
-    """A number in which every entry of position and momentum has a weight of its own."""
-    weights = torch.linspace(0.3, 1.0, state.position.numel(), dtype=torch.float64)
-    weights = weights.reshape(state.position.shape)
-    return (weights * state.position).sum() + (weights.flip(0) * state.momentum).sum()
+    """A number in which every entry of a state has a weight of its own."""
+    total = tensor(0.0)
+    for k, x in enumerate(state):
+        weights = torch.linspace(0.3, 1.0, x.numel(), dtype=torch.float64).reshape(x.shape)
+        total = total + ((weights.flip(0) if k % 2 else weights) * x).sum()
+    return total

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from adjsim.core.state import State
 from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.bodies import RowShear
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.moves import ColumnShear, Coupling, GeneralFlow, Scale, Shear
@@ -236,7 +237,7 @@ class FlowContract:
             name: c.detach().requires_grad_(c.requires_grad) for name, c in coefficients.items()
         }
         for move in term.moves(0.1, state):
-            assert isinstance(move, Shear | Scale | ColumnShear | GeneralFlow)
+            assert isinstance(move, Shear | Scale | ColumnShear | RowShear | GeneralFlow)
             before = type(state)(*(x.clone().requires_grad_() for x in state))
             noise = drawn(term, state)
             after = move.flow(before, at(dynamics, letter, leaves, noise))
@@ -259,7 +260,7 @@ class FlowContract:
             ]
             mine += [sums.parameter_sums.get(name) for name in parameters]
             for a, b in zip(mine, expected, strict=True):
-                zero = torch.zeros(())
+                zero = torch.zeros_like(next((x for x in (a, b) if x is not None), torch.zeros(())))
                 a, b = (zero if a is None else a), (zero if b is None else b)
                 torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, check_stride=False)
             for a, b in zip(found, state, strict=True):

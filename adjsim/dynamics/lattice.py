@@ -6,7 +6,8 @@ lattice
 
 * a shear adds the increment rounded to the lattice, ``y' = y + [c g(x)]``. The inverse computes the
   same bits from the same x and subtracts them;
-* a shear of columns adds multiples of other columns, rounded, one column after another;
+* a shear of columns adds multiples of other columns, rounded, one column after another, and a shear
+  of rows a rounded function of other rows;
 * a reflection, ``y' = 2 x - y``, needs no rounding where x and y have one spacing;
 * a scale by n/d, n and d integers, is not a bijection: d/n states go to one. An integer B for each
   entry, the information buffer, keeps the bits that distinguish them (Maclaurin, Duvenaud and
@@ -52,14 +53,11 @@ from adjsim.dynamics.copies import Copies, copy_name, extended, typical_sizes
 from adjsim.dynamics.cotangents import select_link
 from adjsim.dynamics.moves import (
     BufferedFlow,
-    ColumnShear,
     Move,
     RatioScale,
-    Reflection,
     Scale,
     Shear,
     replace_field,
-    sheared,
 )
 from adjsim.dynamics.sources import Coefficient, Coefficients, MoveContext, forces_read
 from adjsim.potentials.base import Potential
@@ -119,11 +117,19 @@ class Lattice:
             # Contributions to forces have one axis more, and a spacing at least as fine as that of
             # the momentum increments.
             spacing = power_of_two(self.roundings[m.field].spacing / dt).unsqueeze(-1) / 2
-            self.force_roundings.setdefault(FORCE_NAMES[read.which], Rounding(spacing))
+            name = FORCE_NAMES[read.which]
+            if name in self.force_roundings:
+                spacing = torch.minimum(spacing, self.force_roundings[name].spacing)
+            self.force_roundings[name] = Rounding(spacing)
         self._constant_factors = [
             (letter, m.source.name) for letter, m in scales if isinstance(m.source, Coefficient)
         ]
         self._state_dependent = len(self._constant_factors) < len(scales)
+        # A ratio scales centres of bodies alone, and leaves relative momenta as they are.
+        self._coarse = any(
+            not (isinstance(move, RatioScale) or isinstance(move.source, Coefficient))
+            for _, move in scales
+        )
         self._half = torch.tensor(0.5, dtype=torch.float64, device=state[0].device)
 
     @property
@@ -145,14 +151,8 @@ class Lattice:
 
     def on_lattice(self, move: Move) -> Move:
         """Convert a move to its form on this lattice."""
-        if isinstance(move, Reflection):
-            return move
-        if isinstance(move, ColumnShear):
-            shared = move.field, move.coefficient, move.lower, move.inverse
-            return LatticeColumnShear(*shared, rounding=self.roundings[move.field])
-        if isinstance(move, BufferedFlow):
-            return move.rounded(self.roundings)
-        assert isinstance(move, Shear | Scale)
+        if not isinstance(move, Shear | Scale):
+            return move.on_lattice(self.roundings)
         rounding = self.roundings[move.field].link(move.link)
         if isinstance(move, Shear):
             return LatticeShear(
@@ -168,7 +168,7 @@ class Lattice:
     def rationals(self, coefficients: dict[str, Coefficients]) -> dict[str, Coefficients]:
         """Add to the coefficients a fraction n/d for each coefficient that scales a field."""
         found: dict[str, Coefficients] = dict(coefficients)
-        largest = DENOMINATOR if self._state_dependent else 1
+        largest = DENOMINATOR if self._coarse else 1
         for letter, name in dict.fromkeys(self._constant_factors):
             n, d = fractions(f"{name!r} of term {letter!r}", found[letter][name].detach())
             found[letter] = {**found[letter], f"{name} n": n, f"{name} d": d}
@@ -279,16 +279,6 @@ class LatticeShear(Shear):
         y, increment = self._part(state), self.rounding.round(value)
         y = y + increment if sign > 0 else y - increment
         return replace_field(state, self.field, self.link, y)
-
-
-@dataclass(frozen=True)
-class LatticeColumnShear(ColumnShear):
-    """A shear of columns whose increments are rounded to the lattice."""
-
-    rounding: Rounding = field(kw_only=True)
-
-    def _sheared(self, y: Tensor, matrix: Tensor, inverse: bool) -> Tensor:
-        return sheared(y, matrix, self.lower, inverse, self.rounding)
 
 
 @dataclass(frozen=True)

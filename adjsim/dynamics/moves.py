@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from operator import add
 from typing import ClassVar
@@ -67,6 +67,10 @@ class Move(ABC):
         self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None
     ) -> State:
         """Propagate state and cotangents back, by the inverse if ``before`` is None."""
+
+    def on_lattice(self, roundings: Mapping[str, Rounding]) -> Move:
+        """Return its form on a lattice with these roundings of the fields."""
+        return self
 
 
 class Coupling(Move):
@@ -208,6 +212,10 @@ class ColumnShear(Move):
     coefficient: str
     lower: bool
     inverse: bool = False
+    rounding: Rounding = UNROUNDED
+
+    def on_lattice(self, roundings: Mapping[str, Rounding]) -> ColumnShear:
+        return replace(self, rounding=roundings[self.field])
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -227,10 +235,8 @@ class ColumnShear(Move):
 
     def _moved(self, state: State, context: MoveContext, inverse: bool) -> State:
         y, matrix = getattr(state, self.field), context.coefficients[self.coefficient]
-        return replace_field(state, self.field, None, self._sheared(y, matrix, inverse))
-
-    def _sheared(self, y: Tensor, matrix: Tensor, inverse: bool) -> Tensor:
-        return sheared(y, matrix, self.lower, inverse, UNROUNDED)
+        moved = sheared(y, matrix, self.lower, inverse, self.rounding)
+        return replace_field(state, self.field, None, moved)
 
 
 def sheared(y: Tensor, matrix: Tensor, lower: bool, inverse: bool, rounding: Rounding) -> Tensor:
@@ -347,8 +353,7 @@ class BufferedFlow(GeneralFlow):
         """Return the buffer at the start."""
 
     @abstractmethod
-    def rounded(self, roundings: Mapping[str, Rounding]) -> Move:
-        """Return its form on a lattice with these roundings of the fields."""
+    def on_lattice(self, roundings: Mapping[str, Rounding]) -> Move: ...
 
 
 def replace_field(state: State, name: str, link: int | None, part: Tensor) -> State:

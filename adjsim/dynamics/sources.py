@@ -165,36 +165,48 @@ class Force:
 class Differentiated(Source):
     """The base class of sources that are differentiated automatically.
 
-    They are functions of the fields ``reads`` and of coefficients, and read modules of the dynamics
-    where ``reads_parameters``. Errors call them ``what``, of the letter of the term.
+    They are functions of the fields ``reads``, of the values of other ``sources`` and of
+    coefficients, and read modules of the dynamics where ``reads_parameters``. Errors call them
+    ``what``, of the letter of the term.
     """
 
     reads: tuple[str, ...]
+    sources: tuple[Source, ...] = ()
     reads_parameters: ClassVar[bool] = False
     what: ClassVar[str] = "the function of term {!r}"
 
     @abstractmethod
-    def evaluate(self, fields: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
-        """Compute the value, with derivatives by the fields and the coefficients."""
+    def evaluate(self, inputs: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
+        """Compute the value, with derivatives by fields, values of sources, and coefficients."""
 
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
-        return self.evaluate([getattr(state, name) for name in self.reads], state, context)
+        fields = [getattr(state, name) for name in self.reads]
+        values = [source.value(state, context) for source in self.sources]
+        return self.evaluate([*fields, *values], state, context)
 
     def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
         fields = [getattr(state, name).detach().requires_grad_() for name in self.reads]
+        parts = [source.vjp(state, context, cotangents) for source in self.sources]
+        values = [x.detach().requires_grad_(inner is not None) for x, inner in parts]
+        received = [(x, inner) for x, (_, inner) in zip(values, parts, strict=True) if inner]
         coefficients, wanted = as_leaves(context.coefficients)
         parameters = context.forces.parameters if self.reads_parameters else {}
+        context = context._replace(coefficients=coefficients)
         with torch.enable_grad():
-            value = self.evaluate(fields, state, context._replace(coefficients=coefficients))
+            value = self.evaluate([*fields, *values], state, context)
         if not value.requires_grad:
             return value, None
-        known = [*fields, *coefficients.values()]
+        known = [*fields, *values, *coefficients.values()]
         context.forces.refuse_unknown(value, known, self.what.format(context.letter))
 
         def accumulate(cotangent: Tensor) -> None:
-            leaves = [*fields, *(coefficients[k] for k in wanted), *parameters.values()]
+            leaves = [*fields, *(x for x, _ in received), *(coefficients[k] for k in wanted)]
+            leaves += parameters.values()
             found = iter(torch.autograd.grad(value, leaves, cotangent, allow_unused=True))
             add_each(cotangents.add, self.reads, islice(found, len(fields)))
+            for (_, inner), along in zip(received, islice(found, len(received)), strict=True):
+                if along is not None:
+                    inner(along)
             add = partial(cotangents.add_coefficient, context.letter)
             add_each(add, wanted, islice(found, len(wanted)))
             add_each(cotangents.add_parameter, parameters, found)
@@ -204,13 +216,17 @@ class Differentiated(Source):
 
 @dataclass(frozen=True)
 class Function(Differentiated):
-    """The value of ``function(coefficients, *fields)``, differentiated automatically."""
+    """The value of ``function(coefficients, *fields, *values)``, differentiated automatically.
+
+    The values are those of other sources.
+    """
 
     function: Callable[..., Tensor]
     reads: tuple[str, ...]
+    sources: tuple[Source, ...] = ()
 
-    def evaluate(self, fields: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
-        return self.function(context.coefficients, *fields)
+    def evaluate(self, inputs: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
+        return self.function(context.coefficients, *inputs)
 
 
 @dataclass(frozen=True)
@@ -221,7 +237,7 @@ class FunctionOfTime(Differentiated):
     reads = ()
     reads_parameters = True
 
-    def evaluate(self, fields: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
+    def evaluate(self, inputs: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
         return self.function(Time().value(state, context), state[0].detach())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,30 @@ from adjsim.dynamics.moves import Move, Shear
 from adjsim.dynamics.sources import Field, Force
 from adjsim.potentials.base import force
 
+if TYPE_CHECKING:
+    from adjsim.dynamics.bodies import Atoms
+
+
+class Holder(Protocol):
+    """The interface of constraints, as terms see them that are to be held by them."""
+
+    @property
+    def bodies(self) -> Atoms:
+        """The clusters of atoms that constraints join, and the single atoms."""
+        ...
+
+    def streaming(self, term: Term[Any]) -> Term[Any]:
+        """Return streaming along the constraints in place of straight streaming."""
+        ...
+
+    def projecting(self, term: Term[Any]) -> Term[Any]:
+        """Return the term with its shears of momenta projected to what constraints allow."""
+        ...
+
+    def colliding(self, term: Term[Any]) -> Term[Any]:
+        """Return collisions of the atoms of a cluster together, projected likewise."""
+        ...
+
 
 class Term(Generic[State]):
     """One summand of the equations of motion.
@@ -22,16 +46,10 @@ class Term(Generic[State]):
     ``advances_time`` marks the term whose flow advances the time: the streaming of positions.
     ``draws`` is the number of fields of standard normal numbers, each of the shape of position,
     that its flow takes. ``no_equation`` says why continuous solvers cannot take the term, which is
-    not a drift with noise that is independent of the state; None if they can. ``constrainable``
-    tells whether :class:`~adjsim.Constrained` can hold its flow to fixed distances: streaming,
-    shears of momenta, and scales of all momenta of a system by one factor. A subclass that moves
-    atoms in another way sets it to False, or to the reason. ``collides`` marks collisions, which
-    replace the momenta of some atoms.
+    not a drift with noise that is independent of the state; None if they can.
     """
 
     advances_time = False
-    constrainable: bool | Refusal = False
-    collides = False
     draws = 0
     no_equation: Refusal | None = None
 
@@ -54,12 +72,20 @@ class Term(Generic[State]):
         """List the moves of its flow over a time h, in order."""
         raise TypeError(f"{type(self).__name__} cannot be solved alone.")
 
+    def constrained(self, holder: Holder) -> Term[State] | Refusal:
+        """Return the term as :class:`~adjsim.Constrained` holds it, or why it cannot be held.
+
+        A flow that keeps distances, and momenta that do not change them, such as a scale of all
+        momenta by one factor, is held as it is. The holder makes the terms in place of streaming
+        and of shears of momenta.
+        """
+        return Refusal("it does not say how constraints hold it")
+
 
 class Stream(Term[MomentumState]):
     """Streaming, A: ``dq/dt = p/m``; its flow ``q' = q + h p/m`` also advances the time."""
 
     advances_time = True
-    constrainable = True
 
     def __init__(self, masses: Masses) -> None:
         self.masses = masses
@@ -73,11 +99,12 @@ class Stream(Term[MomentumState]):
     def moves(self, h: float, state: MomentumState) -> Sequence[Move]:
         return (Shear("position", Field("momentum"), "h/m"),)
 
+    def constrained(self, holder: Holder) -> Term[Any] | Refusal:
+        return holder.streaming(self)
+
 
 class Kick(Term[MomentumState]):
     """The kick, B: ``dp/dt = F(q)``, zero on pinned atoms; its flow is ``p' = p + h F(q)``."""
-
-    constrainable = True
 
     def __init__(self, masses: Masses, potential: nn.Module) -> None:
         self.masses, self.potential = masses, potential
@@ -92,3 +119,6 @@ class Kick(Term[MomentumState]):
 
     def moves(self, h: float, state: MomentumState) -> Sequence[Move]:
         return (Shear("momentum", Force(), "h"),)
+
+    def constrained(self, holder: Holder) -> Term[Any] | Refusal:
+        return holder.projecting(self)

@@ -100,8 +100,10 @@ def _pressure_at(dynamics: Any, state: Any) -> Energies:
     moving, q, p = _moving(dynamics), state.position, state.momentum
     size = moving.volume(state)
     _, along = strained_force(moving.potential, q, moving.piston.strain(state))
-    twice = (p**2 / _masses(moving.mass, p)).sum((-1, -2))
-    found = (twice + along.sum((-1, -2))) / (q.shape[-1] * size)
+    work = (p**2 / _masses(moving.mass, p)).sum((-1, -2)) + along.sum((-1, -2))
+    if isinstance(dynamics, HoldingDistances):
+        work = work + dynamics.constraint_virial(state).diagonal(dim1=-2, dim2=-1).sum(-1)
+    found = work / (q.shape[-1] * size)
     tail = moving.piston.numbers(state).get("tail")
     return found if tail is None else found + tail / size**2
 
@@ -148,7 +150,10 @@ def _stress_at(dynamics: Massive, state: Any, twice: Tensor) -> Tensor:
     systems = zip(*(x.reshape(-1, *x.shape[-2:]) for x in (q, strain.value)), strict=True)
     virials = [copy_at(strain._replace(value=e)).virial(x) for x, e in systems]
     size = moving.volume(state)[..., None, None]
-    found = -(twice + torch.stack(virials).reshape(twice.shape)) / size
+    virial = torch.stack(virials).reshape(twice.shape)
+    if isinstance(dynamics, HoldingDistances):
+        virial = virial + dynamics.constraint_virial(state)
+    found = -(twice + virial) / size
     tail = moving.piston.numbers(state).get("tail")
     if tail is None:
         return found

@@ -79,6 +79,12 @@ MODULES = {
         adjsim.Hamiltonian(adjsim.Harmonic(parameter(2.0))),
         adjsim.DistanceConstraints([[0, 1]], parameter(1.2)),
     ),
+    "constrained piston": lambda: adjsim.Constrained(
+        adjsim.LangevinPiston(
+            adjsim.HarmonicBond([[0, 2]], parameter(2.0), 0.5, box=[4.0, 4.1, 4.2])
+        ),
+        adjsim.DistanceConstraints([[0, 1]], parameter(1.2)),
+    ),
     "positive": adjsim.Positive,
     "between": lambda: adjsim.Between(0.0, 1.0),
 }

@@ -42,6 +42,7 @@ def test_sessions_print_what_the_page_shows():
             "molecules",
             "mechanics",
             "constraints",
+            "constant_pressure",
             "vector_fields",
             "coming_from",
             "scaling",

@@ -13,6 +13,7 @@ from torch import nn
 import adjsim
 from adjsim.core.openmm_units import LENGTH
 from adjsim.io import from_openmm, to_openmm
+from tests.constraints import tensor
 from tests.openmm_systems import AMBER14, molecule, reference, structure, velocity_verlet
 
 KT = 300 * units.kB
@@ -276,3 +277,72 @@ def test_constraints_of_another_system_are_refused():
     system.addConstraint(*atoms.constraints.index[0].tolist()[::-1], 0.2)
     with pytest.raises(ValueError, match=r"pair .* rows \[0, 12\].*contradict each other"):
         from_openmm(system, positions, topology)
+
+
+def water_at_pressure(axes="isotropic", friction=0.0):
+    """About 60 rigid waters in a box, at rest about their lattice, whose energy is smooth."""
+    nm = unit.nanometer
+    system, positions, topology = solvated(
+        box=openmm.Vec3(1.3, 1.3, 1.3) * nm, nonbondedMethod=app.PME, nonbondedCutoff=0.55 * nm
+    )
+    forces = [x for x in system.getForces() if isinstance(x, openmm.NonbondedForce)]
+    forces[0].setUseSwitchingFunction(True)
+    forces[0].setSwitchingDistance(0.4 * nm)
+    forces[0].setPMEParameters(8.0, 32, 32, 32)
+    potential, atoms = from_openmm(system, positions, topology)
+    inner = adjsim.LangevinPiston(
+        potential.requires_grad_(False),
+        atoms.mass,
+        KT,
+        friction,
+        units.bar,
+        200 * units.fs,
+        axes=axes,
+    )
+    dynamics = adjsim.Constrained(inner, atoms.constraints)
+    return dynamics, atoms
+
+
+@pytest.mark.filterwarnings("ignore:init moved an atom")
+@pytest.mark.parametrize("axes", ["isotropic", "each"])
+def test_the_virial_of_rigid_water_is_that_of_centres(axes):
+    dynamics, atoms = water_at_pressure(axes)
+    box = dynamics.reference_box * (1.02 if axes == "isotropic" else tensor([1.02, 1.01, 1.03]))
+    state = dynamics.init(atoms.position, generator=0, box=box)
+    still = state._replace(momentum=0 * state.momentum)
+    centre = (atoms.mass[:, None] * state.position).reshape(-1, 3, 3).sum(1) / atoms.mass[:3].sum()
+    away = state.position.reshape(-1, 3, 3) - centre[:, None]
+    h, found = 1e-5, dynamics.terms["V"].drift(0.0, still)["strain_momentum"]
+
+    def enthalpy(change):
+        moved = (centre * torch.exp(change))[:, None] + away
+        at = still._replace(position=moved.reshape(-1, 3), strain=state.strain + change)
+        return float(dynamics.potential_energy(at))
+
+    for k in range(state.strain.shape[-1]):
+        change = torch.zeros_like(state.strain)
+        change[..., k] = h
+        slope = (enthalpy(change) - enthalpy(-change)) / (2 * h)
+        # The truncation is h^2 times a third derivative, a thousand times as large.
+        assert float(found[..., k]) == pytest.approx(-slope, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:init moved an atom")
+def test_the_enthalpy_of_rigid_water_is_of_second_order():
+    dynamics, atoms = water_at_pressure()
+    start, errors = dynamics.init(atoms.position, generator=0), []
+    for dt in (1.0, 0.5, 0.25):
+        with torch.no_grad():
+            path = adjsim.simulate(
+                dynamics,
+                start,
+                torch.arange(0, 21, 1, dtype=torch.float64) * units.fs,
+                solver=adjsim.Splitting(dynamics.dynamics.scheme, dt * units.fs),
+                generator=1,
+            )
+        states = type(path.final)(*(getattr(path, name) for name in path.final._fields))
+        energy = dynamics.invariant(states)
+        errors.append(float((energy - energy[0]).square().mean().sqrt()))
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
+    assert errors[1] / errors[2] == pytest.approx(4, rel=0.05)

@@ -13,24 +13,22 @@ from adjsim.core.arguments import describe_type
 from adjsim.core.derived import has_values
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, momentum_of, position_of
-from adjsim.core.typing import Energies, PositionsLike, Seed
-from adjsim.dynamics.base import Dynamics
+from adjsim.core.typing import Array, Energies, PositionsLike, Seed
+from adjsim.dynamics.base import Dynamics, StateLimit
 from adjsim.dynamics.constraints.distances import DistanceConstraints
-from adjsim.dynamics.constraints.terms import (
-    ConstrainedCollisions,
-    ConstrainedStream,
-    ConstrainedTerm,
-)
+from adjsim.dynamics.constraints.terms import Held
 from adjsim.dynamics.density import StationaryDensity
+from adjsim.dynamics.forces import FORCE
 from adjsim.dynamics.masses import HeatLimit, Masses
 from adjsim.dynamics.massive import MassiveDynamics
+from adjsim.dynamics.pressure.terms import InBox, Piston
 from adjsim.dynamics.starts import as_start
-from adjsim.dynamics.terms import Stream, Term
-from adjsim.dynamics.thermostats.base import Rescaling
-from adjsim.potentials.base import force
+from adjsim.dynamics.terms import Term
+from adjsim.potentials.base import Forces
+from adjsim.potentials.points import ForcesAt
 
 # Of the lengths: errors of a start that init mends without a word, and that it mends at all.
-SILENT, MENDED = 1e-3, 0.1
+SILENT, MENDED = 1e-3, 0.15
 # The relative errors of lengths and of momenta with which a run may start. The grid of an exact run
 # leaves 1e-8 of lengths. Scales of momenta leave 1e-5 of these, and of lengths 1e-6 at 2 fs.
 TOLERANCE, MOMENTUM_TOLERANCE = 1e-5, 1e-4
@@ -55,16 +53,22 @@ class Constrained(Dynamics[Any]):
     root of det(G M^-1 G^T). A run starts from states that satisfy the constraints to 1e-5, which
     ``init`` makes.
 
+    A piston (:class:`~adjsim.LangevinPiston`, :class:`~adjsim.NoseHooverPiston`) moves the centres
+    of mass of bodies, which are the clusters of atoms that constraints join, and the single atoms:
+    see :class:`~adjsim.dynamics.pressure.terms.PistonKick`.
+
     Args:
         dynamics: :class:`~adjsim.Hamiltonian`; :class:`~adjsim.Langevin` or
-            :class:`~adjsim.Andersen`, with one friction or rate, or one for each molecule; or
-            :class:`~adjsim.NoseHooverChain`, :class:`~adjsim.Bussi`, :class:`~adjsim.Berendsen` or
-            :class:`~adjsim.VelocityRescale`, with ``dof``, the degrees of freedom without the
-            constraints (:meth:`dof`). Under Andersen all atoms of a molecule collide together.
+            :class:`~adjsim.Andersen`, with one friction or rate, or one for each molecule;
+            :class:`~adjsim.LangevinPiston`, with one friction; or
+            :class:`~adjsim.NoseHooverChain`, :class:`~adjsim.NoseHooverPiston`,
+            :class:`~adjsim.Bussi`, :class:`~adjsim.Berendsen` or :class:`~adjsim.VelocityRescale`,
+            with ``dof``, the degrees of freedom without the constraints (:meth:`dof`). Under
+            Andersen all atoms of a molecule collide together.
         constraints: the fixed distances.
 
     Raises:
-        TypeError: dynamics with another term, such as a piston.
+        TypeError: dynamics with a term that constraints cannot hold.
         ValueError: rates that differ within a molecule; a thermostat without dof. In ``init``
             or ``simulate``: atoms that are not there, constraints that are not independent, a start
             that is far from satisfying them.
@@ -101,17 +105,16 @@ class Constrained(Dynamics[Any]):
         if not isinstance(inner, MassiveDynamics):
             raise TypeError(f"constraints need dynamics with masses; got {describe_type(inner)}.")
         for letter, term in inner.terms.items():
-            if term.constrainable is not True:
-                reason = term.constrainable
-                because = f": {reason.reason}" if isinstance(reason, Refusal) else ""
+            found = term.constrained(self._held)
+            if isinstance(found, Refusal):
                 raise TypeError(
-                    f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}"
-                    f"{because}. Use Hamiltonian, Langevin, NoseHooverChain, Bussi, Andersen, "
-                    "Berendsen or VelocityRescale."
+                    f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}: "
+                    f"{found.reason}. Use Hamiltonian, Langevin, LangevinPiston, NoseHooverChain, "
+                    "NoseHooverPiston, Bussi, Andersen, Berendsen or VelocityRescale."
                 )
         for name in ("friction", "rate"):
             self._refuse_unequal(name, getattr(inner, name, None))
-        if isinstance(inner, Rescaling) and inner.dof is None:
+        if getattr(inner, "dof", 0) is None:
             raise ValueError(
                 f"constraints: {name} would count the degrees of freedom that constraints take. "
                 "Give it dof = atoms x dim - constraints."
@@ -141,27 +144,42 @@ class Constrained(Dynamics[Any]):
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
-        return {
-            letter: _kind(term)(term, self.constraints, self.masses)
-            for letter, term in self.dynamics.terms.items()
+        # Terms that refuse are found by validate.
+        held: dict[str, Any] = {
+            letter: term.constrained(self._held) for letter, term in self.dynamics.terms.items()
         }
+        return held
+
+    @property
+    def _held(self) -> Held:
+        return Held(self.constraints, self.masses)
 
     def init(
-        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
+        self,
+        position: PositionsLike,
+        momentum: PositionsLike | None = None,
+        generator: Seed = None,
+        box: Array | None = None,
     ) -> Any:
         """Make a start at the nearest position that satisfies the constraints.
 
         Positions move by ``M^-1 G^T x``, differentiably. A warning tells of a move of more than a
-        thousandth of a length, and a start whose lengths are off by a tenth is refused. Momenta,
+        thousandth of a length, and a start whose lengths are off by 15 % is refused. Momenta,
         given or drawn, are projected to those that the constraints allow.
 
         Args:
             position: ``(*batch, atoms, dim)``; integers become float64.
             momentum: of the same shape; cast to the dtype and device of position.
             generator: a generator, or a seed, which may also be that of the run.
+            box: the box of each system at constant pressure, see :class:`~adjsim.LangevinPiston`.
         """
         at, p = as_start(position, momentum)
-        held = self.constraints
+        held, more = self.constraints, {} if box is None else {"box": box}
+        if more and self.reference_box is None:
+            raise TypeError(
+                f"box is that of a state at constant pressure, and {type(self.dynamics).__name__} "
+                "has none: give its potential the box."
+            )
         held.check_atoms(at.shape[-2])
         c = held.coefficients(self.masses, at)
         if has_values():
@@ -173,7 +191,7 @@ class Constrained(Dynamics[Any]):
             if largest > SILENT * float(held.length.detach().min()):
                 text = f"init moved an atom by {largest:.3g} to satisfy the constraints."
                 warnings.warn(text, stacklevel=2)
-        fields = self.dynamics.started(moved, p, generator)
+        fields = self.dynamics.started(moved, p, generator, **more)
         state = self.state_type._make(fields)
         state = state._replace(momentum=held.project(c, moved, state.momentum))
         self.check(state)
@@ -230,11 +248,44 @@ class Constrained(Dynamics[Any]):
         """Compute the sum of d f over constraints, f their pulls, ``(*batch, dim, dim)``."""
         held, q, p = self.constraints, state.position, state.momentum
         c, d = held.coefficients(self.masses, p), held.differences(q)
-        x = held.reactions(c, d, p, force(self.potential, q))
+        forces = ForcesAt(Forces(self.potential)).values(0.0, self.force_point(state))
+        x = held.reactions(c, d, p, forces[FORCE])
         return -(x.unsqueeze(-2) * d) @ d.mT
 
     def invariant(self, state: Any) -> Energies:
         return self.dynamics.invariant(state)
+
+    @property
+    def piston(self) -> Piston:
+        """The piston of dynamics at constant pressure."""
+        return self.dynamics.piston
+
+    @property
+    def reference_box(self) -> Tensor | None:
+        return self.dynamics.reference_box
+
+    @property
+    def limit(self) -> StateLimit | None:
+        return self.dynamics.limit
+
+    def box(self, state: InBox) -> Tensor:
+        """Return the boxes of systems at constant pressure, see :class:`~adjsim.LangevinPiston`."""
+        return self.dynamics.box(state)
+
+    def volume(self, state: InBox) -> Energies:
+        """Compute the volume of each system at constant pressure, ``(*batch,)``."""
+        return self.dynamics.volume(state)
+
+    def density(self, state: InBox) -> Energies:
+        """Compute the mass of all atoms over the volume, ``(*batch,)``."""
+        return self.dynamics.density(state)
+
+    def enthalpy(self, state: InBox) -> Energies:
+        """Compute the enthalpy ``K + U + P V``, ``(*batch,)``."""
+        return self.dynamics.enthalpy(state)
+
+    def draw_shape(self, t: float, state: AnyState) -> torch.Size:
+        return self.dynamics.draw_shape(t, state)
 
     def characteristic_scales(self, t: float, state: Any, time: float) -> dict[str, Tensor]:
         return self.dynamics.characteristic_scales(t, state, time)
@@ -259,9 +310,3 @@ class Constrained(Dynamics[Any]):
                     "do not train it."
                 )
         return self.dynamics.stationary_density()
-
-
-def _kind(term: Term[Any]) -> type[ConstrainedTerm]:
-    if isinstance(term, Stream):
-        return ConstrainedStream
-    return ConstrainedCollisions if term.collides else ConstrainedTerm

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_indices
 from adjsim.core.parameters import register
 from adjsim.core.typing import Array, Number
+from adjsim.dynamics.bodies import Bodies
 from adjsim.dynamics.constraints.multipliers import LengthMultipliers, tangent_multipliers
 from adjsim.dynamics.constraints.ordering import clusters, ordered, refuse_repeated
 from adjsim.dynamics.constraints.systems import diagonals, places, products, window
@@ -44,7 +45,6 @@ class DistanceConstraints(nn.Module):
     """
 
     index: Tensor
-    labels: Tensor
     order: Tensor
     length: Tensor
 
@@ -57,7 +57,7 @@ class DistanceConstraints(nn.Module):
         refuse_repeated(pairs, self.length.detach().expand(len(pairs)))
         labels = clusters(pairs, count)
         order, forms = ordered(pairs, labels)
-        self.register_buffer("labels", labels, persistent=False)
+        self.bodies = Bodies(labels)
         self.register_buffer("index", pairs, persistent=False)
         self.register_buffer("order", order, persistent=False)
         self.ends = Selection(pairs[order].T.flatten(), count)
@@ -152,8 +152,9 @@ class DistanceConstraints(nn.Module):
 
     def first_atoms(self, atoms: int) -> Tensor:
         """Return for each atom the first one that constraints join it to, or itself."""
-        rest = torch.arange(len(self.labels), atoms, device=self.labels.device)
-        return torch.cat([self.labels, rest])
+        labels = self.bodies.members.index
+        rest = torch.arange(len(labels), atoms, device=labels.device)
+        return torch.cat([labels, rest])
 
     def excess(self, q: Tensor) -> Tensor:
         """Compute the relative errors of the distances, ``(*batch, n)``, in the order of index."""

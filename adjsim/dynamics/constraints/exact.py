@@ -63,7 +63,7 @@ class Drift(BufferedFlow):
         q, entries = position_of(state), 2 * WORDS * len(self.constraints.index)
         return q.new_zeros((*q.shape[:-2], entries), dtype=torch.int64)
 
-    def rounded(self, roundings: Mapping[str, Rounding]) -> LatticeDrift:
+    def on_lattice(self, roundings: Mapping[str, Rounding]) -> LatticeDrift:
         shared: Any = {x.name: getattr(self, x.name) for x in fields(self)}
         return LatticeDrift(
             **shared, position=roundings["position"], momentum=roundings["momentum"]

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjsim.core.refusal import Refusal
-from adjsim.core.state import AnyState, position_of
+from adjsim.dynamics.bodies import Bodies
 from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.dynamics.constraints.exact import Drift
-from adjsim.dynamics.cotangents import Cotangents, add_each
 from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.moves import GeneralFlow, Move, Shear
-from adjsim.dynamics.sources import Coefficients, Linearised, MoveContext, Random, Source, as_leaves
+from adjsim.dynamics.sources import Coefficients, Function, Random, Source
 from adjsim.dynamics.terms import Term
+
+
+class Held(NamedTuple):
+    """Constraints and masses, by which terms are held."""
+
+    constraints: DistanceConstraints
+    masses: Masses
+
+    @property
+    def bodies(self) -> Bodies:
+        return self.constraints.bodies
+
+    def streaming(self, term: Term[Any]) -> Term[Any]:
+        return ConstrainedStream(term, *self)
+
+    def projecting(self, term: Term[Any]) -> Term[Any]:
+        return ConstrainedTerm(term, *self)
+
+    def colliding(self, term: Term[Any]) -> Term[Any]:
+        return ConstrainedCollisions(term, *self)
 
 
 class ConstrainedTerm(Term[Any]):
@@ -47,11 +65,15 @@ class ConstrainedTerm(Term[Any]):
 
     def moves(self, h: float, state: Any) -> Sequence[Move]:
         return [
-            Shear("momentum", Projected(move.source, move.coefficient, self.constraints))
+            Shear("momentum", self._projecting(move.source, move.coefficient))
             if isinstance(move, Shear) and move.field == "momentum"
             else move
             for move in self.term.moves(h, state)
         ]
+
+    def _projecting(self, source: Source, coefficient: str | None) -> Function:
+        projected = _Projected(self.constraints, coefficient)
+        return Function(projected, ("position",), (source,))
 
     def _projected(self, state: Any, rates: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if "momentum" not in rates:
@@ -105,42 +127,17 @@ class ConstrainedCollisions(ConstrainedTerm):
         def collide(c: Coefficients, choice: Tensor, drawn: Tensor, p: Tensor) -> tuple[Tensor]:
             return (torch.where(choice[..., c["first"], :1] < c["threshold"], drawn, p),)
 
-        reads = Random(0), Projected(Random(1), "thermal", self.constraints)
+        reads = Random(0), self._projecting(Random(1), "thermal")
         lost = Refusal("it loses the momenta before collisions")
         return (GeneralFlow(("momentum",), collide, None, reads, lost),)
 
 
-@dataclass(frozen=True)
-class Projected:
-    """A source, times a coefficient, that is projected to the momenta that constraints allow."""
+class _Projected(NamedTuple):
+    """A value, times a coefficient, projected to the momenta that constraints allow."""
 
-    source: Source
-    coefficient: str | None
     constraints: DistanceConstraints
+    coefficient: str | None
 
-    def value(self, state: AnyState, context: MoveContext) -> Tensor:
-        found = self.source.value(state, context)
-        return self._projected(context.coefficients, position_of(state), found)
-
-    def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
-        source, inner = self.source.vjp(state, context, cotangents)
-        q, g = (x.detach().requires_grad_() for x in (position_of(state), source))
-        coefficients, wanted = as_leaves(context.coefficients)
-        with torch.enable_grad():
-            value = self._projected(coefficients, q, g)
-
-        def accumulate(cotangent: Tensor) -> None:
-            leaves = [q, g, *(coefficients[name] for name in wanted)]
-            along, of_source, *rest = torch.autograd.grad(
-                value, leaves, cotangent, allow_unused=True
-            )
-            cotangents.add("position", along)
-            if inner is not None:
-                inner(of_source)
-            add_each(partial(cotangents.add_coefficient, context.letter), wanted, rest)
-
-        return value.detach(), accumulate
-
-    def _projected(self, c: Coefficients, q: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, c: Coefficients, q: Tensor, value: Tensor) -> Tensor:
         scaled = value if self.coefficient is None else c[self.coefficient] * value
         return self.constraints.project(c, q, scaled)

@@ -11,12 +11,13 @@ from torch import Tensor
 from adjsim.core.arguments import describe_type, wrong_shape
 from adjsim.core.layout import number_on
 from adjsim.core.parameters import leaves, point_of_differentiation
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import PhaseState
 from adjsim.core.typing import Array
 from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.moves import Move, Shear
 from adjsim.dynamics.sources import FunctionOfTime
-from adjsim.dynamics.terms import Stream
+from adjsim.dynamics.terms import Holder, Stream
 from adjsim.potentials.signals.controls import Placement
 
 # A start agrees with a path up to this number of units in the last place of the largest coordinate.
@@ -79,8 +80,6 @@ class Prescribed(Placement):
 class PrescribedStream(Stream[PhaseState]):
     """Streaming, A, whose flow adds ``path(t + h) - path(t)`` to prescribed vertices."""
 
-    constrainable = False
-
     def __init__(self, masses: Masses, prescribed: Prescribed) -> None:
         super().__init__(masses)
         self.prescribed = prescribed
@@ -92,6 +91,9 @@ class PrescribedStream(Stream[PhaseState]):
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
         return (*super().moves(h, state), self.shear(0.0, h))
+
+    def constrained(self, holder: Holder) -> Refusal:
+        return Refusal("its vertices follow a path, which distances to them do not")
 
     def shear(self, start: float, end: float) -> Shear:
         """Return the move along the path between two times, from the time of the stage."""

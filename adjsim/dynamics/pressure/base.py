@@ -119,7 +119,7 @@ class PistonDynamics(Thermostat[Any]):
             "A": Stream(self.masses),
             "B": StrainedKick(self.masses, self.potential),
             "V": PistonKick(self.masses, self.piston, self.potential),
-            "S": Dilation(self.piston),
+            "S": Dilation(self.masses, self.piston),
         }
 
     @property
@@ -150,8 +150,15 @@ class PistonDynamics(Thermostat[Any]):
             generator: a generator, or a seed, which may also be that of the run.
         """
         at, p = as_start(position, momentum)
-        batch, axes = at.shape[:-2], self._axes
-        strain = at.new_zeros((*batch, 1, axes))
+        state = self.state_type._make(self.started(at, p, generator, box))
+        self.check(state)
+        return state
+
+    def started(
+        self, position: Tensor, p: Tensor | None, generator: Seed, box: Array | None = None
+    ) -> tuple[Tensor, ...]:
+        at, batch = position, position.shape[:-2]
+        strain = at.new_zeros((*batch, 1, self._axes))
         if box is not None:
             # A box of a float32 state is rounded, and its strain is computed in float64.
             rtol = max(1e-9, 16 * torch.finfo(at.dtype).eps)
@@ -166,9 +173,7 @@ class PistonDynamics(Thermostat[Any]):
             p = self.thermal_momentum(at, self.kT, generator)
             drawn = standard_normal(rate, generator, NoiseStream.PISTON)
             rate = self.piston.thermal(PistonState(at, p, strain, rate)) * drawn
-        state = self.state_type._make((at, p, strain, rate, *self.bath_at_rest(at)))
-        self.check(state)
-        return state
+        return (at, p, strain, rate, *self.bath_at_rest(at))
 
     def bath_at_rest(self, position: Tensor) -> tuple[Tensor, ...]:
         """Return the further fields of a start."""

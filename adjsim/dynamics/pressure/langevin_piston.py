@@ -48,6 +48,9 @@ class LangevinPiston(PistonDynamics):
     apply. The scheme ``LangevinPiston.scheme``, "BVSAOASVB", is second order and costs one force a
     step. With zero friction there are no baths, O does nothing, and ``invariant`` is conserved.
 
+    Rigid molecules are moved by their centres of mass: ``Constrained(LangevinPiston(...), ...)``,
+    see :class:`~adjsim.Constrained`.
+
     The box has to be large enough for the cutoff throughout a run: a step after which the cutoff is
     above half the smallest width stops it. ``axes="each"`` is for solids and for boxes whose shape
     is held by the matter in them. In a liquid the shape of a box with free edges wanders until an

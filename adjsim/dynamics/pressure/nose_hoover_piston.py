@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_whole
+from adjsim.core.arguments import as_number, as_whole
 from adjsim.core.parameters import register
 from adjsim.core.state import AnyState
 from adjsim.core.typing import Energies, Number, Positions
@@ -17,7 +17,7 @@ from adjsim.dynamics.pressure.base import PistonDynamics
 from adjsim.dynamics.pressure.terms import Piston
 from adjsim.dynamics.starts import check_shape
 from adjsim.dynamics.terms import Term
-from adjsim.dynamics.thermostats.base import Bath
+from adjsim.dynamics.thermostats.base import Bath, Counting
 from adjsim.dynamics.thermostats.nose_hoover import Chain, ChainNames
 
 
@@ -40,8 +40,6 @@ class PistonChainState(NamedTuple):
 class PistonChain(Chain):
     """The chain, M, whose first link acts on the momentum of the piston, as :class:`Chain`."""
 
-    constrainable = False
-
     names = ChainNames("strain_momentum", "piston_bath_position", "piston_bath_momentum")
 
     def __init__(self, bath: Bath, tau: Tensor, length: int, piston: Piston) -> None:
@@ -55,7 +53,9 @@ class PistonChain(Chain):
         return float(state.strain.shape[-1])
 
 
-class NoseHooverPiston(PistonDynamics):
+class NoseHooverPiston(  # pyright: ignore[reportIncompatibleMethodOverride]
+    PistonDynamics, Counting[Any]
+):
     """Constant pressure and temperature: a piston, and Nose-Hoover chains on atoms and piston.
 
     The equations are those of Martyna, Tobias and Klein, J. Chem. Phys. 101, 4177 (1994), which
@@ -72,6 +72,7 @@ class NoseHooverPiston(PistonDynamics):
 
     Args:
         potential, mass, kT, pressure, tau, axes, tail: see :class:`~adjsim.LangevinPiston`.
+        dof: degrees of freedom of the atoms' chain, see :class:`~adjsim.NoseHooverChain`.
         chain_tau: relaxation time of the chains, time; a few times the period of the slowest
             vibration that should be thermalised well. None: ``tau``.
         length: links of each chain.
@@ -94,10 +95,12 @@ class NoseHooverPiston(PistonDynamics):
         *,
         chain_tau: Number | None = None,
         length: int = 3,
+        dof: float | int | None = None,
         axes: str = "isotropic",
         tail: bool = False,
     ) -> None:
         super().__init__(potential, mass, kT, pressure, tau, axes, tail)
+        self.dof = None if dof is None else as_number("dof", dof)
         self.length = as_whole("length", length)
         if chain_tau is None:
             self.register_buffer("chain_tau", None)
@@ -108,14 +111,14 @@ class NoseHooverPiston(PistonDynamics):
     def validate(self) -> None:
         """Refuse settings, numbers and a potential that the constructor would refuse."""
         super().validate()
+        Counting.validate(self)
         if self.length < 1:
             raise ValueError(f"length must be at least 1 link; got {self.length}.")
 
     @property
     def chains(self) -> tuple[Chain, PistonChain]:
         """The chain of the atoms, and that of the piston."""
-        bath = Bath(self.masses, self.kT, None)
-        tau = self.tau if self.chain_tau is None else self.chain_tau
+        bath, tau = self.bath, self.tau if self.chain_tau is None else self.chain_tau
         return Chain(bath, tau, self.length), PistonChain(bath, tau, self.length, self.piston)
 
     @property

@@ -12,12 +12,21 @@ from torch import Tensor, nn
 from adjsim.core.box import volume
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Positions
-from adjsim.dynamics.forces import STRAIN_FORCE
+from adjsim.dynamics.bodies import ATOMS, Atoms
+from adjsim.dynamics.forces import FORCE, STRAIN_FORCE
 from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.moves import Move, RatioScale, Scale, Shear
 from adjsim.dynamics.pressure.skew import Skew
-from adjsim.dynamics.sources import Coefficient, Coefficients, Field, Force, Function, Random
-from adjsim.dynamics.terms import Kick, Term
+from adjsim.dynamics.sources import (
+    Coefficient,
+    Coefficients,
+    Field,
+    Force,
+    Function,
+    Random,
+    Source,
+)
+from adjsim.dynamics.terms import Holder, Kick, Term
 from adjsim.dynamics.thermostats.langevin import OrnsteinUhlenbeck
 from adjsim.potentials import PairPotential, tail_corrections
 from adjsim.potentials.evaluated import terms_of
@@ -122,99 +131,136 @@ def volume_at(volume: Tensor, strain: Tensor, dim: int) -> Tensor:
 class StrainedKick(Kick[Any]):
     """The kick, B, by the force in the box of the state."""
 
-    constrainable = False
-
     def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
         strain = Strain.of(reference_box(self.potential), state.strain)
         return {"momentum": strained_force(self.potential, state.position, strain)[0]}
 
 
 class PistonKick(Term[Any]):
-    """The kick of the piston, V, with d the dimension and N_f = d atoms::
+    """The kick of the piston, V, with d the dimension, N bodies and N_f = d N::
 
         dp_e/dt = W_q + 2K + (d/N_f) 2K - d V (P - P_tail)            isotropic
         dp_e,a/dt = W_q,a + 2K_a + (1/N_f) 2K - V (P - P_tail)        each row a
 
-    W_q is the force along the strain, minus the derivative of the energy as box and positions are
-    stretched together; 2K is twice the kinetic energy, and 2K_a the part of row a, the sum of
-    p_a v_a by coordinate along rows (:meth:`~adjsim.core.strain.Strain.along`). The terms in N_f
-    make the pressure that of the Gibbs ensemble (Martyna, Tobias and Klein).
+    W_q is the force along the strain, minus the derivative of the energy as box and centres of
+    bodies are stretched together; 2K is twice the kinetic energy of the centres, and 2K_a the part
+    of row a, the sum of P_a V_a by coordinate along rows
+    (:meth:`~adjsim.core.strain.Strain.along`). The terms in N_f make the pressure that of the Gibbs
+    ensemble (Martyna, Tobias and Klein).
+
+    The force along a strain that stretches all atoms is ``sum_i (q_i - Q) F_i`` more than W_q, with
+    Q the centre of the body of atom i.
     """
 
-    def __init__(self, masses: Masses, piston: Piston, potential: nn.Module) -> None:
-        self.masses, self.piston, self.potential = masses, piston, potential
+    def __init__(
+        self, masses: Masses, piston: Piston, potential: nn.Module, bodies: Atoms = ATOMS
+    ) -> None:
+        self.masses, self.piston, self.potential, self.bodies = masses, piston, potential, bodies
 
     def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
-        _, along = strained_force(self.potential, state.position, self.piston.strain(state))
-        rest = _pressure_force(self.coefficients(1.0, state), state.momentum, state.strain)
-        return {"strain_momentum": along + rest}
+        c, q, strain = self.coefficients(1.0, state), state.position, state.strain
+        force, along = strained_force(self.potential, q, self.piston.strain(state))
+        rest = _PressureForce(self.bodies)(c, state.momentum, strain)
+        within = _InnerForce(self.bodies)(c, q, strain, force)
+        return {"strain_momentum": along + rest + within}
 
     def coefficients(self, h: float, state: Any) -> dict[str, Tensor]:
         like = state.momentum
         step = torch.as_tensor(h, dtype=like.dtype, device=like.device)
-        return {"h": step, "1/m": 1 / self.masses(like), **self.piston.numbers(state)}
+        numbers = {"h": step, "1/m": 1 / self.masses(like), **self.piston.numbers(state)}
+        return numbers | self.bodies.coefficients(self.masses, like)
 
     def moves(self, h: float, state: Any) -> Sequence[Move]:
-        return (
-            Shear("strain_momentum", Force(STRAIN_FORCE), "h"),
-            Shear("strain_momentum", Function(_pressure_force, ("momentum", "strain")), "h"),
-        )
+        parts: list[Source] = [
+            Force(STRAIN_FORCE),
+            Function(_PressureForce(self.bodies), ("momentum", "strain")),
+        ]
+        if self.bodies.joined:
+            inner = _InnerForce(self.bodies)
+            parts.append(Function(inner, ("position", "strain"), (Force(FORCE),)))
+        return [Shear("strain_momentum", part, "h") for part in parts]
+
+    def constrained(self, holder: Holder) -> Term[Any]:
+        return PistonKick(self.masses, self.piston, self.potential, holder.bodies)
 
 
-def _pressure_force(c: Coefficients, p: Tensor, strain: Tensor) -> Tensor:
-    """Compute the force on the piston, other than that of the potential."""
-    dim, axes = p.shape[-1], strain.shape[-1]
-    dof, share = p.shape[-2] * dim, dim / axes
-    along = Strain(strain, c.get("rows")).along(p * c["1/m"], p)
-    twice = along.sum(-1, keepdim=True)
-    volume = volume_at(c["volume"], strain, dim)
-    work = -c["pressure"] * volume
-    if "tail" in c:
-        work = work + c["tail"] / volume
-    return along + share * (work + twice / dof)
+class _PressureForce(NamedTuple):
+    """The force on the piston, other than that of the potential."""
+
+    bodies: Atoms
+
+    def __call__(self, c: Coefficients, p: Tensor, strain: Tensor) -> Tensor:
+        (atoms, dim), axes = p.shape[-2:], strain.shape[-1]
+        dof, share, p = self.bodies.count(atoms) * dim, dim / axes, self.bodies.carried(c, p)
+        along = Strain(strain, c.get("rows")).along(p * c["1/m"], p)
+        twice = along.sum(-1, keepdim=True)
+        volume = volume_at(c["volume"], strain, dim)
+        work = -c["pressure"] * volume
+        if "tail" in c:
+            work = work + c["tail"] / volume
+        return along + share * (work + twice / dof)
+
+
+class _InnerForce(NamedTuple):
+    """Minus the work of forces as atoms are stretched about the centres of their bodies."""
+
+    bodies: Atoms
+
+    def __call__(self, c: Coefficients, q: Tensor, strain: Tensor, force: Tensor) -> Tensor:
+        about = q - self.bodies.centres(c, q)
+        return -Strain(strain, c.get("rows")).along(about, force)
 
 
 class Dilation(Term[Any]):
-    """The flow of the box, S: box and positions are stretched, and momenta shrink::
+    """The flow of the box, S: box and centres of bodies are stretched, and momenta shrink::
 
-        de/dt = p_e/W = v      dq/dt = v q      dp/dt = -(1 + d/N_f) v p
+        de/dt = p_e/W = v      dQ/dt = v Q      dP/dt = -(1 + d/N_f) v P
 
-    For each row a, dp_a/dt = -(v_a + sum_b v_b/N_f) p_a, with the coordinates along rows. The flow
-    over h is a shear of the strain, and scales of positions by exp(h v) and of momenta. Both
-    factors are ratios of functions of the strain after and before.
+    Atoms keep their places, and velocities, about the centre of their body. For each row a,
+    dP_a/dt = -(v_a + sum_b v_b/N_f) P_a, with the coordinates along rows. The flow over h is a
+    shear of the strain, and scales of centres by exp(h v) and of momenta. Both factors are ratios
+    of functions of the strain after and before.
 
     In a tilted box whose rows A are stretched each, shears of columns (:class:`Skew`) take the
-    coordinates to those along rows and back.
+    coordinates to those along rows and back. Shears of rows (:mod:`adjsim.dynamics.bodies`) take
+    atoms to centres and back.
     """
 
-    def __init__(self, piston: Piston) -> None:
-        self.piston = piston
+    def __init__(self, masses: Masses, piston: Piston, bodies: Atoms = ATOMS) -> None:
+        self.masses, self.piston, self.bodies = masses, piston, bodies
 
     def drift(self, t: Any, state: Any) -> Mapping[str, Tensor]:
         v = state.strain_momentum / self.piston.mass(state)
-        p, strain = state.momentum, self.piston.strain(state)
+        strain, c = self.piston.strain(state), self.bodies.coefficients(self.masses, state.momentum)
+        q, p = self.bodies.centres(c, state.position), self.bodies.carried(c, state.momentum)
+        dof = self.bodies.count(p.shape[-2]) * p.shape[-1]
         return {
-            "position": strain.dilated(state.position, v),
-            "momentum": -strain.pulled_back(p, _shrinking(v, p.shape[-2], p.shape[-1])),
+            "position": strain.dilated(q, v),
+            "momentum": -strain.pulled_back(p, _shrinking(v, dof, p.shape[-1])),
             "strain": v,
         }
 
     def coefficients(self, h: float, state: Any) -> dict[str, Tensor]:
         rows = self.piston.strain(state).rows
         skews = {} if rows is None else Skew(rows).matrices()
-        return {"h/W": h / self.piston.mass(state), **skews}
+        shares = self.bodies.coefficients(self.masses, state.momentum)
+        return {"h/W": h / self.piston.mass(state), **skews, **shares}
 
     def moves(self, h: float, state: Any) -> Sequence[Move]:
         (atoms, dim), rows = state.momentum.shape[-2:], self.piston.strain(state).rows
         skew = None if rows is None else Skew(rows)
-        order = None if skew is None else skew.order
+        order, dof = None if skew is None else skew.order, self.bodies.count(atoms) * dim
         shear = Shear("strain", Field("strain_momentum"), "h/W")
         moves: list[Move] = [shear]
-        for name, of in (("position", _Stretched(order)), ("momentum", _Shrunk(order, atoms, dim))):
+        for name, of in (("position", _Stretched(order)), ("momentum", _Shrunk(order, dof, dim))):
+            of = self.bodies.rows(of, atoms)
             factor = Function(_Change(of), ("strain_momentum",))
             scale = RatioScale(name, factor, bits=BITS, of=of, shear=shear)
-            moves += [scale] if skew is None else skew.around(name, scale)
+            moves += self.bodies.around([scale] if skew is None else skew.around(name, scale))
         return moves
+
+    def constrained(self, holder: Holder) -> Term[Any]:
+        return Dilation(self.masses, self.piston, holder.bodies)
 
 
 class _Change(NamedTuple):
@@ -239,11 +285,11 @@ class _Shrunk(NamedTuple):
     """The factor of momenta as a function of the strain, by column, see :class:`Skew`."""
 
     order: tuple[int, ...] | None
-    atoms: int
+    dof: int
     dim: int
 
     def __call__(self, strain: Tensor) -> Tensor:
-        return _by_column(torch.exp(-_shrinking(strain, self.atoms, self.dim)), self.order)
+        return _by_column(torch.exp(-_shrinking(strain, self.dof, self.dim)), self.order)
 
 
 def _by_column(factor: Tensor, order: tuple[int, ...] | None) -> Tensor:
@@ -252,10 +298,10 @@ def _by_column(factor: Tensor, order: tuple[int, ...] | None) -> Tensor:
     return torch.cat([factor[..., k : k + 1] for k in order], -1)
 
 
-def _shrinking(v: Tensor, atoms: int, dim: int) -> Tensor:
+def _shrinking(v: Tensor, dof: int, dim: int) -> Tensor:
     """Compute v + (d/N_f) v, or v_a + sum_b v_b/N_f for each axis."""
     share = dim / v.shape[-1]
-    return v + v.sum(-1, keepdim=True) * (share / (atoms * dim))
+    return v + v.sum(-1, keepdim=True) * (share / dof)
 
 
 class PistonBath(OrnsteinUhlenbeck):
@@ -263,8 +309,6 @@ class PistonBath(OrnsteinUhlenbeck):
 
     The draw of a step is ``(atoms + 1, dim)``, whose last row is that of the piston.
     """
-
-    constrainable = False
 
     def __init__(
         self, masses: Masses, kT: Tensor, friction: Tensor, piston: Piston, damping: Tensor

@@ -17,7 +17,7 @@ from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.masses import PER_ATOM, Masses, per_atom
 from adjsim.dynamics.moves import GeneralFlow, Move
 from adjsim.dynamics.sources import Coefficients, Random
-from adjsim.dynamics.terms import Term
+from adjsim.dynamics.terms import Holder, Term
 from adjsim.dynamics.thermostats.base import Thermostat
 
 
@@ -39,7 +39,6 @@ class Collide(Term[PhaseState]):
     Whether an atom collides depends on the rate alone, by a jump, which has no derivative.
     """
 
-    constrainable = collides = True
     draws = 2
     no_equation = Refusal("its collisions are jumps")
 
@@ -72,6 +71,9 @@ class Collide(Term[PhaseState]):
 
         lost = Refusal("it loses the momenta before collisions")
         return (GeneralFlow(("momentum",), collide, None, (Random(0), Random(1)), lost),)
+
+    def constrained(self, holder: Holder) -> Term[Any]:
+        return holder.colliding(self)
 
 
 class Andersen(Thermostat[PhaseState]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from adjsim.dynamics.masses import HeatLimit, Masses
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.moves import GeneralFlow
 from adjsim.dynamics.sources import Source
-from adjsim.dynamics.terms import Term
+from adjsim.dynamics.terms import Holder, Term
 
 
 class Thermostat(MassiveDynamics[MomentumState]):
@@ -37,19 +38,10 @@ class Thermostat(MassiveDynamics[MomentumState]):
         return HeatLimit(self, start)
 
 
-class Rescaling(Thermostat[MomentumState]):
-    """The base class of thermostats that scale all momenta of a system by one factor."""
+class Counting(Thermostat[MomentumState]):
+    """The base class of thermostats that count the degrees of freedom of a system, ``dof``."""
 
-    def __init__(
-        self,
-        potential: nn.Module,
-        mass: Number = 1.0,
-        kT: Number = 1.0,
-        dof: float | int | None = None,
-    ) -> None:
-        super().__init__(potential, mass, kT)
-        self.dof = None if dof is None else as_number("dof", dof)
-        self.validate()
+    dof: float | None
 
     def validate(self) -> None:
         """Refuse degrees of freedom that the constructor would refuse."""
@@ -68,6 +60,21 @@ class Rescaling(Thermostat[MomentumState]):
     @property
     def bath(self) -> Bath:
         return Bath(self.masses, self.kT, self.dof)
+
+
+class Rescaling(Counting[MomentumState]):
+    """The base class of thermostats that scale all momenta of a system by one factor."""
+
+    def __init__(
+        self,
+        potential: nn.Module,
+        mass: Number = 1.0,
+        kT: Number = 1.0,
+        dof: float | int | None = None,
+    ) -> None:
+        super().__init__(potential, mass, kT)
+        self.dof = None if dof is None else as_number("dof", dof)
+        self.validate()
 
 
 class Relaxing(Rescaling[PhaseState]):
@@ -110,13 +117,14 @@ class Bath:
 class Rescale(Term[PhaseState]):
     """The base class of terms that scale all momenta of a system by one factor, R."""
 
-    constrainable = True
-
     def __init__(self, bath: Bath) -> None:
         self.bath = bath
 
     def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
         return {"1/m": 1 / self.bath.masses(state.momentum)}
+
+    def constrained(self, holder: Holder) -> Term[Any]:
+        return self
 
 
 class Relax(Rescale):

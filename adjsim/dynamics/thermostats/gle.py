@@ -20,7 +20,7 @@ from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Combination, Field, Random, Source
 from adjsim.dynamics.starts import check_shape, standard_normal
-from adjsim.dynamics.terms import Term
+from adjsim.dynamics.terms import Holder, Term
 from adjsim.dynamics.thermostats.base import Thermostat
 
 
@@ -52,13 +52,14 @@ class Bath(Term[MemoryState]):
     scales. The pivots are one at h = 0 and must be positive, which bounds h.
     """
 
-    constrainable = Refusal(
-        "its memory has parts along constraints, whose directions turn with the molecules"
-    )
-
     def __init__(self, masses: Masses, kT: Tensor, rates: Tensor, strengths: Tensor) -> None:
         self.masses, self.kT, self.rates, self.strengths = masses, kT, rates, strengths
         self.draws = 1 + len(rates)
+
+    def constrained(self, holder: Holder) -> Refusal:
+        return Refusal(
+            "its memory has parts along constraints, whose directions turn with the molecules"
+        )
 
     def drift(self, t: Any, state: MemoryState) -> Mapping[str, Tensor]:
         p, z = state.momentum, state.memory

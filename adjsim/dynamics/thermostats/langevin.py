@@ -15,7 +15,7 @@ from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.masses import PER_ATOM, Masses, per_atom
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Random
-from adjsim.dynamics.terms import Term
+from adjsim.dynamics.terms import Holder, Term
 from adjsim.dynamics.thermostats.base import Thermostat
 
 
@@ -26,8 +26,6 @@ class OrnsteinUhlenbeck(Term[PhaseState]):
 
         p' = c p + sqrt(m kT (1 - c^2)) xi,    c = exp(-friction h),    xi standard normal
     """
-
-    constrainable = True
 
     draws = 1
 
@@ -50,6 +48,9 @@ class OrnsteinUhlenbeck(Term[PhaseState]):
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
         return (Scale("momentum", Coefficient("decay")), Shear("momentum", Random(), "noise"))
+
+    def constrained(self, holder: Holder) -> Term[Any]:
+        return holder.projecting(self)
 
 
 class Langevin(Thermostat[PhaseState]):

@@ -19,7 +19,7 @@ from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficients, Field, Linearised, MoveContext, unbroadcast
 from adjsim.dynamics.starts import check_shape
-from adjsim.dynamics.terms import Term
+from adjsim.dynamics.terms import Holder, Term
 from adjsim.dynamics.thermostats.base import Bath, Rescaling
 
 
@@ -63,8 +63,6 @@ class Chain(Term[Any]):
         b_j <- exp(-h v_{j+1}/2) (exp(-h v_{j+1}/2) b_j + h G_j)
              = exp(-h v_{j+1}) b_j + h exp(-h v_{j+1}/2) G_j
     """
-
-    constrainable = True
 
     names = ChainNames("momentum", "bath_position", "bath_momentum")
 
@@ -111,6 +109,9 @@ class Chain(Term[Any]):
         scale = Scale(names.momentum, ChainScaling(0, h, names))
         advance = Shear(names.bath_position, Field(names.bath_momentum), "h/Q")
         return (*inward, scale, advance, *outward)
+
+    def constrained(self, holder: Holder) -> Term[Any]:
+        return self
 
     def _link(self, j: int, h: float) -> list[Move]:
         names, field = self.names, self.names.bath_momentum

@@ -57,16 +57,16 @@ class Increment(Differentiated):
             context.forces.count(len(self.tableau.b))
         return value, accumulate
 
-    def evaluate(self, fields: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
+    def evaluate(self, inputs: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
         context.forces.count(len(self.tableau.b))
-        t, inner = Time().value(state, context), self.kind._make(fields)
+        t, inner = Time().value(state, context), self.kind._make(inputs)
         # A size is a constant of a run, so a coefficient of it is read as a number.
         h = self.direction * (float(context.coefficients["h"]) if self.h is None else self.h)
         step = increment(self.dynamics, self.tableau, t, h, inner)[self.index]
         if self.weight is None:
             return step if self.sign > 0 else -step
         return torch.add(
-            context.coefficients[self.weight] * fields[self.index], step, alpha=self.sign
+            context.coefficients[self.weight] * inputs[self.index], step, alpha=self.sign
         )
 
 

@@ -34,10 +34,10 @@ LARGEST_NOISY_DISTANCE = 1.0
 class HalfIncrement(Increment):
     """Half the increment of a step at one state: ``(h f(t, x) + g(t, x) dW)/2``."""
 
-    def evaluate(self, fields: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
+    def evaluate(self, inputs: Sequence[Tensor], state: AnyState, context: MoveContext) -> Tensor:
         assert self.h is not None
         context.forces.count(1)
-        t, inner = Time().value(state, context), self.kind._make(fields)
+        t, inner = Time().value(state, context), self.kind._make(inputs)
         step = increment(self.dynamics, self.tableau, t, self.h, inner)[self.index]
         if isinstance(self.dynamics, SDE):
             assert context.noise is not None
