@@ -50,6 +50,7 @@ def test_a_trimer_of_rods_has_its_density_and_temperature(corrected):
             solver=adjsim.BAOAB(dt),
             record=record,
             generator=1,
+            compile=True,
         )
     # From a right angle, forgotten after 100 steps: a time of 20, with friction and rotation of 1.
     # Means over the times of a replica are independent of those of other replicas.
@@ -159,7 +160,9 @@ def test_the_score_function_has_the_response_of_a_rod_in_a_field():
     def initial(replicas, generator):
         return dynamics.init(position.expand(replicas, 2, 3), generator=generator)
 
-    simulation = adjsim.Simulation(dynamics, initial, [0.0, 60.0], solver=adjsim.BAOAB(dt))
+    simulation = adjsim.Simulation(
+        dynamics, initial, [0.0, 60.0], solver=adjsim.BAOAB(dt), compile=True
+    )
     cosine = adjsim.TimeAverage(lambda s: s.position[..., 1, 0] - s.position[..., 0, 0], burn_in)
     found = adjsim.ScoreFunction(burn_in)(simulation, cosine, replicas=300, chunks=8, generator=0)
     # Langevin's function of a = strength / kT, and its derivative; the measure of a rod is uniform.
