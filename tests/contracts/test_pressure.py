@@ -12,6 +12,7 @@ from adjsim.core.rounding import Rounding
 from adjsim.core.strain import Strain
 from adjsim.potentials.pairs import dense
 from adjsim.potentials.pairs.tail import DispersionCorrection
+from adjsim.potentials.sites.force_field import SitedForceField
 from adjsim.potentials.strained import (
     ByAutograd,
     energy_at,
@@ -21,6 +22,7 @@ from adjsim.potentials.strained import (
 )
 from tests.pressure import OwnPairs, at, parameter, piston, position, potential, start
 from tests.problems import slow_but
+from tests.sites import virtual_sites
 from tests.suites import TermContract, disturbed
 
 KINDS = [
@@ -436,6 +438,14 @@ class Wall(torch.nn.Module):
             lambda: adjsim.LangevinPiston(StaleInverse([3.6, 3.7, 3.8])).init(position()),
             ValueError,
             "keeps a box, or a value that follows from it",
+        ),
+        (
+            # The part, at the places of sites too, which an atom that is moved takes with it.
+            lambda: adjsim.LangevinPiston(
+                SitedForceField(virtual_sites(), own=StaleInverse([3.6, 3.7, 3.8]))
+            ).init(position()),
+            ValueError,
+            "StaleInverse keeps a box, or a value that follows from it",
         ),
         (
             lambda: adjsim.LangevinPiston(Capped(cutoff=1.6, box=[3.6, 3.7, 3.8])).init(position()),

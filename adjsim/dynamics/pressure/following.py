@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from adjsim.core.box import rows_of
 from adjsim.core.strain import Strain
 from adjsim.potentials.base import Potential
-from adjsim.potentials.evaluated import terms_of
+from adjsim.potentials.evaluated import Evaluated
 from adjsim.potentials.strained import has_box, strained_energy, strained_force
 
 # A part that keeps its box, or a value that follows from it, is off by half a row of the box for an
@@ -28,6 +28,10 @@ def refuse_unfollowing(
         position, strain: of one system.
         kT: the scale of energies: differences below a thousandth of it an atom do not count.
     """
+    parts = [potential]
+    if isinstance(potential, Evaluated):
+        # An atom that is moved by rows of the box would leave its virtual sites on the way.
+        parts, position = potential.evaluated_parts(position)
     given = Strain.of(box, strain)
     resting = given.dilated(position, torch.exp(-strain))
     none, trial = (given._replace(value=e) for e in (torch.zeros_like(strain), strain + TRIAL))
@@ -39,7 +43,7 @@ def refuse_unfollowing(
     # No force vanishes by symmetry, as in a perfect crystal, with an atom off its place.
     shaken = resting.clone()
     shaken[:1] += 0.02 * own / len(position) ** (1 / len(own))
-    for part in terms_of(potential):
+    for part in parts:
         name = type(part).__name__
         before = strained_energy(part, position, given)
         elsewhere = strained_energy(part, position + 0.37 * own.roll(1) + 0.23 * own, given)
