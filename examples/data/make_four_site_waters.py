@@ -1,10 +1,11 @@
-"""The structure of rigid TIP4P-Ew water at 298 K, by adjsim and by OpenMM.
+"""The structure of rigid TIP4P-Ew and OPC water at 298 K, by adjsim and by OpenMM.
 
 216 molecules with particle-mesh Ewald in the box of water.pdb, each with a virtual
 site. Both sides begin with the same positions and take the same force field. The radial
-distributions of oxygens, with standard errors from blocks, are in tip4p_structure.json.
+distributions of oxygens, with standard errors from blocks, are in four_site_waters.json.
 
-Run: python examples/data/make_tip4p_structure.py adjsim|openmm PICOSECONDS SEED
+Run: python examples/data/make_four_site_waters.py tip4pew|opc adjsim|openmm PICOSECONDS
+SEED
 """
 
 import json
@@ -26,27 +27,27 @@ FS, KELVIN, DT = units.fs, 298, 2
 # Femtoseconds between frames, picoseconds of equilibration, and blocks of what follows.
 EVERY, EQUILIBRATION, BLOCKS = 50, 4, 8
 EDGES = np.linspace(2.2, 8.2, 61)
-OUT = HERE / "tip4p_structure.json"
+OUT = HERE / "four_site_waters.json"
 
 
-def system():
+def system(model):
     """Return OpenMM's system, constrained positions in nm, and topology."""
     pdb = app.PDBFile(str(HERE / "water.pdb"))
-    field = app.ForceField("amber14/tip4pew.xml")
-    model = app.Modeller(pdb.topology, pdb.positions)
-    model.addExtraParticles(field)
+    field = app.ForceField(f"amber14/{model}.xml")
+    box = app.Modeller(pdb.topology, pdb.positions)
+    box.addExtraParticles(field)
     made = field.createSystem(
-        model.topology,
+        box.topology,
         nonbondedMethod=app.PME,
         nonbondedCutoff=0.85 * unit.nanometer,
         rigidWater=True,
         removeCMMotion=False,
     )
     context = openmm.Context(made, openmm.VerletIntegrator(0.001))
-    context.setPositions(model.positions)
+    context.setPositions(box.positions)
     context.applyConstraints(1e-8)
     positions = context.getState(positions=True).getPositions(asNumpy=True)
-    return made, positions._value, model.topology
+    return made, positions._value, box.topology
 
 
 def distribution(oxygens, box):
@@ -54,10 +55,10 @@ def distribution(oxygens, box):
     return adjsim.radial_distribution(oxygens, torch.from_numpy(EDGES), box)
 
 
-def by_adjsim(picoseconds, seed):
+def by_adjsim(model, picoseconds, seed):
     """Return radial distributions every EVERY femtoseconds."""
     torch.set_num_threads(1)
-    potential, waters = from_openmm(*system())
+    potential, waters = from_openmm(*system(model))
     inner = adjsim.Langevin(potential, waters.mass, KELVIN * units.kB, 1 / (1000 * FS))
     dynamics = adjsim.Constrained(inner, waters.constraints)
     start = dynamics.init(waters.position, generator=seed)
@@ -75,9 +76,9 @@ def by_adjsim(picoseconds, seed):
     return [distribution(oxygens, waters.box) for oxygens in run.record]
 
 
-def by_openmm(picoseconds, seed):
+def by_openmm(model, picoseconds, seed):
     """Return radial distributions every EVERY femtoseconds."""
-    made, positions, _ = system()
+    made, positions, _ = system(model)
     integrator = openmm.LangevinMiddleIntegrator(
         KELVIN * unit.kelvin, 1 / unit.picosecond, DT * unit.femtosecond
     )
@@ -97,13 +98,14 @@ def by_openmm(picoseconds, seed):
     return frames
 
 
-def main(side, picoseconds, seed):
+def main(model, side, picoseconds, seed):
     picoseconds, seed, made_at = float(picoseconds), int(seed), commit(__file__)
     sides = {"adjsim": by_adjsim, "openmm": by_openmm}
-    frames = torch.stack(sides[side](picoseconds, seed))
+    frames = torch.stack(sides[side](model, picoseconds, seed))
     blocks = frames[1000 * EQUILIBRATION // EVERY :].chunk(BLOCKS)
     means = torch.stack([block.mean(0) for block in blocks])
-    results = json.loads(OUT.read_text()) if OUT.exists() else {}
+    study = json.loads(OUT.read_text()) if OUT.exists() else {}
+    results = study.setdefault(model, {})
     results[f"{side}, seed {seed}"] = {
         "r": ((EDGES[1:] + EDGES[:-1]) / 2).tolist(),
         "g": means.mean(0).tolist(),
@@ -111,7 +113,7 @@ def main(side, picoseconds, seed):
         "picoseconds": picoseconds,
         "commit": made_at,
     }
-    OUT.write_text(json.dumps(rounded(results, 5), indent=1) + "\n")
+    OUT.write_text(json.dumps(rounded(study, 5), indent=1) + "\n")
     compare(results)
 
 
