@@ -2,7 +2,7 @@
 
 216 molecules with particle-mesh Ewald in the box of water.pdb, each with a virtual
 site. Both sides begin with the same positions and take the same force field. The radial
-distributions of oxygens, with standard errors from blocks, are in four_site_waters.json.
+distributions of oxygens, with errors from blocks, are in four_site_waters.json.
 
 Run: python examples/data/make_four_site_waters.py tip4pew|opc adjsim|openmm PICOSECONDS
 SEED
