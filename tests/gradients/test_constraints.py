@@ -171,6 +171,18 @@ def test_a_gradient_can_be_differentiated_again(system):
     torch.testing.assert_close(second, expected.detach(), rtol=1e-6, atol=1e-6)
 
 
+def test_constraints_may_be_made_inside_of_transforms():
+    """A band and a small cluster, made where torch.func has the lengths."""
+    system = LongChain()
+    length = torch.nn.Parameter(system.leaves["length"].clone())
+
+    def end(length):
+        return weighted(system.run(system.leaves | {"length": length}).final)
+
+    (expected,) = torch.autograd.grad(end(length), length)
+    torch.testing.assert_close(torch.func.grad(end)(length.detach()), expected)
+
+
 @pytest.mark.parametrize(
     "adjoint",
     [

@@ -418,6 +418,15 @@ def test_terms_that_cancel_may_differ_by_what_rounding_of_the_carry_changes(rest
     assert check.agrees() == agrees
 
 
+@pytest.mark.parametrize("step", [torch.acos, lambda x: torch.where(x > 1, 7.0, 0.0)])
+def test_a_jump_by_rounding_of_the_carry_allows_no_difference(step):
+    """An angle that rounding makes NaN, and a number that jumps."""
+    carry = (torch.ones(1, dtype=torch.float64),)
+    loop = Loop()
+    loop.function = lambda constants, carry: ((step(carry[0]) + 1e-3,), ())
+    assert not LoopCheck(loop, None, carry, lambda carry: [step(carry[0])]).agrees()
+
+
 @pytest.mark.parametrize(("rest", "agrees"), [(3e-16, True), (1e-3, False)])
 def test_a_gradient_that_cancels_may_differ_by_what_rounding_leaves(rest, agrees):
     """The two ways sum terms of order ten in other orders, and the sum is zero by symmetry."""

@@ -233,7 +233,7 @@ class Constrained(Dynamics[Any]):
             i, j = self.constraints.index[row].tolist()
             raise ValueError(
                 f"the start is far from satisfying the constraints: the distance of atoms {i} and "
-                f"{j} is off by {float(worst):.2g} of its length, and at most {tolerance:.1g} is "
+                f"{j} is off by {float(worst):.2g} of its length, and at most {tolerance:.2g} is "
                 f"allowed. {remedy}."
             )
 

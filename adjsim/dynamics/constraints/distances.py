@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_indices
+from adjsim.core.layout import outside_tracing
 from adjsim.core.parameters import register
 from adjsim.core.typing import Array, Number
 from adjsim.dynamics.bodies import Bodies
@@ -50,11 +51,17 @@ class DistanceConstraints(nn.Module):
 
     def __init__(self, index: Array, length: Number) -> None:
         super().__init__()
-        found = as_indices("index", index).cpu()
-        count = int(found.max()) + 1 if found.numel() else 0
-        pairs = as_members("index", found, 2, count)
+        # The pairs are constants, also where a transform of torch.func makes the lengths.
+        with outside_tracing():
+            found = as_indices("index", index).cpu()
+            count = int(found.max()) + 1 if found.numel() else 0
+            pairs = as_members("index", found, 2, count)
         register(self, "length", length, positive=True, finite=True, shapes=((), (len(pairs),)))
         refuse_repeated(pairs, self.length.detach().expand(len(pairs)))
+        with outside_tracing():
+            self._set_clusters(pairs, count)
+
+    def _set_clusters(self, pairs: Tensor, count: int) -> None:
         labels = clusters(pairs, count)
         order, forms = ordered(pairs, labels)
         self.bodies = Bodies(labels)

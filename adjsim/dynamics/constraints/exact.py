@@ -97,7 +97,8 @@ class LatticeDrift(Drift):
         if has_values() and bool(beyond.any()):
             raise FloatingPointError(
                 "exact=True: the inverse of a constrained drift finds other multipliers than the "
-                "drift. Use a smaller dt: atoms turn too far about each other in a step."
+                "drift. If lengths are off at the start, make it by init. Or use a smaller dt: "
+                "atoms turn too far about each other in a step."
             )
         p = torch.where(beyond[..., None, None], torch.nan, p)
         return self._stored(state, end, p, buffer)
