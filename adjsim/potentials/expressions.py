@@ -50,7 +50,8 @@ class Expression:
     numbers, names, ``+ - * / ^``, brackets, and the functions sqrt, exp, log, sin, cos, tan, sec,
     csc, cot, asin, acos, atan, atan2, sinh, cosh, tanh, erf, erfc, abs, floor, ceil, min, max,
     square, cube, recip, step(x) (one from zero on), delta(x) (one at zero) and select(x, y, z) (z
-    where x is zero, and y elsewhere).
+    where x is zero, and y elsewhere). Both y and z are evaluated: a derivative of either that is
+    not finite, as of ``sqrt(r-1)`` below one, makes forces NaN where the other one is taken.
 
     Args:
         text: the expression.
