@@ -103,6 +103,7 @@ PARTS = {
 
 def assert_equal_by_term(system, positions, topology=None):
     potential, structure = from_openmm(system, positions, topology)
+    assert all(x.is_contiguous() for x in potential.parameters())
     seen = set()
     for group, force in enumerate(system.getForces()):
         force.setForceGroup(group)
