@@ -45,11 +45,13 @@ class Call(NamedTuple):
 class Expression:
     """A function of named numbers, written as in OpenMM's custom forces.
 
-    The text is a formula, and definitions of names that it uses: ``"k*d^2; d=abs(r-r0)"``. It has
+    The text is a formula, and definitions of names that it uses: ``"k*d^2; d=abs(r-r0)"``. A
+    definition holds for the formula and for the definitions before it, as in OpenMM. The text has
     numbers, names, ``+ - * / ^``, brackets, and the functions sqrt, exp, log, sin, cos, tan, sec,
     csc, cot, asin, acos, atan, atan2, sinh, cosh, tanh, erf, erfc, abs, floor, ceil, min, max,
     square, cube, recip, step(x) (one from zero on), delta(x) (one at zero) and select(x, y, z) (z
-    where x is zero, and y elsewhere).
+    where x is zero, and y elsewhere). Both y and z are evaluated: a derivative of either that is
+    not finite, as of ``sqrt(r-1)`` below one, makes forces NaN where the other one is taken.
 
     Args:
         text: the expression.
@@ -58,21 +60,25 @@ class Expression:
         names: the names that are neither functions nor defined.
 
     Raises:
-        ValueError: text that cannot be read, with its place; a definition in a circle.
+        ValueError: text that cannot be read, with its place.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
         first, *rest = _pieces(text)
-        self.formula = _Reader(text, *first).read()
         self.definitions: dict[str, Call | str | float] = {}
-        for begin, end in rest:
+        scope: dict[str, str] = {}
+        for begin, end in reversed(rest):
             name, equals, _ = text[begin:end].partition("=")
             if not equals or not re.fullmatch(r"\s*[A-Za-z_]\w*\s*", name):
                 _refuse(text, begin, "a definition, name=expression, is expected")
             found = _Reader(text, begin + len(name) + 1, end).read()
-            self.definitions[name.strip()] = found
-        self.names: AbstractSet[str] = frozenset(self._names(self.formula, ()))
+            # One name may have several definitions; no name has a semicolon.
+            key = f"{name.strip()};{len(self.definitions)}"
+            self.definitions[key] = _within(scope, found)
+            scope[name.strip()] = key
+        self.formula = _within(scope, _Reader(text, *first).read())
+        self.names: AbstractSet[str] = frozenset(self._names(self.formula))
 
     def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
         """Evaluate it for the values of all names, which broadcast against each other."""
@@ -98,17 +104,22 @@ class Expression:
         found = value(self.formula)
         return found if isinstance(found, Tensor) else like.new_full((), found)
 
-    def _names(self, node: Call | str | float, within: tuple[str, ...]) -> Iterator[str]:
+    def _names(self, node: Call | str | float) -> Iterator[str]:
         if isinstance(node, Call):
             for x in node.arguments:
-                yield from self._names(x, within)
+                yield from self._names(x)
         elif isinstance(node, str):
-            if node in within:
-                raise ValueError(f"the expression {self.text!r} defines {node} by itself.")
             if node in self.definitions:
-                yield from self._names(self.definitions[node], (*within, node))
+                yield from self._names(self.definitions[node])
             else:
                 yield node
+
+
+def _within(scope: Mapping[str, str], node: Call | str | float) -> Call | str | float:
+    """Replace the names that are defined by the keys of their definitions."""
+    if isinstance(node, Call):
+        return Call(node.function, tuple(_within(scope, x) for x in node.arguments))
+    return scope.get(node, node) if isinstance(node, str) else node
 
 
 def _power(x: Any, y: Any) -> Any:

@@ -485,6 +485,15 @@ def test_rounding_in_float32_is_no_box_that_is_kept(seed):
     adjsim.LangevinPiston(single, kT=0.6).init(position(seed=seed))
 
 
+def test_a_molecule_in_a_plane_of_the_box_is_not_periodic():
+    """Its torsion stays the same as an atom moves along a row of the box."""
+    places = position(seed=0)
+    places[:4] = torch.tensor([[0.0, 1.0, 0.02], [0, 0, 0], [1, 0, 0], [1, 1, 0]])
+    places[4] = torch.tensor([0.7, 0.4, 0.9])
+    torsion = adjsim.PeriodicTorsion([[0, 1, 2, 3]], 1.0, 1, 0.0)
+    adjsim.LangevinPiston(potential() + torsion, kT=0.6).init(places)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_forces_that_vanish_by_symmetry_are_no_wrong_forces(dtype):
     """In a perfect crystal a force is a sum of rounding errors, which two formulas have apart."""

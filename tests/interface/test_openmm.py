@@ -103,6 +103,7 @@ PARTS = {
 
 def assert_equal_by_term(system, positions, topology=None):
     potential, structure = from_openmm(system, positions, topology)
+    assert all(x.is_contiguous() for x in potential.parameters())
     seen = set()
     for group, force in enumerate(system.getForces()):
         force.setForceGroup(group)
@@ -675,6 +676,22 @@ def smooth_table():
     return pair(force)
 
 
+def wrong_pairs(text, *, computed=False):
+    def make():
+        force = openmm.CustomNonbondedForce(text)
+        for name in ("q", "p", "t"):
+            force.addPerParticleParameter(name)
+        if "f(" in text:
+            table = openmm.Discrete2DFunction(2, 2, [1.0, 2.0, 2.0, 3.0])
+            force.addTabulatedFunction("f", table)
+        if computed:
+            force.addComputedValue("q", "3*p")
+        _ = [force.addParticle(row) for row in ([1.0, 2.0, 0], [3.0, 5.0, 1])]
+        return pair(force)
+
+    return make
+
+
 NONBONDED = openmm.NonbondedForce
 
 
@@ -699,6 +716,9 @@ NONBONDED = openmm.NonbondedForce
         (unread("k*x", openmm.CustomExternalForce), r"'k\*x' is no harmonic restraint"),
         (grouped, r"CustomNonbondedForce has interaction groups"),
         (smooth_table, r"the table f of the CustomNonbondedForce is a Continuous1DFunction"),
+        (wrong_pairs("q1*q2", computed=True), r"CustomNonbondedForce has computed values"),
+        (wrong_pairs("q1*p2/r"), r"exchanging the two atoms changes the expression 'q1\*p2/r'"),
+        (wrong_pairs("f(t1,t2)*f;f=3"), r"a table and another number of the name f"),
         (lambda: pair(openmm.NonbondedForce()), r"more than one NonbondedForce"),
         (lambda: pair(setNonbondedMethod=[NONBONDED.LJPME]), r"LJPME.*take PME"),
         (lambda: pair(setIncludeDirectSpace=[False]), r"setIncludeDirectSpace\(True\)"),

@@ -60,6 +60,10 @@ def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomPai
         raise ValueError(
             f"the {KIND} has interaction groups, which are not provided: exclude the other pairs."
         )
+    if force.getNumComputedValues():
+        raise ValueError(
+            f"the {KIND} has computed values, which are not provided: write them into its energy."
+        )
     periodic = force.usesPeriodicBoundaryConditions()
     if periodic and force.getUseLongRangeCorrection():
         raise ValueError(
@@ -81,6 +85,10 @@ def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomPai
         if species is not None and not np.array_equal(species, index):
             raise ValueError(f"the tables of the {KIND} are of different types of atoms.")
         species = index
+        if re.search(rf"\b{name}\b(?!\s*\()", text):
+            raise ValueError(
+                f"the {KIND} has a table and another number of the name {name}: rename one of them."
+            )
         text = re.sub(rf"\b{name}\s*\(\s*{found[1]}1\s*,\s*{found[1]}2\s*\)", name, text)
         _, _, entries = force.getTabulatedFunction(k).getFunctionParameters()
         values[name] = np.array(entries, dtype=np.float64).reshape(shape)

@@ -29,7 +29,7 @@ def read_maps(system: Any, names: Names) -> dict[str, tuple[TorsionMap, Types]]:
     box = box_of_system(system) if force.usesPeriodicBoundaryConditions() else None
     part = TorsionMap(
         torch.tensor(terms[:, 1:]),
-        nn.Parameter(torch.tensor(np.stack(maps))),
+        nn.Parameter(torch.tensor(np.stack(maps)).contiguous()),
         types=torch.tensor(index),
         box=box,
     )

@@ -34,7 +34,7 @@ class CustomTerm(BondedPotential):
 
     Raises:
         ValueError: an expression that cannot be read, a name without a number, a number whose name
-            the potential has already.
+            the potential or its coordinate has already.
     """
 
     variable: ClassVar[str] = "r"
@@ -52,10 +52,10 @@ class CustomTerm(BondedPotential):
         self.expression = Expression(expression)
         self.unit = as_positive("unit", unit)
         for name, value in (numbers or {}).items():
-            if hasattr(self, name):
+            if hasattr(self, name) or name == self.variable:
                 raise ValueError(
-                    f"the number {name!r} has the name of an attribute of {type(self).__name__}: "
-                    "rename it in the expression."
+                    f"the number {name!r} has the name of an attribute or of the coordinate of "
+                    f"{type(self).__name__}: rename it in the expression."
                 )
             self.register_term_parameter(name, value)
         self.numbers = tuple(numbers or ())

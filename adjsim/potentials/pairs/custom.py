@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_indices, as_positive, outside_inference_mode
@@ -41,7 +42,8 @@ class CustomPairs(RadialPotential):
 
     Raises:
         ValueError: an expression that cannot be read, a name without a number, a number whose name
-            the potential has already, a table that is not symmetric or has no species.
+            the potential or the distance has already, a table that is not symmetric or has no
+            species, an expression that exchanging the two atoms changes.
     """
 
     def __init__(
@@ -59,10 +61,10 @@ class CustomPairs(RadialPotential):
         self.unit = as_positive("unit", unit)
         self.length_unit = as_positive("length_unit", length_unit)
         for name, value in numbers.items():
-            if hasattr(self, name):
+            if hasattr(self, name) or name == "r":
                 raise ValueError(
-                    f"the number {name!r} has the name of an attribute of CustomPairs: rename it "
-                    "in the expression."
+                    f"the number {name!r} has the name of an attribute of CustomPairs or of the "
+                    "distance: rename it in the expression."
                 )
             register(self, name, value, finite=True)
         self.numbers = tuple(numbers)
@@ -95,6 +97,33 @@ class CustomPairs(RadialPotential):
             raise ValueError(
                 f"the expression {self.text!r} has the names {', '.join(left)}, and numbers give "
                 f"{', '.join(sorted(known))}. A number of an atom ends in 1 or 2."
+            )
+        self._check_exchange()
+
+    def _check_exchange(self) -> None:
+        """Refuse an expression that exchanging the two atoms changes."""
+        values = {name: getattr(self, name).detach() for name in self.numbers}
+        if not any(x.ndim == 1 for x in values.values()):
+            return
+        drawn = torch.Generator().manual_seed(0)
+        forth = {"r": torch.rand(16, generator=drawn, dtype=torch.float64) + 0.1}
+        back = dict(forth)
+        for name, value in values.items():
+            # Numbers of the size of those given, since a power may need them positive or whole.
+            first, second = (
+                value.double().cpu().flatten()[torch.randint(value.numel(), (16,), generator=drawn)]
+                for _ in range(2)
+            )
+            if value.ndim == 1:
+                forth |= {f"{name}1": first, f"{name}2": second}
+                back |= {f"{name}1": second, f"{name}2": first}
+            else:
+                forth[name] = back[name] = first
+        one, other = self.expression(forth), self.expression(back)
+        if not torch.allclose(one, other, rtol=1e-9, atol=0, equal_nan=True):
+            raise ValueError(
+                f"exchanging the two atoms changes the expression {self.text!r}: write it such "
+                "that their numbers, such as q1 and q2, may change places."
             )
 
     def radial_energy(self, r: Tensor) -> Tensor:
