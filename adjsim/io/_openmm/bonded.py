@@ -96,7 +96,7 @@ def _potential(
     names = np.array([name for name, _ in family.columns])
     numbers: dict[str, Any] = {}
     for name in dict.fromkeys(names.tolist()):
-        columns = torch.tensor(types.numbers[:, names == name])
+        columns = torch.tensor(types.numbers[:, names == name]).contiguous()
         value = columns[:, 0].clone() if columns.shape[1] == 1 else columns
         # A multiplicity is a whole number, which no gradient improves.
         numbers[name] = value if name == "periodicity" else nn.Parameter(value)
