@@ -40,11 +40,9 @@ class Between:
 
 def between_steps(dynamics: Dynamics[State], times: Tensor, solver: Any) -> Between | None:
     """Return the steps around the save times; None if a run saves at its steps alone."""
-    dt = getattr(solver, "dt", None)
-    if not dynamics.interpolates or not isinstance(solver, SteppingSolver) or dt is None:
+    if not dynamics.interpolates or not isinstance(solver, SteppingSolver) or not solver.one_size:
         return None
-    if not isinstance(dt, float):
-        return None
+    dt = solver.dt
     exact = ((times - times[0]) / dt).tolist()
     near = [abs(x - round(x)) <= ON_GRID for x in exact]
     if all(near):

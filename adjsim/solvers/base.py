@@ -212,6 +212,11 @@ class SteppingSolver(ABC):
     exact: bool = False
     dt: float
 
+    @property
+    def one_size(self) -> bool:
+        """Whether all steps have one size, ``dt``."""
+        return True
+
     def __init__(self, dt: float) -> None:
         self.dt = check_dt(dt)
 

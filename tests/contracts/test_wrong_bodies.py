@@ -81,7 +81,7 @@ WRONG = {
         lambda: run(Mechanics(body(), contact=Contact(Plane([0.0, 0, 1]), Quadratic([1.0, 2.0])))),
         "stiffness has 2 entries and position 8 vertices",
     ),
-    "times": (lambda: CubicSpline([0.0, 1, 1], [0.0, 1, 2]), "increasing numbers; got"),
+    "times": (lambda: CubicSpline([0.0, 1, 1], [0.0, 1, 2]), "increasing numbers; times"),
     "values": (lambda: PiecewiseLinear([0.0, 1], [0.0, NAN]), "values is NaN"),
     "count": (lambda: PiecewiseLinear([0.0, 1], [0.0, 1, 2]), r"values must be \(2, ...\)"),
     "control": (lambda: run(pulled(5, 3)), r"a control must be \(8, 3\).*got shape \(5, 3\)"),

@@ -128,6 +128,10 @@ class Coupled(SteppingSolver):
                 self.coupling = coupling(self.rate, self.steps)
 
     @property
+    def one_size(self) -> bool:
+        return isinstance(self.steps, float)
+
+    @property
     def dt(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The size of all steps; a TypeError where steps differ in size."""
         if not isinstance(self.steps, float):
