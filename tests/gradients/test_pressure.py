@@ -122,8 +122,11 @@ def test_adjoints_agree(row, exact):
 
 @pytest.mark.parametrize(
     ("row", "exact"),
-    # Its compilation takes a minute.
-    exact_and_plain("orthogonal-isotropic", marathons=LONG),
+    # Their compilation takes up to a minute.
+    exact_and_plain(
+        "orthogonal-isotropic",
+        marathons=(*LONG, "turned mesh-each", "orthogonal-each-chains"),
+    ),
 )
 def test_compiled_runs_agree(row, exact):
     expected = gradient(row, ReversibleAdjoint(), exact=exact)
