@@ -253,6 +253,8 @@ def test_custom_pairs(box):
     system, positions = with_custom_pairs(box)
     potential, structure = assert_equal_to_openmm(system, positions)
     assert potential.custom_pairs.numbers == ("c", "screen", "depth", "q", "s")
+    # Numbers of atoms, of types and of all are read by the printed kernels.
+    assert "torch" not in potential.custom_pairs.path(structure.position)
     with torch.no_grad():
         for parameter in potential.parameters():
             parameter.mul_(1.05)
@@ -650,6 +652,20 @@ def two_sizes():
     return system
 
 
+def shared_stiffness():
+    system = pair()
+    restraint = openmm.CustomExternalForce("k*((x-x0)^2+(y-y0)^2+(z-z0)^2)")
+    bond = openmm.CustomBondForce("k*r^2")
+    for name in ("x0", "y0", "z0"):
+        restraint.addPerParticleParameter(name)
+    restraint.addParticle(0, [0.0, 0.0, 0.0])
+    bond.addBond(0, 1)
+    for force in (restraint, bond):
+        force.addGlobalParameter("k", 1.0)
+        system.addForce(force)
+    return system
+
+
 def unread(text, kind=openmm.CustomBondForce):
     def make():
         system, force = pair(), kind(text)
@@ -713,6 +729,8 @@ NONBONDED = openmm.NonbondedForce
         (lambda: pair(openmm.CustomCVForce("r")), r"CustomCVForce.*removeForce\(1\)"),
         (unread("foo(r)"), r"'foo\(r\)' cannot be read at place 0: foo is no function"),
         (unread("index*r"), r"'index' has the name of an attribute"),
+        (shared_stiffness, r"shares its global number k with another force"),
+        (unread("k*((x-k)^2+(y-k)^2+(z-k)^2)", openmm.CustomExternalForce), r"points of each"),
         (unread("k*x", openmm.CustomExternalForce), r"'k\*x' is no harmonic restraint"),
         (grouped, r"CustomNonbondedForce has interaction groups"),
         (smooth_table, r"the table f of the CustomNonbondedForce is a Continuous1DFunction"),

@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from adjsim.io._openmm.library import ENERGY, LENGTH, box_of_system, forces, plain
+from adjsim.io._openmm.library import (
+    ENERGY,
+    LENGTH,
+    box_of_system,
+    forces,
+    per_particle_names,
+    plain,
+)
 from adjsim.io._openmm.types import Names, Types, types_of
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.custom import CustomAngle, CustomBond, CustomTerm, CustomTorsion
@@ -151,9 +158,12 @@ def _restraint(system: Any, force: Any, names: Names) -> tuple[BondedPotential, 
     given = dict(global_numbers(force))
     stiffness = np.full(len(atoms), given[k]) if k in given else numbers[k]
     one = k in given
-    position = np.stack(
-        [np.full(len(atoms), given[x]) if x in given else numbers[x] for x in points], 1
-    )
+    if k in given and _is_shared(system, k):
+        raise ValueError(
+            f"the {EXTERNAL} shares its global number {k} with another force, and a restraint has "
+            "a stiffness of its own: rename the number in one of them."
+        )
+    position = np.stack([numbers[x] for x in points], 1)
     value = torch.from_numpy(factor * stiffness * ENERGY / LENGTH**2)
     periodic = "periodicdistance" in force.getEnergyFunction()
     part = PositionRestraint(
@@ -165,17 +175,24 @@ def _restraint(system: Any, force: Any, names: Names) -> tuple[BondedPotential, 
     return part, Types(stiffness[:, None], None, tuple(map(names.label, atoms)))
 
 
+def _is_shared(system: Any, name: str) -> bool:
+    """Whether several forces of a system have a global number of this name."""
+    found = [x for x in system.getForces() if hasattr(x, "getNumGlobalParameters")]
+    return sum(name in dict(global_numbers(x)) for x in found) > 1
+
+
 def _restraint_names(force: Any) -> tuple[str, tuple[str, ...], float]:
     """Return the names of stiffness and point, and the k of ours for a stiffness of one."""
     text = re.sub(r"\s", "", force.getEnergyFunction())
     found = RESTRAINT.fullmatch(text)
-    known = {name for name, _ in global_numbers(force)} | set(_particles(force)[1])
+    of_particles = set(_particles(force)[1])
     names = [] if found is None else [x for x in found.groups()[1:] if x]
-    if found is None or not set(names) <= known:
+    known = of_particles | dict(global_numbers(force)).keys()
+    if found is None or names[0] not in known or not set(names[1:]) <= of_particles:
         raise ValueError(
-            f"the {EXTERNAL} {force.getEnergyFunction()!r} is no harmonic restraint to points, "
-            "such as 'k*periodicdistance(x,y,z,x0,y0,z0)^2'. Leave it out with removeForce, and "
-            "add a potential of your own."
+            f"the {EXTERNAL} {force.getEnergyFunction()!r} is no harmonic restraint to points of "
+            "each particle, such as 'k*periodicdistance(x,y,z,x0,y0,z0)^2'. Leave it out with "
+            "removeForce, and add a potential of your own."
         )
     half = found[1] is not None or found[2] is not None
     return names[0], tuple(names[1:]), 1.0 if half else 2.0
@@ -184,11 +201,10 @@ def _restraint_names(force: Any) -> tuple[str, tuple[str, ...], float]:
 def _particles(force: Any) -> tuple[list[list[int]], dict[str, np.ndarray]]:
     """Return the restrained atoms, and their numbers by name."""
     rows = [force.getParticleParameters(k) for k in range(force.getNumParticles())]
-    count = force.getNumPerParticleParameters()
+    names = per_particle_names(force)
     columns = np.array([[plain(x) for x in row[1]] for row in rows], dtype=np.float64)
-    names = [force.getPerParticleParameterName(k) for k in range(count)]
     return [[int(row[0])] for row in rows], dict(
-        zip(names, columns.reshape(len(rows), count).T, strict=True)
+        zip(names, columns.reshape(len(rows), len(names)).T, strict=True)
     )
 
 

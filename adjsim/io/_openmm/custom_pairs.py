@@ -17,6 +17,7 @@ from adjsim.io._openmm.library import (
     cutoff_of,
     forces,
     particles_of,
+    per_particle_names,
     plain,
 )
 from adjsim.potentials.pairs.custom import CustomPairs
@@ -47,7 +48,7 @@ def write_custom_pairs(parts: dict[str, nn.Module], system: Any) -> None:
         for name, (k, shape) in _tables(force).items():
             table = force.getTabulatedFunction(k)
             table.setFunctionParameters(*shape, values[name].flatten().tolist())
-        names, rows = _names(force), particles_of(force)
+        names, rows = per_particle_names(force), particles_of(force)
         for column, name in enumerate(names):
             if name in values:
                 rows[:, column] = values[name]
@@ -71,7 +72,7 @@ def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomPai
             "setUseLongRangeCorrection(False)."
         )
     values: dict[str, Any] = {}
-    columns = dict(zip(_names(force), particles_of(force).T, strict=True))
+    columns = dict(zip(per_particle_names(force), particles_of(force).T, strict=True))
     text, tables = force.getEnergyFunction(), _tables(force)
     species = None
     for name, (k, shape) in tables.items():
@@ -118,11 +119,6 @@ def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomPai
 def _parts(system: Any) -> list[tuple[str, Any]]:
     found = forces(system, KIND)
     return [(f"custom_pairs{f'_{k + 1}' if k else ''}", force) for k, force in enumerate(found)]
-
-
-def _names(force: Any) -> list[str]:
-    count = force.getNumPerParticleParameters()
-    return [force.getPerParticleParameterName(k) for k in range(count)]
 
 
 def _tables(force: Any) -> dict[str, tuple[int, tuple[int, int]]]:

@@ -162,6 +162,12 @@ def particles_of(force: Any) -> np.ndarray:
     return table(force.getParticleParameters, force.getNumParticles())
 
 
+def per_particle_names(force: Any) -> list[str]:
+    """Return the names of the numbers of each particle of a custom force."""
+    count = force.getNumPerParticleParameters()
+    return [force.getPerParticleParameterName(k) for k in range(count)]
+
+
 def barostat_of(system: Any) -> tuple[float | None, float | None]:
     """Return the pressure in bar and the temperature in kelvin of the barostat, None without one.
 

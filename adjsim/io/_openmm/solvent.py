@@ -16,6 +16,7 @@ from adjsim.io._openmm.library import (
     cutoff_of,
     forces,
     particles_of,
+    per_particle_names,
     plain,
 )
 from adjsim.potentials.solvent import GeneralizedBorn, Necks
@@ -117,7 +118,7 @@ def _write_custom(part: GeneralizedBorn, force: Any) -> None:
     known = _of_custom(force)
     offset = float(_plain(part, "offset")) / LENGTH
     columns: dict[str, np.ndarray] = dict(
-        zip(_names(force), particles_of(force).T.copy(), strict=True)
+        zip(per_particle_names(force), particles_of(force).T.copy(), strict=True)
     )
     small = _plain(part, "radius") / LENGTH - offset
     columns |= {"charge": _plain(part, "charge"), "or": small, "sr": _plain(part, "scale") * small}
@@ -154,7 +155,9 @@ def _write_custom(part: GeneralizedBorn, force: Any) -> None:
     for k in range(force.getNumEnergyTerms()):
         text, kind = force.getEnergyTermParameters(k)
         force.setEnergyTermParameters(k, written(_stripped(text)), kind)
-    for k, row in enumerate(np.stack([columns[name] for name in _names(force)], 1).tolist()):
+    for k, row in enumerate(
+        np.stack([columns[name] for name in per_particle_names(force)], 1).tolist()
+    ):
         force.setParticleParameters(k, row)
 
 
@@ -191,7 +194,7 @@ def _of_custom(force: Any) -> Solvent:
     if any(getattr(force, f"getNum{name}")() for name in ("GlobalParameters", "Exclusions")):
         raise _unknown("it has global parameters or exclusions")
     pairs, single = (_stripped(text) for _, text, _ in values)
-    columns = dict(zip(_names(force), particles_of(force).T, strict=True))
+    columns = dict(zip(per_particle_names(force), particles_of(force).T, strict=True))
     settings, constants = _settings(force)
     surface, offset = settings.pop("surface"), constants.get("offset")
     trained: dict[str, Any] = {"surface": surface}
@@ -331,11 +334,6 @@ def _matched(template: str, text: str) -> re.Match[str] | None:
 
 def _stripped(text: str) -> str:
     return re.sub(r"\s", "", text)
-
-
-def _names(force: Any) -> list[str]:
-    count = force.getNumPerParticleParameters()
-    return [force.getPerParticleParameterName(k) for k in range(count)]
 
 
 def _unknown(why: str) -> ValueError:

@@ -59,11 +59,17 @@ class CustomTerm(BondedPotential):
                 )
             self.register_term_parameter(name, value)
         self.numbers = tuple(numbers or ())
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse an expression, a unit and numbers that the constructor would refuse."""
+        super().validate()
+        as_positive("unit", self.unit)
         left = sorted(self.expression.names - {*self.numbers, self.variable})
         if left:
             raise ValueError(
-                f"the expression {expression!r} has the names {', '.join(left)}, and numbers has "
-                f"{', '.join(self.numbers) or 'none'}."
+                f"the expression {self.expression.text!r} has the names {', '.join(left)}, and "
+                f"numbers has {', '.join(self.numbers) or 'none'}."
             )
 
     def element(self, x: Tensor) -> Tensor:

@@ -126,10 +126,16 @@ class CustomPairs(RadialPotential):
                 "that their numbers, such as q1 and q2, may change places."
             )
 
+    def _is_of_atoms(self, name: str) -> bool:
+        """Whether a number is one for each atom; kernels give its values for pairs instead."""
+        if self._operands is None:
+            return getattr(self, name).ndim == 1
+        return isinstance(self._operands[name], tuple)
+
     def radial_energy(self, r: Tensor) -> Tensor:
         values = {"r": r / self.length_unit}
         for name in self.numbers:
-            if getattr(self, name).ndim == 1:
+            if self._is_of_atoms(name):
                 values[f"{name}1"], values[f"{name}2"] = self.atom_parameter(name, r)
             else:
                 values[name] = self.pair_parameter(name, r)

@@ -52,8 +52,7 @@ class SitedForceField(ForceFieldPotential):
     @property
     def parts(self) -> tuple[nn.Module, ...]:
         """The parts, which take the positions of all particles."""
-        sites = self._modules.get("sites")
-        return tuple(part for part in super().parts if part is not sites)
+        return tuple(part for name, part in self.named_children() if name != "sites")
 
     @property
     def corrects_tail(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
