@@ -210,7 +210,7 @@ def measured(temperatures, epsilon, sigma, root):
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_the_sigma_of_a_density_is_recovered(liquid):
     """From a start that is wrong by one and a half per cent, with the epsilon held."""
     epsilon, sigma = 0.0105, 3.38

@@ -607,8 +607,14 @@ def test_the_gradient_vanishes_at_the_optimal_control(estimator):
     assert found[1][0] > 10 * found[1][1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("estimator", [Pathwise(), Girsanov()], ids=repr)
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        pytest.param(Pathwise(), marks=pytest.mark.slow),
+        pytest.param(Girsanov(), marks=pytest.mark.marathon),
+    ],
+    ids=repr,
+)
 def test_training_finds_the_optimal_control(estimator):
     """From no control, by the estimates' own gradients; what is left of the excess is the noise of
     the last of them.

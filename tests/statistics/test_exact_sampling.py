@@ -81,7 +81,7 @@ def test_averages_of_a_double_well(name):
     within(found[..., 2], mass * kT, mass * kT, bias=mass * kT * 8 / mass * dt**2 / 4)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_a_chain_keeps_its_temperature():
     kT, k, mass, dt = 0.7, 1.5, 2.0, 0.05
     dynamics = adjsim.NoseHooverChain(adjsim.Harmonic(k), mass, kT, tau=0.8, length=3)
@@ -119,7 +119,7 @@ def hot(dynamics):
     return dynamics.init(cluster().position, momentum - momentum.mean(0))
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_energy_is_kept_as_in_floating_point():
     """20,000 steps of thirteen atoms: no drift, and the swings of the step."""
     dynamics = adjsim.Hamiltonian(adjsim.LennardJones())

@@ -41,7 +41,8 @@ def gas(axes="isotropic", replicas=256, seed=0, pressure=P, tail=False, box=BOX)
     ("axes", "box"),
     [
         ("isotropic", BOX),
-        *(pytest.param("each", box, marks=pytest.mark.slow) for box in (BOX, TILTED)),
+        pytest.param("each", BOX, marks=pytest.mark.slow),
+        pytest.param("each", TILTED, marks=pytest.mark.marathon),
     ],
 )
 def test_the_volume_of_an_ideal_gas(axes, box):

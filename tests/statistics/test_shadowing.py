@@ -295,7 +295,7 @@ def test_a_conserved_quantity_is_said():
             lambda: lorenz(Shadowing(0, 1.0), 24.0, 2),
             RuntimeError,
             "more unstable directions",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.marathon,
         ),
         (lambda: lorenz(Shadowing(3, 1.0), 20.0, 2), ValueError, "at most 2"),
         (lambda: lorenz(Shadowing(2, 0.333), 20.0, 2), ValueError, "multiple of the step"),

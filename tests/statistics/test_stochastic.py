@@ -162,7 +162,7 @@ SDE_ROWS = [
             pytest.mark.marathon
             if method == "srk"
             or (method == "heun" and name != "overdamped")
-            or (name, method) == ("generalised-2", "midpoint")
+            or (method == "midpoint" and name != "overdamped")
             else pytest.mark.slow
         ),
     )
