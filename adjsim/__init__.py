@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from adjsim import adjoints, dynamics, estimators, meshes, observables, potentials, solvers
 from adjsim.adjoints import *
 from adjsim.core.bounds import Between, Positive
+from adjsim.core.brownian_path import BrownianPath
 from adjsim.core.durable.ranks import RankError
 from adjsim.core.durable.store import StoreError
 from adjsim.core.trajectory import Final, TimeAverage, Trajectory
@@ -45,6 +46,7 @@ def __getattr__(name: str) -> Any:
 # such as base classes, are imported there as themselves.
 __all__ = [
     "Between",
+    "BrownianPath",
     "Comparison",
     "Final",
     "GrazingError",

@@ -76,6 +76,10 @@ class Noise:
         self.seed, self.first, self.begin, self.stream = seed, first, begin, stream
         self._blocks: dict[tuple[Any, ...], Tensor] = {}
 
+    def describe(self) -> str:
+        """Describe what the numbers are a function of, apart from step and replica."""
+        return f"{self.seed}"
+
     def __call__(self, step: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return the numbers of one step for ``shape = (replicas, dof)``, like ``like``."""
         replicas, dof = shape

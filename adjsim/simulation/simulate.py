@@ -23,6 +23,7 @@ from adjsim.core.arguments import (
     outside_inference_mode,
     refuse_uncalled,
 )
+from adjsim.core.brownian_path import BrownianPath
 from adjsim.core.durable.manifest import (
     Saving,
     describe_module,
@@ -45,6 +46,7 @@ from adjsim.core.trajectory import (
 )
 from adjsim.core.typing import Seed, Times
 from adjsim.dynamics.base import Dynamics, named_rates
+from adjsim.dynamics.fields.sde import SDE
 from adjsim.potentials.base import force
 from adjsim.potentials.pairs.base import pair_paths
 from adjsim.simulation.between_steps import between_steps, interpolated
@@ -64,7 +66,7 @@ def simulate(
     solver: Solver,
     adjoint: Adjoint = DirectAdjoint(),
     record: Record[State] = None,
-    generator: Seed = None,
+    generator: Seed | BrownianPath = None,
     compile: bool = False,
     progress: bool = False,
     store: str | Path | None = None,
@@ -84,7 +86,8 @@ def simulate(
         state: the start, from ``dynamics.init``. The run has its dtype and device. Fields may be
             arrays or lists.
         ts: save times, a list, array, range or tensor. ``ts[0]`` is the time of the start, and the
-            start is the first frame. They may decrease for an :class:`~adjsim.ODE`. With a
+            start is the first frame. They may decrease for an :class:`~adjsim.ODE`, and for an
+            :class:`~adjsim.SDE` on a :class:`~adjsim.BrownianPath`. With a
             fixed-step solver each save time must be an integer number of steps after ``ts[0]``, to
             a thousandth of a step; between the steps of an ODE the state is that of Hermite's cubic
             interpolation. There is no gradient with respect to times (:func:`~adjsim.solve_ivp` has
@@ -94,7 +97,8 @@ def simulate(
         record: a function of the state, whose values are saved instead of the states, or a
             :class:`TimeAverage`. It may depend on the parameters of the dynamics.
         generator: seeds the noise of stochastic dynamics, as a generator or an integer; None:
-            torch's default generator. The noise is a function of the seed, the step and the replica
+            torch's default generator. A :class:`~adjsim.BrownianPath` gives noise that belongs to
+            times instead of steps. Otherwise the noise is a function of the seed, the step and the replica
             alone. Starts have a stream of their own, so their seed may be used again. (In
             ``torch.func.vmap`` every sample gets the same noise; give the state a batch axis
             instead.)
@@ -145,8 +149,9 @@ def simulate(
     check_dynamics(dynamics)
     as_flag("compile", compile)
     as_flag("progress", progress)
-    generator = as_generator(generator)
-    end, noise = None, None
+    path = generator if isinstance(generator, BrownianPath) else None
+    seed = None if isinstance(generator, BrownianPath) else as_generator(generator)
+    end, noise = None, path if dynamics.stochastic else None
     if continues is not None:
         times = check_times(ts, either=True)
         # A run backwards in time counts the time -t.
@@ -157,8 +162,8 @@ def simulate(
         state = continues.final
         if dynamics.stochastic and end.seed is not None:
             noise = Noise(end.seed, end.first, end.step)
-    elif dynamics.stochastic:
-        noise = Noise(seed_from(generator))
+    elif dynamics.stochastic and path is None:
+        noise = Noise(seed_from(seed))
     if state is None:
         raise TypeError("state must be a start, such as dynamics.init(position); got None.")
     kept = None if store is None else (Store(store), as_number("every", every))
@@ -191,7 +196,7 @@ def run(
     solver: Solver,
     adjoint: Adjoint,
     record: Record[State],
-    noise: Noise | None,
+    noise: Noise | BrownianPath | None,
     progress: bool = False,
     compile: bool = False,
     store: tuple[Store, float] | None = None,
@@ -213,8 +218,10 @@ def run(
             raise ValueError(
                 f"ts decrease, and {back.reason} for {type(dynamics).__name__}; got ts[0] = "
                 f"{float(times[0]):g} and ts[1] = {float(times[1]):g}. Times may decrease for an "
-                "ODE."
+                "ODE, and for an SDE on a BrownianPath."
             )
+        if dynamics.stochastic:
+            noise = _path_back(noise, dynamics, solver)
         settings = record, noise, progress, compile, store, continues
         found = run(back, state, -times, solver, adjoint, *settings)
         found.times = times
@@ -226,8 +233,13 @@ def run(
         settings = solver, adjoint, None, noise, progress, compile, store, continues
         found = run(dynamics, state, between.grid, *settings)
         return interpolated(found, dynamics, times, between, record)
-    this, report = assemble(dynamics, state, times, solver, record, noise, progress, compile)
+    path = noise if isinstance(noise, BrownianPath) else None
+    seeded = None if isinstance(noise, BrownianPath) else noise
+    this, report = assemble(dynamics, state, times, solver, record, seeded, progress, compile)
     this = replace(this, continues=continues)
+    if path is not None:
+        drawn = this.solver.on_path(path, this.dynamics, state, float(times[0]))
+        this, report.seed = replace(this, noise=drawn), path.seed
     if store is not None:
         function = record.function if isinstance(record, TimeAverage) else record
         measure = partial(rates_at_start, this.dynamics, state, float(times[0]), function)
@@ -312,6 +324,23 @@ def _check_pair(solver: Any, adjoint: Any) -> None:
         )
 
 
+def _path_back(
+    noise: Noise | BrownianPath | None, dynamics: Dynamics[Any], solver: Solver
+) -> BrownianPath:
+    """Return the path of a run backwards in time, for an equation of Stratonovich."""
+    if not isinstance(noise, BrownianPath):
+        raise ValueError(
+            "ts decrease, and noise of a seed belongs to steps, which have no order back: give "
+            "generator=BrownianPath(seed, tol), whose noise belongs to times."
+        )
+    if solver.of_ito and not (isinstance(dynamics, SDE) and dynamics.noise == "additive"):
+        raise ValueError(
+            f"ts decrease, and {solver!r} solves the equation of Ito, whose solution does not "
+            "solve it backwards: use StochasticHeun(dt) or ReversibleHeun(dt)."
+        )
+    return noise.reversed()
+
+
 def _check_compiled(run: Run[State], adjoint: Adjoint) -> None:
     if not isinstance(run.solver, SteppingSolver):
         raise TypeError(
@@ -361,7 +390,7 @@ def run_manifest(run: Run[State], adjoint: Adjoint) -> dict[str, str]:
         "the solver": describe_object(run.solver, "the solver"),
         "the adjoint": describe_object(adjoint, "the adjoint"),
         "the record": f"a time average after {record.burn_in}" if average else f"{type(record)}",
-        "the seed": "none" if noise is None else f"{noise.seed}",
+        "the seed": "none" if noise is None else noise.describe(),
         "the step that it continues": "none" if end is None else f"{end.step}",
         "compile": f"{run.compile}",
         "whether a gradient is wanted": f"{run.needs_gradient}",

@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from adjsim.core.brownian_path import BrownianPath, PathNoise
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.run_report import RunReport
@@ -210,6 +211,8 @@ class SteppingSolver(ABC):
     """The base class of solvers that take steps, on a lattice if ``exact``."""
 
     exact: bool = False
+    # Whether the steps solve the equation of Ito, where it differs from that of Stratonovich.
+    of_ito: ClassVar[bool] = False
     dt: float
 
     @property
@@ -256,6 +259,18 @@ class SteppingSolver(ABC):
         """Return the times of the steps of a run, which may go on from the end of another."""
         begin, before = (float(times[0]), 0) if end is None else (end.begin, end.step)
         return Clock(begin, self.dt, tuple(step_numbers(times, self.dt)), before)
+
+    def on_path(
+        self, path: BrownianPath, dynamics: Dynamics[State], state: State, t: float
+    ) -> PathNoise | None:
+        """Return the noise of steps from a start on a Brownian path."""
+        plan = self.plain_plan(dynamics, state, t)
+        if plan.draws * plan.noise_steps != 1:
+            raise TypeError(
+                f"a BrownianPath has one increment a step, and a step of {self!r} draws or reads "
+                "more: give a seed as generator, or use a method with one draw a step."
+            )
+        return path.steps(t, self.dt)
 
     def varying(self, state: AnyState) -> Any:
         """Return the VaryingCoupling of steps that differ in size; None if all have one size."""

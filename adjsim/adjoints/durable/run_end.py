@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.sweep.stepper import Stepper
+from adjsim.core.brownian_path import PathNoise
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import RunEnd, check_times
 from adjsim.solvers.base import SteppingSolver
@@ -18,13 +19,14 @@ from adjsim.solvers.run import Run
 def run_end(
     run: Run[State], stepper: Stepper, state: AnyState, force: tuple[Tensor, ...] | None
 ) -> RunEnd | None:
-    """Describe the end of a run, from which another can go on; None for steps of varying size.
+    """Describe the end of a run, from which another can go on.
 
-    ``force`` are the forces with which the next step begins, if they are not evaluated again.
+    It is None for steps of varying size and for noise of a path. ``force`` are the forces with
+    which the next step begins, if they are not evaluated again.
     """
     clock, noise = stepper.clock, run.noise
     lattice, growth = stepper.plan.lattice, stepper.buffer_growth
-    if isinstance(clock, VaryingClock):
+    if isinstance(clock, VaryingClock) or isinstance(noise, PathNoise):
         return None
     known, box = run.state._fields, run.dynamics.reference_box
     box = None if box is None else box.detach().clone()
@@ -53,7 +55,8 @@ def check_continues(
     """Check the arguments of a run that goes on from the end of another; return this end."""
     if end is None or not isinstance(solver, SteppingSolver):
         raise TypeError(
-            "continues= takes a trajectory of steps of a fixed size, such as those of Splitting."
+            "continues= takes a trajectory of steps of a fixed size, such as those of Splitting. "
+            "On a BrownianPath a new run from trajectory.final reads the same path."
         )
     if state is not None:
         raise ValueError("continues= takes the start from the trajectory: give None as state.")

@@ -191,17 +191,20 @@ class Rate(Term[Any]):
 
 
 class Reversed(nn.Module):
-    """The vector field ``-fun(-t, y)``, whose solution at -t is that of ``fun`` at t."""
+    """A function of an equation at the time -t, times a sign.
 
-    def __init__(self, equation: ODE) -> None:
+    The solution of ``dy/dt = -fun(-t, y)`` at -t is that of ``fun`` at t.
+    """
+
+    def __init__(self, equation: FieldDynamics, name: str, sign: int) -> None:
         super().__init__()
-        self.equation = equation
+        self.equation, self.name, self.sign = equation, name, sign
 
     def forward(self, t: Tensor, y: Any) -> Any:
-        rates = self.equation.fun(-t, y)
-        if isinstance(rates, tuple):
-            return tuple(-x for x in rates)
-        return -rates if isinstance(rates, Tensor) else rates
+        found = getattr(self.equation, self.name)(-t, y)
+        if isinstance(found, tuple):
+            return tuple(self.sign * x for x in found)
+        return self.sign * found if isinstance(found, Tensor) else found
 
 
 class ODE(FieldDynamics):
@@ -243,4 +246,4 @@ class ODE(FieldDynamics):
         return {"Y": Rate(self.drift_name, self.fun)}
 
     def in_reverse(self) -> ODE:
-        return ODE(Reversed(self))
+        return ODE(Reversed(self, "fun", -1))

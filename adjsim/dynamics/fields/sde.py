@@ -13,6 +13,7 @@ from adjsim.core.state import AnyState, in_transform
 from adjsim.dynamics.fields.ode import (
     FieldDynamics,
     Rate,
+    Reversed,
     evaluated,
     refuse_shape,
     register_function,
@@ -93,6 +94,10 @@ class SDE(FieldDynamics):
     @property
     def terms(self) -> dict[str, Term[Any]]:
         return {"Y": Rate(self.drift_name, self.drift_fun, draws=1)}
+
+    def in_reverse(self) -> SDE:
+        drift, diffusion = Reversed(self, "drift_fun", -1), Reversed(self, "diffusion_fun", 1)
+        return SDE(drift, diffusion, noise=self.noise)
 
     def amplitudes(self, t: Any, state: AnyState) -> tuple[Tensor, ...]:
         """Evaluate the diffusion, by field."""

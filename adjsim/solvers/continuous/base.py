@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Generic, TypeAlias
 import torch
 from torch import Tensor
 
+from adjsim.core.brownian_path import BrownianPath, PathNoise
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import State, stack
@@ -19,6 +20,7 @@ from adjsim.core.trajectory import (
     step_numbers,
     sum_dtype,
 )
+from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.forces import count_backward
 from adjsim.solvers.run import Run
 
@@ -35,11 +37,19 @@ class ContinuousSolver(ABC):
     """
 
     dt: float | None
+    # Whether the method solves the equation of Ito, where it differs from that of Stratonovich.
+    of_ito: bool = False
     averages_ends: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, run: Run[State], backsolve: dict[str, Any] | None) -> None:
         """Refuse, before any work, a run that this solver or adjoint cannot take."""
+
+    def on_path(
+        self, path: BrownianPath, dynamics: Dynamics[State], state: State, t: float
+    ) -> PathNoise | None:
+        """Return the noise of a run on a Brownian path; None if the solver takes no noise."""
+        return None
 
     @abstractmethod
     def integrate(self, field: VectorField[State], start: Fields, times: Tensor) -> Fields:

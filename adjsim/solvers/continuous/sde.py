@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from adjsim.core.brownian_path import BrownianPath, PathNoise
 from adjsim.core.noise import Noise
 from adjsim.core.state import AnyState, State, in_transform
+from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.sde import SDE, describe_cross_terms
 from adjsim.solvers.base import refuse_no_equation
 from adjsim.solvers.clock import check_dt
@@ -59,6 +61,17 @@ class SDESolver(ContinuousSolver):
                 f"unknown SDE method {method!r}; choose from {', '.join(STRATONOVICH + ITO)}."
             )
         self.method, self.dt = method, check_dt(dt)
+        self.of_ito = method in ITO
+
+    def on_path(
+        self, path: BrownianPath, dynamics: Dynamics[State], state: State, t: float
+    ) -> PathNoise:
+        if self.method == "srk":
+            raise TypeError(
+                "a BrownianPath has one increment a step, and srk draws two numbers: give a seed "
+                "as generator, or use SDESolver('milstein', dt=...)."
+            )
+        return path.steps(t, self.dt)
 
     def check(self, run: Run[State], backsolve: dict[str, Any] | None) -> None:
         refuse_no_equation(self, run.dynamics, noise=True)

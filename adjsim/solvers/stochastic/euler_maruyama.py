@@ -40,6 +40,7 @@ class EulerMaruyama(SteppingSolver):
     """
 
     order: ClassVar[int] = 1
+    of_ito: ClassVar[bool] = True
     weights: ClassVar[tuple[float, ...]] = (1.0,)
 
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:

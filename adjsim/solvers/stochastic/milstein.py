@@ -36,6 +36,7 @@ class Milstein(SteppingSolver):
     """
 
     order = 1
+    of_ito = True
 
     def check(self, plan: StepPlan, dynamics: Dynamics[State], state: State, t: float) -> None:
         if not isinstance(dynamics, SDE) or dynamics.noise != "diagonal" or in_transform():

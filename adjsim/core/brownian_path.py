@@ -1,0 +1,207 @@
+"""Brownian paths, whose increments over any interval are drawn again instead of stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adjsim.core.arguments import as_number, as_tensor, describe_type
+from adjsim.core.noise import ELEMENTS, SEED_BITS, Noise
+
+# Intervals of 2^TOP tol are independent; shorter ones are parts of them.
+TOP = 32
+# How far from a multiple of tol, as a part of tol, a time may be by rounding.
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class BrownianPath:
+    """A Brownian path that can be refined: the same for every step size, method and direction.
+
+    Given as the ``generator`` of :func:`~adjsim.simulate`, it drives a run with its increments
+    W(t + dt) - W(t), so runs with other steps, forward or backward in time, follow one path. The
+    path is a function of (seed, tol, entry, t) alone, and does not depend on the size of the batch.
+    On the grid of multiples of ``tol``, intervals of 2^32 tol have independent increments, and the
+    increments of the halves of an interval of length h with the increment D are those of the
+    Brownian bridge::
+
+        W(t + h/2) - W(t) = D/2 + (h/4)^(1/2) xi        xi ~ N(0, 1)
+
+    where xi comes from a counter-based generator (Philox) at the counter of the interval (Lévy's
+    construction). A step of 2^n tol costs about two numbers an entry, another step about
+    4 log2(dt/tol).
+
+    Fixed steps without a path to share cost less with a seed, whose numbers belong to steps and not
+    to times. Methods with more than one draw a step (two stochastic letters, srk,
+    :class:`~adjsim.LeimkuhlerMatthews`) take seeds only.
+
+    Args:
+        seed: identifies the path, an integer from 0 to 2^62 - 1.
+        tol: the length of the shortest interval, time. Steps and starts are multiples of it. Paths
+            with different tol are different.
+
+    Raises:
+        TypeError: a seed that is not an integer.
+        ValueError: a seed out of range; a tol that is not positive.
+    """
+
+    seed: int
+    tol: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seed, int | np.integer) or isinstance(self.seed, bool):
+            raise TypeError(f"seed must be an integer; got {describe_type(self.seed)}.")
+        if not 0 <= self.seed < 2**SEED_BITS:
+            raise ValueError(f"seed must be from 0 to 2^{SEED_BITS} - 1; got {self.seed}.")
+        tol = as_number("tol", self.tol)
+        if not 0 < tol < math.inf:
+            raise ValueError(f"tol must be a positive time; got {self.tol}.")
+        object.__setattr__(self, "seed", int(self.seed))
+        object.__setattr__(self, "tol", tol)
+
+    def increments(self, times: Any, shape: Sequence[int] = ()) -> Tensor:
+        """Return W(times[k+1]) - W(times[k]) as ``(len(times) - 1, *shape)``, float64.
+
+        A run with diagonal noise of a state of this shape has the same increments. Times are
+        multiples of ``tol``, and may decrease.
+        """
+        times = as_tensor("times", times).detach().to("cpu", torch.float64)
+        if times.ndim != 1 or len(times) < 2:
+            raise ValueError(f"times must be two numbers or more; got shape {tuple(times.shape)}.")
+        ticks = [self.ticks(f"times[{i}]", t) for i, t in enumerate(times.tolist())]
+        read = self.reader(0, math.prod(shape))
+        rows = [read(a, b) if a <= b else -read(b, a) for a, b in pairwise(ticks)]
+        return torch.from_numpy(np.stack(rows)).reshape(len(rows), *shape)
+
+    def ticks(self, name: str, t: float) -> int:
+        """Return a time in units of ``tol``."""
+        found = round(t / self.tol)
+        if abs(t / self.tol - found) > ROUNDING:
+            raise ValueError(
+                f"a BrownianPath is read at multiples of its tol = {self.tol:g}, and {name} = "
+                f"{t:g} is not one: give a tol that divides all steps and starts, such as dt/2^10."
+            )
+        return found
+
+    def reader(self, first: int, count: int) -> Reader:
+        """Return the function that reads increments of ``count`` entries from number ``first``."""
+        return Reader(self, first, count)
+
+    def steps(self, begin: float, dt: float) -> PathNoise:
+        """Return the noise of steps of size dt from the time ``begin``."""
+        return PathNoise(self, self.ticks("ts[0]", begin), self.ticks("dt", dt))
+
+    def reversed(self) -> BrownianPath:
+        """Return the path that runs back: W(-t) at the time t."""
+        return _Reversed(self.seed, self.tol)
+
+
+class _Reversed(BrownianPath):
+    """A path that runs back in time."""
+
+    def reader(self, first: int, count: int) -> Reader:
+        return _ReversedReader(self, first, count)
+
+
+class Reader:
+    """Reads increments of a range of entries, in units of the grid, and keeps the last intervals.
+
+    For each level the two halves of the last interval are kept, so neighbouring steps, forward or
+    backward, draw each interval once.
+    """
+
+    def __init__(self, path: BrownianPath, first: int, count: int) -> None:
+        self._path, self._count = path, count
+        column, self._offset = divmod(first, ELEMENTS)
+        columns = range(column, (first + max(count, 1) - 1) // ELEMENTS + 1)
+        self._tiles = [_Tile(path.seed, column) for column in columns]
+        self._halves: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
+
+    def __call__(self, begin: int, end: int) -> np.ndarray:
+        """Return the increment from one tick to a later one, ``(count,)``."""
+        total = np.zeros(self._count)
+        for level, index in _dyadic(begin, end):
+            total = total + self._increment(level, index)
+        return total
+
+    def _increment(self, level: int, index: int) -> np.ndarray:
+        """Return the increment from ``index`` 2^level ticks to ``index + 1`` times as many."""
+        length = self._path.tol * 2.0**level
+        if level == TOP:
+            return math.sqrt(length) * self._drawn(level, index)
+        kept = self._halves.get(level)
+        if kept is None or kept[0] != index >> 1:
+            half = self._increment(level + 1, index >> 1) / 2
+            bridge = math.sqrt(length / 2) * self._drawn(level, index >> 1)
+            kept = self._halves[level] = index >> 1, half + bridge, half - bridge
+        return kept[1 + index % 2]
+
+    def _drawn(self, level: int, index: int) -> np.ndarray:
+        drawn = [tile(level, index) for tile in self._tiles]
+        return np.concatenate(drawn)[self._offset : self._offset + self._count]
+
+
+class _ReversedReader(Reader):
+    def __call__(self, begin: int, end: int) -> np.ndarray:
+        return -super().__call__(-end, -begin)
+
+
+class _Tile:
+    """Standard normal numbers of one column of entries, addressed by level and interval."""
+
+    def __init__(self, seed: int, column: int) -> None:
+        self._philox = np.random.Philox(key=np.array([seed, column], dtype=np.uint64))
+        self._normal = np.random.Generator(self._philox)
+        # A new generator has used no number of its buffer.
+        self._state: Any = self._philox.state
+
+    def __call__(self, level: int, index: int) -> np.ndarray:
+        # The noise of steps has counters whose last word is zero.
+        self._state["state"]["counter"][:] = (0, index % 2**64, level, 1)
+        self._philox.state = self._state
+        return self._normal.standard_normal(ELEMENTS)
+
+
+def _dyadic(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Divide an interval of ticks into the fewest intervals of 2^level ticks, at most 2^TOP."""
+    while begin < end:
+        aligned = (begin & -begin).bit_length() - 1 if begin else TOP
+        level = min(aligned, (end - begin).bit_length() - 1, TOP)
+        yield level, begin >> level
+        begin += 1 << level
+
+
+class PathNoise(Noise):
+    """The increments of a path over the steps of a run, as standard normal numbers."""
+
+    def __init__(self, path: BrownianPath, begin: int, size: int) -> None:
+        super().__init__(path.seed)
+        self._path, self._start, self._size = path, begin, size
+        self._readers: dict[int, Reader] = {}
+
+    def describe(self) -> str:
+        return f"{self._path}, {self._size} ticks a step from {self._start}"
+
+    def __call__(self, step: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        return self._rows(step, 1, shape, like)[0]
+
+    def span(
+        self, step: int, count: int, shape: tuple[int, ...], like: Tensor, end: int
+    ) -> list[Tensor]:
+        return [self._rows(step, min(count, end - step), shape, like)]
+
+    def _rows(self, step: int, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        entries = math.prod(shape)
+        read = self._readers.setdefault(entries, self._path.reader(0, entries))
+        ticks = [self._start + (step + i) * self._size for i in range(count + 1)]
+        rows = [read(a, b) for a, b in pairwise(ticks)]
+        scale = 1 / math.sqrt(self._size * self._path.tol)
+        drawn = torch.from_numpy(np.stack(rows) * scale)
+        return drawn.to(like.device, like.dtype).reshape(count, *shape)
