@@ -141,7 +141,8 @@ class Reader:
             half = self._increment(level + 1, index >> 1) / 2
             bridge = math.sqrt(length / 2) * self._drawn(level, index >> 1)
             kept = self._halves[level] = index >> 1, half + bridge, half - bridge
-        return kept[1 + index % 2]
+        _, left, right = kept
+        return right if index % 2 else left
 
     def _drawn(self, level: int, index: int) -> np.ndarray:
         drawn = [tile(level, index) for tile in self._tiles]

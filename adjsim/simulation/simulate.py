@@ -33,7 +33,6 @@ from adjsim.core.durable.manifest import (
 )
 from adjsim.core.durable.store import Store
 from adjsim.core.noise import Noise, as_generator, seed_from
-from adjsim.core.refusal import Refusal
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import State, as_state, detached, in_transform, position_of
 from adjsim.core.trajectory import (
@@ -46,9 +45,9 @@ from adjsim.core.trajectory import (
 )
 from adjsim.core.typing import Seed, Times
 from adjsim.dynamics.base import Dynamics, named_rates
-from adjsim.dynamics.fields.sde import SDE
 from adjsim.potentials.base import force
 from adjsim.potentials.pairs.base import pair_paths
+from adjsim.simulation.backwards import mirrored
 from adjsim.simulation.between_steps import between_steps, interpolated
 from adjsim.simulation.start_checks import check_rates
 from adjsim.solvers.base import SteppingSolver
@@ -98,7 +97,7 @@ def simulate(
             :class:`TimeAverage`. It may depend on the parameters of the dynamics.
         generator: seeds the noise of stochastic dynamics, as a generator or an integer; None:
             torch's default generator. A :class:`~adjsim.BrownianPath` gives noise that belongs to
-            times instead of steps. Otherwise the noise is a function of the seed, the step and the replica
+            times instead of steps. Other noise is a function of the seed, the step and the replica
             alone. Starts have a stream of their own, so their seed may be used again. (In
             ``torch.func.vmap`` every sample gets the same noise; give the state a batch axis
             instead.)
@@ -213,16 +212,8 @@ def run(
         )
     times, state = check_times(ts, either=True), as_state(state)
     if times[1] < times[0]:
-        back = dynamics.in_reverse()
-        if isinstance(back, Refusal):
-            raise ValueError(
-                f"ts decrease, and {back.reason} for {type(dynamics).__name__}; got ts[0] = "
-                f"{float(times[0]):g} and ts[1] = {float(times[1]):g}. Times may decrease for an "
-                "ODE, and for an SDE on a BrownianPath."
-            )
-        if dynamics.stochastic:
-            noise = _path_back(noise, dynamics, solver)
-        settings = record, noise, progress, compile, store, continues
+        back, path = mirrored(dynamics, noise, solver, times)
+        settings = record, path, progress, compile, store, continues
         found = run(back, state, -times, solver, adjoint, *settings)
         found.times = times
         if "step_times" in found.stats:
@@ -322,23 +313,6 @@ def _check_pair(solver: Any, adjoint: Any) -> None:
             f"{type(adjoint).__name__} does not go with {type(solver).__name__}; these do: "
             f"{', '.join(fitting)}."
         )
-
-
-def _path_back(
-    noise: Noise | BrownianPath | None, dynamics: Dynamics[Any], solver: Solver
-) -> BrownianPath:
-    """Return the path of a run backwards in time, for an equation of Stratonovich."""
-    if not isinstance(noise, BrownianPath):
-        raise ValueError(
-            "ts decrease, and noise of a seed belongs to steps, which have no order back: give "
-            "generator=BrownianPath(seed, tol), whose noise belongs to times."
-        )
-    if solver.of_ito and not (isinstance(dynamics, SDE) and dynamics.noise == "additive"):
-        raise ValueError(
-            f"ts decrease, and {solver!r} solves the equation of Ito, whose solution does not "
-            "solve it backwards: use StochasticHeun(dt) or ReversibleHeun(dt)."
-        )
-    return noise.reversed()
 
 
 def _check_compiled(run: Run[State], adjoint: Adjoint) -> None:

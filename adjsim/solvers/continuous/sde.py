@@ -71,6 +71,7 @@ class SDESolver(ContinuousSolver):
                 "a BrownianPath has one increment a step, and srk draws two numbers: give a seed "
                 "as generator, or use SDESolver('milstein', dt=...)."
             )
+        assert self.dt is not None
         return path.steps(t, self.dt)
 
     def check(self, run: Run[State], backsolve: dict[str, Any] | None) -> None:
