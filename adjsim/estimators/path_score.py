@@ -161,7 +161,8 @@ def path_score_of(dynamics: Any, solver: Any) -> type[PathScore] | None:
     """Return the score of the paths of a scheme, or None if it has no known density."""
     if type(solver) is EulerMaruyama:
         if isinstance(dynamics, SDE):
-            return _FieldEulerMaruyama if dynamics.noise == "diagonal" else None
+            diagonal = dynamics.noise == "diagonal" and not dynamics.quiet
+            return _FieldEulerMaruyama if diagonal else None
         return _EulerMaruyama if isinstance(dynamics, OverdampedLangevin) else None
     if isinstance(dynamics, Langevin) and isinstance(solver, Splitting):
         return {"BAOAB": _BAOAB, "OBABO": _OBABO}.get(solver.scheme)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from adjsim.core.state import AnyState, in_transform
+from adjsim.core.state import AnyState, FieldState, in_transform
+from adjsim.core.typing import Seed
 from adjsim.dynamics.fields.ode import (
     FieldDynamics,
     Rate,
@@ -21,6 +22,13 @@ from adjsim.dynamics.fields.ode import (
 from adjsim.dynamics.terms import Term
 
 NOISES = ("diagonal", "scalar", "additive", "general")
+
+
+class PathState(NamedTuple):
+    """A state y, ``(*batch, n)``, and the divergence of its path so far, ``(*batch, 1)``."""
+
+    y: Tensor
+    logqp: Tensor
 
 
 class SDE(FieldDynamics):
@@ -74,6 +82,8 @@ class SDE(FieldDynamics):
     """
 
     drift_name = "drift"
+    # Fields without noise, which draw no numbers.
+    quiet: tuple[str, ...] = ()
     drift_fun: Callable[..., Any]
     diffusion_fun: Callable[..., Any]
 
@@ -94,6 +104,23 @@ class SDE(FieldDynamics):
     @property
     def terms(self) -> dict[str, Term[Any]]:
         return {"Y": Rate(self.drift_name, self.drift_fun, draws=1)}
+
+    def logqp(self, prior: Callable[..., Any]) -> SDE:
+        """Return the equation with the divergence of its path from that of another drift::
+
+            dlogqp = |u|^2/2 dt        diffusion(t, y) u = drift(t, y) - prior(t, y)
+
+        Its states have the fields ``y`` and ``logqp``, from ``init(y)``. The mean of ``logqp`` at
+        the end is the Kullback-Leibler divergence of the law of the paths from the law with the
+        drift ``prior`` and the same diffusion (Girsanov), the prior term of a latent SDE. For
+        scalar, additive and general noise u is the least-squares solution, and a difference that
+        the diffusion does not span, whose divergence is infinite, is left out. The path of y is
+        that without logqp, number by number.
+
+        Args:
+            prior: maps ``(t, y)`` to the other drift, of the shape of y.
+        """
+        return PathDivergence(self, prior)
 
     def in_reverse(self) -> SDE:
         drift, diffusion = Reversed(self, "drift_fun", -1), Reversed(self, "diffusion_fun", 1)
@@ -136,8 +163,10 @@ class SDE(FieldDynamics):
             return tuple((g * dW.unsqueeze(-2)).sum(-1) for g in found)
         if self.noise == "scalar":
             return tuple(g * dW for g in found)
-        parts = dW.split([y.shape[-1] for y in state], -1)
-        return tuple(g * part for g, part in zip(found, parts, strict=True))
+        loud = [y.shape[-1] for name, y in state._asdict().items() if name not in self.quiet]
+        parts = iter(dW.split(loud, -1))
+        names = zip(state._fields, found, strict=True)
+        return tuple(g if name in self.quiet else g * next(parts) for name, g in names)
 
     @torch.no_grad()
     def draw_shape(self, t: float, state: AnyState) -> torch.Size:
@@ -145,7 +174,8 @@ class SDE(FieldDynamics):
         if self.noise == "scalar":
             return torch.Size((1,))
         if self.noise == "diagonal":
-            return torch.Size((sum(y.shape[-1] for y in state),))
+            fields = state._asdict().items()
+            return torch.Size((sum(y.shape[-1] for name, y in fields if name not in self.quiet),))
         start = type(state)._make(y.detach() for y in state)
         return torch.Size(self.amplitudes(t, start)[0].shape[-1:])
 
@@ -177,6 +207,53 @@ class SDE(FieldDynamics):
                 "noise='additive' is noise whose diffusion does not depend on y, and this one "
                 "does: use noise='general', or 'diagonal' for one Brownian motion an entry."
             )
+
+
+class PathDivergence(SDE):
+    """An equation with the divergence of its path from that of another drift, as a field."""
+
+    state_type = PathState
+    quiet = ("logqp",)
+
+    def __init__(self, sde: SDE, prior: Callable[..., Any]) -> None:
+        drift = _DriftAndRate(sde, prior)
+        super().__init__(drift, drift.diffusion, noise=sde.noise)
+
+    def init(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, y: Any, momentum: None = None, generator: Seed = None
+    ) -> PathState:
+        """Make a start from y, ``(*batch, n)``, with no divergence."""
+        start = super().init(y, momentum, generator)
+        if not isinstance(start, FieldState):
+            raise TypeError("logqp is for a state that is one tensor: join its fields along n.")
+        return PathState(start.y, torch.zeros_like(start.y[..., :1]))
+
+
+class _DriftAndRate(nn.Module):
+    """The drift of an equation, with half the squared control that leads to it from a prior."""
+
+    def __init__(self, sde: SDE, prior: Callable[..., Any]) -> None:
+        super().__init__()
+        self.sde = sde
+        register_function(self, "prior", prior)
+
+    def forward(self, t: Tensor, state: PathState) -> tuple[Tensor, Tensor]:
+        at = FieldState(state.y)
+        (drift,) = evaluated("drift", self.sde.drift_fun, t, at)
+        (prior,) = evaluated("prior", self.prior, t, at)
+        refuse_shape("prior", "y", prior, tuple(state.y.shape), state.y)
+        (g,) = self.sde.amplitudes(t, at)
+        if self.sde.noise == "diagonal":
+            control = (drift - prior) / g
+        else:
+            columns = g if self.sde.matrix else g.unsqueeze(-1)
+            control = (torch.linalg.pinv(columns) @ (drift - prior).unsqueeze(-1)).squeeze(-1)
+        return drift, 0.5 * control.square().sum(-1, keepdim=True)
+
+    def diffusion(self, t: Tensor, state: PathState) -> tuple[Tensor, Tensor]:
+        (g,) = self.sde.amplitudes(t, FieldState(state.y))
+        none = torch.zeros_like(state.logqp)
+        return g, none.unsqueeze(-1).expand(*none.shape, g.shape[-1]) if self.sde.matrix else none
 
 
 def describe_cross_terms(sde: SDE, t: float, state: AnyState) -> str | None:

@@ -188,8 +188,9 @@ class _Equation(torch.nn.Module):
     def noisy(self) -> list[bool]:
         """Return which fields have noise; all fields of an SDE."""
         run = self._field.run
-        amplitudes = run.dynamics.diffusion(run.times[0], run.state)
-        return [isinstance(run.dynamics, SDE) or bool((x != 0).any()) for x in amplitudes]
+        if isinstance(run.dynamics, SDE):
+            return [name not in run.dynamics.quiet for name in run.state._fields]
+        return [bool((x != 0).any()) for x in run.dynamics.diffusion(run.times[0], run.state)]
 
 
 class _StepNoise:
