@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -96,7 +96,12 @@ class BrownianPath:
 
     def steps(self, begin: float, dt: float) -> PathNoise:
         """Return the noise of steps of size dt from the time ``begin``."""
-        return PathNoise(self, self.ticks("ts[0]", begin), self.ticks("dt", dt))
+        first, size = self.ticks("ts[0]", begin), self.ticks("dt", dt)
+        return PathNoise(self, lambda step: first + step * size)
+
+    def steps_between(self, ticks: Sequence[int]) -> PathNoise:
+        """Return the noise of steps between these ticks."""
+        return PathNoise(self, ticks.__getitem__)
 
     def reversed(self) -> BrownianPath:
         """Return the path that runs back: W(-t) at the time t."""
@@ -182,13 +187,13 @@ def _dyadic(begin: int, end: int) -> Iterator[tuple[int, int]]:
 class PathNoise(Noise):
     """The increments of a path over the steps of a run, as standard normal numbers."""
 
-    def __init__(self, path: BrownianPath, begin: int, size: int) -> None:
+    def __init__(self, path: BrownianPath, tick: Callable[[int], int]) -> None:
         super().__init__(path.seed)
-        self._path, self._start, self._size = path, begin, size
+        self._path, self._tick = path, tick
         self._readers: dict[int, Reader] = {}
 
     def describe(self) -> str:
-        return f"{self._path}, {self._size} ticks a step from {self._start}"
+        return f"{self._path}"
 
     def __call__(self, step: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         return self._rows(step, 1, shape, like)[0]
@@ -201,8 +206,7 @@ class PathNoise(Noise):
     def _rows(self, step: int, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         entries = math.prod(shape)
         read = self._readers.setdefault(entries, self._path.reader(0, entries))
-        ticks = [self._start + (step + i) * self._size for i in range(count + 1)]
-        rows = [read(a, b) for a, b in pairwise(ticks)]
-        scale = 1 / math.sqrt(self._size * self._path.tol)
-        drawn = torch.from_numpy(np.stack(rows) * scale)
+        steps = list(pairwise(self._tick(step + i) for i in range(count + 1)))
+        rows = [read(a, b) / math.sqrt((b - a) * self._path.tol) for a, b in steps]
+        drawn = torch.from_numpy(np.stack(rows))
         return drawn.to(like.device, like.dtype).reshape(count, *shape)

@@ -226,7 +226,7 @@ def run(
         return interpolated(found, dynamics, times, between, record)
     path = noise if isinstance(noise, BrownianPath) else None
     seeded = None if isinstance(noise, BrownianPath) else noise
-    this, report = assemble(dynamics, state, times, solver, record, seeded, progress, compile)
+    this, report = assemble(dynamics, state, times, solver, record, seeded, progress, compile, path)
     this = replace(this, continues=continues)
     if path is not None:
         drawn = this.solver.on_path(path, this.dynamics, state, float(times[0]))
@@ -260,6 +260,7 @@ def assemble(
     noise: Noise | None,
     progress: bool = False,
     compile: bool = False,
+    path: BrownianPath | None = None,
 ) -> tuple[Run[State], RunReport]:
     """Check the parts of a run against each other, and return the run and its report."""
     reading, tensors, dynamics, key = check_rates(dynamics, state, float(times[0]), record, compile)
@@ -270,7 +271,7 @@ def assemble(
                 f"compile=True is not for {solver!r} of {type(dynamics).__name__}: "
                 f"{refusal.reason}. Leave compile=True out."
             )
-        solver = solver.resolved(dynamics, state, times)
+        solver = solver.resolved(dynamics, state, times, path)
     report = RunReport()
     if noise is not None:
         report.seed = noise.seed

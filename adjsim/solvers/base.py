@@ -251,8 +251,14 @@ class SteppingSolver(ABC):
         """Return why its steps, undone too, cannot be compiled from a start; None if they can."""
         return None
 
-    def resolved(self, dynamics: Dynamics[State], state: State, times: Tensor) -> SteppingSolver:
-        """Return the solver with the numbers that it chooses by the start and the save times."""
+    def resolved(
+        self,
+        dynamics: Dynamics[State],
+        state: State,
+        times: Tensor,
+        path: BrownianPath | None = None,
+    ) -> SteppingSolver:
+        """Return the solver with the numbers that it chooses by start, save times and path."""
         return self
 
     def clock(self, times: Tensor, end: RunEnd | None = None) -> Clock | VaryingClock:

@@ -219,9 +219,7 @@ class PathDivergence(SDE):
         drift = _DriftAndRate(sde, prior)
         super().__init__(drift, drift.diffusion, noise=sde.noise)
 
-    def init(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, y: Any, momentum: None = None, generator: Seed = None
-    ) -> PathState:
+    def init(self, y: Any, momentum: None = None, generator: Seed = None) -> PathState:
         """Make a start from y, ``(*batch, n)``, with no divergence."""
         start = super().init(y, momentum, generator)
         if not isinstance(start, FieldState):
@@ -231,6 +229,9 @@ class PathDivergence(SDE):
 
 class _DriftAndRate(nn.Module):
     """The drift of an equation, with half the squared control that leads to it from a prior."""
+
+    sde: SDE
+    prior: Callable[..., Any]
 
     def __init__(self, sde: SDE, prior: Callable[..., Any]) -> None:
         super().__init__()

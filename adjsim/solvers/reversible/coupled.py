@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_flag, as_number
-from adjsim.core.refusal import Refusal
+from adjsim.core.brownian_path import BrownianPath
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, detached, in_transform
 from adjsim.core.tableaus import Tableau
-from adjsim.core.trajectory import RunEnd
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import simple_fraction
 from adjsim.dynamics.copies import Copies
@@ -28,12 +27,11 @@ from adjsim.solvers.base import (
     LETTER,
     Stage,
     StepContext,
-    SteppingSolver,
     StepPlan,
     lattice_of,
     refuse_no_equation,
 )
-from adjsim.solvers.clock import SMALLER, Clock, VaryingClock, check_dt
+from adjsim.solvers.clock import SMALLER
 from adjsim.solvers.reversible.increment import AHEAD, Increment, reversed_growth
 from adjsim.solvers.reversible.varying_coupling import VaryingCoupling, steps_within
 from adjsim.solvers.runge_kutta.adaptive_steps import (
@@ -44,6 +42,7 @@ from adjsim.solvers.runge_kutta.adaptive_steps import (
     look_ahead,
 )
 from adjsim.solvers.runge_kutta.runge_kutta import find_tableau
+from adjsim.solvers.varying_steps import VaryingSteps
 
 # The estimated rate over the strongest contraction.
 MARGIN = 1.5
@@ -56,7 +55,7 @@ SIMPLE = 0.01
 PASSES = 4
 
 
-class Coupled(SteppingSolver):
+class Coupled(VaryingSteps):
     """Take Runge-Kutta steps in a form that can be undone::
 
         y' = c y + (1 - c) z + step_h(z)        z' = z - step_{-h}(y')        c = exp(-rate h)
@@ -112,7 +111,7 @@ class Coupled(SteppingSolver):
         exact: bool = False,
     ) -> None:
         self.method, self.tableau = method, find_tableau(method)
-        self.steps = dt if isinstance(dt, Adaptive | StepTimes) else check_dt(dt)
+        super().__init__(dt)
         self.rate = None if rate is None else as_number("rate", rate)
         self.exact = as_flag("exact", exact)
         if isinstance(dt, Adaptive) and self.tableau.error is None:
@@ -128,36 +127,21 @@ class Coupled(SteppingSolver):
                 self.coupling = coupling(self.rate, self.steps)
 
     @property
-    def one_size(self) -> bool:
-        return isinstance(self.steps, float)
-
-    @property
-    def dt(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The size of all steps; a TypeError where steps differ in size."""
-        if not isinstance(self.steps, float):
-            raise TypeError(
-                f"steps of one size are needed here, and those of {self!r} differ: give Coupled a "
-                "number as dt."
-            )
-        return self.steps
-
-    @property
     def order(self) -> int:
         return self.tableau.order
 
     def report_choices(self, report: RunReport) -> None:
-        if isinstance(self.steps, RecordedTimes):
-            report.rejected = self.steps.rejected
-            report.energy_evaluations += self.steps.evaluations
+        super().report_choices(report)
         if self.rate is not None:
             report.rate = self.rate
 
-    def supports_compiling(
-        self, dynamics: Dynamics[Any], state: AnyState | None = None, *, undone: bool = False
-    ) -> Refusal | None:
-        return None if isinstance(self.steps, float) else Refusal("its steps differ in size")
-
-    def resolved(self, dynamics: Dynamics[State], state: State, times: Tensor) -> Coupled:
+    def resolved(
+        self,
+        dynamics: Dynamics[State],
+        state: State,
+        times: Tensor,
+        path: BrownianPath | None = None,
+    ) -> Coupled:
         """Return these steps with a rate and the times of adaptive steps."""
         if self.rate is not None and not isinstance(self.steps, Adaptive):
             return self
@@ -209,11 +193,6 @@ class Coupled(SteppingSolver):
         values = {"c": self.coupling, "1-c": 1 - self.coupling}
         options: dict[str, Any] = {"dtype": state[0].dtype, "device": state[0].device}
         return {LETTER: {name: torch.tensor(float(x), **options) for name, x in values.items()}}
-
-    def clock(self, times: Tensor, end: RunEnd | None = None) -> Clock | VaryingClock:
-        if isinstance(self.steps, StepTimes) and end is None:
-            return self.steps.clock(times)
-        return super().clock(times, end)
 
     def varying(self, state: AnyState) -> VaryingCoupling | None:
         if isinstance(self.steps, float):

@@ -195,12 +195,7 @@ class AdaptiveSteps:
         return after, float(self._norm(error, y, after))
 
     def _norm(self, parts: Sequence[Tensor], *states: AnyState) -> Tensor:
-        """Return the norm of the controller, the largest over the batch."""
-        rtol, atol = self.adaptive.rtol, self.adaptive.atol
-        shares = [relative(x, ys, rtol, atol) for x, *ys in zip(parts, *states, strict=True)]
-        squares = system_squares(self.dynamics, states[0], shares)
-        entries = sum(x.numel() for x in states[0]) / squares.numel()
-        return (squares / entries).amax().sqrt().double().cpu()
+        return error_norm(self.dynamics, self.adaptive, parts, *states)
 
     def _first_size(self, y: Any, t: float, end: float) -> float:
         """Estimate the size of the first step from the rates at the start and near it."""
@@ -216,6 +211,17 @@ class AdaptiveSteps:
         return float(
             first_size(self._norm(y, y), self._norm(rates, y), length, self._order, change)
         )
+
+
+def error_norm(
+    dynamics: Dynamics[Any], adaptive: Adaptive, parts: Sequence[Tensor], *states: AnyState
+) -> Tensor:
+    """Return the norm of the controller, the largest over the batch."""
+    rtol, atol = adaptive.rtol, adaptive.atol
+    shares = [relative(x, ys, rtol, atol) for x, *ys in zip(parts, *states, strict=True)]
+    squares = system_squares(dynamics, states[0], shares)
+    entries = sum(x.numel() for x in states[0]) / squares.numel()
+    return (squares / entries).amax().sqrt().double().cpu()
 
 
 def _reached(t: float, size: float, end: float) -> float:

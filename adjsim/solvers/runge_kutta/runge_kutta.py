@@ -97,14 +97,14 @@ class RungeKutta(SteppingSolver):
 
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         refuse_no_equation(self, dynamics)
-        tableau, dt = self.tableau, self.dt
+        tableau = self.tableau
 
-        def step(t: Tensor, at: State) -> tuple[Tensor, ...]:
-            added = increment(dynamics, tableau, t, dt, at)
+        def step(h: float, t: Tensor, at: State) -> tuple[Tensor, ...]:
+            added = increment(dynamics, tableau, t, h, at)
             return tuple(y + x for y, x in zip(at, added, strict=True))
 
         loses = "the stages of an explicit step"
-        return drift_plan(step, state, dt, self.order, evaluations=len(tableau.b), loses=loses)
+        return drift_plan(step, state, self.dt, self.order, evaluations=len(tableau.b), loses=loses)
 
     def __repr__(self) -> str:
         return f"RungeKutta({self.method!r}, dt={self.dt:g})"

@@ -45,16 +45,22 @@ def drift_plan(
     order: int,
     *,
     noisy: bool = False,
+    varying: bool = False,
     evaluations: int = 1,
     loses: str = "the state",
 ) -> StepPlan:
-    """Return the plan of a step ``step(t, state)``, or with noise ``step(t, state, dW)``."""
-    kind, draws, root = type(state), int(noisy), math.sqrt(dt)
+    """Return the plan of a step ``step(h, t, state)``, or with noise ``step(h, t, state, dW)``.
+
+    Steps have the size dt, or, ``varying``, that of their coefficient "h".
+    """
+    kind, draws = type(state), int(noisy)
     reads: tuple[Source, ...] = (Time(), Random()) if noisy else (Time(),)
 
     def function(coefficients: Coefficients, t: Tensor, *values: Any) -> tuple[Tensor, ...]:
         drawn, fields = values[:draws], values[draws:]
-        return step(t, kind._make(fields), *(root * xi for xi in drawn))
+        # A size is a constant of a run, so a coefficient of it is read as a number.
+        h = float(coefficients["h"]) if varying else dt
+        return step(h, t, kind._make(fields), *(math.sqrt(h) * xi for xi in drawn))
 
     move = DriftMove(
         state._fields,

@@ -57,11 +57,12 @@ class EulerMaruyama(SteppingSolver):
         stage = Stage("D", (drift, noise), 0.0, 0, len(draws))
         return StepPlan((stage,), self.dt, self.order, draws=1, noise_steps=len(draws))
 
-    def _step(self, sde: SDE, t: Tensor, state: AnyState, dW: Tensor) -> tuple[Tensor, ...]:
+    def _step(
+        self, sde: SDE, h: float, t: Tensor, state: AnyState, dW: Tensor
+    ) -> tuple[Tensor, ...]:
         noise, rates = sde.noise_increments(t, state, dW), sde.drift(t, state)
         return tuple(
-            torch.add(y, rate, alpha=self.dt) + x
-            for y, rate, x in zip(state, rates, noise, strict=True)
+            torch.add(y, rate, alpha=h) + x for y, rate, x in zip(state, rates, noise, strict=True)
         )
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:

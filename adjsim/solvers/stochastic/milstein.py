@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from adjsim.core.state import State, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.sde import SDE, describe_cross_terms
-from adjsim.solvers.base import SteppingSolver, StepPlan
-from adjsim.solvers.stochastic.drift_move import drift_plan
+from adjsim.solvers.base import StepPlan
 from adjsim.solvers.stochastic.euler_maruyama import misfit
+from adjsim.solvers.stochastic.path_steps import PathSteps
 
 
-class Milstein(SteppingSolver):
+class Milstein(PathSteps):
     """Take Milstein steps of an SDE in the sense of Ito::
 
         y' = y + drift dt + diffusion dW + (Dg g) (dW^2 - dt)/2
@@ -26,8 +28,10 @@ class Milstein(SteppingSolver):
     DirectAdjoint or CheckpointAdjoint. For the equation of Stratonovich use
     :class:`~adjsim.StochasticHeun`.
 
+    ``dt=Adaptive(rtol, atol)`` chooses steps as for :class:`~adjsim.StochasticHeun`.
+
     Args:
-        dt: the step, time.
+        dt: the step, time; or :class:`Adaptive`, or :class:`StepTimes`, on a path.
 
     Raises:
         TypeError: dynamics that are not an SDE (when a run begins).
@@ -37,6 +41,8 @@ class Milstein(SteppingSolver):
 
     order = 1
     of_ito = True
+    evaluations = 1
+    loses = "the state"
 
     def check(self, plan: StepPlan, dynamics: Dynamics[State], state: State, t: float) -> None:
         if not isinstance(dynamics, SDE) or dynamics.noise != "diagonal" or in_transform():
@@ -54,7 +60,7 @@ class Milstein(SteppingSolver):
                 f"the diffusion of {name} depends on other entries too: use EulerMaruyama(dt)."
             )
 
-    def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
+    def refuse(self, dynamics: Dynamics[Any]) -> SDE:
         if not isinstance(dynamics, SDE):
             raise misfit(self, "SDE", dynamics)
         if dynamics.matrix:
@@ -62,20 +68,18 @@ class Milstein(SteppingSolver):
                 f"Milstein takes diagonal and scalar noise, not noise={dynamics.noise!r}: use "
                 "EulerMaruyama(dt)."
             )
-        sde, kind, dt = dynamics, type(state), self.dt
+        return dynamics
 
-        def step(t: Tensor, at: State, dW: Tensor) -> tuple[Tensor, ...]:
-            def diffusion(*y: Tensor) -> tuple[Tensor, ...]:
-                return tuple(sde.amplitudes(t, kind._make(y)))
+    def step(self, sde: SDE, h: float, t: Any, at: Any, dW: Tensor) -> tuple[Tensor, ...]:
+        def diffusion(*y: Tensor) -> tuple[Tensor, ...]:
+            return tuple(sde.amplitudes(t, type(at)._make(y)))
 
-            g = diffusion(*at)
-            along = torch.func.jvp(diffusion, tuple(at), g)[1]
-            half = 0.5 * (dW.square() - dt)
-            added = sde.times_increment(g, dW, at)
-            corrections = sde.times_increment(along, half, at)
-            return tuple(
-                torch.add(y, rate, alpha=dt) + x + z
-                for y, rate, x, z in zip(at, sde.drift(t, at), added, corrections, strict=True)
-            )
-
-        return drift_plan(step, state, dt, self.order, noisy=True)
+        g = diffusion(*at)
+        along = torch.func.jvp(diffusion, tuple(at), g)[1]
+        half = 0.5 * (dW.square() - h)
+        added = sde.times_increment(g, dW, at)
+        corrections = sde.times_increment(along, half, at)
+        return tuple(
+            torch.add(y, rate, alpha=h) + x + z
+            for y, rate, x, z in zip(at, sde.drift(t, at), added, corrections, strict=True)
+        )

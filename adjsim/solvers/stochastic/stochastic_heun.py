@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from adjsim.core.state import State
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.sde import SDE
-from adjsim.solvers.base import SteppingSolver, StepPlan
-from adjsim.solvers.stochastic.drift_move import drift_plan
 from adjsim.solvers.stochastic.euler_maruyama import misfit
+from adjsim.solvers.stochastic.path_steps import PathSteps
 
 
-class StochasticHeun(SteppingSolver):
+class StochasticHeun(PathSteps):
     """Take Heun steps of an SDE in the sense of Stratonovich::
 
         F_t(y) = drift(t, y) dt + diffusion(t, y) dW
@@ -26,32 +26,37 @@ class StochasticHeun(SteppingSolver):
     :class:`~adjsim.ReversibleHeun` can be undone. For the equation of Ito use
     :class:`~adjsim.EulerMaruyama` or :class:`~adjsim.Milstein`.
 
+    ``dt=Adaptive(rtol, atol)`` chooses steps along a :class:`~adjsim.BrownianPath`: a step of size
+    h is compared with two of size h/2 on the same path, and these are taken where the difference is
+    within the tolerances. A pass without a gradient records the times. The run and its gradient
+    then have these times fixed, and the noise of every system of a batch has the same steps.
+
     Args:
-        dt: the step, time.
+        dt: the step, time; or :class:`Adaptive`, or :class:`StepTimes`, on a path.
 
     Raises:
-        TypeError: dynamics that are not an SDE (when a run begins).
+        TypeError: dynamics that are not an SDE; steps that differ in size without a path (when a
+            run begins).
+        FloatingPointError: adaptive steps shorter than two ticks of the path.
     """
 
     order = 1
+    evaluations = 2
+    loses = "the state inside of the step"
 
-    def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
+    def refuse(self, dynamics: Dynamics[Any]) -> SDE:
         if not isinstance(dynamics, SDE):
             raise misfit(self, "SDE", dynamics, "RungeKutta('heun', dt), ")
-        sde, kind, dt = dynamics, type(state), self.dt
+        return dynamics
 
-        def added(t: Tensor, at: State, dW: Tensor) -> tuple[Tensor, ...]:
+    def step(self, sde: SDE, h: float, t: Any, at: Any, dW: Tensor) -> tuple[Tensor, ...]:
+        def added(t: Any, at: Any) -> tuple[Tensor, ...]:
             noise = sde.noise_increments(t, at, dW)
             return tuple(
-                torch.add(x, rate, alpha=dt)
-                for rate, x in zip(sde.drift(t, at), noise, strict=True)
+                torch.add(x, rate, alpha=h) for rate, x in zip(sde.drift(t, at), noise, strict=True)
             )
 
-        def step(t: Tensor, at: State, dW: Tensor) -> tuple[Tensor, ...]:
-            first = added(t, at, dW)
-            end = kind._make(y + x for y, x in zip(at, first, strict=True))
-            second = added(t + dt, end, dW)
-            return tuple(y + 0.5 * (x + z) for y, x, z in zip(at, first, second, strict=True))
-
-        loses = "the state inside of the step"
-        return drift_plan(step, state, dt, self.order, noisy=True, evaluations=2, loses=loses)
+        first = added(t, at)
+        end = type(at)._make(y + x for y, x in zip(at, first, strict=True))
+        second = added(t + h, end)
+        return tuple(y + 0.5 * (x + z) for y, x, z in zip(at, first, second, strict=True))
