@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -68,6 +69,19 @@ class FieldDynamics(Dynamics[Any]):
                     f"{tuple(state[0].shape)}; the axes before the last are the batch and must be "
                     "equal."
                 )
+
+    @property
+    @abstractmethod
+    def rate(self) -> Rate:
+        """The drift, as the only term."""
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"Y": self.rate}
+
+    def drift(self, t: Any, state: Any) -> Any:
+        # Without the sums over terms, which cost as much as a small network.
+        return type(state)._make(self.rate.rates(t, state))
 
     def check_rates(self, t: float, state: AnyState) -> dict[str, Tensor]:
         return self.checked("drift", self.drift_name, self.drift, t, state)
@@ -177,11 +191,15 @@ class Rate(Term[Any]):
     def __init__(self, name: str, fun: Callable[..., Any], draws: int = 0) -> None:
         self.name, self.fun, self.draws = name, fun, draws
 
-    def drift(self, t: Any, state: AnyState) -> Mapping[str, Tensor]:
-        rates = dict(zip(state._fields, evaluated(self.name, self.fun, t, state), strict=True))
-        for (field, rate), y in zip(rates.items(), state, strict=True):
+    def rates(self, t: Any, state: AnyState) -> tuple[Tensor, ...]:
+        """Evaluate the drift, by field."""
+        found = evaluated(self.name, self.fun, t, state)
+        for field, rate, y in zip(state._fields, found, state, strict=True):
             refuse_shape(self.name, field, rate, y.shape, y)
-        return rates
+        return found
+
+    def drift(self, t: Any, state: AnyState) -> Mapping[str, Tensor]:
+        return dict(zip(state._fields, self.rates(t, state), strict=True))
 
     def moves(self, h: float, state: AnyState) -> NoReturn:
         raise TypeError(
@@ -242,8 +260,8 @@ class ODE(FieldDynamics):
         register_function(self, "fun", fun)
 
     @property
-    def terms(self) -> dict[str, Term[Any]]:
-        return {"Y": Rate(self.drift_name, self.fun)}
+    def rate(self) -> Rate:
+        return Rate(self.drift_name, self.fun)
 
     def in_reverse(self) -> ODE:
         return ODE(Reversed(self, "fun", -1))

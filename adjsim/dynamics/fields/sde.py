@@ -19,7 +19,6 @@ from adjsim.dynamics.fields.ode import (
     refuse_shape,
     register_function,
 )
-from adjsim.dynamics.terms import Term
 
 NOISES = ("diagonal", "scalar", "additive", "general")
 
@@ -102,8 +101,8 @@ class SDE(FieldDynamics):
             raise ValueError(f"unknown noise {self.noise!r}; choose from {', '.join(NOISES)}.")
 
     @property
-    def terms(self) -> dict[str, Term[Any]]:
-        return {"Y": Rate(self.drift_name, self.drift_fun, draws=1)}
+    def rate(self) -> Rate:
+        return Rate(self.drift_name, self.drift_fun, draws=1)
 
     def logqp(self, prior: Callable[..., Any]) -> SDE:
         """Return the equation with the divergence of its path from that of another drift::

@@ -100,8 +100,10 @@ class RungeKutta(SteppingSolver):
         tableau = self.tableau
 
         def step(h: float, t: Tensor, at: State) -> tuple[Tensor, ...]:
-            added = increment(dynamics, tableau, t, h, at)
-            return tuple(y + x for y, x in zip(at, added, strict=True))
+            rates = zip(*stage_rates(dynamics, tableau, t, h, at), strict=True)
+            return tuple(
+                add_rates(y, h, tableau.b, part) for y, part in zip(at, rates, strict=True)
+            )
 
         loses = "the stages of an explicit step"
         return drift_plan(step, state, self.dt, self.order, evaluations=len(tableau.b), loses=loses)
