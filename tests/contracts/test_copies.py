@@ -133,7 +133,8 @@ def made():
         dynamics.Time(), dynamics.Field("momentum"), dynamics.Coefficient("c"), dynamics.Force(),
         dynamics.Random(), well.stationary_density(), well.heat_limit(start),
         dynamics.Refusal("a reason"), potentials.Rounding(torch.ones(())),
-        adjsim.BrownianPath(1, 0.5), adjsim.OverdampedLangevin(adjsim.Harmonic()).stationary_density(),
+        adjsim.BrownianPath(1, 0.5),
+        adjsim.OverdampedLangevin(adjsim.Harmonic()).stationary_density(),
     ]  # fmt: skip
 
 

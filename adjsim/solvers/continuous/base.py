@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeAlias
 
 import torch
@@ -155,7 +156,7 @@ class VectorField(torch.nn.Module, Generic[State]):
     def run(self) -> Run[State]:
         return self._run[0]
 
-    @property
+    @cached_property
     def parameters_of_adjoint(self) -> tuple[Tensor, ...]:
         """The values of the parameters that require grad."""
         return tuple(self.run.reading.trainable(self.run.tensors).values())
@@ -166,7 +167,9 @@ class VectorField(torch.nn.Module, Generic[State]):
     def time(self, t: Tensor) -> Any:
         return t if self.unit is None else self.run.times[0] + t * self.unit
 
-    def forward(self, t: Tensor, fields: Fields) -> Fields:
+    def forward(self, t: Tensor, y: Fields | Tensor) -> Fields | Tensor:
+        """Return the rates at a time, one tensor if y is one."""
+        fields = (y,) if isinstance(y, Tensor) else y
         state = self.state(fields)
         rates: Fields = tuple(self.run.dynamics.drift(self.time(t), state))
         if self.average is not None:
@@ -180,7 +183,8 @@ class VectorField(torch.nn.Module, Generic[State]):
                 refuse_unknown(rate, self.run.dynamics, known, what)
         self.report.energy_evaluations += 1
         count_backward(self.report, rates)
-        return rates if self.unit is None else tuple(rate * self.unit for rate in rates)
+        rates = rates if self.unit is None else tuple(rate * self.unit for rate in rates)
+        return rates[0] if isinstance(y, Tensor) else rates
 
 
 def _mean(average: TimeAverage, ends: dict[int, Any]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,21 +84,24 @@ class ODESolver(ContinuousSolver):
         common: dict[str, Any] = {"rtol": self.rtol, "atol": self.atol, "method": self.method}
         common["options"] = options
         times = times.to(start[0].device)
+        # For one field a tensor, since torchdiffeq joins and divides tuples at every stage.
+        y: Any = start[0] if len(start) == 1 else start
         try:
             if backsolve is not None:
                 adjoint: dict[str, Any] = {f"adjoint_{n}": x for n, x in backsolve.items()}
                 adjoint["adjoint_params"] = field.parameters_of_adjoint
-                return cast(Fields, odeint_adjoint(field, start, times, **adjoint, **common))
+                return _fields(odeint_adjoint(field, y, times, **adjoint, **common))
             if self.method in ONE_STEP:
                 # torchdiffeq writes frames into one tensor, whose backward is quadratic in their
                 # number. One-step methods have no memory, so solving from save to save gives the
                 # same path.
-                frames = [start]
+                frames = [_fields(y)]
                 for pair in pairwise(times):
-                    ends = odeint(field, frames[-1], torch.stack(pair), **common)
-                    frames.append(tuple(x[1] for x in ends))
+                    found = odeint(field, y, torch.stack(pair), **common)
+                    frames.append(tuple(x[1] for x in _fields(found)))
+                    y = frames[-1][0] if len(start) == 1 else frames[-1]
                 return tuple(map(torch.stack, zip(*frames, strict=True)))
-            return cast(Fields, odeint(field, start, times, **common))
+            return _fields(odeint(field, y, times, **common))
         except AssertionError as failure:
             raise FloatingPointError(
                 f"{self.method} failed ({failure}): the solution reaches NaN or infinity, or is "
@@ -111,7 +114,13 @@ class ODESolver(ContinuousSolver):
         return f"ODESolver({self.method!r}, {settings})"
 
 
-def _largest(count: int, fields: Fields) -> Tensor:
+def _fields(found: Any) -> Fields:
+    """Return the fields of a state of torchdiffeq, a tensor for one field."""
+    return (found,) if isinstance(found, Tensor) else tuple(found)
+
+
+def _largest(count: int, found: Any) -> Tensor:
     """Return the largest root mean square over the fields, without that of a time average."""
+    fields = _fields(found)
     # The choice of steps is not differentiated.
     return torch.stack([x.detach().abs().pow(2).mean().sqrt() for x in fields[:count]]).amax()
