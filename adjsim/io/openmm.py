@@ -17,6 +17,7 @@ from adjsim.io._openmm.bonded import read_bonded, write_bonded
 from adjsim.io._openmm.constraints import read_constraints, warn_of_bonds, write_constraints
 from adjsim.io._openmm.custom import read_custom, write_custom
 from adjsim.io._openmm.custom_pairs import read_custom_pairs, write_custom_pairs
+from adjsim.io._openmm.external import read_external, write_external
 from adjsim.io._openmm.library import (
     atoms_of,
     barostat_of,
@@ -56,6 +57,9 @@ def from_openmm(
     custom_bonds         those of its expression             CustomBondForce
     custom_angles        those of its expression             CustomAngleForce
     custom_torsions      those of its expression             CustomTorsionForce
+    custom_compounds     those of its expression             CustomCompoundBondForce
+    custom_centroids     those of its expression             CustomCentroidBondForce
+    custom_externals     those of its expression             CustomExternalForce
     custom_pairs         those of its expression             CustomNonbondedForce
     restraints           k, position                         a harmonic CustomExternalForce
     lennard_jones        epsilon, sigma                      NonbondedForce
@@ -137,7 +141,10 @@ def from_openmm(
     names = Names.of(masses, topology)
     shared: dict[str, nn.Parameter] = {}
     bonded = (
-        read_bonded(system, names) | read_maps(system, names) | read_custom(system, names, shared)
+        read_bonded(system, names)
+        | read_maps(system, names)
+        | read_custom(system, names, shared)
+        | read_external(system, names, shared)
     )
     nonbonded, labels = read_nonbonded(system, names)
     parts: dict[str, Any] = {name: part for name, (part, _) in bonded.items()} | nonbonded
@@ -206,6 +213,7 @@ def to_openmm(
     write_bonded(parts, written)
     write_maps(parts.get("maps"), written)
     write_custom(parts, written)
+    write_external(parts, written)
     write_custom_pairs(parts, written)
     write_nonbonded(parts, written)
     write_solvent(parts.get("solvent"), written)
