@@ -112,4 +112,31 @@ def tables(periodic: bool) -> Any:
     return force
 
 
-FORCES = {"compound": compound, "centroid": centroid, "external": external, "tables": tables}
+def hydrogen_bonds(periodic: bool) -> Any:
+    force = openmm.CustomHbondForce(
+        "depth*q*p*(1/distance(d1,a1)^2 + angle(d2,d1,a1)^2) + f(distance(a1,d2))*q"
+        "+ p*cos(dihedral(a2,a1,d1,d2))"
+    )
+    force.addPerDonorParameter("q")
+    force.addPerAcceptorParameter("p")
+    force.addGlobalParameter("depth", 0.4)
+    table = openmm.Continuous1DFunction([3.0, -1.0, 0.5, 0.0], 0.1, 1.6)
+    force.addTabulatedFunction("f", table)
+    for k in range(4):
+        force.addDonor(k, k + 4, -1, [1.0 + k])
+    for k in range(3):
+        force.addAcceptor(k + 9, k + 5, 4 - k, [0.5 + k])
+    force.addExclusion(1, 2)
+    force.addExclusion(3, 0)
+    force.setCutoffDistance(0.6)
+    force.setNonbondedMethod(2 if periodic else 1)
+    return force
+
+
+FORCES = {
+    "compound": compound,
+    "centroid": centroid,
+    "external": external,
+    "tables": tables,
+    "hydrogen bonds": hydrogen_bonds,
+}

@@ -18,6 +18,7 @@ from adjsim.io._openmm.constraints import read_constraints, warn_of_bonds, write
 from adjsim.io._openmm.custom import read_custom, write_custom
 from adjsim.io._openmm.custom_pairs import read_custom_pairs, write_custom_pairs
 from adjsim.io._openmm.external import read_external, write_external
+from adjsim.io._openmm.hydrogen_bonds import read_hydrogen_bonds, write_hydrogen_bonds
 from adjsim.io._openmm.library import (
     atoms_of,
     barostat_of,
@@ -60,6 +61,7 @@ def from_openmm(
     custom_compounds     those of its expression             CustomCompoundBondForce
     custom_centroids     those of its expression             CustomCentroidBondForce
     custom_externals     those of its expression             CustomExternalForce
+    custom_hydrogen_bonds those of its expression            CustomHbondForce
     custom_pairs         those of its expression             CustomNonbondedForce
     restraints           k, position                         a harmonic CustomExternalForce
     lennard_jones        epsilon, sigma                      NonbondedForce
@@ -151,6 +153,7 @@ def from_openmm(
     solvent = read_solvent(system, parts["coulomb"].charge if "coulomb" in parts else None)
     if solvent is not None:
         parts["solvent"] = solvent
+    parts |= read_hydrogen_bonds(system, shared)
     parts |= read_custom_pairs(system, shared)
     if not parts:
         raise ValueError("the system has no forces.")
@@ -214,6 +217,7 @@ def to_openmm(
     write_maps(parts.get("maps"), written)
     write_custom(parts, written)
     write_external(parts, written)
+    write_hydrogen_bonds(parts, written)
     write_custom_pairs(parts, written)
     write_nonbonded(parts, written)
     write_solvent(parts.get("solvent"), written)

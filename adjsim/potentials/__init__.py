@@ -24,6 +24,7 @@ from adjsim.potentials.bonded.bonds_and_angles import (
     MorseBond,
     UreyBradley,
 )
+from adjsim.potentials.bonded.centroids import CustomCentroid as CustomCentroid
 from adjsim.potentials.bonded.compound import (
     CompoundTerm as CompoundTerm,
     CustomCompound as CustomCompound,
@@ -35,6 +36,7 @@ from adjsim.potentials.bonded.custom import (
     CustomTerm as CustomTerm,
     CustomTorsion as CustomTorsion,
 )
+from adjsim.potentials.bonded.hydrogen_bonds import CustomHydrogenBond as CustomHydrogenBond
 from adjsim.potentials.bonded.maps import TorsionMap
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.bonded.restraints import FlatBottomRestraint, PositionRestraint
