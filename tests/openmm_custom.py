@@ -140,3 +140,26 @@ FORCES = {
     "tables": tables,
     "hydrogen bonds": hydrogen_bonds,
 }
+
+
+def offsets(method: str) -> Any:
+    """Charges, wells and exceptions that follow two global numbers, one of them from zero."""
+    force = openmm.NonbondedForce()
+    rng = np.random.default_rng(2)
+    for k in range(12):
+        force.addParticle(rng.normal(), 0.2 + 0.02 * (k % 3), 0.0 if k == 4 else 0.4)
+    for k in range(5):
+        force.addException(k, k + 1, 0.2 * k, 0.25, 0.1 * (k % 2))
+    force.addGlobalParameter("electric", 0.3)
+    force.addGlobalParameter("unused", 2.0)
+    force.addGlobalParameter("steric", 0.0)
+    for k in (1, 2, 5):
+        force.addParticleParameterOffset("electric", k, 0.7, 0.01, 0.3)
+        force.addParticleParameterOffset("steric", k + 1, -0.2, 0.02, 0.5)
+    force.addParticleParameterOffset("electric", 4, 0.0, 0.0, 1.5)
+    force.addExceptionParameterOffset("electric", 0, 0.5, 0.02, 0.8)
+    force.addExceptionParameterOffset("steric", 3, 0.1, 0.0, 0.4)
+    force.setNonbondedMethod(getattr(openmm.NonbondedForce, method))
+    force.setCutoffDistance(0.9)
+    force.setPMEParameters(4.0, 24, 24, 24)
+    return force

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from ase import units
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.io._openmm.bonded import read_bonded, write_bonded
@@ -148,9 +149,12 @@ def from_openmm(
         | read_custom(system, names, shared)
         | read_external(system, names, shared)
     )
-    nonbonded, labels = read_nonbonded(system, names)
+    nonbonded, labels, numbers = read_nonbonded(system, names, shared)
     parts: dict[str, Any] = {name: part for name, (part, _) in bonded.items()} | nonbonded
-    solvent = read_solvent(system, parts["coulomb"].charge if "coulomb" in parts else None)
+    # Charges with offsets are not those of the solvent.
+    coulomb = parts.get("coulomb")
+    own = coulomb is None or is_parametrized(coulomb, "charge")
+    solvent = read_solvent(system, None if own else coulomb.charge)
     if solvent is not None:
         parts["solvent"] = solvent
     parts |= read_hydrogen_bonds(system, shared)
@@ -164,6 +168,7 @@ def from_openmm(
         potential = ForceFieldPotential(labels, **parts)
     else:
         potential = SitedForceField(sites, labels | types, **parts)
+    potential.add_numbers(numbers)
     position = particles[kept]
     with torch.no_grad():
         refuse_high_energy(potential, position, potential(position))
