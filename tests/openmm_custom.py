@@ -76,6 +76,17 @@ def external(periodic: bool) -> Any:
     return force
 
 
+def steep(periodic: bool) -> Any:
+    """A restraint by its form, whose stiffness is that of another force too."""
+    square = "periodicdistance(x,y,z,x0,y0,z0)^2" if periodic else "((x-x0)^2+(y-y0)^2+(z-z0)^2)"
+    force = openmm.CustomExternalForce(f"0.5*k/2*{square}")
+    for name in ("x0", "y0", "z0"):
+        force.addPerParticleParameter(name)
+    force.addGlobalParameter("k", 300.0)
+    force.addParticle(3, [0.1, 0.2, 0.3])
+    return force
+
+
 def tables(periodic: bool) -> Any:
     """Every kind of table, of coordinates and of numbers of terms."""
     force = openmm.CustomCompoundBondForce(

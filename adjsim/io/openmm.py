@@ -152,9 +152,8 @@ def from_openmm(
     nonbonded, labels, numbers = read_nonbonded(system, names, shared)
     parts: dict[str, Any] = {name: part for name, (part, _) in bonded.items()} | nonbonded
     # Charges with offsets are not those of the solvent.
-    coulomb = parts.get("coulomb")
-    own = coulomb is None or is_parametrized(coulomb, "charge")
-    solvent = read_solvent(system, None if own else coulomb.charge)
+    charged = "coulomb" in parts and not is_parametrized(parts["coulomb"], "charge")
+    solvent = read_solvent(system, parts["coulomb"].charge if charged else None)
     if solvent is not None:
         parts["solvent"] = solvent
     parts |= read_hydrogen_bonds(system, shared)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set as AbstractSet
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -77,7 +77,7 @@ class Expression:
         self, text: str, points: Sequence[str] = (), functions: Mapping[str, int] | None = None
     ) -> None:
         self.text = text
-        self._points, self._counts = tuple(points), COUNTS | (functions or {})
+        self._points, self._counts = tuple(points), {**COUNTS, **(functions or {})}
         first, *rest = _pieces(text)
         self.definitions: dict[str, Call | str | float] = {}
         scope: dict[str, str] = {}
@@ -125,6 +125,19 @@ class Expression:
 
         found = value(self.formula)
         return found if isinstance(found, Tensor) else like.new_full((), found)
+
+    def refuse_names(self, known: Collection[str], given: str) -> None:
+        """Refuse names that are not known, with the place of the first one."""
+        left = sorted(self.names - set(known), key=self._place)
+        if left:
+            raise ValueError(
+                f"the expression {self.text!r} has the names {', '.join(left)} (the first at place "
+                f"{self._place(left[0])}), and {given}."
+            )
+
+    def _place(self, name: str) -> int:
+        found = re.search(rf"\b{re.escape(name)}(?!\w)", self.text)
+        return len(self.text) if found is None else found.start()
 
     def _read(self, begin: int, end: int) -> Call | str | float:
         return _Reader(self.text, begin, end, self._points, self._counts).read()

@@ -85,11 +85,13 @@ def test_what_cannot_be_read(text, message):
 
 
 def test_numbers_that_do_not_fit():
-    with pytest.raises(ValueError, match="has the names k, and numbers has c"):
+    with pytest.raises(
+        ValueError, match=r"has the names k \(the first at place 0\), and numbers has c"
+    ):
         CustomBond([[0, 1]], "k*r", {"c": 1.0})
     changed = CustomBond([[0, 1]], "k*r", {"k": 1.0})
     changed.expression = Expression("k*r+c")
-    with pytest.raises(ValueError, match="has the names c, and numbers has k"):
+    with pytest.raises(ValueError, match=r"has the names c \(.* at place 4\), and numbers has k"):
         changed(torch.eye(3, dtype=torch.float64))
     with pytest.raises(ValueError, match="'types' has the name of an attribute or"):
         CustomBond([[0, 1]], "types*r", {"types": 1.0})

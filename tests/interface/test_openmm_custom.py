@@ -1,17 +1,18 @@
-"""OpenMM's custom forces of several atoms, groups, places and hydrogen bonds: read, run, written."""
+"""OpenMM's custom forces of several atoms, groups, places and hydrogen bonds, and offsets."""
 
 from __future__ import annotations
 
 import numpy as np
+import openmm
 import pytest
 import torch
 
 import adjsim
 from adjsim.io import from_openmm, to_openmm
 from adjsim.potentials.base import force_vjp
-from tests.bonded import close
-from tests.openmm_custom import FORCES, sites, system_with
+from tests.openmm_custom import FORCES, offsets, sites, steep, system_with
 from tests.openmm_systems import reference
+from tests.problems import slow_but
 
 
 def assert_equal(potential, position, system, positions):
@@ -69,3 +70,77 @@ def test_gradients_against_differences(name):
             found = slope(lambda h, x=x, d=direction: x.add_(h * d))
             mine = 0.0 if grad is None else float((grad * direction).sum())
             assert mine == pytest.approx(found, rel=1e-6, abs=1e-9 * scale), key
+
+
+@pytest.mark.parametrize(
+    "method", slow_but(lambda x: x == "NoCutoff", ["NoCutoff", "CutoffPeriodic", "PME"])
+)
+def test_offsets(method):
+    """Numbers at any value of the global ones are OpenMM's, with the gradient of the energy."""
+    system, positions = system_with(offsets(method)), sites()
+    potential, structure = from_openmm(system, positions)
+    assert_equal(potential, structure.position, system, positions)
+    assert not hasattr(potential, "unused")
+    with torch.no_grad():
+        for parameter in potential.parameters():
+            parameter.mul_(1.02)
+        potential.steric.fill_(0.4)
+    written = to_openmm(potential, system)
+    assert_equal(potential, structure.position, written, positions)
+    potential(structure.position).backward()
+    h = 1e-5
+    for number in (potential.electric, potential.steric):
+        ends = []
+        with torch.no_grad():
+            for sign in (1, -1):
+                number += sign * h
+                ends.append(float(potential(structure.position)))
+                number -= sign * h
+        assert float(number.grad) == pytest.approx((ends[0] - ends[1]) / (2 * h), rel=1e-6)
+
+
+def test_external_forces_of_harmonic_form():
+    """A restraint, unless another force has its stiffness: then the number is one of both."""
+    for periodic in (False, True):
+        system, positions = system_with(steep(periodic)), sites()
+        potential, structure = from_openmm(system, positions)
+        assert [name for name, _ in potential.named_children()] == ["restraints"]
+        assert_equal(potential, structure.position, system, positions)
+        bond = openmm.CustomBondForce("k*r^2")
+        bond.addGlobalParameter("k", 300.0)
+        bond.addBond(0, 1)
+        system.addForce(bond)
+        potential, structure = from_openmm(system, positions)
+        assert potential.custom_externals.k is potential.custom_bonds.k
+        assert_equal(potential, structure.position, system, positions)
+
+
+def missing_atom():
+    force = openmm.CustomHbondForce("angle(d1,d2,a1)")
+    force.addDonor(0, -1, -1, [])
+    force.addAcceptor(3, -1, -1, [])
+    return force
+
+
+def compound(text):
+    def make():
+        force = openmm.CustomCompoundBondForce(2, text)
+        force.addBond([0, 1], [])
+        return force
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (compound("1+distance(p1,p3)"), "at place 11: .*p1 p2"),
+        (compound("distance(p1,p2)*k"), "names k .*at place 16"),
+        (compound("3*4"), "'3.4' reads no coordinate of atoms"),
+        (missing_atom, r"donor 0 of the CustomHbondForce has no atom d2.*'angle\(d1,d2,a1\)'"),
+        (lambda: openmm.CustomManyParticleForce(3, "r"), "CustomManyParticleForce 'r', force 0"),
+    ],
+)
+def test_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        from_openmm(system_with(make()), sites())

@@ -60,11 +60,10 @@ def read_custom(
         each = _names(force, custom)
         values: dict[str, Any] = {name: types.parameter(k) for k, name in enumerate(each)}
         values |= global_parameters(force, shared)
-        potential = custom.potential(
-            *([groups[0]] if groups else []),
-            torch.tensor(atoms),
-            force.getEnergyFunction(),
-            values,
+        arguments: list[Any] = [torch.tensor(atoms), force.getEnergyFunction(), values]
+        make: Any = custom.potential
+        potential = make(
+            *([groups[0], *arguments] if groups else arguments),
             tables=read_tables(force),
             unit=ENERGY,
             **({"weights": groups[1]} if groups else {}),
@@ -122,9 +121,7 @@ def _groups(
     masses = masses_of(system)
     rows = [force.getGroupParameters(k) for k in range(force.getNumGroups())]
     groups = [list(atoms) for atoms, _ in rows]
-    weights = [
-        list(given) if len(given) else [masses[k] for k in atoms] for atoms, given in rows
-    ]
+    weights = [list(given) if len(given) else [masses[k] for k in atoms] for atoms, given in rows]
     return groups, weights
 
 

@@ -38,7 +38,7 @@ RESTRAINT = re.compile(rf"(?:(0\.5|1/2)\*|)(?:\(?(\w+)/2\)?|(\w+))\*(?:{SQUARES}
 
 
 class Restraint(NamedTuple):
-    """The names of stiffness and points of a restraint, and the k of ours for a stiffness of one."""
+    """The names of stiffness and points of a restraint, and our k for a stiffness of one."""
 
     k: str
     points: tuple[str, ...]

@@ -31,11 +31,10 @@ def write_hydrogen_bonds(parts: dict[str, nn.Module], system: Any) -> None:
     for force, part in _parts(system):
         potential = parts.get(part)
         sides = [_side(force, side) for side in SIDES]
-        if (
-            not isinstance(potential, CustomHydrogenBond)
-            or (potential.donor_of.count, potential.acceptor_of.count)
-            != tuple(len(atoms) for atoms, _ in sides)
-        ):
+        if not isinstance(potential, CustomHydrogenBond) or (
+            potential.donor_of.count,
+            potential.acceptor_of.count,
+        ) != tuple(len(atoms) for atoms, _ in sides):
             raise ValueError(
                 f"the donors and acceptors of {part!r} in the potential are not those of the "
                 "system: give the system that the potential was read from."
@@ -73,8 +72,10 @@ def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomHyd
             {name: nn.Parameter(torch.from_numpy(x.copy())) for name, x in values.items()}
         )
     excluded = [force.getExclusionParticles(k) for k in range(force.getNumExclusions())]
+    donors, acceptors = atoms
     return CustomHydrogenBond(
-        *atoms,
+        donors,
+        acceptors,
         text,
         global_parameters(force, shared),
         donor_numbers=numbers[0],

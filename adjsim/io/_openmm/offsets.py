@@ -22,6 +22,8 @@ class Offset(nn.Module):
         scales: ``(numbers, *shape of x)``.
     """
 
+    scales: Tensor
+
     def __init__(self, numbers: Mapping[str, nn.Parameter], scales: Tensor) -> None:
         super().__init__()
         self.numbers = nn.ParameterDict(numbers)

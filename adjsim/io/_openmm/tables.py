@@ -41,6 +41,8 @@ def write_tables(part: nn.Module, force: Any) -> None:
 
 
 def _tables(force: Any) -> list[tuple[str, Any]]:
+    if not hasattr(force, "getNumTabulatedFunctions"):
+        return []
     found = [
         (force.getTabulatedFunctionName(k), force.getTabulatedFunction(k))
         for k in range(force.getNumTabulatedFunctions())

@@ -52,6 +52,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
             atom 1; -1 is a fixed point.
         coordinate: the internal coordinate of these displacements, by default the distance, see
             :mod:`adjsim.core.coordinates`.
+        stretches: whether the displacements stretch with the box.
 
     Raises:
         ValueError: an index of another shape, negative or too large, a term that names an atom
@@ -61,6 +62,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
 
     coordinate: ClassVar[type[Coordinate]] = Distance
     within_molecules = True
+    stretches: bool = True
 
     box: Tensor | None
 
@@ -93,13 +95,8 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
 
         return self._join(self._pulls(x, slope, rounding), position, rounding), product
 
-    @property
-    def stretches(self) -> bool:
-        """Whether all displacements are to nearest images in a box, and stretched with it."""
-        return self.box is not None
-
     def strained_energy(self, position: Positions, strain: Strain) -> Energies:
-        if not self.stretches:
+        if self.box is None or not self.stretches:
             return super().strained_energy(position, strain)
         return self.element(self.coordinate(*self._stretched(position, strain)).value).sum((-1, -2))
 
@@ -110,7 +107,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
     ) -> Forced:
-        if not self.stretches:
+        if self.box is None or not self.stretches:
             return super().strained_force(position, strain, rounding, virial_rounding)
         return self._in_boxes(position, strain, rounding, virial_rounding)[0]
 
@@ -122,7 +119,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
     ) -> tuple[Forced, StrainedPullback]:
-        if not self.stretches:
+        if self.box is None or not self.stretches:
             return super().strained_vjp(position, strain, parameters, rounding, virial_rounding)
         with torch.no_grad():
             values, product = self._in_boxes(position, strain, rounding, virial_rounding)

@@ -42,6 +42,7 @@ class CustomCentroid(CompoundTerm):
     """
 
     shares: Tensor
+    later: Tensor
     letter = "g"
 
     def __init__(
@@ -75,6 +76,9 @@ class CustomCentroid(CompoundTerm):
             )
             self.atom_of = Selection(joined, int(joined.max()) + 1)
             self.register_buffer("shares", shares, persistent=False)
+            later = torch.ones(len(joined))
+            later[sizes.cumsum(0) - sizes] = 0.0
+            self.register_buffer("later", later, persistent=False)
 
     def check_position(self, position: Tensor) -> None:
         if position.shape[-2] < self.atom_of.count:
@@ -94,5 +98,10 @@ class CustomCentroid(CompoundTerm):
     ) -> Tensor:
         rows = torch.cat([members[place] for place in self.used], -1)
         forces = self.atoms.transpose(rows, self.group_of.count)
-        parts = rounding.round(self.group_of(forces) * self.shares.to(forces))
+        parts = self.group_of(forces) * self.shares.to(forces)
+        if rounding.rounds:
+            # The first atom of a group has the rest, so that sums are exact.
+            parts = rounding.round(parts) * self.later.to(forces)
+            rest = forces - self.group_of.transpose(parts)
+            parts = parts + self.group_of(rest) * (1 - self.later.to(forces))
         return self.atom_of.transpose(parts, like.shape[-2]).transpose(-1, -2)

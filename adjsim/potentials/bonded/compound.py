@@ -52,7 +52,7 @@ class CompoundTerm(CustomTerm):
     coordinate = Displacements
     # Atoms of two sides of a term may be the same.
     distinct = ((0,),)
-    functions = {name: count for name, (count, _) in OF_POINTS.items()}
+    functions: ClassVar[Mapping[str, int]] = {name: count for name, (count, _) in OF_POINTS.items()}
     letter: ClassVar[str] = "p"
 
     def __init__(
@@ -85,9 +85,10 @@ class CompoundTerm(CustomTerm):
                 f"the expression {expression.text!r} reads no coordinate of atoms, so its force is "
                 "zero: leave the term out."
             )
-        self.is_fixed = any(i < 0 for i, _ in self.steps)
+        # Cartesian coordinates do not move with the box.
+        self.stretches = all(i >= 0 for i, _ in self.steps)
         solid = "dihedral" in {kind for kind, _ in self.coordinates.values()}
-        self.dim = 3 if self.is_fixed or solid else None
+        self.dim = 3 if solid or not self.stretches else None
 
     def further_steps(self) -> Sequence[tuple[int, int]]:
         """Return displacements that are read beside those of the expression."""
@@ -115,20 +116,14 @@ class CompoundTerm(CustomTerm):
                 found[name] = name, [(-1, cartesian[name][0])]
         return found
 
-    @property
-    def stretches(self) -> bool:
-        # Cartesian coordinates do not move with the box.
-        return super().stretches and not self.is_fixed
-
     def differences(self, x: Tensor) -> list[Vector]:
         places = self.members_of(x)
         return [places[j] if i < 0 else subtracted(places[j], places[i]) for i, j in self.steps]
 
     def _to_nearest(self, vectors: list[Vector], box: Tensor | None) -> list[Vector]:
         near = super()._to_nearest(vectors, box)
-        return [
-            b if i < 0 else moved for (i, _), b, moved in zip(self.steps, vectors, near, strict=True)
-        ]
+        rows = zip(self.steps, vectors, near, strict=True)
+        return [b if i < 0 else moved for (i, _), b, moved in rows]
 
     def coordinate_names(self) -> Collection[str]:
         return {*self.cartesian(), *self.coordinates}
@@ -163,7 +158,7 @@ class CompoundTerm(CustomTerm):
         return value
 
     def virial(self, position: Positions) -> Tensor:
-        if self.is_fixed:
+        if not self.stretches:
             raise TypeError(
                 f"{type(self).__name__} has no virial(position): its expression reads Cartesian "
                 "coordinates, which do not move with the box."

@@ -11,8 +11,8 @@ from adjsim.core.arguments import as_positive
 from adjsim.core.coordinates import Angle, Dihedral
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
-from adjsim.potentials.expressions import Expression
 from adjsim.potentials.bonded.tabulated import TabulatedFunction
+from adjsim.potentials.expressions import Expression
 
 
 class CustomTerm(BondedPotential):
@@ -80,12 +80,8 @@ class CustomTerm(BondedPotential):
         """Refuse an expression, a unit and numbers that the constructor would refuse."""
         super().validate()
         as_positive("unit", self.unit)
-        left = sorted(self.expression.names - {*self.numbers, *self.coordinate_names()})
-        if left:
-            raise ValueError(
-                f"the expression {self.expression.text!r} has the names {', '.join(left)}, and "
-                f"numbers has {', '.join(self.numbers) or 'none'}."
-            )
+        known = {*self.numbers, *self.coordinate_names()}
+        self.expression.refuse_names(known, f"numbers has {', '.join(self.numbers) or 'none'}")
 
     def element(self, x: Tensor) -> Tensor:
         values = self.coordinates_of(x)

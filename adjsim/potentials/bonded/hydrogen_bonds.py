@@ -1,9 +1,9 @@
-"""Pairs of a donor and an acceptor, of a few atoms each, with an expression of their coordinates."""
+"""Pairs of a donor and an acceptor with an expression of the coordinates of their atoms."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class CustomHydrogenBond(CompoundTerm):
         ValueError: see :class:`~adjsim.potentials.CustomCompound`; no pair that is not excluded.
     """
 
-    functions = {}
+    functions: ClassVar[Mapping[str, int]] = {}
     omitted_arguments = ("index", "types")
 
     def __init__(

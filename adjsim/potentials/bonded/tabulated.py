@@ -157,7 +157,7 @@ class ContinuousFunction(TabulatedFunction):
         c = self.values
         for axis in range(self.count):
             spline: Tensor = getattr(self, f"spline{axis}")
-            c = torch.tensordot(spline.to(c), c, ([1], [axis])).movedim(0, axis)
+            c = (c.movedim(axis, -1) @ spline.to(c).T).movedim(-1, axis)
         return c
 
     def _range(self, axis: int) -> tuple[float, float]:
@@ -178,7 +178,10 @@ class ContinuousFunction(TabulatedFunction):
 
 def _flat(places: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """Return the places in a flat table."""
-    return reduce(lambda flat, pair: flat * pair[1] + pair[0], zip(places, sizes, strict=True), 0)
+    flat = places[0]
+    for place, size in zip(places[1:], sizes[1:], strict=True):
+        flat = flat * size + place
+    return flat
 
 
 def _ends(name: str, value: float | Sequence[float]) -> tuple[float, ...]:
