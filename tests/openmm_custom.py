@@ -50,11 +50,11 @@ def centroid(periodic: bool) -> Any:
     force = openmm.CustomCentroidBondForce(
         3,
         "k*(distance(g1,g2)-r0)^2 + k*angle(g1,g2,g3)^2 + 0.3*k*x1*z2"
-        "+ e*pointangle(x1,y1,z1,x2,y2,z2,x3,y3,z3)",
+        "+ bend*pointangle(x1,y1,z1,x2,y2,z2,x3,y3,z3)",
     )
     for name in ("k", "r0"):
         force.addPerBondParameter(name)
-    force.addGlobalParameter("e", 7.0)
+    force.addGlobalParameter("bend", 7.0)
     force.addGroup([0, 1, 2, 5])
     force.addGroup([3, 5], [1.0, 2.5])
     force.addGroup([7])

@@ -46,7 +46,8 @@ def from_openmm(
         U = sum over bonds, angles, torsions, ... of their energies, as OpenMM computes them
 
     Each number of the force field is an ``nn.Parameter`` of the potential, except multiplicities,
-    permittivities, cutoffs and settings of Ewald sums. A part is there if the system has it:
+    permittivities, cutoffs, settings of Ewald sums, weights of atoms in groups and scales of
+    offsets. A part is there if the system has it:
 
     ==================== =================================== ====================================
     part                 parameters                          OpenMM
@@ -62,7 +63,7 @@ def from_openmm(
     custom_compounds     those of its expression             CustomCompoundBondForce
     custom_centroids     those of its expression             CustomCentroidBondForce
     custom_externals     those of its expression             CustomExternalForce
-    custom_hydrogen_bonds those of its expression            CustomHbondForce
+    custom_hydrogen_bonds those of its expression            CustomHbondForce, without a list
     custom_pairs         those of its expression             CustomNonbondedForce
     restraints           k, position                         a harmonic CustomExternalForce
     lennard_jones        epsilon, sigma                      NonbondedForce
@@ -77,7 +78,16 @@ def from_openmm(
     ==================== =================================== ====================================
 
     The name of a parameter begins with its part, such as ``bonds.k``. A second force of a custom
-    class is the part ``custom_bonds_2``. Numbers of expressions have OpenMM's units and names.
+    class is the part ``custom_bonds_2``. Numbers of expressions have OpenMM's units and names. A
+    tabulated function f of an expression has its values in ``custom_compounds.f.values``.
+
+    The global numbers of parameter offsets are those of the potential itself, by their names in
+    OpenMM, such as ``potential.lambda_sterics``. The charges, wells and exceptions of offsets are
+    parametrisations: ``coulomb.charge`` follows the global numbers, and
+    ``coulomb.parametrizations.charge.original`` is the number without offsets. Such a potential is
+    copied by ``copy.deepcopy`` and ``state_dict``; torch pickles no parametrised module. The
+    dispersion correction follows the global numbers, while a context of OpenMM keeps that of their
+    defaults.
 
     With a topology, terms of a part that have identical numbers and join the same elements (in
     either direction) are of one type, and a parameter has one number for each type.

@@ -80,7 +80,7 @@ class ForceFieldPotential(SumPotential):
         modules = dict(self.named_modules())
         for group in self.shared:
             found = [
-                (f"{path}.{name}", getattr(modules[path], name, None))
+                (f"{path}.{name}".lstrip("."), getattr(modules[path], name, None))
                 for path, name in group
                 if path in modules
             ]

@@ -143,8 +143,12 @@ def _names(force: Any, custom: Custom) -> list[str]:
 def global_parameters(force: Any, shared: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """Return the global numbers of a force, which forces of one system share by their names."""
     for name, value in global_numbers(force):
-        if name not in shared:
-            shared[name] = nn.Parameter(torch.tensor(value, dtype=torch.float64))
+        known = shared.setdefault(name, nn.Parameter(torch.tensor(value, dtype=torch.float64)))
+        if float(known.detach()) != value:
+            raise ValueError(
+                f"forces of the system have the global number {name} with the defaults "
+                f"{float(known.detach()):g} and {value:g}: set one value in all of them."
+            )
     return {name: shared[name] for name, _ in global_numbers(force)}
 
 

@@ -46,6 +46,7 @@ class CompoundTerm(CustomTerm):
 
     Attributes:
         letter: the letter of the names of points.
+        width: the number of points of a term; None: any.
         points: the names of the points of a term.
     """
 
@@ -54,12 +55,13 @@ class CompoundTerm(CustomTerm):
     distinct = ((0,),)
     functions: ClassVar[Mapping[str, int]] = {name: count for name, (count, _) in OF_POINTS.items()}
     letter: ClassVar[str] = "p"
+    width: ClassVar[int | None] = None
 
     def __init__(
         self, index: Array, *arguments: Any, length_unit: float = 1.0, **options: Any
     ) -> None:
         given = as_indices("index", index)
-        self.members = given.shape[1] if given.ndim == 2 else 1
+        self.members = self.width or (given.shape[1] if given.ndim == 2 else 1)
         self.points = self.point_names()
         super().__init__(given, *arguments, **options)
         self.length_unit = as_positive("length_unit", length_unit)
@@ -232,6 +234,11 @@ class CustomExternal(CompoundTerm):
             :class:`~adjsim.potentials.CustomTerm`.
         length_unit: the unit of length of the expression.
     """
+
+    width = 1
+
+    def point_names(self) -> tuple[str, ...]:
+        return ()
 
     def cartesian(self) -> dict[str, tuple[int, int]]:
         return {axis: (0, number) for number, axis in enumerate("xyz")}
