@@ -113,6 +113,9 @@ def test_external_forces_of_harmonic_form():
         potential, structure = from_openmm(system, positions)
         assert potential.custom_externals.k is potential.custom_bonds.k
         assert_equal(potential, structure.position, system, positions)
+        system.getForce(1).setGlobalParameterDefaultValue(0, 2.0)
+        with pytest.raises(ValueError, match="number k with the defaults 2 and 300"):
+            from_openmm(system, positions)
 
 
 def missing_atom():
