@@ -133,14 +133,13 @@ def test_every_adjoint_gives_one_gradient(make, exact):
     [
         pytest.param(bent, False, (), marks=pytest.mark.slow),
         pytest.param(short, True, (), marks=pytest.mark.slow),
-        pytest.param(centres, True, (), marks=pytest.mark.slow),
         *(
             pytest.param(*row, marks=pytest.mark.marathon)
             for row in (
                 (short, False, (20,)),
                 (butane, False, (2,)),
                 (butane, True, ()),
-                (expressions, False, ()),
+                (expressions, True, ()),
             )
         ),
     ],

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import openmm
 import pytest
 import torch
 
 import adjsim
+from adjsim.core.refusal import Refusal
 from adjsim.io import from_openmm, to_openmm
 from adjsim.potentials.base import force_vjp
+from adjsim.potentials.pairs import base
 from tests.openmm_custom import FORCES, offsets, sites, steep, system_with
 from tests.openmm_systems import reference
-from tests.problems import slow_but
 
 
 def assert_equal(potential, position, system, positions):
@@ -72,10 +75,19 @@ def test_gradients_against_differences(name):
             assert mine == pytest.approx(found, rel=1e-6, abs=1e-9 * scale), key
 
 
-@pytest.mark.parametrize(
-    "method", slow_but(lambda x: x == "NoCutoff", ["NoCutoff", "CutoffPeriodic", "PME"])
-)
-def test_offsets(method):
+def test_offsets():
+    # Kernels take seconds to compile.
+    with patch.object(base, "unsupported", lambda *_: Refusal("left out")):
+        check_offsets("CutoffPeriodic")
+
+
+@pytest.mark.slow
+def test_offsets_in_kernels():
+    potential, structure = check_offsets("PME")
+    assert "torch" not in potential.lennard_jones.path(structure.position)
+
+
+def check_offsets(method):
     """Numbers at any value of the global ones are OpenMM's, with the gradient of the energy."""
     system, positions = system_with(offsets(method)), sites()
     potential, structure = from_openmm(system, positions)
@@ -97,6 +109,7 @@ def test_offsets(method):
                 ends.append(float(potential(structure.position)))
                 number -= sign * h
         assert float(number.grad) == pytest.approx((ends[0] - ends[1]) / (2 * h), rel=1e-6)
+    return potential, structure
 
 
 def test_external_forces_of_harmonic_form():
