@@ -63,7 +63,7 @@ def from_openmm(
     custom_compounds     those of its expression             CustomCompoundBondForce
     custom_centroids     those of its expression             CustomCentroidBondForce
     custom_externals     those of its expression             CustomExternalForce
-    custom_hydrogen_bonds those of its expression            CustomHbondForce, without a list
+    hydrogen_bonds       those of its expression             CustomHbondForce, without a list
     custom_pairs         those of its expression             CustomNonbondedForce
     restraints           k, position                         a harmonic CustomExternalForce
     lennard_jones        epsilon, sigma                      NonbondedForce

@@ -97,7 +97,7 @@ def _parts(system: Any) -> list[tuple[Any, str]]:
         if len({tuple(x.getExclusionParticles(k)) for k in range(x.getNumExclusions())})
         < x.getNumDonors() * x.getNumAcceptors()
     ]
-    return numbered(found, "custom_hydrogen_bonds")
+    return numbered(found, "hydrogen_bonds")
 
 
 def _side(force: Any, side: str) -> tuple[list[list[int]], dict[str, np.ndarray]]:
