@@ -85,6 +85,16 @@ class CustomHydrogenBond(CompoundTerm):
                 Selection(k, len(side)) for side, k in zip(sides, pairs, strict=True)
             )
 
+    def validate(self) -> None:
+        """Refuse a cutoff that the constructor would refuse, or that it was not given."""
+        super().validate()
+        if self.cutoff is not None:
+            as_positive("cutoff", self.cutoff)
+        if not set(self.further_steps()) <= set(self.steps):
+            raise ValueError(
+                "CustomHydrogenBond was made without a cutoff: make it again with one."
+            )
+
     def point_names(self) -> tuple[str, ...]:
         return tuple(
             f"{letter}{k + 1}"
