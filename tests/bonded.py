@@ -106,6 +106,43 @@ BONDED = {
         {"k": parameter(3.0), "t0": vector(2.9, -3.1, 0.4)},
         **o,
     ),
+    "custom compounds": lambda **o: adjsim.potentials.CustomCompound(
+        TORSIONS,
+        "k*(distance(p1,p2)-r0)*(angle(p2,p3,p4)-t0) + k*cos(dihedral(p1,p2,p3,p4)-t0)*u;"
+        "u=exp(-distance(p4,p1)^2)",
+        {"k": vector(3.0, 4.0), "r0": parameter(0.14), "t0": parameter(1.9)},
+        length_unit=10.0,
+        types=[0, 1, 0],
+        **o,
+    ),
+    "custom centroids": lambda **o: adjsim.potentials.CustomCentroid(
+        [[0, 1, 2], [2, 3], [5], [4, 0]],
+        [[0, 1, 2], [3, 0, 1]],
+        "k*(distance(g1,g2)-r0)^2 + k*angle(g1,g2,g3)",
+        {"k": vector(3.0, 4.0), "r0": parameter(1.4)},
+        weights=[[1.0, 2.0, 4.0], [1.0, 1.0], [3.0], [1.0, 3.0]],
+        **o,
+    ),
+    "custom hydrogen bonds": lambda **o: adjsim.potentials.CustomHydrogenBond(
+        [[0, 1], [2, 1], [3, 2]],
+        [[4, 3], [5, 3]],
+        "depth*q*p*exp(-distance(d1,a1)^2)*cos(angle(d2,d1,a1))^2",
+        {"depth": parameter(2.0)},
+        donor_numbers={"q": vector(0.5, 0.7, 0.6)},
+        acceptor_numbers={"p": vector(1.1, 1.2)},
+        exclusions=[[2, 1]],
+        **o,
+    ),
+    "tabulated bonds": lambda **o: adjsim.potentials.CustomBond(
+        BONDS,
+        "f(r, kind) + g(kind)*r^2",
+        {"kind": [0.0, 1.0, 0.0, 1.0, 1.0]},
+        tables={
+            "f": adjsim.potentials.ContinuousFunction(grid(6), [-0.1, -0.2], [8.0, 1.3]),
+            "g": adjsim.potentials.DiscreteFunction(vector(3.0, 5.0)),
+        },
+        **o,
+    ),
     "maps": lambda **o: adjsim.TorsionMap(MAPS, grid(8), **o),
     "maps, types": lambda **o: adjsim.TorsionMap(MAPS, grid(6, 3), types=[2, 0], **o),
     "impropers": lambda **o: adjsim.HarmonicImproper(
@@ -126,6 +163,12 @@ BONDED = {
 RESTRAINTS = {
     "points": lambda **o: adjsim.PositionRestraint(
         [1, 4], vector(3.0, 2.0), nn.Parameter(POINTS.clone()), **o
+    ),
+    "custom places": lambda **o: adjsim.potentials.CustomExternal(
+        [1, 4],
+        "k*periodicdistance(x,y,z,x0,0.5,z0)^2",
+        {"k": vector(3.0, 2.0), "x0": parameter(1.0), "z0": 0.3},
+        **o,
     ),
     "balls": lambda **o: adjsim.FlatBottomRestraint(
         [1, 4, 2],

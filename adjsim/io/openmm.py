@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from ase import units
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.io._openmm.bonded import read_bonded, write_bonded
 from adjsim.io._openmm.constraints import read_constraints, warn_of_bonds, write_constraints
 from adjsim.io._openmm.custom import read_custom, write_custom
 from adjsim.io._openmm.custom_pairs import read_custom_pairs, write_custom_pairs
+from adjsim.io._openmm.external import read_external, write_external
+from adjsim.io._openmm.hydrogen_bonds import read_hydrogen_bonds, write_hydrogen_bonds
 from adjsim.io._openmm.library import (
     atoms_of,
     barostat_of,
@@ -43,7 +46,8 @@ def from_openmm(
         U = sum over bonds, angles, torsions, ... of their energies, as OpenMM computes them
 
     Each number of the force field is an ``nn.Parameter`` of the potential, except multiplicities,
-    permittivities, cutoffs and settings of Ewald sums. A part is there if the system has it:
+    permittivities, cutoffs, settings of Ewald sums, weights of atoms in groups and scales of
+    offsets. A part is there if the system has it:
 
     ==================== =================================== ====================================
     part                 parameters                          OpenMM
@@ -56,6 +60,10 @@ def from_openmm(
     custom_bonds         those of its expression             CustomBondForce
     custom_angles        those of its expression             CustomAngleForce
     custom_torsions      those of its expression             CustomTorsionForce
+    custom_compounds     those of its expression             CustomCompoundBondForce
+    custom_centroids     those of its expression             CustomCentroidBondForce
+    custom_externals     those of its expression             CustomExternalForce
+    hydrogen_bonds       those of its expression             CustomHbondForce, without a list
     custom_pairs         those of its expression             CustomNonbondedForce
     restraints           k, position                         a harmonic CustomExternalForce
     lennard_jones        epsilon, sigma                      NonbondedForce
@@ -70,7 +78,16 @@ def from_openmm(
     ==================== =================================== ====================================
 
     The name of a parameter begins with its part, such as ``bonds.k``. A second force of a custom
-    class is the part ``custom_bonds_2``. Numbers of expressions have OpenMM's units and names.
+    class is the part ``custom_bonds_2``. Numbers of expressions have OpenMM's units and names. A
+    tabulated function f of an expression has its values in ``custom_compounds.f.values``.
+
+    The global numbers of parameter offsets are those of the potential itself, by their names in
+    OpenMM, such as ``potential.lambda_sterics``. The charges, wells and exceptions of offsets are
+    parametrisations: ``coulomb.charge`` follows the global numbers, and
+    ``coulomb.parametrizations.charge.original`` is the number without offsets. Such a potential is
+    copied by ``copy.deepcopy`` and ``state_dict``; torch pickles no parametrised module. The
+    dispersion correction follows the global numbers, while a context of OpenMM keeps that of their
+    defaults.
 
     With a topology, terms of a part that have identical numbers and join the same elements (in
     either direction) are of one type, and a parameter has one number for each type.
@@ -137,13 +154,19 @@ def from_openmm(
     names = Names.of(masses, topology)
     shared: dict[str, nn.Parameter] = {}
     bonded = (
-        read_bonded(system, names) | read_maps(system, names) | read_custom(system, names, shared)
+        read_bonded(system, names)
+        | read_maps(system, names)
+        | read_custom(system, names, shared)
+        | read_external(system, names, shared)
     )
-    nonbonded, labels = read_nonbonded(system, names)
+    nonbonded, labels, numbers = read_nonbonded(system, names, shared)
     parts: dict[str, Any] = {name: part for name, (part, _) in bonded.items()} | nonbonded
-    solvent = read_solvent(system, parts["coulomb"].charge if "coulomb" in parts else None)
+    # Charges with offsets are not those of the solvent.
+    charged = "coulomb" in parts and not is_parametrized(parts["coulomb"], "charge")
+    solvent = read_solvent(system, parts["coulomb"].charge if charged else None)
     if solvent is not None:
         parts["solvent"] = solvent
+    parts |= read_hydrogen_bonds(system, shared)
     parts |= read_custom_pairs(system, shared)
     if not parts:
         raise ValueError("the system has no forces.")
@@ -154,6 +177,7 @@ def from_openmm(
         potential = ForceFieldPotential(labels, **parts)
     else:
         potential = SitedForceField(sites, labels | types, **parts)
+    potential.add_numbers(numbers)
     position = particles[kept]
     with torch.no_grad():
         refuse_high_energy(potential, position, potential(position))
@@ -206,6 +230,8 @@ def to_openmm(
     write_bonded(parts, written)
     write_maps(parts.get("maps"), written)
     write_custom(parts, written)
+    write_external(parts, written)
+    write_hydrogen_bonds(parts, written)
     write_custom_pairs(parts, written)
     write_nonbonded(parts, written)
     write_solvent(parts.get("solvent"), written)

@@ -24,15 +24,27 @@ from adjsim.potentials.bonded.bonds_and_angles import (
     MorseBond,
     UreyBradley,
 )
+from adjsim.potentials.bonded.centroids import CustomCentroid as CustomCentroid
+from adjsim.potentials.bonded.compound import (
+    CompoundTerm as CompoundTerm,
+    CustomCompound as CustomCompound,
+    CustomExternal as CustomExternal,
+)
 from adjsim.potentials.bonded.custom import (
     CustomAngle as CustomAngle,
     CustomBond as CustomBond,
     CustomTerm as CustomTerm,
     CustomTorsion as CustomTorsion,
 )
+from adjsim.potentials.bonded.hydrogen_bonds import CustomHydrogenBond as CustomHydrogenBond
 from adjsim.potentials.bonded.maps import TorsionMap
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.bonded.restraints import FlatBottomRestraint, PositionRestraint
+from adjsim.potentials.bonded.tabulated import (
+    ContinuousFunction as ContinuousFunction,
+    DiscreteFunction as DiscreteFunction,
+    TabulatedFunction as TabulatedFunction,
+)
 from adjsim.potentials.bonded.torsions import HarmonicImproper, PeriodicTorsion, RyckaertBellemans
 from adjsim.potentials.charges.coulomb import Coulomb, ReactionField, Wolf
 from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Set as AbstractSet
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set as AbstractSet
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -35,6 +35,11 @@ FUNCTIONS: dict[str, tuple[int, Callable[..., Tensor]]] = {
 }
 
 
+COUNTS = {name: count for name, (count, _) in FUNCTIONS.items()}
+# Coordinates of points, with the number of points.
+COORDINATES = {"distance": 2, "angle": 3, "dihedral": 4}
+
+
 class Call(NamedTuple):
     """A function, or an operator, and its arguments: calls, names and numbers."""
 
@@ -55,16 +60,24 @@ class Expression:
 
     Args:
         text: the expression.
+        points: names of points. Coordinates of points, ``distance(p1,p2)``, ``angle(p1,p2,p3)`` and
+            ``dihedral(p1,p2,p3,p4)``, are then names, written without spaces.
+        functions: how many arguments further functions have, by name. They are given with the
+            values.
 
     Attributes:
         names: the names that are neither functions nor defined.
+        calls: the functions that it calls.
 
     Raises:
         ValueError: text that cannot be read, with its place.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(
+        self, text: str, points: Sequence[str] = (), functions: Mapping[str, int] | None = None
+    ) -> None:
         self.text = text
+        self._points, self._counts = tuple(points), {**COUNTS, **(functions or {})}
         first, *rest = _pieces(text)
         self.definitions: dict[str, Call | str | float] = {}
         scope: dict[str, str] = {}
@@ -72,16 +85,23 @@ class Expression:
             name, equals, _ = text[begin:end].partition("=")
             if not equals or not re.fullmatch(r"\s*[A-Za-z_]\w*\s*", name):
                 _refuse(text, begin, "a definition, name=expression, is expected")
-            found = _Reader(text, begin + len(name) + 1, end).read()
+            found = self._read(begin + len(name) + 1, end)
             # One name may have several definitions; no name has a semicolon.
             key = f"{name.strip()};{len(self.definitions)}"
             self.definitions[key] = _within(scope, found)
             scope[name.strip()] = key
-        self.formula = _within(scope, _Reader(text, *first).read())
-        self.names: AbstractSet[str] = frozenset(self._names(self.formula))
+        self.formula = _within(scope, self._read(*first))
+        parts = list(self._parts(self.formula))
+        self.names: AbstractSet[str] = frozenset(x for x in parts if isinstance(x, str))
+        self.calls: AbstractSet[str] = {x.function for x in parts if isinstance(x, Call)}
 
-    def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
+    def __call__(
+        self,
+        values: Mapping[str, Tensor],
+        functions: Mapping[str, Callable[..., Tensor]] | None = None,
+    ) -> Tensor:
         """Evaluate it for the values of all names, which broadcast against each other."""
+        further = functions or {}
         known: dict[str, Any] = {}
         like = next(iter(values.values()))
 
@@ -99,20 +119,38 @@ class Expression:
                 return OPERATORS[node.function](*arguments)
             # A number in torch.where or minimum would be of the default dtype.
             tensors = [torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in arguments]
+            if node.function in further:
+                return further[node.function](*tensors)
             return FUNCTIONS[node.function][1](*tensors)
 
         found = value(self.formula)
         return found if isinstance(found, Tensor) else like.new_full((), found)
 
-    def _names(self, node: Call | str | float) -> Iterator[str]:
+    def refuse_names(self, known: Collection[str], given: str) -> None:
+        """Refuse names that are not known, with the place of the first one."""
+        left = sorted(self.names - set(known), key=self._place)
+        if left:
+            raise ValueError(
+                f"the expression {self.text!r} has the names {', '.join(left)} (the first at place "
+                f"{self._place(left[0])}), and {given}."
+            )
+
+    def _place(self, name: str) -> int:
+        found = re.search(rf"\b{re.escape(name)}(?!\w)", self.text)
+        return len(self.text) if found is None else found.start()
+
+    def _read(self, begin: int, end: int) -> Call | str | float:
+        return _Reader(self.text, begin, end, self._points, self._counts).read()
+
+    def _parts(self, node: Call | str | float) -> Iterator[Call | str | float]:
+        """Yield the calls, and the names and numbers of their arguments."""
+        if isinstance(node, str) and node in self.definitions:
+            yield from self._parts(self.definitions[node])
+            return
+        yield node
         if isinstance(node, Call):
             for x in node.arguments:
-                yield from self._names(x)
-        elif isinstance(node, str):
-            if node in self.definitions:
-                yield from self._names(self.definitions[node])
-            else:
-                yield node
+                yield from self._parts(x)
 
 
 def _within(scope: Mapping[str, str], node: Call | str | float) -> Call | str | float:
@@ -140,8 +178,13 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 class _Reader:
     """Reads a formula between two places of a text, by the precedence of its operators."""
 
-    def __init__(self, text: str, begin: int, end: int) -> None:
+    def __init__(
+        self, text: str, begin: int, end: int, points: Sequence[str], counts: Mapping[str, int]
+    ) -> None:
         self.text, self.end, self.tokens = text, end, list[tuple[int, Any]]()
+        self.points, self.counts = points, counts
+        if points:
+            self.counts = {**counts, **COORDINATES}
         while begin < end and text[begin:end].strip():
             found = TOKEN.match(text, begin, end)
             assert found is not None
@@ -184,17 +227,22 @@ class _Reader:
         self.next += 1
         if self._token() != "(":
             return token
-        if token not in FUNCTIONS:
+        if token not in self.counts:
             self.next -= 1
             self._refuse(f"{token} is no function that can be read")
-        self.next += 1
+        begin = self.next = self.next + 1
         arguments = [self._sum(0)]
         while self._token() == ",":
             self.next += 1
             arguments.append(self._sum(0))
         self._expect(")")
-        if len(arguments) != FUNCTIONS[token][0]:
-            self._refuse(f"{token} takes {FUNCTIONS[token][0]} arguments, not {len(arguments)}")
+        if len(arguments) != self.counts[token]:
+            self._refuse(f"{token} takes {self.counts[token]} arguments, not {len(arguments)}")
+        if self.points and token in COORDINATES:
+            if not set(arguments) <= set(self.points):
+                self.next = begin
+                self._refuse(f"{token} takes points, {' '.join(self.points)}")
+            return f"{token}({','.join(map(str, arguments))})"
         return Call(token, tuple(arguments))
 
     def _token(self) -> Any:

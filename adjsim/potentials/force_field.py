@@ -59,13 +59,28 @@ class ForceFieldPotential(SumPotential):
         share_box(self)
         self.validate()
 
+    def add_numbers(self, numbers: Mapping[str, nn.Parameter]) -> None:
+        """Give numbers that parts hold names of the force field, which come before those of parts.
+
+        Raises:
+            ValueError: a name that a part or an attribute has.
+        """
+        for name, value in numbers.items():
+            if hasattr(self, name):
+                raise ValueError(
+                    f"the number {name!r} has the name of a part or of an attribute of "
+                    f"{type(self).__name__}: rename it."
+                )
+            self.register_parameter(name, value)
+        self.shared = _shared_tensors(self)
+
     def validate(self) -> None:
         """Refuse parts with different boxes, and parts that shared a tensor and do so no longer."""
         super().validate()
         modules = dict(self.named_modules())
         for group in self.shared:
             found = [
-                (f"{path}.{name}", getattr(modules[path], name, None))
+                (f"{path}.{name}".lstrip("."), getattr(modules[path], name, None))
                 for path, name in group
                 if path in modules
             ]

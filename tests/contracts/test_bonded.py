@@ -321,7 +321,8 @@ def test_the_gradient_of_a_type_is_the_sum_over_its_terms():
     ("name", "box"),
     slow_but(
         lambda name, box: box == "tilted" and name in SHORT,
-        list(itertools.product(EVERY, ("box", "tilted"))),
+        # The atoms of a group are read where they are.
+        list(itertools.product(sorted({*EVERY} - {"custom centroids"}), ("box", "tilted"))),
     ),
 )
 def test_images_do_not_matter(name, box):

@@ -91,10 +91,10 @@ MODULES = {
 # Classes that are made by subclasses, or by a run; states and moves, which are tuples and data
 # classes; and those that need a model of another library.
 BASES = {
-    "BondedPotential", "Contact", "Controller", "CustomTerm", "Dynamics", "ElasticPotential",
-    "ForceField", "MassiveDynamics", "MovingContact", "PairPotential", "Penalty", "Potential",
-    "RadialPotential", "SeparablePotential", "Signal", "Surface", "SurfaceContact", "Term",
-    "Truncation",
+    "BondedPotential", "CompoundTerm", "Contact", "Controller", "CustomTerm", "Dynamics",
+    "ElasticPotential", "ForceField", "MassiveDynamics", "MovingContact", "PairPotential",
+    "Penalty", "Potential", "RadialPotential", "SeparablePotential", "Signal", "Surface",
+    "SurfaceContact", "TabulatedFunction", "Term", "Truncation",
 }  # fmt: skip
 ELSEWHERE = {
     # tests/interface/test_copies.py and test_copies_of_estimators.py

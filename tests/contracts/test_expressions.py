@@ -8,7 +8,15 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from adjsim.potentials import CustomBond, Expression
+from adjsim.potentials import (
+    ContinuousFunction,
+    CustomBond,
+    CustomCompound,
+    CustomExternal,
+    CustomHydrogenBond,
+    DiscreteFunction,
+    Expression,
+)
 
 VALUES = [
     ("-x^2", {"x": 3.0}, -9.0),
@@ -85,13 +93,64 @@ def test_what_cannot_be_read(text, message):
 
 
 def test_numbers_that_do_not_fit():
-    with pytest.raises(ValueError, match="has the names k, and numbers has c"):
+    with pytest.raises(
+        ValueError, match=r"has the names k \(the first at place 0\), and numbers has c"
+    ):
         CustomBond([[0, 1]], "k*r", {"c": 1.0})
     changed = CustomBond([[0, 1]], "k*r", {"k": 1.0})
     changed.expression = Expression("k*r+c")
-    with pytest.raises(ValueError, match="has the names c, and numbers has k"):
+    with pytest.raises(ValueError, match=r"has the names c \(.* at place 4\), and numbers has k"):
         changed(torch.eye(3, dtype=torch.float64))
     with pytest.raises(ValueError, match="'types' has the name of an attribute or"):
         CustomBond([[0, 1]], "types*r", {"types": 1.0})
     with pytest.raises(ValueError, match="'r' has the name of an attribute or of the coordinate"):
         CustomBond([[0, 1]], "k*r", {"k": 1.0, "r": 1.0})
+
+
+def test_tables_outside_of_their_range():
+    at = torch.tensor([-3.0, -0.6, -0.4, 0.0, 1.0, 2.4, 3.0, 3.1, math.nan], dtype=torch.float64)
+    whole = DiscreteFunction([1.0, 2.0, 3.0])(at)
+    assert whole.nan_to_num(0).tolist() == [0, 0, 1, 1, 2, 3, 0, 0, 0]
+    natural = ContinuousFunction([0.0, 1.0, 4.0, 9.0], 0.0, 3.0)(at)
+    torch.testing.assert_close(
+        natural[[0, 1, 2, 3, 4, 6, 7]], torch.tensor([0.0, 0, 0, 0, 1, 9, 0]).double()
+    )
+    wrapped = ContinuousFunction([2.0, 1.0, 4.0], 0.0, 3.0, periodic=True)
+    torch.testing.assert_close(wrapped(at), wrapped(at + 3), rtol=1e-12, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(wrapped(at[[0, 4]]), torch.tensor([2.0, 1.0]).double())
+    assert all(bool(f[-1].isnan()) for f in (whole, natural, wrapped(at)))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ContinuousFunction([1.0], 0, 1), "at least 2 entries"),
+        (lambda: ContinuousFunction([1.0, 2.0], 1, 0), "high must be above low; got 0 and 1"),
+        (lambda: CustomExternal([[0, 1]], "x"), "index must be"),
+        (lambda: CustomExternal([0], "distance(p1,p1)"), "place 0: distance is no function"),
+        (
+            lambda: CustomBond([[0, 1]], "f(r,2)", tables={"f": DiscreteFunction([1.0, 2.0])}),
+            "place 6: f takes 1 arguments, not 2",
+        ),
+        (
+            lambda: CustomHydrogenBond([[0]], [[1]], "distance(d1,a1)", exclusions=[[0, 0]]),
+            "all pairs of a donor and an acceptor are excluded",
+        ),
+        (lambda: changed(expression=Expression("distance(p1,p2)", ["p1", "p2"])), "make it again"),
+    ],
+)
+def test_terms_that_cannot_be_made(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def changed(**settings):
+    """Evaluate a term whose settings have changed since it was made."""
+    potential = CustomCompound([[0, 1]], "x1+x2")
+    vars(potential).update(settings)
+    potential(torch.eye(3, dtype=torch.float64))
+
+
+def test_places_do_not_move_with_a_box():
+    with pytest.raises(TypeError, match="its expression reads Cartesian coordinates"):
+        CustomExternal([0], "x^2", box=[4.0] * 3).virial(torch.eye(3, dtype=torch.float64))

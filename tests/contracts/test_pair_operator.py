@@ -12,11 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils.parametrize import register_parametrization
 
 import adjsim
 from adjsim.adjoints.loops import runner
 from adjsim.compiler import CompilerError
 from adjsim.core import box as _box, derived as _derived
+from adjsim.core.declared import declared
 from adjsim.potentials import ForceShifted, LennardJonesMixture, PairPotential, Switched
 from adjsim.potentials.pairs import dense, operator as pair_operator
 from adjsim.potentials.pairs.kernels import PAIR_OPERATORS, kernel as kernels
@@ -787,3 +789,36 @@ def test_a_constant_of_a_module_inside_a_module_is_part_of_the_key(monkeypatch):
         inner.scale = value
         pair = Scaled()
         torch.testing.assert_close(pair(q), dense.energy(pair, q), rtol=1e-14, atol=0)
+
+
+class OfPairs(PairPotential):
+    strength: torch.Tensor = declared("strength")
+
+    def pair_energy(self, s):
+        return self.pair_parameter("strength", s) * torch.exp(-s)
+
+
+class OfItself(OfPairs):
+    """It reads its parameter by its attribute, which a parametrisation computes."""
+
+    def pair_energy(self, s):
+        return self.strength * torch.exp(-s)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(OfPairs, marks=pytest.mark.slow), OfItself])
+def test_a_parametrised_number_is_never_a_constant_of_a_kernel(kind):
+    q = triple()
+    for value in (1.0, 2.0):
+        plain, pair = OfPairs(parameter(value)), kind(parameter(value))
+        register_parametrization(pair, "strength", adjsim.Positive())
+        assert ("torch" in pair.path(q)) == (kind is OfItself)
+        for found, expected in ((pair(q), plain(q)), (pair.force(q), plain.force(q))):
+            torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+        (slope,) = torch.autograd.grad(pair(q), list(pair.parameters()))
+        (expected,) = torch.autograd.grad(plain(q), list(plain.parameters()))
+        # Positive() stores the logarithm.
+        torch.testing.assert_close(slope, value * expected, rtol=1e-13, atol=0)
+        before = pair.force(q)
+        with torch.no_grad():
+            pair.parametrizations.strength.original.add_(math.log(2.0))
+        torch.testing.assert_close(pair.force(q), 2 * before, rtol=1e-13, atol=0)

@@ -41,6 +41,44 @@ def butane() -> adjsim.potentials.SumPotential:
     )
 
 
+def centres() -> adjsim.potentials.SumPotential:
+    """Groups and places by expressions, with a table."""
+    return adjsim.potentials.CustomCentroid(
+        [[0, 1], [2, 3, 1]],
+        [[0, 1]],
+        "k*f(distance(g1,g2))",
+        {"k": parameter(3.0)},
+        tables={"f": adjsim.potentials.ContinuousFunction(vector(1.0, 0.2, 0.0, 1.5), 0.5, 4.0)},
+        weights=[[1.0, 2.0], [3.0, 1.0, 1.0]],
+    ) + adjsim.potentials.CustomExternal(
+        [1, 3], "k*(x^2+2*y^2+periodicdistance(x,y,z,x0,0,0)^2)",
+        {"k": vector(0.5, 0.6), "x0": parameter(0.2)},
+    )  # fmt: skip
+
+
+def expressions() -> adjsim.potentials.SumPotential:
+    """One of each kind of expression of several coordinates."""
+    return (
+        centres()
+        + adjsim.potentials.CustomCompound(
+            [[0, 1, 2, 3]],
+            "k*(distance(p1,p2)-r0)^2 + k*(distance(p2,p3)-r0)^2 + k*(distance(p3,p4)-r0)^2"
+            "+ bend*(angle(p1,p2,p3)-1.9)^2 + twist(kind)*(1-cos(dihedral(p1,p2,p3,p4)))",
+            {"k": parameter(10.0), "r0": parameter(1.53), "bend": vector(2.0), "kind": 1.0},
+            tables={"twist": adjsim.potentials.DiscreteFunction(vector(0.3, 2.0))},
+        )
+        + adjsim.potentials.CustomHydrogenBond(
+            [[0, 1]],
+            [[3, 2], [2, 3]],
+            "-q*p*exp(-distance(d1,a1))*cos(angle(d2,d1,a1))^2",
+            donor_numbers={"q": vector(0.5)},
+            acceptor_numbers={"p": vector(0.3, 0.7)},
+            exclusions=[[0, 1]],
+            cutoff=8.0,
+        )
+    )
+
+
 START = torch.tensor(
     [[0.0, 0, 0], [1.5, 0, 0], [2.1, 1.4, 0], [3.4, 1.5, 0.8]], dtype=torch.float64
 )
@@ -72,8 +110,9 @@ def gradients(make, adjoint, **options):
 @pytest.mark.parametrize(
     ("make", "exact"),
     slow_but(
-        lambda make, exact: make is short and not exact,
-        list(itertools.product((short, butane), (False, True))),
+        lambda make, exact: make is centres if exact else make is short,
+        [*itertools.product((short, butane), (False, True)), (centres, True), (expressions, True)],
+        marathon=lambda make, _: make is expressions,
     ),
 )
 def test_every_adjoint_gives_one_gradient(make, exact):
@@ -96,7 +135,12 @@ def test_every_adjoint_gives_one_gradient(make, exact):
         pytest.param(short, True, (), marks=pytest.mark.slow),
         *(
             pytest.param(*row, marks=pytest.mark.marathon)
-            for row in ((short, False, (20,)), (butane, False, (2,)), (butane, True, ()))
+            for row in (
+                (short, False, (20,)),
+                (butane, False, (2,)),
+                (butane, True, ()),
+                (expressions, True, ()),
+            )
         ),
     ],
 )

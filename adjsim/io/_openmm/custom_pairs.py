@@ -127,9 +127,12 @@ def _tables(force: Any) -> dict[str, tuple[int, tuple[int, int]]]:
     for k in range(force.getNumTabulatedFunctions()):
         name, table = force.getTabulatedFunctionName(k), force.getTabulatedFunction(k)
         if type(table).__name__ != "Discrete2DFunction":
+            text = force.getEnergyFunction()
+            call = re.search(rf"\b{name}\s*\(", text)
             raise ValueError(
-                f"the table {name} of the {KIND} is a {type(table).__name__}; Discrete2DFunction "
-                "is provided."
+                f"the expression {text!r} of the {KIND} cannot be read at place "
+                f"{call.start() if call else 0}: the table {name} is a {type(table).__name__}, and "
+                "pairs have a Discrete2DFunction of their types alone."
             )
         rows, columns, _ = table.getFunctionParameters()
         found[name] = k, (rows, columns)

@@ -27,6 +27,9 @@ READ = (
     "CustomBondForce",
     "CustomAngleForce",
     "CustomTorsionForce",
+    "CustomCompoundBondForce",
+    "CustomCentroidBondForce",
+    "CustomHbondForce",
     "CustomExternalForce",
     "CustomNonbondedForce",
     "NonbondedForce",
@@ -96,9 +99,11 @@ def check_system(system: Any) -> None:
                 "adjsim.PositionRestraint."
             )
     kinds = [kind_of(force) for force in system.getForces()]
-    for number, kind in enumerate(kinds):
+    for number, (kind, force) in enumerate(zip(kinds, system.getForces(), strict=True)):
         if kind not in READ + IGNORED:
-            raise ValueError(f"{kind}, force {number} of the system, {_way_out(kind, number)}")
+            has_text = hasattr(force, "getEnergyFunction")
+            name = f"{kind} {force.getEnergyFunction()!r}" if has_text else kind
+            raise ValueError(f"{name}, force {number} of the system, {_way_out(kind, number)}")
     for group in (("NonbondedForce",), ("GBSAOBCForce", "CustomGBForce")):
         if sum(kind in group for kind in kinds) > 1:
             raise ValueError(f"the system has more than one {' or '.join(group)}; it may have one.")

@@ -20,6 +20,7 @@ from adjsim.io._openmm.library import (
     plain,
     table,
 )
+from adjsim.io._openmm.offsets import Offsets, without_offsets, write_numbers
 from adjsim.io._openmm.types import Names, Types, grouped, types_of
 from adjsim.potentials.base import Potential
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
@@ -51,25 +52,40 @@ class Particles(NamedTuple):
     product: np.ndarray
     pair_sigma: np.ndarray
     pair_epsilon: np.ndarray
+    offsets: Offsets
 
     @classmethod
-    def of(cls, force: Any) -> Particles:
+    def of(cls, force: Any, shared: dict[str, nn.Parameter]) -> Particles:
+        """Read the numbers of a force, without the offsets."""
         rows = table(force.getExceptionParameters, force.getNumExceptions()).reshape(-1, 5)
         pairs, values = rows[:, :2].astype(np.int64), rows[:, 2:]
         charge, sigma, epsilon = (particles_of(force) * UNITS).T
         product, pair_sigma, pair_epsilon = (values * UNITS).T
-        return cls(charge, sigma, epsilon, pairs, product, pair_sigma, pair_epsilon)
+        offsets = Offsets.of(force, shared)
+        return cls(charge, sigma, epsilon, pairs, product, pair_sigma, pair_epsilon, offsets)
 
     @property
     def interacting(self) -> np.ndarray:
         """Which exceptions are pairs with numbers of their own, and no exclusions."""
-        return (self.product != 0) | (self.pair_epsilon != 0)
+        return (self.product != 0) | (self.pair_epsilon != 0) | self.offsets.pairs.any((0, 2))
+
+    def with_offsets(self) -> Particles:
+        """Return the numbers with the present offsets."""
+        particles = np.stack([self.charge, self.sigma, self.epsilon], 1)
+        pairs = np.stack([self.product, self.pair_sigma, self.pair_epsilon], 1)
+        charge, sigma, epsilon = self.offsets.added(particles, self.offsets.particles).T
+        product, pair_sigma, pair_epsilon = self.offsets.added(pairs, self.offsets.pairs).T
+        return Particles(
+            *(charge, sigma, epsilon, self.pairs, product, pair_sigma, pair_epsilon), self.offsets
+        )
 
     def scales(self) -> tuple[float, float] | None:
         """Return the factors of all 1-4 pairs, of charges and of epsilon, if there are any.
 
         None: the numbers of a pair are not those of its atoms times one factor.
         """
+        if self.offsets.numbers:
+            return None
         at = self.interacting
         i, j = self.pairs[at].T
         charges = _factor(self.product[at], self.charge[i] * self.charge[j])
@@ -101,14 +117,21 @@ class UncorrectedReactionField(ReactionField):
         return PairPotential.forward(self, position)
 
 
-def read_nonbonded(system: Any, names: Names) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Read the NonbondedForce of a system: its parts, and the labels of their types."""
+def read_nonbonded(
+    system: Any, names: Names, shared: dict[str, nn.Parameter]
+) -> tuple[dict[str, Any], dict[str, tuple[str, ...]], dict[str, nn.Parameter]]:
+    """Read the NonbondedForce of a system.
+
+    Returns:
+        Its parts, the labels of their types, and the global numbers of its offsets.
+    """
     found = forces(system, "NonbondedForce")
     if not found:
-        return {}, {}
+        return {}, {}, {}
     force = found[0]
     _check(force)
-    particles = Particles.of(force)
+    base = Particles.of(force, shared)
+    particles, offsets = base.with_offsets(), base.offsets
     box = box_of_system(system) if force.usesPeriodicBoundaryConditions() else None
     parts: dict[str, Any] = {}
     labels: dict[str, tuple[str, ...]] = {}
@@ -117,17 +140,18 @@ def read_nonbonded(system: Any, names: Names) -> tuple[dict[str, Any], dict[str,
     if cutoff_of(force) is not None:
         options |= {"cutoff": cutoff_of(force), "box": box}
     mixture = None
-    if particles.epsilon.any():
-        species, mixture = _lennard_jones(force, particles, names, options)
+    if particles.epsilon.any() or offsets.particles[..., 2].any():
+        species, mixture = _lennard_jones(force, base, names, options)
         parts["lennard_jones"], labels["lennard_jones"] = mixture, species.labels
-    if particles.charge.any():
+    if particles.charge.any() or offsets.particles[..., 0].any():
         parts["coulomb"] = _coulomb(force, particles, options)
+        offsets.register(parts["coulomb"], "charge", base.charge, offsets.particles[..., 0])
     # Exceptions are not cut off, and are to the nearest image only where the force says so.
     near = box if force.getExceptionsUsePeriodicBoundaryConditions() else None
-    parts.update(_pairs(particles, parts, labels, names, near))
+    parts.update(_pairs(base, parts, labels, names, near))
     if mixture is not None and box is not None and force.getUseDispersionCorrection():
         parts["dispersion"] = DispersionCorrection(mixture, _start(force))
-    return parts, labels
+    return parts, labels, offsets.numbers
 
 
 def _check(force: Any) -> None:
@@ -135,11 +159,6 @@ def _check(force: Any) -> None:
     if method == "LJPME":
         raise ValueError(
             "NonbondedForce uses LJPME, which is not provided: take PME, or CutoffPeriodic."
-        )
-    if force.getNumParticleParameterOffsets() or force.getNumExceptionParameterOffsets():
-        raise ValueError(
-            "NonbondedForce has parameter offsets, which are not provided: set the parameters of "
-            "its particles and exceptions to the numbers of the run, and leave the offsets out."
         )
     if not force.getIncludeDirectSpace():
         raise ValueError(
@@ -154,8 +173,9 @@ def _start(force: Any) -> float | None:
 
 
 def _lennard_jones(
-    force: Any, particles: Particles, names: Names, options: dict[str, Any]
+    force: Any, base: Particles, names: Names, options: dict[str, Any]
 ) -> tuple[Types, LennardJonesMixture]:
+    particles, scales = base.with_offsets(), base.offsets.particles[..., 1:]
     bad = np.flatnonzero((particles.epsilon != 0) & (particles.sigma <= 0))
     if len(bad):
         raise ValueError(
@@ -165,16 +185,23 @@ def _lennard_jones(
     # The sigma of an atom without a well has no effect; zero would not be a length.
     sigma = np.where((particles.epsilon == 0) & (particles.sigma <= 0), 1.0, particles.sigma)
     numbers = np.stack([particles.epsilon, sigma], 1)
-    patterns = [None] * len(numbers) if names.names is None else names.symbols
+    # Atoms of a species have the same offsets.
+    symbols = [None] * len(numbers) if names.names is None else names.symbols
+    rows = [(*scales[:, k].flat, base.epsilon[k], base.sigma[k]) for k in range(len(numbers))]
+    patterns = list(zip(symbols, rows, strict=True)) if scales.any() else symbols
     species = grouped([[k] for k in range(len(numbers))], numbers, patterns, names)
     assert species.index is not None
     start = _start(force)
     if "cutoff" in options:
         truncation: Truncation = Unshifted() if start is None else SwitchedDistance(start)
         options = {**options, "truncation": truncation}
-    return species, LennardJonesMixture(
+    mixture = LennardJonesMixture(
         species.index, species.parameter(0), species.parameter(1), **options
     )
+    firsts = np.unique(species.index.numpy(), return_index=True)[1]
+    base.offsets.register(mixture, "epsilon", base.epsilon[firsts], scales[:, firsts, 1])
+    base.offsets.register(mixture, "sigma", base.sigma[firsts], scales[:, firsts, 0])
+    return species, mixture
 
 
 def _coulomb(force: Any, particles: Particles, options: dict[str, Any]) -> Potential:
@@ -200,24 +227,32 @@ def _coulomb(force: Any, particles: Particles, options: dict[str, Any]) -> Poten
 
 
 def _pairs(
-    particles: Particles,
+    base: Particles,
     parts: dict[str, Any],
     labels: dict[str, tuple[str, ...]],
     names: Names,
     box: np.ndarray | None,
 ) -> dict[str, Potential]:
     """Make the parts of the exceptions that are not exclusions."""
-    at = particles.interacting
+    particles, at = base.with_offsets(), base.interacting
     if not at.any():
         return {}
     index, scales = torch.from_numpy(particles.pairs[at]), particles.scales()
     if scales is None:
         sigma = np.where(particles.pair_epsilon == 0, 1.0, particles.pair_sigma)
         numbers = np.stack([particles.pair_epsilon, sigma, particles.product], 1)[at]
-        types = types_of(index.tolist(), numbers, names)
+        # Offsets are those of pairs, so pairs with offsets have no types.
+        offsets, each = base.offsets, base.offsets.pairs[:, at]
+        terms = index.tolist()
+        types = types_of(terms, numbers, names)
+        if each.any():
+            types = Types(numbers, None, tuple(map(names.label, terms)))
         labels["pairs_14"] = types.labels
         columns = map(types.parameter, range(3))
         pairs = ExplicitPairs(index, *columns, constant=COULOMB, types=types.index, box=box)
+        offsets.register(pairs, "epsilon", base.pair_epsilon[at], each[..., 2])
+        offsets.register(pairs, "sigma", base.pair_sigma[at], each[..., 1])
+        offsets.register(pairs, "product", base.product[at], each[..., 0])
         return {"pairs_14": pairs}
     charges, depths = scales
     found: dict[str, Potential] = {}
@@ -243,13 +278,15 @@ def write_nonbonded(parts: dict[str, Any], system: Any) -> None:
             raise ValueError("the potential has nonbonded parts and the system no NonbondedForce.")
         return
     force = found[0]
-    before = Particles.of(force)
+    before = Particles.of(force, {})
     charge, epsilon, sigma = before.charge, before.epsilon, before.sigma
     if "coulomb" in parts:
-        charge = _array(parts["coulomb"].charge)
+        charge = _array(without_offsets(parts["coulomb"], "charge"))
     if "lennard_jones" in parts:
         mixture = parts["lennard_jones"]
-        epsilon, sigma = (_array(x[mixture.species]) for x in (mixture.epsilon, mixture.sigma))
+        epsilon, sigma = (
+            _array(without_offsets(mixture, name)[mixture.species]) for name in ("epsilon", "sigma")
+        )
     if not len(charge) == len(epsilon) == len(before.charge):
         raise ValueError(
             f"the potential is for {len(charge)} atoms and the system has {len(before.charge)}: "
@@ -275,8 +312,9 @@ def write_nonbonded(parts: dict[str, Any], system: Any) -> None:
         pairs = parts["pairs_14"]
         types = slice(None) if pairs.types is None else pairs.types
         product, length, depth = (
-            _array(getattr(pairs, name)[types]) for name in ("product", "sigma", "epsilon")
+            _array(without_offsets(pairs, name)[types]) for name in ("product", "sigma", "epsilon")
         )
+    write_numbers(parts, force)
     rows = (np.stack([product, length, depth], 1) / UNITS).tolist()
     for k, first, second, row in zip(np.flatnonzero(at).tolist(), i, j, rows, strict=True):
         force.setExceptionParameters(k, int(first), int(second), *row)

@@ -52,6 +52,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
             atom 1; -1 is a fixed point.
         coordinate: the internal coordinate of these displacements, by default the distance, see
             :mod:`adjsim.core.coordinates`.
+        stretches: whether the displacements stretch with the box.
 
     Raises:
         ValueError: an index of another shape, negative or too large, a term that names an atom
@@ -61,6 +62,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
 
     coordinate: ClassVar[type[Coordinate]] = Distance
     within_molecules = True
+    stretches: bool = True
 
     box: Tensor | None
 
@@ -91,10 +93,10 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
             rate, changes = self._changes(x, slope, self.differences(v))
             return self._join(changes, v), self.parameter_vjp(x, rate, position, v)
 
-        return self._join(self._pulls(x, slope, rounding), position), product
+        return self._join(self._pulls(x, slope, rounding), position, rounding), product
 
     def strained_energy(self, position: Positions, strain: Strain) -> Energies:
-        if self.box is None:
+        if self.box is None or not self.stretches:
             return super().strained_energy(position, strain)
         return self.element(self.coordinate(*self._stretched(position, strain)).value).sum((-1, -2))
 
@@ -105,7 +107,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
     ) -> Forced:
-        if self.box is None:
+        if self.box is None or not self.stretches:
             return super().strained_force(position, strain, rounding, virial_rounding)
         return self._in_boxes(position, strain, rounding, virial_rounding)[0]
 
@@ -117,7 +119,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
     ) -> tuple[Forced, StrainedPullback]:
-        if self.box is None:
+        if self.box is None or not self.stretches:
             return super().strained_vjp(position, strain, parameters, rounding, virial_rounding)
         with torch.no_grad():
             values, product = self._in_boxes(position, strain, rounding, virial_rounding)
@@ -151,7 +153,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
             along, rest = self._join(changes, v), self.parameter_vjp(x, rate, position, v)
             return along, _along(strain, changes, b, UNROUNDED), rest
 
-        values = self._join(pulls, position), _along(strain, pulls, b, virial_rounding)
+        values = self._join(pulls, position, rounding), _along(strain, pulls, b, virial_rounding)
         return values, product
 
     def _stretched(self, position: Tensor, strain: Strain) -> list[Vector]:
@@ -211,14 +213,16 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
         pulls, rounding = [scaled(-slope, g) for g in x.gradient], with_fewer_axes(rounding, 1)
         return [[rounding.round(part) for part in pull] for pull in pulls]
 
-    def _join(self, pulls: Sequence[Vector], like: Tensor) -> Tensor:
+    def _join(
+        self, pulls: Sequence[Vector], like: Tensor, rounding: Rounding = UNROUNDED
+    ) -> Tensor:
         """Sum the pulls of displacements on their ends, to ``(*batch, atoms, dim)``."""
         members: dict[int, Tensor] = {}
         for (i, j), pull in zip(self.steps, pulls, strict=True):
             joined = whole(pull)
             members[i] = members[i] - joined if i in members else -joined
             members[j] = members[j] + joined if j in members else joined
-        return self.sums(members, like)
+        return self.sums(members, like, with_fewer_axes(rounding, 1))
 
 
 def _along(

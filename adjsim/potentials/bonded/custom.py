@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from adjsim.core.arguments import as_positive
 from adjsim.core.coordinates import Angle, Dihedral
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
+from adjsim.potentials.bonded.tabulated import TabulatedFunction
 from adjsim.potentials.expressions import Expression
 
 
@@ -29,15 +30,19 @@ class CustomTerm(BondedPotential):
             ``theta``.
         numbers: the other names of the expression: each a number, one for each term or one for each
             type. They are attributes of the potential, by the same names.
+        tables: functions that the expression calls, by name, see
+            :class:`~adjsim.potentials.TabulatedFunction`. They are attributes too.
         unit: the unit of energy of the expression.
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
 
     Raises:
         ValueError: an expression that cannot be read, a name without a number, a number whose name
-            the potential or its coordinate has already.
+            the potential or its coordinate has already, a table with another number of arguments.
     """
 
     variable: ClassVar[str] = "r"
+    points: tuple[str, ...] = ()
+    functions: ClassVar[Mapping[str, int]] = {}
 
     def __init__(
         self,
@@ -45,37 +50,56 @@ class CustomTerm(BondedPotential):
         expression: str,
         numbers: Mapping[str, Number] | None = None,
         *,
+        tables: Mapping[str, TabulatedFunction] | None = None,
         unit: float = 1.0,
         **options: Any,
     ) -> None:
+        counts = {name: table.count for name, table in (tables or {}).items()}
+        found = Expression(expression, self.points, {**self.functions, **counts})
+        self.arrange(found)
         super().__init__(index, **options)
-        self.expression = Expression(expression)
+        self.expression = found
         self.unit = as_positive("unit", unit)
-        for name, value in (numbers or {}).items():
-            if hasattr(self, name) or name == self.variable:
+        for name, value in {**(numbers or {}), **(tables or {})}.items():
+            if hasattr(self, name) or name in self.coordinate_names():
                 raise ValueError(
                     f"the number {name!r} has the name of an attribute or of the coordinate of "
                     f"{type(self).__name__}: rename it in the expression."
                 )
-            self.register_term_parameter(name, value)
-        self.numbers = tuple(numbers or ())
+            if isinstance(value, TabulatedFunction):
+                self.add_module(name, value)
+            else:
+                self.register_term_parameter(name, value)
+        self.numbers, self.tables = tuple(numbers or ()), tuple(tables or ())
         self.validate()
+
+    def arrange(self, expression: Expression) -> None:
+        """Choose the displacements that an expression reads, before tables of atoms are made."""
 
     def validate(self) -> None:
         """Refuse an expression, a unit and numbers that the constructor would refuse."""
         super().validate()
         as_positive("unit", self.unit)
-        left = sorted(self.expression.names - {*self.numbers, self.variable})
-        if left:
-            raise ValueError(
-                f"the expression {self.expression.text!r} has the names {', '.join(left)}, and "
-                f"numbers has {', '.join(self.numbers) or 'none'}."
-            )
+        known = {*self.numbers, *self.coordinate_names()}
+        self.expression.refuse_names(known, f"numbers has {', '.join(self.numbers) or 'none'}")
 
     def element(self, x: Tensor) -> Tensor:
-        values = {name: self.term_parameter(name, x) for name in self.numbers}
-        found = self.expression({self.variable: self.variable_of(x), **values})
-        return (self.unit * found).expand_as(x)
+        values = self.coordinates_of(x)
+        values |= {name: self.term_parameter(name, x) for name in self.numbers}
+        found = self.expression(values, self.functions_of(x))
+        return (self.unit * found).expand_as(x[..., :1, :])
+
+    def coordinate_names(self) -> Collection[str]:
+        """Return the names of the coordinates that an expression may have."""
+        return (self.variable,)
+
+    def coordinates_of(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the coordinates by name, in the units of the expression."""
+        return {self.variable: self.variable_of(x)}
+
+    def functions_of(self, x: Tensor) -> dict[str, Callable[..., Tensor]]:
+        """Return the functions that an expression may call beside those of all expressions."""
+        return {name: getattr(self, name) for name in self.tables}
 
     def variable_of(self, x: Tensor) -> Tensor:
         """Return the coordinate in the unit of the expression."""

@@ -16,7 +16,6 @@ from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.bonds_and_angles import HarmonicTerm
 from adjsim.potentials.bonded.terms import whole
 from adjsim.potentials.products import DeferredVJP
-from adjsim.potentials.strained import Strainable
 
 
 class Restraint(BondedPotential):
@@ -69,8 +68,7 @@ class Restraint(BondedPotential):
         return self._to_nearest([subtracted(places, rows)], self.image_box)
 
     # Points do not move with the box.
-    strained_energy = Strainable.strained_energy
-    strained_force, strained_vjp = Strainable.strained_force, Strainable.strained_vjp
+    stretches = False
 
     def virial(self, position: Positions) -> Tensor:
         raise TypeError(

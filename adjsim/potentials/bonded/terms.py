@@ -13,6 +13,7 @@ from adjsim.core.coordinates import Vector, subtracted
 from adjsim.core.declared import Declaring
 from adjsim.core.layout import is_tracing
 from adjsim.core.parameters import register
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.selection import Selection, as_members
 
@@ -39,7 +40,7 @@ class Terms(Declaring, nn.Module):
     members: int = 2
     distinct: ClassVar[tuple[tuple[int, ...], ...] | None] = None
     steps: tuple[tuple[int, int], ...] = ((0, 1),)
-    dim: ClassVar[int | None] = None
+    dim: int | None = None
 
     index: Tensor
     types: Tensor | None
@@ -84,8 +85,13 @@ class Terms(Declaring, nn.Module):
             for place, row in zip(self.used, rows, strict=True)
         }
 
-    def sums(self, members: Mapping[int, Tensor], like: Tensor) -> Tensor:
-        """Sum vectors ``(*batch, dim, terms)`` of members to those of atoms, of the shape given."""
+    def sums(
+        self, members: Mapping[int, Tensor], like: Tensor, rounding: Rounding = UNROUNDED
+    ) -> Tensor:
+        """Sum vectors ``(*batch, dim, terms)`` of members to those of atoms, of the shape given.
+
+        The vectors are rounded already; the rounding is for shares of them.
+        """
         rows = torch.cat([members[place] for place in self.used], -1)
         return self.atoms.transpose(rows, like.shape[-2]).transpose(-1, -2)
 
@@ -99,7 +105,12 @@ class Terms(Declaring, nn.Module):
                 f"term {term} of {name} names atom {int(self.index[term, place])} and position "
                 f"has {atoms} atoms, numbered from 0."
             )
+        self.check_dim(dim)
+
+    def check_dim(self, dim: int) -> None:
+        """Refuse a position of other dimensions than the terms need."""
         if self.dim is not None and dim != self.dim:
+            name = type(self).__name__
             raise ValueError(f"{name} needs {self.dim} dimensions; position has dim {dim}.")
 
     def register_term_parameter(

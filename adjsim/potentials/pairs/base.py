@@ -179,7 +179,9 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
         "forward-mode differentiation is active": forward_ad._current_level >= 0,
         "the box requires grad": box is not None and box.requires_grad,
         "it has modules with tensors": any(
-            own_tensors(part) for part in pair.modules() if part is not pair
+            own_tensors(part)
+            for name, part in pair.named_modules()
+            if name and not name.startswith("parametrizations.")
         ),
         "positions have more than three dimensions": position.shape[-1] > 3,
         f"positions are {kind.__name__}": kind not in (Tensor, nn.Parameter) and not is_tracing(),

@@ -92,12 +92,8 @@ class CustomPairs(RadialPotential):
                         f"{name} is a table of {len(value)} species: give species=, indices from 0 "
                         f"to {len(value) - 1}, of each atom."
                     )
-        left = sorted(self.expression.names - known)
-        if left:
-            raise ValueError(
-                f"the expression {self.text!r} has the names {', '.join(left)}, and numbers give "
-                f"{', '.join(sorted(known))}. A number of an atom ends in 1 or 2."
-            )
+        given = f"numbers give {', '.join(sorted(known))}. A number of an atom ends in 1 or 2"
+        self.expression.refuse_names(known, given)
         self._check_exchange()
 
     def _check_exchange(self) -> None:

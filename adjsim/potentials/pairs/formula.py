@@ -189,9 +189,12 @@ class PairFormula(Declaring, Periodic):
 
     def operand_names(self) -> list[str]:
         """Return the names of the tensors that formulas read by pair: all but box and species."""
+        parametrised: Mapping[str, Tensor] = {
+            name: getattr(self, name) for name in getattr(self, "parametrizations", ())
+        }
         return [
             name
-            for name, x in own_tensors(self).items()
+            for name, x in {**own_tensors(self), **parametrised}.items()
             if x.is_floating_point() and name not in ("box", "species")
         ]
 

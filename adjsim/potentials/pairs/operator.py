@@ -277,6 +277,9 @@ class PairOperator:
             self.pair,
             {name: None if x is None else x.detach().to("meta") for name, x in tensors.items()},
         )
+        # Nor can those that torch's parametrisations compute.
+        submodules = {k: x for k, x in bare._modules.items() if k != "parametrizations"}
+        vars(bare)["_modules"] = submodules
 
         def formula(s: Tensor, values: Mapping[Slot, Tensor]) -> Tensor:
             operands: dict[str, Operand] = {

@@ -1,0 +1,80 @@
+"""The tabulated functions of custom forces of an ``openmm.System``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from adjsim.io._openmm.library import plain
+from adjsim.potentials.bonded.tabulated import (
+    ContinuousFunction,
+    DiscreteFunction,
+    TabulatedFunction,
+)
+
+KINDS = {
+    f"{kind}{count}DFunction": (kind == "Continuous", count)
+    for kind in ("Continuous", "Discrete")
+    for count in (1, 2, 3)
+}
+
+
+def read_tables(force: Any) -> dict[str, TabulatedFunction]:
+    """Read the tables of a force, with their values as parameters, by name."""
+    return {name: _read(table) for name, table in _tables(force)}
+
+
+def write_tables(part: nn.Module, force: Any) -> None:
+    """Write the values of tables into those of a force."""
+    for name, table in _tables(force):
+        function: Any = getattr(part, name)
+        values = function.values.detach().cpu().double().numpy()
+        smooth, count = KINDS[type(table).__name__]
+        if smooth and function.periodic:
+            values = np.pad(values, [(0, 1)] * count, mode="wrap")
+        sizes = values.shape if count > 1 else ()
+        _, _, limits, _ = _parts(table)
+        table.setFunctionParameters(*sizes, values.flatten("F").tolist(), *limits)
+
+
+def _tables(force: Any) -> list[tuple[str, Any]]:
+    if not hasattr(force, "getNumTabulatedFunctions"):
+        return []
+    found = [
+        (force.getTabulatedFunctionName(k), force.getTabulatedFunction(k))
+        for k in range(force.getNumTabulatedFunctions())
+    ]
+    for name, table in found:
+        if type(table).__name__ not in KINDS:
+            raise ValueError(
+                f"the table {name} of the {type(force).__name__} is a {type(table).__name__}; "
+                f"{', '.join(KINDS)} are provided."
+            )
+    return found
+
+
+def _parts(table: Any) -> tuple[tuple[int, ...], np.ndarray, list[float], bool]:
+    """Return sizes, values, limits (low and high of each axis) and whether it is periodic."""
+    smooth, count = KINDS[type(table).__name__]
+    given = table.getFunctionParameters()
+    # One that has values alone is given without a list around them.
+    rows = list(given) if smooth or count > 1 else [given]
+    sizes = tuple(rows.pop(0) for _ in range(count)) if count > 1 else (len(rows[0]),)
+    values, *limits = rows
+    values = np.array(plain(values), dtype=np.float64).reshape(sizes, order="F")
+    periodic = bool(table.getPeriodic()) if smooth else False
+    return sizes, values, [float(plain(x)) for x in limits[: 2 * count]], periodic
+
+
+def _read(table: Any) -> TabulatedFunction:
+    _, values, limits, periodic = _parts(table)
+    if periodic:
+        # The last value of each axis is the first one.
+        values = values[(slice(-1),) * values.ndim]
+    parameter = nn.Parameter(torch.from_numpy(values.copy(order="C")))
+    if not limits:
+        return DiscreteFunction(parameter)
+    return ContinuousFunction(parameter, limits[::2], limits[1::2], periodic=periodic)

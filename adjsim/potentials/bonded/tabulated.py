@@ -1,0 +1,189 @@
+"""Functions of one to three arguments that are given by tables of values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import add, mul
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from adjsim.core.arguments import as_flag, as_number, outside_inference_mode
+from adjsim.core.derived import derived
+from adjsim.core.parameters import Shape, register
+from adjsim.core.typing import Number
+from adjsim.potentials.bonded.maps import SPLINE
+from adjsim.potentials.bonded.torsions import polynomial
+
+SHAPES: tuple[Shape, ...] = (("n",), ("n", "m"), ("n", "m", "l"))
+
+
+class TabulatedFunction(nn.Module):
+    """A function of one to three arguments, given by an array ``values`` with an axis for each."""
+
+    least: ClassVar[int] = 1
+    values: Tensor
+
+    def __init__(self, values: Number) -> None:
+        super().__init__()
+        register(self, "values", values, finite=True, shapes=SHAPES)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse a table with too few values."""
+        if min(self.values.shape) < self.least:
+            raise ValueError(
+                f"values must have at least {self.least} entries along each axis; got shape "
+                f"{tuple(self.values.shape)}."
+            )
+
+    @property
+    def count(self) -> int:
+        """The number of arguments."""
+        return self.values.ndim
+
+
+class DiscreteFunction(TabulatedFunction):
+    """A table by whole numbers, ``f(i, j, k) = values[i, j, k]`` at the nearest whole numbers.
+
+    An argument outside of the table gives NaN. The derivative by an argument is zero. These are
+    OpenMM's Discrete1DFunction, Discrete2DFunction and Discrete3DFunction.
+
+    Args:
+        values: ``(n,)``, ``(n, m)`` or ``(n, m, l)``.
+    """
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        shape = self.values.shape
+        near = [torch.floor(x.detach() + 0.5) for x in arguments]
+        held = [(x >= 0) & (x < n) for x, n in zip(near, shape, strict=True)]
+        places = [torch.where(inside, x, 0.0) for x, inside in zip(near, held, strict=True)]
+        found = self.values.to(near[0]).flatten()[_flat([x.long() for x in places], shape)]
+        return torch.where(reduce(torch.logical_and, held), found, torch.nan)
+
+
+class ContinuousFunction(TabulatedFunction):
+    r"""The cubic spline through values on a regular grid, with continuous second derivatives.
+
+    With the B-splines :math:`\beta` at the places ``u = (x - low) / spacing``, and coefficients c
+    that follow from the values by a linear map along each axis::
+
+        f(x, y, ..) = sum over a, b, .. of beta(u - a) beta(v - b) .. c[a, b, ..]
+        (c[a-1] + 4 c[a] + c[a+1]) / 6 = values[a]              along each axis
+
+    Along an axis the second derivative is zero at both ends (a natural spline), or the spline is
+    periodic. A natural spline is zero outside of its range, where it jumps. These are OpenMM's
+    Continuous1DFunction, Continuous2DFunction and Continuous3DFunction.
+
+    Args:
+        values: ``(n,)``, ``(n, m)`` or ``(n, m, l)``, at least two along each axis, on the grid
+            from ``low`` to ``high``. Periodic ones are those of one period, without the values at
+            ``high``, which are those at ``low``.
+        low, high: a number, or one for each argument.
+        periodic: whether the function has the period ``high - low`` along each axis.
+
+    Raises:
+        ValueError: fewer values, or ``high`` that is not above ``low``.
+    """
+
+    least = 2
+
+    def __init__(
+        self,
+        values: Number,
+        low: float | Sequence[float],
+        high: float | Sequence[float],
+        *,
+        periodic: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.low, self.high = (_ends(name, x) for name, x in (("low", low), ("high", high)))
+        self.periodic = as_flag("periodic", periodic)
+        super().__init__(values)
+        with outside_inference_mode():
+            for axis, size in enumerate(self.values.shape):
+                self.register_buffer(f"spline{axis}", self._spline(size), persistent=False)
+
+    def validate(self) -> None:
+        """Refuse a table with too few values, or a range without length."""
+        super().validate()
+        for axis in range(self.count):
+            low, high = self._range(axis)
+            if not low < high:
+                raise ValueError(f"high must be above low; got {high:g} and {low:g}.")
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        sizes = self.coefficients.shape
+        outside: list[Tensor] = []
+        near: list[list[Tensor]] = []
+        weights: list[list[Tensor]] = []
+        for axis, x in enumerate(arguments):
+            low, high = self._range(axis)
+            cells = self.values.shape[axis] - (not self.periodic)
+            place = (x - low) * (cells / (high - low))
+            if not self.periodic:
+                beyond = (x < low) | (x > high)
+                outside.append(beyond)
+                place = torch.where(beyond, 0.0, place)
+            cell = torch.floor(place.detach())
+            if not self.periodic:
+                cell = cell.clamp(0, cells - 1)
+            # The index of a place that is not finite would be none of the table.
+            whole = torch.where(cell.abs() < torch.inf, cell, 0.0)
+            if self.periodic:
+                whole = torch.remainder(whole, cells)
+                around = [torch.remainder(whole + k, cells) for k in (-1, 0, 1, 2)]
+            else:
+                around = [whole + k for k in range(4)]
+            near.append([k.long() for k in around])
+            weights.append([polynomial(place - cell, row) for row in SPLINE])
+        c = self.coefficients.to(arguments[0]).flatten()
+
+        def total(places: list[Tensor]) -> Tensor:
+            axis = len(places)
+            if axis == len(sizes):
+                return c[_flat(places, sizes)]
+            rows = [total([*places, k]) for k in near[axis]]
+            return reduce(add, map(mul, weights[axis], rows))
+
+        found = total([])
+        return reduce(lambda f, beyond: torch.where(beyond, 0.0, f), outside, found)
+
+    @derived("values")
+    def coefficients(self) -> Tensor:
+        """The coefficients of the B-splines."""
+        c = self.values
+        for axis in range(self.count):
+            spline: Tensor = getattr(self, f"spline{axis}")
+            c = (c.movedim(axis, -1) @ spline.to(c).T).movedim(-1, axis)
+        return c
+
+    def _range(self, axis: int) -> tuple[float, float]:
+        return self.low[axis % len(self.low)], self.high[axis % len(self.high)]
+
+    def _spline(self, size: int) -> Tensor:
+        """Compute the matrix from values along an axis to coefficients."""
+        if self.periodic:
+            ring = torch.eye(size, dtype=torch.float64)
+            return torch.linalg.inv((4 * ring + ring.roll(1, 0) + ring.roll(-1, 0)) / 6)
+        middle, end = torch.tensor([[1, 4, 1], [6, -12, 6]], dtype=torch.float64) / 6
+        rows = torch.zeros(size + 2, size + 2, dtype=torch.float64)
+        for k in range(size):
+            rows[k + 1, k : k + 3] = middle
+        rows[0, :3] = rows[-1, -3:] = end
+        return torch.linalg.inv(rows)[:, 1:-1].contiguous()
+
+
+def _flat(places: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Return the places in a flat table."""
+    flat = places[0]
+    for place, size in zip(places[1:], sizes[1:], strict=True):
+        flat = flat * size + place
+    return flat
+
+
+def _ends(name: str, value: float | Sequence[float]) -> tuple[float, ...]:
+    values = value if isinstance(value, Sequence) else (value,)
+    return tuple(as_number(name, x) for x in values)

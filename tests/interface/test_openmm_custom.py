@@ -1,0 +1,162 @@
+"""OpenMM's custom forces of several atoms, groups, places and hydrogen bonds, and offsets."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import numpy as np
+import openmm
+import pytest
+import torch
+
+import adjsim
+from adjsim.core.refusal import Refusal
+from adjsim.io import from_openmm, to_openmm
+from adjsim.potentials.base import force_vjp
+from adjsim.potentials.pairs import base
+from tests.openmm_custom import FORCES, offsets, sites, steep, system_with
+from tests.openmm_systems import reference
+
+
+def assert_equal(potential, position, system, positions):
+    energy, forces = potential(position).item(), adjsim.force(potential, position).detach()
+    expected, expected_forces = reference(system, positions)
+    scale = np.abs(expected_forces).max()
+    assert energy == pytest.approx(expected, rel=1e-9, abs=1e-9 * scale)
+    assert np.abs(forces.numpy() - expected_forces).max() <= 1e-9 * scale
+
+
+@pytest.mark.parametrize("periodic", [False, True])
+@pytest.mark.parametrize("name", FORCES)
+def test_read_and_written(name, periodic):
+    """Energies and forces are OpenMM's, also after every number has changed."""
+    system, positions = system_with(FORCES[name](periodic)), sites()
+    if periodic:
+        # Atoms apart by whole boxes. Groups, and Cartesian coordinates, stay where they are.
+        positions[0 if name != "centroid" else 7] += (2.0, 0.0, -2.2)
+    potential, structure = from_openmm(system, positions)
+    assert_equal(potential, structure.position, system, positions)
+    with torch.no_grad():
+        for key, parameter in potential.named_parameters():
+            if not key.endswith(".t"):
+                parameter.mul_(1.03)
+    written = to_openmm(potential, system)
+    assert_equal(potential, structure.position, written, positions)
+    again, _ = from_openmm(written, positions)
+    assert again(structure.position).item() == potential(structure.position).item()
+
+
+@pytest.mark.parametrize("name", FORCES)
+def test_gradients_against_differences(name):
+    potential, structure = from_openmm(system_with(FORCES[name](True)), sites())
+    q, v = structure.position, torch.randn_like(structure.position)
+    named = {k: x for k, x in potential.named_parameters() if not k.endswith(".t")}
+    parameters = list(named.values())
+    value, pullback = force_vjp(potential, q, parameters)
+    along, rest = pullback(v)
+    scale = float(value.norm() * v.norm())
+
+    def slope(change):
+        ends = []
+        for sign in (1, -1):
+            change(sign * 1e-5)
+            ends.append(float((adjsim.force(potential, q) * v).sum().detach()))
+            change(-sign * 1e-5)
+        return (ends[0] - ends[1]) / 2e-5
+
+    moved = torch.randn_like(q)
+    with torch.no_grad():
+        found = slope(lambda h: q.add_(h * moved))
+        assert float((along * moved).sum()) == pytest.approx(found, rel=1e-6, abs=1e-7 * scale)
+        for (key, x), grad in zip(named.items(), rest.gradient(parameters), strict=True):
+            direction = x * torch.rand_like(x) + 1e-3 * float(x.abs().max())
+            found = slope(lambda h, x=x, d=direction: x.add_(h * d))
+            mine = 0.0 if grad is None else float((grad * direction).sum())
+            assert mine == pytest.approx(found, rel=1e-6, abs=1e-9 * scale), key
+
+
+def test_offsets():
+    # Kernels take seconds to compile.
+    with patch.object(base, "unsupported", lambda *_: Refusal("left out")):
+        check_offsets("CutoffPeriodic")
+
+
+@pytest.mark.slow
+def test_offsets_in_kernels():
+    potential, structure = check_offsets("PME")
+    assert "torch" not in potential.lennard_jones.path(structure.position)
+
+
+def check_offsets(method):
+    """Numbers at any value of the global ones are OpenMM's, with the gradient of the energy."""
+    system, positions = system_with(offsets(method)), sites()
+    potential, structure = from_openmm(system, positions)
+    assert_equal(potential, structure.position, system, positions)
+    assert not hasattr(potential, "unused")
+    with torch.no_grad():
+        for parameter in potential.parameters():
+            parameter.mul_(1.02)
+        potential.steric.fill_(0.4)
+    written = to_openmm(potential, system)
+    assert_equal(potential, structure.position, written, positions)
+    potential(structure.position).backward()
+    h = 1e-5
+    for number in (potential.electric, potential.steric):
+        ends = []
+        with torch.no_grad():
+            for sign in (1, -1):
+                number += sign * h
+                ends.append(float(potential(structure.position)))
+                number -= sign * h
+        assert float(number.grad) == pytest.approx((ends[0] - ends[1]) / (2 * h), rel=1e-6)
+    return potential, structure
+
+
+def test_external_forces_of_harmonic_form():
+    """A restraint, unless another force has its stiffness: then the number is one of both."""
+    for periodic in (False, True):
+        system, positions = system_with(steep(periodic)), sites()
+        potential, structure = from_openmm(system, positions)
+        assert [name for name, _ in potential.named_children()] == ["restraints"]
+        assert_equal(potential, structure.position, system, positions)
+        bond = openmm.CustomBondForce("k*r^2")
+        bond.addGlobalParameter("k", 300.0)
+        bond.addBond(0, 1)
+        system.addForce(bond)
+        potential, structure = from_openmm(system, positions)
+        assert potential.custom_externals.k is potential.custom_bonds.k
+        assert_equal(potential, structure.position, system, positions)
+        system.getForce(1).setGlobalParameterDefaultValue(0, 2.0)
+        with pytest.raises(ValueError, match="number k with the defaults 2 and 300"):
+            from_openmm(system, positions)
+
+
+def missing_atom():
+    force = openmm.CustomHbondForce("angle(d1,d2,a1)")
+    force.addDonor(0, -1, -1, [])
+    force.addAcceptor(3, -1, -1, [])
+    return force
+
+
+def compound(text):
+    def make():
+        force = openmm.CustomCompoundBondForce(2, text)
+        force.addBond([0, 1], [])
+        return force
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (compound("1+distance(p1,p3)"), "at place 11: .*p1 p2"),
+        (compound("distance(p1,p2)*k"), "names k .*at place 16"),
+        (compound("3*4"), "'3.4' reads no coordinate of atoms"),
+        (missing_atom, r"donor 0 of the CustomHbondForce has no atom d2.*'angle\(d1,d2,a1\)'"),
+        (lambda: openmm.CustomManyParticleForce(3, "r"), "CustomManyParticleForce 'r', force 0"),
+    ],
+)
+def test_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        from_openmm(system_with(make()), sites())

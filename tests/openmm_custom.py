@@ -1,0 +1,176 @@
+"""Systems with OpenMM's custom forces of several atoms, of groups and of places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import openmm
+
+SIDE = (2.0, 2.1, 2.2)
+
+
+def sites(count: int = 12, seed: int = 0) -> np.ndarray:
+    """Positions in nm, of atoms that are not in a line."""
+    rng = np.random.default_rng(seed)
+    grid = np.stack(np.meshgrid(*[np.arange(3.0)] * 3), -1).reshape(-1, 3)
+    return 0.3 * grid[:count] + 0.08 * rng.random((count, 3))
+
+
+def system_with(force: Any, count: int = 12) -> Any:
+    """Make a system of atoms of several masses, in a box if the force is periodic."""
+    system = openmm.System()
+    for k in range(count):
+        system.addParticle(10.0 + k % 3)
+    system.setDefaultPeriodicBoxVectors(*np.diag(SIDE))
+    system.addForce(force)
+    return system
+
+
+def compound(periodic: bool) -> Any:
+    force = openmm.CustomCompoundBondForce(
+        4,
+        "k*(distance(p1,p2)-r0)^2*(2+cos(angle(p2,p3,p4)-c)) + c*u"
+        "+ e*pointdistance(x1,y1,z1+0.1*c,(x3+x4)/2,y3,z3) + y2*x4^2;"
+        "u=1+cos(2*dihedral(p1,p2,p3,p4)-phase)",
+    )
+    for name in ("k", "r0", "phase"):
+        force.addPerBondParameter(name)
+    force.addGlobalParameter("c", 1.7)
+    force.addGlobalParameter("e", 20.0)
+    rng = np.random.default_rng(1)
+    for _ in range(5):
+        atoms = rng.permutation(12)[:4].tolist()
+        force.addBond(atoms, [100 * rng.random(), 0.2 + 0.1 * rng.random(), rng.normal()])
+    force.setUsesPeriodicBoundaryConditions(periodic)
+    return force
+
+
+def centroid(periodic: bool) -> Any:
+    force = openmm.CustomCentroidBondForce(
+        3,
+        "k*(distance(g1,g2)-r0)^2 + k*angle(g1,g2,g3)^2 + 0.3*k*x1*z2"
+        "+ bend*pointangle(x1,y1,z1,x2,y2,z2,x3,y3,z3)",
+    )
+    for name in ("k", "r0"):
+        force.addPerBondParameter(name)
+    force.addGlobalParameter("bend", 7.0)
+    force.addGroup([0, 1, 2, 5])
+    force.addGroup([3, 5], [1.0, 2.5])
+    force.addGroup([7])
+    force.addGroup([8, 9, 11])
+    force.addBond([0, 1, 3], [90.0, 0.2])
+    force.addBond([3, 0, 2], [30.0, 0.3])
+    force.setUsesPeriodicBoundaryConditions(periodic)
+    return force
+
+
+def external(periodic: bool) -> Any:
+    distance = "periodicdistance(x,y,z,x0,0.3,z0)" if periodic else "sqrt((x-x0)^2+y^2+z0*z^2)"
+    force = openmm.CustomExternalForce(f"k*{distance}^3 + well*select(step(z-0.2), z^2, 0)")
+    for name in ("k", "x0", "z0"):
+        force.addPerParticleParameter(name)
+    force.addGlobalParameter("well", 11.0)
+    for atom in (2, 5, 11):
+        force.addParticle(atom, [200.0 + atom, 0.1 * atom, 0.4])
+    return force
+
+
+def steep(periodic: bool) -> Any:
+    """A restraint by its form, whose stiffness is that of another force too."""
+    square = "periodicdistance(x,y,z,x0,y0,z0)^2" if periodic else "((x-x0)^2+(y-y0)^2+(z-z0)^2)"
+    force = openmm.CustomExternalForce(f"0.5*k/2*{square}")
+    for name in ("x0", "y0", "z0"):
+        force.addPerParticleParameter(name)
+    force.addGlobalParameter("k", 300.0)
+    force.addParticle(3, [0.1, 0.2, 0.3])
+    return force
+
+
+def tables(periodic: bool) -> Any:
+    """Every kind of table, of coordinates and of numbers of terms."""
+    force = openmm.CustomCompoundBondForce(
+        3,
+        "kind1(t)*smooth1(distance(p1,p2)) + smooth2(distance(p2,p3),angle(p1,p2,p3))"
+        "+ smooth3(x1,y2,z3) + kind2(t,1)*distance(p1,p3)^2 + kind3(t,0,1)",
+    )
+    rng = np.random.default_rng(5)
+    force.addPerBondParameter("t")
+
+    def values(*sizes: int) -> list[float]:
+        found = rng.normal(size=sizes)
+        if periodic:
+            for axis, size in enumerate(sizes):
+                last = (slice(None),) * axis + (size - 1,)
+                found[last] = found[(slice(None),) * axis + (0,)]
+        return found.flatten("F").tolist()
+
+    one, two, three = values(7), values(5, 6), values(4, 5, 6)
+    for name, table in (
+        ("smooth1", openmm.Continuous1DFunction(one, 0.1, 1.5, periodic)),
+        ("smooth2", openmm.Continuous2DFunction(5, 6, two, 0.1, 1.6, 0.0, 3.2, periodic)),
+        ("smooth3", openmm.Continuous3DFunction(
+            4, 5, 6, three, -0.1, 1.0, -0.1, 1.1, -0.1, 1.2, periodic
+        )),
+        ("kind1", openmm.Discrete1DFunction(rng.normal(size=3).tolist())),
+        ("kind2", openmm.Discrete2DFunction(3, 2, rng.normal(size=6).tolist())),
+        ("kind3", openmm.Discrete3DFunction(3, 1, 2, rng.normal(size=6).tolist())),
+    ):  # fmt: skip
+        force.addTabulatedFunction(name, table)
+    for k in range(6):
+        force.addBond(rng.permutation(12)[:3].tolist(), [k % 3])
+    force.setUsesPeriodicBoundaryConditions(periodic)
+    return force
+
+
+def hydrogen_bonds(periodic: bool) -> Any:
+    force = openmm.CustomHbondForce(
+        "depth*q*p*(1/distance(d1,a1)^2 + angle(d2,d1,a1)^2) + f(distance(a1,d2))*q"
+        "+ p*cos(dihedral(a2,a1,d1,d2))"
+    )
+    force.addPerDonorParameter("q")
+    force.addPerAcceptorParameter("p")
+    force.addGlobalParameter("depth", 0.4)
+    table = openmm.Continuous1DFunction([3.0, -1.0, 0.5, 0.0], 0.1, 1.6)
+    force.addTabulatedFunction("f", table)
+    for k in range(4):
+        force.addDonor(k, k + 4, -1, [1.0 + k])
+    for k in range(3):
+        force.addAcceptor(k + 9, k + 5, 4 - k, [0.5 + k])
+    force.addExclusion(1, 2)
+    force.addExclusion(3, 0)
+    force.setCutoffDistance(0.6)
+    force.setNonbondedMethod(2 if periodic else 1)
+    return force
+
+
+FORCES = {
+    "compound": compound,
+    "centroid": centroid,
+    "external": external,
+    "tables": tables,
+    "hydrogen bonds": hydrogen_bonds,
+}
+
+
+def offsets(method: str) -> Any:
+    """Charges, wells and exceptions that follow two global numbers, one of them from zero."""
+    force = openmm.NonbondedForce()
+    rng = np.random.default_rng(2)
+    for k in range(12):
+        force.addParticle(rng.normal(), 0.2 + 0.02 * (k % 3), 0.0 if k == 4 else 0.4)
+    for k in range(5):
+        force.addException(k, k + 1, 0.2 * k, 0.25, 0.1 * (k % 2))
+    force.addGlobalParameter("electric", 0.3)
+    force.addGlobalParameter("unused", 2.0)
+    force.addGlobalParameter("steric", 0.0)
+    for k in (1, 2, 5):
+        force.addParticleParameterOffset("electric", k, 0.7, 0.01, 0.3)
+        force.addParticleParameterOffset("steric", k + 1, -0.2, 0.02, 0.5)
+    force.addParticleParameterOffset("electric", 4, 0.0, 0.0, 1.5)
+    force.addExceptionParameterOffset("electric", 0, 0.5, 0.02, 0.8)
+    force.addExceptionParameterOffset("steric", 3, 0.1, 0.0, 0.4)
+    force.setNonbondedMethod(getattr(openmm.NonbondedForce, method))
+    force.setCutoffDistance(0.9)
+    force.setPMEParameters(4.0, 24, 24, 24)
+    return force
