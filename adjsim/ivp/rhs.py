@@ -58,15 +58,25 @@ class RightHandSide:
 
     def rates(self, t: Tensor, y: Tensor) -> Tensor:
         """Return the rates at a state ``(n,)``, or at several ``(n, k)``."""
-        out = self.inputs.evaluate(t, y)
+        out = self.evaluate(t, y)
         if isinstance(out, Tensor):
             return out
         rows = [torch.as_tensor(x, dtype=self.like.dtype, device=self.like.device) for x in out]
         return torch.stack(torch.broadcast_tensors(*rows))
 
-    def connected(self, states: Tensor, start: Tensor, pull: Pull) -> Tensor:
-        """Connect states to their start and the parameters, to which ``pull`` takes cotangents."""
-        inputs = (start, *self.parameters)
+    def evaluate(self, t: Tensor, y: Tensor) -> Any:
+        """Evaluate ``fun`` with the tensors of the run."""
+        return self.inputs.evaluate(t, y)
+
+    def called(self, function: Callable[..., Any], t: Tensor, y: Tensor) -> Any:
+        """Call a function of (t, y, *args), such as an event, with the arguments of the run."""
+        return function(t, y, *self.inputs.args)
+
+    def connected(
+        self, states: Tensor, start: Tensor, pull: Pull, more: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """Connect states to their start, the parameters and more; ``pull`` returns cotangents."""
+        inputs = (start, *self.parameters, *more)
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
             return WithGradient.apply(pull, states, *inputs)
         return states
@@ -173,7 +183,7 @@ class RightHandSide:
         at, x = self.time(t), self.tensor(y)
         with torch.no_grad():
             columns = x[:, None] if self.vectorized else x
-            self.uses_numpy = computes_with_numpy(self.inputs.evaluate, at, columns, ())
+            self.uses_numpy = computes_with_numpy(self.evaluate, at, columns, ())
         with torch.set_grad_enabled(gradient):
             out = torch.as_tensor(self.rate(t, y)) if self.uses_numpy else self(at, x)
         if out.shape != self.like.shape:

@@ -156,14 +156,12 @@ def solve_ivp(
     columns = start.ndim == 2
     if columns:
         check_columns(start)
-        if events is not None:
-            raise ValueError(
-                "y0 of shape (n, batch) takes no events: solve the columns one by one, with y0 of "
-                "shape (n,)."
-            )
+    found = () if events is None else (events,) if callable(events) else tuple(events)
     rhs = RightHandSide(fun, tuple(args or ()), params, start, vectorized and not columns)
     if columns:
-        return solve_columns(rhs, t_span, start, method, t_eval, dense_output, adjoint, options)
+        marks = None if events is None else found
+        settings = t_eval, dense_output, adjoint, marks, options
+        return solve_columns(rhs, t_span, start, method, *settings)
     solver = _solver(method)
     if adjoint not in ADJOINTS:
         raise ValueError(f"adjoint must be one of {', '.join(ADJOINTS)}; got {adjoint!r}.")
@@ -171,7 +169,6 @@ def solve_ivp(
     first, last = float(begin.detach()), float(end.detach())
     times = None if t_eval is None else as_times(t_eval, start)
     settings = _adjoint_settings(rhs, solver, options)
-    found = () if events is None else (events,) if callable(events) else tuple(events)
     sign = 1.0 if last >= first else -1.0
     user_events = [Event(event, rhs, i, sign) for i, event in enumerate(found)]
     if np.isnan(last) or not np.isfinite(first):

@@ -75,7 +75,8 @@ def interpolated(
 class Extension:
     """The states of a run as a function of time, from its frames at the ``times``.
 
-    Steps have the size ``dt``, or, if they vary, the ends ``step_times``; ``sign`` is -1 in a run that goes back.
+    Steps have the size ``dt``, or, if they vary, the ends ``step_times``. In a run that goes back
+    ``sign`` is -1.
     ``refusal`` says why there are no states between frames, ``remedy`` what to do then.
     """
 
