@@ -189,7 +189,10 @@ REFUSED = [
     ({"adjoint": "backsolve"}, "adjoint must be one of interpolate, checkpoint; got 'backsolve'"),
     ({"adjoint_rtol": 1e-3}, "takes the options rtol, atol, max_step, first_step; got 'adj"),
     ({"events": lambda t, y: y}, r"event 0 must return .* for each of the 3 columns; got \(2, 3\)"),
-    ({"events": lambda t, y: y.sum() + 0 * t}, "event 0 of column 0 changes when only other columns"),
+    (
+        {"events": lambda t, y: y.sum() + 0 * t},
+        "event 0 of column 0 changes when only other columns",
+    ),
     ({"t_span": (0, [1.0, 2.0])}, r"shape \(3\), one for each column; got shape \(2,\)"),
     ({"t_span": (0, [1.0, torch.inf, 2.0])}, "two finite times; got 0.0 and inf in column 1"),
     ({"t_eval": [0.5, 1.5]}, r"got 1.5 for column 0, whose span is \(0, 1\)"),
