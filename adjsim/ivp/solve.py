@@ -12,12 +12,13 @@ from scipy.integrate import BDF, DOP853, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from adjsim.core.arguments import outside_inference_mode
+from adjsim.core.arguments import as_flag, outside_inference_mode
 from adjsim.ivp.columns import COLUMN_METHODS, SMALLEST_RTOL, check_columns, solve_columns
 from adjsim.ivp.events import Event
 from adjsim.ivp.march import LSODA
 from adjsim.ivp.piecewise import ADJOINTS, DenseSolution, OdeResult, PiecewiseSolve
 from adjsim.ivp.rhs import RightHandSide, as_state, as_times, check_tolerance, to_numpy
+from adjsim.ivp.samples import SampleRightHandSide, as_rows, samples_first
 from adjsim.ivp.sweep import AdjointSettings
 
 METHODS: dict[str, type[OdeSolver]] = {
@@ -39,6 +40,7 @@ def solve_ivp(
     *,
     params: Any = (),
     adjoint: str = "interpolate",
+    batch_first: bool = False,
     **options: Any,
 ) -> OdeResult:
     r"""Solve an initial value problem with SciPy, and differentiate it by the adjoint method.
@@ -93,6 +95,8 @@ def solve_ivp(
             in time, and the gradient is lost after about ten of the shortest time scales.
             For van der Pol at mu = 5 and T = 5 the gradient is -0.09 instead of 1.90, which a
             warning tells; at T = 10 the step size vanishes.
+        batch_first: whether ``y0`` is ``(batch, n)``, and ``fun`` takes a time that is one number;
+            see "Batches" below.
         options: SciPy's options ``rtol`` (1e-3), ``atol`` (1e-6), ``max_step``, ``first_step``,
             ``min_step``, ``jac``, ``jac_sparsity``, ``lband``, ``uband``. ``jac="autodiff"``
             computes the Jacobian by automatic differentiation. In addition: ``adjoint_rtol`` (a
@@ -154,13 +158,24 @@ def solve_ivp(
         )
     start = as_state(y0)
     columns = start.ndim == 2
+    if as_flag("batch_first", batch_first):
+        if not columns:
+            raise ValueError(
+                f"batch_first=True takes y0 of shape (batch, n); got {tuple(start.shape)}."
+            )
+        start, t_eval = start.T, as_rows(t_eval, start)
     if columns:
         check_columns(start)
     found = () if events is None else (events,) if callable(events) else tuple(events)
+    marks = None if events is None else found
+    settings = t_eval, dense_output, adjoint, marks, options
+    if batch_first:
+        rhs = SampleRightHandSide(fun, tuple(args or ()), params, start, False)
+        begin = as_times(t_span[0], start).detach().reshape(-1)[:1].expand(start.shape[1])
+        rhs.check_samples(begin, start.detach())
+        return samples_first(solve_columns(rhs, t_span, start, method, *settings))
     rhs = RightHandSide(fun, tuple(args or ()), params, start, vectorized and not columns)
     if columns:
-        marks = None if events is None else found
-        settings = t_eval, dense_output, adjoint, marks, options
         return solve_columns(rhs, t_span, start, method, *settings)
     solver = _solver(method)
     if adjoint not in ADJOINTS:

@@ -262,7 +262,7 @@ class ODE(FieldDynamics):
     interpolates = True
     fun: Callable[..., Any]
 
-    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...] = ()) -> None:
+    def __init__(self, fun: Callable[..., Any], args: Any = ()) -> None:
         super().__init__()
         if not isinstance(args, tuple):
             raise TypeError(
