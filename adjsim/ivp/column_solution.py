@@ -21,6 +21,7 @@ from adjsim.ivp.column_steps import (
 )
 from adjsim.ivp.forward_states import SEGMENT_STEPS, Thinned, changed_message
 from adjsim.ivp.jumps import ColumnJumpCheck
+from adjsim.ivp.mass import Mass
 from adjsim.ivp.rhs import Pull, RightHandSide, as_times, pulled, to_numpy
 
 # Steps of the backward pass between two searches for tensors that were not declared.
@@ -151,9 +152,10 @@ class ColumnSolution(DenseColumns):
         start: Tensor,
         history: StoredSteps | CheckpointedSteps,
         events: Sequence[ColumnEvent] = (),
+        mass: Mass | None = None,
     ) -> None:
         super().__init__(begin, stepper.end, stepper.direction, start)
-        self.events = events
+        self.events, self.mass = events, mass
         self.rhs, self.stepper, self.history, self.attempts = rhs, stepper, history, 0
         self.steps = torch.zeros_like(begin, dtype=torch.int64)
         self.rejections = self.steps.clone()
@@ -219,7 +221,7 @@ class ColumnSolution(DenseColumns):
 
     def connected(self, times: Tensor, states: Tensor) -> Tensor:
         values, pull = super().connected(times, states), partial(self._backward, times.detach())
-        return self.rhs.with_time_derivative(self._connected(values, pull), times)
+        return self._with_times(self._connected(values, pull), times)
 
     def connected_hits(
         self, times: Tensor, states: Tensor
@@ -247,7 +249,7 @@ class ColumnSolution(DenseColumns):
 
         flat = self._connected(torch.cat([states.flatten(), at, found.flatten()]), pull)
         values, at, found_flat = flat.split(sizes)
-        values = self.rhs.with_time_derivative(values.view_as(states).to(dtype), times)
+        values = self._with_times(values.view_as(states).to(dtype), times)
         found = found_flat.view_as(found).to(dtype)
         return values, events, columns, at, found
 
@@ -258,7 +260,15 @@ class ColumnSolution(DenseColumns):
     def _extra(self) -> list[Tensor]:
         """The tensors that events read, other than those of the run."""
         found = {key: x for event in self.events for key, x in event.reads.items()}
-        return list(found.values())
+        return [*found.values(), *([] if self.mass is None else self.mass.reads)]
+
+    def _with_times(self, states: Tensor, times: Tensor) -> Tensor:
+        """Give states ``(n, times, batch)`` their derivative with respect to their times."""
+        rates = None
+        if self.mass is not None and times.requires_grad:
+            rows = zip(times.detach(), states.detach().double().unbind(1), strict=True)
+            rates = torch.stack([self.mass.rate(t, y) for t, y in rows], 1)
+        return self.rhs.with_time_derivative(states, times, rates)
 
     def _backward(
         self, times: Tensor, cotangents: Tensor, of_hits: Tensor | None = None,
@@ -307,7 +317,7 @@ class ColumnSolution(DenseColumns):
         return [cotangent + at_start[0], *sums]
 
     def _step(self, came: Attempt, y: Tensor) -> Step:
-        return self.stepper.method(self.stepper.rate, came.t, came.h, y, None)
+        return self.stepper.step(came.t, came.h, y, None)
 
 
 def _refuse_changed(end: Tensor, came: Attempt) -> None:

@@ -51,8 +51,10 @@ class Step(ABC):
     end: Tensor
 
     @abstractmethod
-    def __init__(self, rate: Rate, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None) -> None:
-        """Take the step."""
+    def __init__(
+        self, rate: Rate, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None, *mass: Tensor
+    ) -> None:
+        """Take the step, with a mass matrix if the method takes one."""
 
     @abstractmethod
     def error(self) -> Tensor:
@@ -120,6 +122,18 @@ class ColumnState(NamedTuple):
     came: Attempt | None = None
 
 
+class MassMatrix(Protocol):
+    """The mass matrix of an equation; see :mod:`adjsim.ivp.mass`."""
+
+    def field(self, t: Tensor, y: Tensor) -> Tensor:
+        """Return the right-hand side."""
+        ...
+
+    def constant(self) -> Tensor:
+        """Return the matrices ``(n, n, columns)``."""
+        ...
+
+
 class EventSearch(Protocol):
     """The search for events in steps; see :mod:`adjsim.ivp.column_events`."""
 
@@ -150,6 +164,18 @@ class ColumnStepper:
     atol: Tensor
     max_step: float
     events: EventSearch | None = None
+    mass: MassMatrix | None = None
+
+    @property
+    def field(self) -> Rate:
+        """The right-hand side, which is the rate without a mass matrix."""
+        return self.rate if self.mass is None else self.mass.field
+
+    def step(self, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None) -> Step:
+        """Take one step."""
+        if self.mass is None:
+            return self.method(self.rate, t, h, y, first)
+        return self.method(self.field, t, h, y, first, self.mass.constant())
 
     def start(self, t: Tensor, y: Tensor, first_step: float | None) -> ColumnState:
         """Make the state before the first attempt; ``first_step`` None: SciPy's choice."""
@@ -183,7 +209,7 @@ class ColumnStepper:
         t = state.t + self.direction * torch.where(state.retry, state.size, free)
         t = torch.where(self.direction * (t - self.end) > 0, self.end, t)
         t = torch.where(active, t, state.t)
-        step = self.method(self.rate, state.t, t - state.t, state.y, state.rate)
+        step = self.step(state.t, t - state.t, state.y, state.rate)
         error = self._norm(step.error(), state.y, step.end)
         accepted = (error < 1) & active
         most = torch.where(state.retry, 1.0, GROW)

@@ -35,6 +35,7 @@ from adjsim.ivp.column_solution import (
 from adjsim.ivp.column_steps import ColumnStepper, Step
 from adjsim.ivp.dormand_prince import DormandPrince
 from adjsim.ivp.march import ENDED, STOPPED
+from adjsim.ivp.mass import Mass
 from adjsim.ivp.piecewise import OdeResult
 from adjsim.ivp.rhs import RightHandSide, as_times, check_tolerance, to_numpy
 from adjsim.ivp.rodas4 import Rodas4
@@ -73,6 +74,8 @@ def solve_columns(
     options: dict[str, Any],
 ) -> OdeResult:
     """Solve initial value problems in the columns of a state; see :func:`solve_ivp`."""
+    if rhs.mass is not None and method != "Rodas4":
+        raise ValueError(f'mass_matrix takes method="Rodas4"; got {method!r}.')
     if method not in COLUMN_METHODS:
         raise ValueError(
             f"for y0 of shape (n, batch) method must be one of {', '.join(COLUMN_METHODS)}; got "
@@ -80,13 +83,14 @@ def solve_columns(
         )
     if adjoint not in COLUMN_ADJOINTS:
         raise ValueError(
-            f"for y0 of shape (n, batch) adjoint must be one of {', '.join(COLUMN_ADJOINTS)}; got "
-            f"{adjoint!r}."
+            "for y0 of shape (n, batch) and with Rodas4 adjoint must be one of "
+            f"{', '.join(COLUMN_ADJOINTS)}; got {adjoint!r}."
         )
     for name in options:
         if name not in OPTIONS:
             raise ValueError(
-                f"y0 of shape (n, batch) takes the options {', '.join(OPTIONS)}; got {name!r}."
+                "y0 of shape (n, batch) and Rodas4 take the options "
+                f"{', '.join(OPTIONS)}; got {name!r}."
             )
     ends = [as_times(t, start) for t in t_span]
     begin, end = (per_column(t, start[0], 1, "each end of t_span") for t in ends)
@@ -99,26 +103,32 @@ def solve_columns(
     _check_times(first, last, direction, None if t_eval is None else grid.detach())
     rate = _Rate(rhs)
     _check_function(rhs, rate, first, start.detach())
+    mass = None if rhs.mass is None else Mass(rhs, first, rate)
     marks = [ColumnEvent(event, rhs, k) for k, event in enumerate(events or ())]
     _check_events(marks, first, start.detach())
     reads = [x for event in marks for x in event.reads.values()]
+    reads += [] if mass is None else mass.reads
     wants_gradient = torch.is_grad_enabled() and any(
         x.requires_grad for x in (start, begin, end, grid, *rhs.parameters, *reads)
     )
     if wants_gradient:
         at = to_numpy(begin), to_numpy(start)
         rhs.check_differentiable(*at)
-        start = rhs.with_start_time(start, begin, rhs.rate(*at))
     stepper = _stepper(rate, method, last, direction, start, options)
+
+    def tolerance(y: Tensor) -> Tensor:
+        return stepper.atol + stepper.rtol * y.abs()
+
+    if mass is not None:
+        start = mass.consistent(start, begin, tolerance)
+        stepper.mass, stepper.rate = mass, mass.rate
+    if wants_gradient:
+        start = rhs.with_start_time(start, begin, stepper.rate(first, start.detach().double()))
     if marks:
-
-        def tolerance(y: Tensor) -> Tensor:
-            return stepper.atol + stepper.rtol * y.abs()
-
         stepper.events = ColumnEvents(marks, rhs, tolerance if wants_gradient else None)
     keeps_all = dense_output or adjoint == "interpolate"
     history = StoredSteps() if keeps_all else CheckpointedSteps(stepper)
-    solution = ColumnSolution(rhs, stepper, first, start, history, marks)
+    solution = ColumnSolution(rhs, stepper, first, start, history, marks, mass)
     rate.calls = 0
     with torch.no_grad():
         states = solution.solve(

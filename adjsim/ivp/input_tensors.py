@@ -70,10 +70,6 @@ class InputTensors:
         self._declared = {id(x): x.grad_fn for x in (*registered, *unregistered) if x.requires_grad}
         self._computed = {node for node in self._declared.values() if node is not None}
 
-    def evaluate(self, t: Any, y: Any) -> Any:
-        """Evaluate the function with the tensors of the run."""
-        return self.function(t, y, *self.args)
-
     def refuse_undeclared(self, out: Tensor, state: Tensor) -> None:
         """Refuse a rate whose graph has a leaf that is neither declared nor the state."""
         for node in graph_nodes(out):

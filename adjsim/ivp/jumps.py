@@ -232,7 +232,7 @@ class ColumnJumpCheck(JumpSearch):
     """An observer of the steps of columns, which finds jumps that no event marks."""
 
     def __init__(self, rhs: RightHandSide, stepper: ColumnStepper, start: ColumnState) -> None:
-        super().__init__(rhs, stepper.rate, stepper.rtol, stepper.atol, start.t, stepper.end)
+        super().__init__(rhs, stepper.field, stepper.rtol, stepper.atol, start.t, stepper.end)
         self.direction, self._before = stepper.direction, self._rate_of(start)
         self._steepness = self._longest = self._short = torch.zeros_like(start.t)
         # A jump ahead of short steps, and the time beyond which it is refused.

@@ -24,7 +24,8 @@ class RightHandSide:
 
     States are like ``like``: ``(n,)``, or ``(n, batch)`` for problems in columns, whose times are
     ``(batch,)``. A ``vectorized`` function takes states ``(n, k)``. ``declared`` are tensors and
-    modules that ``fun`` reads in addition to its arguments.
+    modules that ``fun`` reads in addition to its arguments. ``mass`` is a mass matrix, a tensor or
+    a function of (t, \\*args).
     """
 
     def __init__(
@@ -33,10 +34,15 @@ class RightHandSide:
         args: tuple[Any, ...],
         declared: Any,
         like: Tensor,
-        vectorized: bool,
+        vectorized: bool = False,
+        mass: Any = None,
     ) -> None:
         self.fun, self.args, self.like, self.vectorized = fun, args, like.detach(), vectorized
-        self.inputs = InputTensors(fun, args, declared)
+        self.mass = mass
+        given = (*args, mass) if isinstance(mass, Tensor) else args
+        self.inputs = InputTensors(fun, given, declared)
+        #: The arguments of ``fun`` with the tensors of the run.
+        self.own_args = self.inputs.args[: len(args)]
         #: Tensors with respect to which a gradient is wanted, and their stand-ins in ``fun``.
         self.parameters, self.parameter_leaves = self.inputs.originals, self.inputs.leaves
         #: The rounding error of a number in a state.
@@ -66,11 +72,17 @@ class RightHandSide:
 
     def evaluate(self, t: Tensor, y: Tensor) -> Any:
         """Evaluate ``fun`` with the tensors of the run."""
-        return self.inputs.evaluate(t, y)
+        return self.inputs.function(t, y, *self.own_args)
+
+    def matrix(self, t: Tensor) -> Tensor:
+        """Return the mass matrix ``(n, n)``, or that of each column ``(n, n, batch)``."""
+        if isinstance(self.mass, Tensor):
+            return self.inputs.args[-1]
+        return self.called(lambda t, _, *args: self.mass(t, *args), t, self.like)
 
     def called(self, function: Callable[..., Any], t: Tensor, y: Tensor) -> Any:
         """Call a function of (t, y, *args), such as an event, with the arguments of the run."""
-        return function(t, y, *self.inputs.args)
+        return function(t, y, *self.own_args)
 
     def connected(
         self, states: Tensor, start: Tensor, pull: Pull, more: Sequence[Tensor] = ()

@@ -1,10 +1,12 @@
-"""Functions of samples: ``fun(t, y)`` with a time that is one number and states ``(batch, n)``.
+"""Functions of samples and of single states, solved in columns.
+
+A function of samples, ``fun(t, y)``, takes a time that is one number and states ``(batch, n)``.
 
 Columns have times of their own, so a function of one time is evaluated by ``torch.vmap``: each
 sample is a batch of one, ``(1, n)``, at its own time. Arguments whose first axis has the length of
 the batch belong to the samples. A function that gives the samples other rates in this way than all
 at once is refused, such as one that reads a tensor with one row a sample without getting it as an
-argument.
+argument. A single state ``(n,)`` is one column.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class SampleRightHandSide(RightHandSide):
         return self.called(self.inputs.function, t, y)
 
     def called(self, function: Callable[..., Any], t: Tensor, y: Tensor) -> Any:
-        found, structure = tree_flatten(self.inputs.args)
+        found, structure = tree_flatten(self.own_args)
         own = [isinstance(x, Tensor) and x.shape[:1] == t.shape for x in found]
 
         def of_one(time: Tensor, state: Tensor, *rows: Tensor) -> Tensor:
@@ -46,14 +48,18 @@ class SampleRightHandSide(RightHandSide):
             return value[0]
 
         rows = [x for x, of in zip(found, own, strict=True) if of]
-        along = torch.vmap(of_one, (0, 1, *[0] * len(rows)), -1)
-        return along(t, y, *rows)
+        return torch.vmap(of_one, (0, 1, *[0] * len(rows)))(t, y, *rows).movedim(0, -1)
+
+    def matrix(self, t: Tensor) -> Tensor:
+        if isinstance(self.mass, Tensor):
+            return super().matrix(t)
+        return self.called(lambda t, _, *args: self.mass(t, *args)[None], t, self.like)
 
     def check_samples(self, t: Tensor, y: Tensor) -> None:
         """Refuse a function that gives samples other rates one by one than all at once."""
         at, dtype = t[0].to(self.like.dtype), self.like.dtype
         with torch.no_grad():
-            known = self.inputs.function(at, y.T.contiguous(), *self.inputs.args)
+            known = self.inputs.function(at, y.T.contiguous(), *self.own_args)
             found = self.evaluate(at.expand(len(t)), y.to(dtype)).T
         if not isinstance(known, Tensor) or known.shape != found.shape:
             got = tuple(known.shape) if isinstance(known, Tensor) else type(known).__name__
@@ -99,3 +105,40 @@ def as_rows(t_eval: Any, like: Tensor) -> Any:
 
 def _transposed(times: Tensor) -> Tensor:
     return times.T if times.ndim == 2 else times
+
+
+class OneRightHandSide(RightHandSide):
+    """The right-hand side of one problem, whose state ``(n, 1)`` is the only column."""
+
+    def evaluate(self, t: Tensor, y: Tensor) -> Any:
+        return self.called(self.inputs.function, t, y)
+
+    def called(self, function: Callable[..., Any], t: Tensor, y: Tensor) -> Any:
+        value = function(t[0], y[:, 0], *self.own_args)
+        if isinstance(value, list | tuple):
+            rows = [torch.as_tensor(x, dtype=y.dtype, device=y.device) for x in value]
+            value = torch.stack(torch.broadcast_tensors(*rows))
+        return value.unsqueeze(-1) if isinstance(value, Tensor) else value
+
+
+@dataclass(eq=False)
+class DenseOne:
+    """The solution of one problem as a function of time, ``(n,)`` or ``(n, k)``."""
+
+    columns: DenseColumns
+
+    def __call__(self, t: Any) -> Tensor:
+        return self.columns(t).squeeze(-1)
+
+
+def one_of(found: OdeResult) -> OdeResult:
+    """Return the result of the only column."""
+    found.y = found.y.squeeze(-1)
+    found.t = found.t.squeeze(-1) if found.t.ndim == 2 else found.t
+    found.sol = None if found.sol is None else DenseOne(found.sol)
+    found.steps, found.rejections = int(found.steps), int(found.rejections)
+    if found.t_events is not None:
+        found.status = int(found.status)
+        found.t_events = [x[0] for x in found.t_events]
+        found.y_events = [x[0] for x in found.y_events]
+    return found

@@ -18,7 +18,13 @@ from adjsim.ivp.events import Event
 from adjsim.ivp.march import LSODA
 from adjsim.ivp.piecewise import ADJOINTS, DenseSolution, OdeResult, PiecewiseSolve
 from adjsim.ivp.rhs import RightHandSide, as_state, as_times, check_tolerance, to_numpy
-from adjsim.ivp.samples import SampleRightHandSide, as_rows, samples_first
+from adjsim.ivp.samples import (
+    OneRightHandSide,
+    SampleRightHandSide,
+    as_rows,
+    one_of,
+    samples_first,
+)
 from adjsim.ivp.sweep import AdjointSettings
 
 METHODS: dict[str, type[OdeSolver]] = {
@@ -41,6 +47,7 @@ def solve_ivp(
     params: Any = (),
     adjoint: str = "interpolate",
     batch_first: bool = False,
+    mass_matrix: Any = None,
     **options: Any,
 ) -> OdeResult:
     r"""Solve an initial value problem with SciPy, and differentiate it by the adjoint method.
@@ -167,14 +174,22 @@ def solve_ivp(
     if columns:
         check_columns(start)
     found = () if events is None else (events,) if callable(events) else tuple(events)
+    if mass_matrix is not None and not callable(mass_matrix):
+        mass_matrix = torch.as_tensor(mass_matrix, device=start.device)
     marks = None if events is None else found
     settings = t_eval, dense_output, adjoint, marks, options
     if batch_first:
-        rhs = SampleRightHandSide(fun, tuple(args or ()), params, start, False)
+        rhs = SampleRightHandSide(fun, tuple(args or ()), params, start, mass=mass_matrix)
         begin = as_times(t_span[0], start).detach().reshape(-1)[:1].expand(start.shape[1])
         rhs.check_samples(begin, start.detach())
         return samples_first(solve_columns(rhs, t_span, start, method, *settings))
-    rhs = RightHandSide(fun, tuple(args or ()), params, start, vectorized and not columns)
+    if not columns and (mass_matrix is not None or method in COLUMN_METHODS.keys() - METHODS):
+        start = start[:, None]
+        check_columns(start)
+        rhs = OneRightHandSide(fun, tuple(args or ()), params, start, mass=mass_matrix)
+        return one_of(solve_columns(rhs, t_span, start, method, *settings))
+    several = vectorized and not columns
+    rhs = RightHandSide(fun, tuple(args or ()), params, start, several, mass_matrix)
     if columns:
         return solve_columns(rhs, t_span, start, method, *settings)
     solver = _solver(method)
@@ -223,8 +238,6 @@ def _solver(method: Any) -> type[OdeSolver]:
     """Return the solver class for a name or a class, as SciPy does."""
     if isinstance(method, type) and issubclass(method, OdeSolver):
         return LSODA if method is scipy.integrate.LSODA else method
-    if method in COLUMN_METHODS and method not in METHODS:
-        raise ValueError(f"method {method!r} is for y0 of shape (n, batch): pass y0[:, None].")
     if method not in METHODS:
         raise ValueError(
             f"method must be one of {', '.join(METHODS)}, or a class of SciPy's OdeSolver; got "
