@@ -80,7 +80,9 @@ def solve_ivp(
         y0: the initial state ``(n,)``, or states ``(n, batch)``. The result and the arguments of
             ``fun`` have its dtype and device; SciPy itself computes in float64.
         method: ``"RK23"``, ``"RK45"``, ``"DOP853"``, and for stiff systems ``"Radau"``, ``"BDF"``,
-            ``"LSODA"``; or a subclass of SciPy's ``OdeSolver``.
+            ``"LSODA"``; or a subclass of SciPy's ``OdeSolver``. ``"Rodas4"`` solves stiff systems
+            and those with a mass matrix as one column; see "Columns" below for its options and its
+            gradient.
         t_eval: times at which the solution is returned; None: the times of the solver's steps,
             which are constants in differentiation except at the ends and at resets.
         dense_output: whether ``sol.sol`` is returned.
@@ -104,6 +106,10 @@ def solve_ivp(
             warning tells; at T = 10 the step size vanishes.
         batch_first: whether ``y0`` is ``(batch, n)``, and ``fun`` takes a time that is one number;
             see "Batches" below.
+        mass_matrix: M of M dy/dt = fun(t, y), a tensor ``(n, n)`` or a function of (t, \*args), for
+            ``method="Rodas4"``. M may be singular if the equation has index one, and its null space
+            must not depend on t. The algebraic unknowns of ``y0`` are replaced by consistent ones.
+            Gradients flow to M too. See :mod:`adjsim.ivp.mass` for the equations.
         options: SciPy's options ``rtol`` (1e-3), ``atol`` (1e-6), ``max_step``, ``first_step``,
             ``min_step``, ``jac``, ``jac_sparsity``, ``lband``, ``uband``. ``jac="autodiff"``
             computes the Jacobian by automatic differentiation. In addition: ``adjoint_rtol`` (a
@@ -141,9 +147,22 @@ def solve_ivp(
       with ``dense_output`` all are stored. Each step is evaluated once more, with its derivative.
       The gradient of Rodas4 needs second derivatives of ``fun``.
     - ``rtol`` is a number, ``atol`` a number or of shape ``(n,)``; the other options are
-      ``max_step`` and ``first_step``. Complex states, events and functions of NumPy are refused. So
-      is a jump of ``fun`` where a gradient is wanted, unless it is at a fixed time.
+      ``max_step`` and ``first_step``. Complex states and functions of NumPy are refused. So is a
+      jump of ``fun`` where a gradient is wanted, unless it is at a fixed time or at an event.
+    - Events return one value for each column ``(batch,)``, and resets the states ``(n, batch)``.
+      Both are evaluated for all columns, and apply to those in which the event happens. A terminal
+      event ends its column, and later states of the column are NaN; with ``t_eval=None`` the last
+      time ``sol.t[1]`` ``(batch,)`` and the last state are those of the event.
+      ``sol.t_events[k][j]`` and ``sol.y_events[k][j]`` belong to event k and column j, and
+      ``sol.status`` ``(batch,)`` is 1 where a terminal event ended the column.
     - A column whose steps become too short, or whose rates are not finite, is named in the error.
+
+    **Batches.** With ``batch_first=True`` the samples are solved as columns are, each with its own
+    step size. ``fun``, events and resets are those of :func:`~adjsim.simulate`: they take a time
+    that is one number and states ``(batch, n)``. By ``torch.vmap`` they see one sample at a time,
+    ``(1, n)``. Tensors in ``args`` whose first axis has the length of the batch have one row a
+    sample. ``sol.y`` has shape ``(batch, times, n)``, and ``sol.sol(t)`` returns ``(batch, n)`` or
+    ``(batch, k, n)``; times of samples are ``(batch, times)``.
 
     Where an equation is almost linear, DOP853 takes steps that are too long for its interpolant of
     order seven, whose error is then about 1e-5 at any tolerance. This limits the accuracy of

@@ -53,6 +53,7 @@ def test_a_linear_equation_with_a_delay(method):
         torch.testing.assert_close(x, y, rtol=1e-8, atol=0)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_differences():
     """The equation of Mackey and Glass, over two delays."""
     given = torch.tensor([2.0, 1.1, 6.0], dtype=torch.float64, requires_grad=True)
