@@ -49,8 +49,17 @@ class Mass:
         matrix = self.at(begin)
         if matrix.shape[:2] != (n, n) or matrix.ndim != 3:
             raise ValueError(
-                f"mass_matrix must have shape ({n}, {n}); got {tuple(matrix.shape[:2])}."
+                f"mass_matrix must have shape ({n}, {n}); got {tuple(matrix.shape[:2])}. A "
+                f"function of the times ({len(begin)},) of columns returns ({n}, {n}, {len(begin)})."
             )
+        if self.varies and matrix.shape[2] == 1 < len(begin):
+            # A product of times and entries may have the shape of a matrix.
+            later = begin + torch.linspace(1e-3, 2e-3, len(begin), device=begin.device)
+            if not torch.equal(self.at(later), matrix):
+                raise ValueError(
+                    f"mass_matrix depends on t of shape ({len(begin)},), the times of the columns: "
+                    f"it must return matrices of shape ({n}, {n}, {len(begin)})."
+                )
         if not matrix.detach().isfinite().all():
             raise ValueError("mass_matrix must be finite at the start.")
         known = {id(x) for x in rhs.parameter_leaves}

@@ -107,9 +107,9 @@ def solve_ivp(
         batch_first: whether ``y0`` is ``(batch, n)``, and ``fun`` takes a time that is one number;
             see "Batches" below.
         mass_matrix: M of M dy/dt = fun(t, y), a tensor ``(n, n)`` or a function of (t, \*args), for
-            ``method="Rodas4"``. M may be singular if the equation has index one, and its null space
-            must not depend on t. The algebraic unknowns of ``y0`` are replaced by consistent ones.
-            Gradients flow to M too. See :mod:`adjsim.ivp.mass` for the equations.
+            ``method="Rodas4"``. With columns a function of t returns ``(n, n, batch)``. M may be
+            singular if the equation has index one, and its null space must not depend on t. The
+            algebraic unknowns of ``y0`` are replaced by consistent ones. Gradients flow to M too.
         options: SciPy's options ``rtol`` (1e-3), ``atol`` (1e-6), ``max_step``, ``first_step``,
             ``min_step``, ``jac``, ``jac_sparsity``, ``lband``, ``uband``. ``jac="autodiff"``
             computes the Jacobian by automatic differentiation. In addition: ``adjoint_rtol`` (a
