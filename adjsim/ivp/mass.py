@@ -50,7 +50,7 @@ class Mass:
         if matrix.shape[:2] != (n, n) or matrix.ndim != 3:
             raise ValueError(
                 f"mass_matrix must have shape ({n}, {n}); got {tuple(matrix.shape[:2])}. A "
-                f"function of the times ({len(begin)},) of columns returns ({n}, {n}, {len(begin)})."
+                f"function of times ({len(begin)},) of columns returns ({n}, {n}, {len(begin)})."
             )
         if self.varies and matrix.shape[2] == 1 < len(begin):
             # A product of times and entries may have the shape of a matrix.

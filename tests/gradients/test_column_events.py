@@ -84,14 +84,12 @@ def test_equal_to_one_call_a_column():
         torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", ["RK45", pytest.param("Rodas4", marks=pytest.mark.slow)])
-def test_central_differences_and_checkpoints(method, monkeypatch):
+@pytest.mark.slow
+def test_central_differences_and_checkpoints(monkeypatch):
     monkeypatch.setattr(column_solution, "SEGMENT_STEPS", 8)
     given = inputs()
     grads = {
-        adjoint: torch.autograd.grad(
-            loss_of(bounce(*given, method, adjoint=adjoint, **LOOSE)), given
-        )
+        adjoint: torch.autograd.grad(loss_of(bounce(*given, adjoint=adjoint, **LOOSE)), given)
         for adjoint in ("interpolate", "checkpoint")
     }
     for x, y in zip(*grads.values(), strict=True):
@@ -101,7 +99,7 @@ def test_central_differences_and_checkpoints(method, monkeypatch):
     h = 1e-5
     with torch.no_grad():
         ends = [
-            loss_of(bounce(*[x + s * h * d for x, d in zip(given, along, strict=True)], method,
+            loss_of(bounce(*[x + s * h * d for x, d in zip(given, along, strict=True)],
                            **TIGHT))
             for s in (1, -1)
         ]  # fmt: skip
