@@ -153,9 +153,36 @@ class Trajectory(Generic[State]):
         final: State,
         stats: dict[str, Any],
         end: RunEnd | None = None,
+        extension: Any = None,
     ) -> None:
         self.times, self.record, self.final, self.stats = times, record, final, stats
-        self._states, self.end = states, end
+        self._states, self.end, self.extension = states, end, extension
+
+    def at(self, t: Any) -> State:
+        """Return the state at times within the run, between its steps too, with its gradient.
+
+        A time of a frame gives this frame, to the last bit. Between the two ends of a step of an
+        :class:`~adjsim.ODE` the state is that of Hermite's cubic interpolation, whose error is at
+        most h^4 / 384 times the largest fourth derivative. Both ends must be frames, so save at
+        every step. The rates at the ends are those of the parameters of the run, even if the
+        parameters have changed since. The gradient also reaches t.
+
+        Args:
+            t: a time, or times of any shape, which leads the axes of the fields.
+
+        Raises:
+            ValueError: a time outside of the run; a time between frames that are more than one step
+                apart; a time between steps of dynamics other than an ODE; a trajectory with a
+                record, or one that was pickled or deep-copied.
+        """
+        if self.record is not None or self.extension is None:
+            why = "has a record and no states" if self.record is not None else "is a copy"
+            raise ValueError(
+                f"at(t) reads the states of a run and its equation, and this trajectory {why}: "
+                "call it on the trajectory that simulate returns without record=."
+            )
+        times = torch.as_tensor(t, dtype=torch.float64, device="cpu")
+        return self.extension(times)
 
     def __getattr__(self, name: str) -> Tensor:
         # During unpickling there is no final state yet.
@@ -172,10 +199,12 @@ class Trajectory(Generic[State]):
     def __getstate__(self) -> dict[str, Any]:
         record = None if self.record is None else self.record.detach()
         states = None if self._states is None else detached(self._states)
-        return {**vars(self), "record": record, "final": detached(self.final), "_states": states}
+        changed = {"record": record, "final": detached(self.final), "_states": states}
+        return {**vars(self), **changed, "extension": None}
 
     def __copy__(self) -> Trajectory[State]:
-        return Trajectory(self.times, self._states, self.record, self.final, self.stats, self.end)
+        states, others = self._states, (self.record, self.final, self.stats, self.end)
+        return Trajectory(self.times, states, *others, self.extension)
 
     def __repr__(self) -> str:
         kept = "states" if self._states is not None else "record"

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adjsim.ivp.column_crossings import ColumnEvent, Crossing
 from adjsim.ivp.column_steps import (
+    Attempt,
     ColumnReads,
     ColumnState,
     ColumnStepper,
@@ -20,31 +21,26 @@ from adjsim.ivp.column_steps import (
 )
 from adjsim.ivp.forward_states import SEGMENT_STEPS, Thinned, changed_message
 from adjsim.ivp.jumps import ColumnJumpCheck
-from adjsim.ivp.rhs import RightHandSide, as_times, pulled, to_numpy
+from adjsim.ivp.mass import Mass
+from adjsim.ivp.rhs import Pull, RightHandSide, as_times, pulled, to_numpy
 
 # Steps of the backward pass between two searches for tensors that were not declared.
 CHECK_EVERY = 16
-# The times (batch,) and the states (n, batch) before a step.
-Point = tuple[Tensor, Tensor]
 
 
 class StoredSteps:
-    """The times and states before and after every attempt in which a column advanced."""
+    """The attempts in which a column advanced."""
 
     def __init__(self) -> None:
-        self.points: list[Point] = []
+        self.attempts: list[Attempt] = []
 
     def __call__(self, state: ColumnState) -> None:
-        if not self.points or bool((state.t != self.points[-1][0]).any()):
-            self.points.append((state.t, state.y))
+        if state.came is not None and bool((state.came.h != 0).any()):
+            self.attempts.append(state.came)
 
-    def forward(self) -> list[tuple[Point, Point]]:
-        """Return the points before and after each step."""
-        return list(pairwise(self.points))
-
-    def backward(self) -> Iterable[tuple[Point, Point]]:
-        """Return the points before and after each step, last step first."""
-        return reversed(self.forward())
+    def backward(self) -> Iterable[Attempt]:
+        """Return the attempts, last one first."""
+        return reversed(self.attempts)
 
 
 class CheckpointedSteps(Thinned[ColumnState]):
@@ -56,15 +52,15 @@ class CheckpointedSteps(Thinned[ColumnState]):
     last: ColumnState
 
     def __init__(self, stepper: ColumnStepper) -> None:
-        super().__init__(2 * SEGMENT_STEPS, SEGMENT_STEPS, lambda state: state)
+        super().__init__(2 * SEGMENT_STEPS, SEGMENT_STEPS, lambda state: state._replace(came=None))
         self.stepper = stepper
 
     def __call__(self, state: ColumnState) -> None:
         super().__call__(state)
         self.last = state
 
-    def backward(self) -> Iterator[tuple[Point, Point]]:
-        """Yield the points before and after each step, last step first.
+    def backward(self) -> Iterator[Attempt]:
+        """Yield the attempts, last one first.
 
         A segment that ends at another time than in the forward solution is an error.
         """
@@ -96,15 +92,18 @@ class DenseColumns:
         begin, end: the time spans ``(batch,)``.
         direction: 1 where a column is integrated forward in time, -1 where backward, ``(batch,)``.
         start: the initial states ``(n, batch)``.
-        polynomials: for each step the times and states before, the times after, and the
+        polynomials: for each step the times and states before, its sizes, the times after, and the
             coefficients of the interpolant.
+        last: the times up to which there are states, which are NaN after a terminal event; None:
+            the ends of the time spans.
     """
 
     begin: Tensor
     end: Tensor
     direction: Tensor
     start: Tensor
-    polynomials: Sequence[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]] = ()
+    polynomials: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Sequence[Tensor]]] = ()
+    last: Tensor | None = None
 
     def __call__(self, t: Any) -> Tensor:
         times = as_times(t, self.start)
@@ -117,16 +116,24 @@ class DenseColumns:
         with torch.no_grad():
             for step in self._steps():
                 reads.write(found, step)
-        found = self.connected(ordered, found).take_along_dim(order.argsort(0)[None], 1)
+        found = self.connected(ordered, self.without_later(ordered, found)).take_along_dim(
+            order.argsort(0)[None], 1
+        )
         return found[:, 0] if times.ndim == 0 else found
 
     def connected(self, times: Tensor, states: Tensor) -> Tensor:
         """Connect states ``(n, times, batch)`` to the start, the parameters and the times."""
         return states.to(self.start.dtype)
 
+    def without_later(self, times: Tensor, states: Tensor) -> Tensor:
+        """Replace states by NaN after the terminal event of their column."""
+        if self.last is None:
+            return states
+        return states.where(self.direction * (times.detach() - self.last) <= 0, torch.nan)
+
     def _steps(self) -> Iterator[InterpolatedStep]:
-        for begin, y, end, coefficients in self.polynomials:
-            yield begin, y, end, partial(list, coefficients)
+        for t, y, h, end, coefficients in self.polynomials:
+            yield t, y, h, end, partial(list, coefficients)
 
 
 class ColumnSolution(DenseColumns):
@@ -144,11 +151,18 @@ class ColumnSolution(DenseColumns):
         begin: Tensor,
         start: Tensor,
         history: StoredSteps | CheckpointedSteps,
+        events: Sequence[ColumnEvent] = (),
+        mass: Mass | None = None,
     ) -> None:
         super().__init__(begin, stepper.end, stepper.direction, start)
+        self.events, self.mass = events, mass
         self.rhs, self.stepper, self.history, self.attempts = rhs, stepper, history, 0
         self.steps = torch.zeros_like(begin, dtype=torch.int64)
         self.rejections = self.steps.clone()
+        # For the hits of events, in the order of attempts: the event, the column, time and state.
+        self.hits: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        # The number of the hit that ended a column, or -1.
+        self.ended_by = torch.full_like(self.steps, -1)
 
     def solve(
         self, times: Tensor, first_step: float | None, store: bool, refuse_jumps: bool
@@ -168,10 +182,27 @@ class ColumnSolution(DenseColumns):
             self.rejections += state.retry
             if check is not None:
                 check(before, state, step)
-            reads.write(found, (before.t, before.y, state.t, step.polynomial))
+            came = state.came
+            assert came is not None
+            reads.write(found, (*came[:4], step.polynomial))
+            if came.crossing is not None:
+                self._note(came.crossing)
             if store:
                 self.history(state)
-        return found
+        if state.events is not None and bool(state.events.ended.any()):
+            self.last = torch.where(state.events.ended, state.t, self.end)
+        return self.without_later(times, found)
+
+    def _note(self, crossing: Crossing) -> None:
+        """Keep the events of an attempt."""
+        for root in crossing.roots:
+            (columns,) = root.columns.nonzero(as_tuple=True)
+            event = torch.full_like(columns, root.event)
+            self.hits.append((event, columns, root.time, root.state))
+            number = torch.full_like(self.ended_by, -1)
+            number[columns] = root.offset + torch.arange(len(columns), device=columns.device)
+            ends = root.columns & (crossing.stop == root.event) & ~crossing.again
+            self.ended_by = torch.where(ends, number, self.ended_by)
 
     def __copy__(self) -> ColumnSolution:
         return self
@@ -179,39 +210,105 @@ class ColumnSolution(DenseColumns):
     def __reduce__(self) -> Any:
         # The gradient needs fun, which may be a local function, and the graph of the start.
         with torch.no_grad():
-            polynomials = [(*step[:3], step[3]()) for step in self._steps()]
-        start = self.start.detach()
-        return DenseColumns, (self.begin, self.end, self.direction, start, polynomials)
+            polynomials = [(*step[:4], step[4]()) for step in self._steps()]
+        span = self.begin, self.end, self.direction
+        return DenseColumns, (*span, self.start.detach(), polynomials, self.last)
 
     def _steps(self) -> Iterator[InterpolatedStep]:
         assert isinstance(self.history, StoredSteps)
-        for before, after in self.history.forward():
-            yield *before, after[0], lambda at=before, to=after: self._step(at, to).polynomial()
+        for came in self.history.attempts:
+            yield *came[:4], lambda x=came: self._step(x, x.y).polynomial()
 
     def connected(self, times: Tensor, states: Tensor) -> Tensor:
         values, pull = super().connected(times, states), partial(self._backward, times.detach())
-        return self.rhs.with_time_derivative(self.rhs.connected(values, self.start, pull), times)
+        return self._with_times(self._connected(values, pull), times)
 
-    def _backward(self, times: Tensor, cotangents: Tensor) -> list[Tensor]:
-        """Return the cotangents of the start and of the parameters."""
+    def connected_hits(
+        self, times: Tensor, states: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Connect states, and all hits of events, as :meth:`connected` does.
+
+        Returns the states, and for each hit the event, the column, the time ``(hits,)`` and the
+        state ``(hits, n)``.
+        """
+        n, dtype = len(self.start), self.start.dtype
+        empty = states.new_zeros(0, dtype=torch.int64), states.new_zeros(0)
+        events, columns, at, found = (
+            torch.cat([x, *rows])
+            for x, *rows in zip(
+                (empty[0], empty[0], empty[1], states.new_zeros(0, n)), *self.hits, strict=True
+            )
+        )
+        sizes = states.numel(), len(at), found.numel()
+
+        def pull(cotangents: Tensor) -> list[Tensor]:
+            of_states, of_times, of_found = cotangents.split(sizes)
+            return self._backward(
+                times.detach(), of_states.view_as(states), of_times, of_found.view_as(found)
+            )
+
+        flat = self._connected(torch.cat([states.flatten(), at, found.flatten()]), pull)
+        values, at, found_flat = flat.split(sizes)
+        values = self._with_times(values.view_as(states).to(dtype), times)
+        found = found_flat.view_as(found).to(dtype)
+        return values, events, columns, at, found
+
+    def _connected(self, values: Tensor, pull: Pull) -> Tensor:
+        return self.rhs.connected(values, self.start, pull, self._extra)
+
+    @property
+    def _extra(self) -> list[Tensor]:
+        """The tensors that events read, other than those of the run."""
+        found = {key: x for event in self.events for key, x in event.reads.items()}
+        return [*found.values(), *([] if self.mass is None else self.mass.reads)]
+
+    def _with_times(self, states: Tensor, times: Tensor) -> Tensor:
+        """Give states ``(n, times, batch)`` their derivative with respect to their times."""
+        rates = None
+        if self.mass is not None and times.requires_grad:
+            rows = zip(times.detach(), states.detach().double().unbind(1), strict=True)
+            rates = torch.stack([self.mass.rate(t, y) for t, y in rows], 1)
+        return self.rhs.with_time_derivative(states, times, rates)
+
+    def _backward(
+        self, times: Tensor, cotangents: Tensor, of_hits: Tensor | None = None,
+        of_states: Tensor | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Return the cotangents of the start, of the parameters, and of what events read.
+
+        ``of_hits`` ``(hits,)`` and ``of_states`` ``(hits, n)`` are those of the event times and of
+        the states there.
+        """
         reads, cotangents = ColumnReads(times, self.direction), cotangents.double()
         cotangent = torch.zeros_like(self.start, dtype=cotangents.dtype)
-        sums = [torch.zeros_like(x) for x in self.rhs.parameter_leaves]
-        for count, (before, after) in enumerate(self.history.backward()):
-            (t, y), rows = before, reads.between(before[0], after[0])
-            if not rows and not bool(cotangent.any()):
+        leaves = [*self.rhs.parameter_leaves, *self._extra]
+        sums = [torch.zeros_like(x) for x in leaves]
+        for count, came in enumerate(self.history.backward()):
+            rows, weights = reads.between(came.t, came.end), list[Tensor]()
+            roots = () if came.crossing is None else came.crossing.roots
+            if of_hits is not None and of_states is not None:
+                for of in (of_hits, of_states):
+                    weights += [of[x.offset : x.offset + len(x.time)] for x in roots]
+            if not rows and not any(bool(x.any()) for x in (cotangent, *weights)):
                 continue
             if count % CHECK_EVERY == 0:
-                self.rhs.evaluate_checked(to_numpy(t), to_numpy(y))
+                self.rhs.evaluate_checked(to_numpy(came.t), to_numpy(came.y))
             with torch.enable_grad():
-                start = y.detach().requires_grad_()
-                step = self._step((t, start), after)
-                outputs = [step.end, *(step.polynomial() if rows else ())]
-            _refuse_changed(step.end.detach(), before, after)
-            h, degree = after[0] - t, len(outputs) - 1
-            by_start, *weights = reads.cotangents(cotangents, rows, t, h, degree)
-            inputs = [start, *self.rhs.parameter_leaves]
-            found = pulled(outputs, inputs, [cotangent, *weights], keep_graph=False)
+                start = came.y.detach().requires_grad_()
+                step, hits = self._step(came, start), list[Tensor]()
+                end, polynomial = step.end, step.polynomial() if rows or roots else []
+                if came.crossing is not None:
+                    end, *found = came.crossing.connected(
+                        self.events, came.t, came.h, start, step.end, polynomial
+                    )
+                    hits = [*found[0], *found[1]]
+            _refuse_changed(end.detach(), came)
+            polynomial = polynomial if rows else []
+            by_start, *of_rows = reads.cotangents(cotangents, rows, came.t, came.h, len(polynomial))
+            outputs = [end, *polynomial, *(hits if weights else ())]
+            # Events may read tensors with a graph of the user's.
+            pulls = [cotangent, *of_rows, *weights]
+            found = pulled(outputs, [start, *leaves], pulls, keep_graph=bool(self._extra))
             cotangent = found[0] + by_start
             for total, x in zip(sums, found[1:], strict=True):
                 total += x
@@ -219,18 +316,17 @@ class ColumnSolution(DenseColumns):
         at_start = reads.cotangents(cotangents, rows, self.begin, self.begin, 0)
         return [cotangent + at_start[0], *sums]
 
-    def _step(self, before: Point, after: Point) -> Step:
-        stepper = self.stepper
-        return stepper.method(stepper.rate, before[0], after[0] - before[0], before[1], None)
+    def _step(self, came: Attempt, y: Tensor) -> Step:
+        return self.stepper.step(came.t, came.h, y, None)
 
 
-def _refuse_changed(end: Tensor, before: Point, after: Point) -> None:
+def _refuse_changed(end: Tensor, came: Attempt) -> None:
     """Refuse a step that ends in another state than in the forward solution."""
     # A column that did not advance has a step of size zero, which ends where it begins.
-    off, size = (end - after[1]).abs().amax(0), after[1].abs().amax(0)
+    off, size = (end - came.state).abs().amax(0), came.state.abs().amax(0)
     wrong = ~(off <= torch.finfo(end.dtype).eps ** 0.5 * size.clamp(min=1e-300))
     if wrong.any():
-        raise RuntimeError(changed_message(float(before[0][wrong][0])))
+        raise RuntimeError(changed_message(float(came.t[wrong][0])))
 
 
 def per_column(times: Tensor, like: Tensor, axes: int, name: str) -> Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,9 +30,9 @@ from adjsim.core.step_control import GROW, first_size, next_factor, relative
 Rate = Callable[[Tensor, Tensor], Tensor]
 # For each column the number of a time (batch,), and whether this time is read (batch,).
 Row = tuple[Tensor, Tensor]
-# The times and states before a step, the times after, and a function that returns the coefficients
-# of its interpolant.
-InterpolatedStep = tuple[Tensor, Tensor, Tensor, Callable[[], Sequence[Tensor]]]
+# The times and states before a step, its sizes, the times up to which it counts, and a function
+# that returns the coefficients of its interpolant.
+InterpolatedStep = tuple[Tensor, Tensor, Tensor, Tensor, Callable[[], Sequence[Tensor]]]
 
 
 class Step(ABC):
@@ -51,8 +51,10 @@ class Step(ABC):
     end: Tensor
 
     @abstractmethod
-    def __init__(self, rate: Rate, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None) -> None:
-        """Take the step."""
+    def __init__(
+        self, rate: Rate, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None, *mass: Tensor
+    ) -> None:
+        """Take the step, with a mass matrix if the method takes one."""
 
     @abstractmethod
     def error(self) -> Tensor:
@@ -67,6 +69,39 @@ class Step(ABC):
         """Return the coefficients of :math:`x, x^2, ...` in y(t + x h) - y(t)."""
 
 
+class EventState(NamedTuple):
+    """What the events of the next attempt depend on.
+
+    Attributes:
+        values: of the events ``(events, batch)``, of the sign of the side on which a piece starts.
+        left: how often each event may still happen ``(events, batch)``.
+        last: the times at which they last happened, NaN before ``(events, batch)``.
+        piece: the times of the last resets ``(batch,)``, or the start.
+        close: how many resets followed upon each other at once ``(batch,)``.
+        ended: the columns that a terminal event has ended ``(batch,)``.
+        hits: the number of events so far, of all columns.
+    """
+
+    values: Tensor
+    left: Tensor
+    last: Tensor
+    piece: Tensor
+    close: Tensor
+    ended: Tensor
+    hits: int
+
+
+class Attempt(NamedTuple):
+    """An attempt: times and states before, step sizes, times and states after, and its events."""
+
+    t: Tensor
+    y: Tensor
+    h: Tensor
+    end: Tensor
+    state: Tensor
+    crossing: Any = None
+
+
 class ColumnState(NamedTuple):
     """Everything that the next attempt depends on.
 
@@ -74,6 +109,8 @@ class ColumnState(NamedTuple):
         rate: the rates at the states, if the method needs them.
         size: the step sizes that are tried next ``(batch,)``, positive.
         retry: the columns whose last attempt was rejected ``(batch,)``.
+        events: None without events.
+        came: the attempt that led here; None at the start.
     """
 
     t: Tensor
@@ -81,6 +118,34 @@ class ColumnState(NamedTuple):
     rate: Tensor | None
     size: Tensor
     retry: Tensor
+    events: EventState | None = None
+    came: Attempt | None = None
+
+
+class MassMatrix(Protocol):
+    """The mass matrix of an equation; see :mod:`adjsim.ivp.mass`."""
+
+    def field(self, t: Tensor, y: Tensor) -> Tensor:
+        """Return the right-hand side."""
+        ...
+
+    def constant(self) -> Tensor:
+        """Return the matrices ``(n, n, columns)``."""
+        ...
+
+
+class EventSearch(Protocol):
+    """The search for events in steps; see :mod:`adjsim.ivp.column_events`."""
+
+    def start(self, t: Tensor, y: Tensor) -> EventState:
+        """Return the state of the events at the start."""
+        ...
+
+    def cross(
+        self, stepper: ColumnStepper, before: ColumnState, after: ColumnState, step: Step, h: Tensor
+    ) -> tuple[ColumnState, Any]:
+        """Return the state after the events of a step, and these events, if any."""
+        ...
 
 
 @dataclass
@@ -98,6 +163,19 @@ class ColumnStepper:
     rtol: float
     atol: Tensor
     max_step: float
+    events: EventSearch | None = None
+    mass: MassMatrix | None = None
+
+    @property
+    def field(self) -> Rate:
+        """The right-hand side, which is the rate without a mass matrix."""
+        return self.rate if self.mass is None else self.mass.field
+
+    def step(self, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None) -> Step:
+        """Take one step."""
+        if self.mass is None:
+            return self.method(self.rate, t, h, y, first)
+        return self.method(self.field, t, h, y, first, self.mass.constant())
 
     def start(self, t: Tensor, y: Tensor, first_step: float | None) -> ColumnState:
         """Make the state before the first attempt; ``first_step`` None: SciPy's choice."""
@@ -110,15 +188,17 @@ class ColumnStepper:
                 f"{int(wrong.sum())} of {len(t)} columns start so."
             )
         size = (
-            self._first_size(t, y, rate)
+            self.first_size(t, y, rate)
             if first_step is None
             else torch.full_like(t, first_step).minimum((self.end - t).abs())
         )
-        return ColumnState(t, y, rate, size, torch.zeros_like(t, dtype=torch.bool))
+        events = None if self.events is None else self.events.start(t, y)
+        return ColumnState(t, y, rate, size, torch.zeros_like(t, dtype=torch.bool), events)
 
     def active(self, state: ColumnState) -> Tensor:
         """Tell which columns have not reached their ends."""
-        return self.direction * (self.end - state.t) > 0
+        before = self.direction * (self.end - state.t) > 0
+        return before if state.events is None else before & ~state.events.ended
 
     def advance(self, state: ColumnState) -> tuple[ColumnState, Step]:
         """Attempt one step of every column that has not reached its end."""
@@ -129,24 +209,32 @@ class ColumnStepper:
         t = state.t + self.direction * torch.where(state.retry, state.size, free)
         t = torch.where(self.direction * (t - self.end) > 0, self.end, t)
         t = torch.where(active, t, state.t)
-        step = self.method(self.rate, state.t, t - state.t, state.y, state.rate)
+        step = self.step(state.t, t - state.t, state.y, state.rate)
         error = self._norm(step.error(), state.y, step.end)
         accepted = (error < 1) & active
         most = torch.where(state.retry, 1.0, GROW)
         size = (t - state.t).abs() * next_factor(error, self.method.error_order + 1, most)
         rate = step.next_rate()
-        return ColumnState(
+        found = ColumnState(
             torch.where(accepted, t, state.t),
             torch.where(accepted, step.end, state.y),
             None if rate is None or state.rate is None else rate.where(accepted, state.rate),
             torch.where(active, size, state.size),
             active & ~accepted,
-        ), step
+        )
+        crossing = None
+        h = torch.where(accepted, t - state.t, 0.0)
+        if self.events is not None:
+            found, crossing = self.events.cross(self, state, found, step, h)
+        came = Attempt(state.t, state.y, h, found.t, found.y, crossing)
+        return found._replace(came=came), step
 
     def _norm(self, x: Tensor, *states: Tensor) -> Tensor:
         return relative(x, states, self.rtol, self.atol).square().mean(0).sqrt()
 
-    def _first_size(self, t: Tensor, y: Tensor, rate: Tensor) -> Tensor:
+    def first_size(self, t: Tensor, y: Tensor, rate: Tensor) -> Tensor:
+        """Choose the first step sizes from states with known rates."""
+
         def change(trial: Tensor) -> Tensor:
             moved = self.direction * trial
             return self._norm(self.rate(t + moved, y + moved * rate) - rate, y)
@@ -207,11 +295,11 @@ class ColumnReads:
 
     def write(self, states: Tensor, step: InterpolatedStep) -> None:
         """Write the states of one step into the states at all times ``(n, times, batch)``."""
-        begin, y, end, polynomial = step
+        begin, y, h, end, polynomial = step
         rows = self.between(begin, end)
         coefficients = polynomial() if rows else ()
         for number, due in rows:
-            x = self._fraction(number, due, begin, end - begin)
+            x = self._fraction(number, due, begin, h)
             found = interpolate(y, coefficients, x)
             states[:, number[due], self._columns[due]] = found[:, due]
 

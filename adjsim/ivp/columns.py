@@ -15,6 +15,7 @@ grow with the number of steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adjsim.ivp.column_crossings import ColumnEvent
+from adjsim.ivp.column_events import ColumnEvents
 from adjsim.ivp.column_solution import (
     CheckpointedSteps,
     ColumnSolution,
@@ -31,7 +34,8 @@ from adjsim.ivp.column_solution import (
 )
 from adjsim.ivp.column_steps import ColumnStepper, Step
 from adjsim.ivp.dormand_prince import DormandPrince
-from adjsim.ivp.march import ENDED
+from adjsim.ivp.march import ENDED, STOPPED
+from adjsim.ivp.mass import Mass
 from adjsim.ivp.piecewise import OdeResult
 from adjsim.ivp.rhs import RightHandSide, as_times, check_tolerance, to_numpy
 from adjsim.ivp.rodas4 import Rodas4
@@ -66,9 +70,12 @@ def solve_columns(
     t_eval: Any,
     dense_output: bool,
     adjoint: str,
+    events: Sequence[Callable[..., Any]] | None,
     options: dict[str, Any],
 ) -> OdeResult:
     """Solve initial value problems in the columns of a state; see :func:`solve_ivp`."""
+    if rhs.mass is not None and method != "Rodas4":
+        raise ValueError(f'mass_matrix takes method="Rodas4"; got {method!r}.')
     if method not in COLUMN_METHODS:
         raise ValueError(
             f"for y0 of shape (n, batch) method must be one of {', '.join(COLUMN_METHODS)}; got "
@@ -76,13 +83,14 @@ def solve_columns(
         )
     if adjoint not in COLUMN_ADJOINTS:
         raise ValueError(
-            f"for y0 of shape (n, batch) adjoint must be one of {', '.join(COLUMN_ADJOINTS)}; got "
-            f"{adjoint!r}."
+            "for y0 of shape (n, batch) and with Rodas4 adjoint must be one of "
+            f"{', '.join(COLUMN_ADJOINTS)}; got {adjoint!r}."
         )
     for name in options:
         if name not in OPTIONS:
             raise ValueError(
-                f"y0 of shape (n, batch) takes the options {', '.join(OPTIONS)}; got {name!r}."
+                "y0 of shape (n, batch) and Rodas4 take the options "
+                f"{', '.join(OPTIONS)}; got {name!r}."
             )
     ends = [as_times(t, start) for t in t_span]
     begin, end = (per_column(t, start[0], 1, "each end of t_span") for t in ends)
@@ -95,26 +103,40 @@ def solve_columns(
     _check_times(first, last, direction, None if t_eval is None else grid.detach())
     rate = _Rate(rhs)
     _check_function(rhs, rate, first, start.detach())
+    mass = None if rhs.mass is None else Mass(rhs, first, rate)
+    marks = [ColumnEvent(event, rhs, k) for k, event in enumerate(events or ())]
+    _check_events(marks, first, start.detach())
+    reads = [x for event in marks for x in event.reads.values()]
+    reads += [] if mass is None else mass.reads
     wants_gradient = torch.is_grad_enabled() and any(
-        x.requires_grad for x in (start, begin, end, grid, *rhs.parameters)
+        x.requires_grad for x in (start, begin, end, grid, *rhs.parameters, *reads)
     )
     if wants_gradient:
         at = to_numpy(begin), to_numpy(start)
         rhs.check_differentiable(*at)
-        start = rhs.with_start_time(start, begin, rhs.rate(*at))
     stepper = _stepper(rate, method, last, direction, start, options)
+
+    def tolerance(y: Tensor) -> Tensor:
+        return stepper.atol + stepper.rtol * y.abs()
+
+    if mass is not None:
+        start = mass.consistent(start, begin, tolerance)
+        stepper.mass, stepper.rate = mass, mass.rate
+    if wants_gradient:
+        start = rhs.with_start_time(start, begin, stepper.rate(first, start.detach().double()))
+    if marks:
+        stepper.events = ColumnEvents(marks, rhs, tolerance if wants_gradient else None)
     keeps_all = dense_output or adjoint == "interpolate"
     history = StoredSteps() if keeps_all else CheckpointedSteps(stepper)
-    solution = ColumnSolution(rhs, stepper, first, start, history)
+    solution = ColumnSolution(rhs, stepper, first, start, history, marks, mass)
     rate.calls = 0
     with torch.no_grad():
         states = solution.solve(
             grid.detach(), options.get("first_step"), wants_gradient or dense_output, wants_gradient
         )
     jacobians = solution.attempts if method == "Rodas4" else 0
-    return OdeResult(
+    found = OdeResult(
         t=times.to(start.dtype),
-        y=solution.connected(grid, states),
         sol=solution if dense_output else None,
         t_events=None,
         y_events=None,
@@ -127,6 +149,29 @@ def solve_columns(
         message=ENDED,
         success=True,
     )
+    if events is None:
+        found.y = solution.connected(grid, states)
+        return found
+    found.y, kinds, columns, at, hits = solution.connected_hits(grid, states)
+    ended = solution.ended_by >= 0
+    if ended.any():
+        found.message, number = STOPPED, solution.ended_by.clamp(min=0)
+        if t_eval is None:
+            # A column ends at the time and in the state of its terminal event.
+            last = torch.where(ended, at[number], end)
+            found.t = torch.stack([begin, last]).to(start.dtype)
+            final = torch.where(ended, hits[number].T, found.y[:, -1])
+            found.y = torch.stack([found.y[:, 0], final], 1)
+    found.status = ended.long()
+    place = kinds * len(ended) + columns
+    order = place.argsort(stable=True)
+    counts = place.bincount(minlength=len(marks) * len(ended)).tolist()
+    times_of, states_of = at.to(start.dtype)[order].split(counts), hits[order].split(counts)
+    found.t_events, found.y_events = (
+        [list(x[k * len(ended) : (k + 1) * len(ended)]) for k in range(len(marks))]
+        for x in (times_of, states_of)
+    )
+    return found
 
 
 @dataclass
@@ -187,20 +232,43 @@ def _check_function(rhs: RightHandSide, rate: _Rate, begin: Tensor, start: Tenso
             "fun computes with NumPy, but for y0 of shape (n, batch) it is called with tensors: "
             "write it with torch."
         )
-    odd = torch.arange(start.shape[1], device=start.device) % 2 == 1
-    moved = torch.where(odd, start + NUDGE * (1 + start.abs()), start)
-    with torch.no_grad():
-        rates, others = (rate(begin, y)[:, ~odd] for y in (given, moved))
+    found = _mixing(rate, begin, start, given)
     if not torch.equal(given, start):
         raise ValueError(
             "fun writes into y (an operation in place, such as y *= 2), and y is the state of the "
             "solution: compute new tensors."
         )
-    scale = torch.finfo(start.dtype).eps ** 0.5 * rates.abs().amax(0)
-    wrong = ((rates - others).abs() > scale).any(0).nonzero()
-    if len(wrong):
+    if found is not None:
         raise ValueError(
-            f"the rate of column {2 * int(wrong[0, 0])} of y0 changes when only other columns "
-            "change: fun must treat each column by itself, and draw no random numbers. For a "
-            "coupled system pass one state of shape (n,)."
+            f"the rate of column {found} of y0 changes when only other columns change: fun must "
+            "treat each column by itself, and draw no random numbers. For a coupled system pass "
+            "one state of shape (n,)."
         )
+
+
+def _check_events(events: Sequence[ColumnEvent], begin: Tensor, start: Tensor) -> None:
+    """Refuse events that mix columns, and find what the events and resets read."""
+    for event in events:
+        found = _mixing(event, begin, start, start)
+        if found is not None:
+            raise ValueError(
+                f"event {event.number} of column {found} changes when only other columns change: "
+                "it must treat each column by itself."
+            )
+        event.slope(begin, start)
+        if event.reset is not None:
+            event.reset_state(begin, start)
+
+
+def _mixing(
+    function: Callable[[Tensor, Tensor], Tensor], begin: Tensor, start: Tensor, given: Tensor
+) -> int | None:
+    """Return a column whose value depends on other columns, if any."""
+    odd = torch.arange(start.shape[1], device=start.device) % 2 == 1
+    moved = torch.where(odd, start + NUDGE * (1 + start.abs()), start)
+    with torch.no_grad():
+        known, others = (function(begin, y)[..., ~odd] for y in (given, moved))
+    known, others = torch.atleast_2d(known), torch.atleast_2d(others)
+    scale = torch.finfo(start.dtype).eps ** 0.5 * known.abs().amax(0)
+    wrong = ((known - others).abs() > scale).any(0).nonzero()
+    return 2 * int(wrong[0, 0]) if len(wrong) else None

@@ -102,6 +102,19 @@ class _Side(NamedTuple):
     shift: Array
 
 
+def event_settings(
+    function: Callable[..., Any],
+) -> tuple[int | None, float, Callable[..., Any] | None]:
+    """Return an event's terminal count, if any, its direction and its reset."""
+    terminal = getattr(function, "terminal", None)
+    if not (terminal is None or (int(terminal) == terminal and terminal >= 0)):
+        raise ValueError(
+            "The `terminal` attribute of each event must be a boolean or positive integer."
+        )
+    settings = getattr(function, "direction", 0), getattr(function, "reset", None)
+    return int(terminal) if terminal else None, *settings
+
+
 class Event:
     """A user's event function, in the form that SciPy calls, with a differentiable event time.
 
@@ -113,14 +126,7 @@ class Event:
     ) -> None:
         self.function, self.rhs, self.number, self.sign = function, rhs, number, sign
         self._rounding_unit = 16 * rhs.eps
-        terminal = getattr(function, "terminal", None)
-        if not (terminal is None or (int(terminal) == terminal and terminal >= 0)):
-            raise ValueError(
-                "The `terminal` attribute of each event must be a boolean or positive integer."
-            )
-        self.terminal_left = int(terminal) if terminal else None
-        self.direction: float = getattr(function, "direction", 0)
-        self.reset: Callable[..., Any] | None = getattr(function, "reset", None)
+        self.terminal_left, self.direction, self.reset = event_settings(function)
         self.times: list[Tensor] = []
         self.states: list[Tensor] = []
         self._start: tuple[float, float] | None = None

@@ -62,14 +62,13 @@ class InputTensors:
         captured = unregistered if of_module else [*unregistered, *registered]
         stand_ins = {id(x): leaf_of[id(x)] for x in captured if x.requires_grad}
         self._given = fun
-        self._function = Rebound(function, stand_ins, (), ()) if stand_ins else function
+        #: The function with the tensors of the run, without those of its arguments.
+        self.function: Callable[..., Any] = (
+            Rebound(function, stand_ins, (), ()) if stand_ins else function
+        )
         self._leaves = {id(leaf) for leaf in self.leaves}
         self._declared = {id(x): x.grad_fn for x in (*registered, *unregistered) if x.requires_grad}
         self._computed = {node for node in self._declared.values() if node is not None}
-
-    def evaluate(self, t: Any, y: Any) -> Any:
-        """Evaluate the function with the tensors of the run."""
-        return self._function(t, y, *self.args)
 
     def refuse_undeclared(self, out: Tensor, state: Tensor) -> None:
         """Refuse a rate whose graph has a leaf that is neither declared nor the state."""

@@ -57,6 +57,9 @@ HALVINGS = 24
 # Smallest height of a jump relative to the variation of fun on either side of it.
 SCATTER = 10.0
 
+# Part of a step, before an event that ends a piece, in which a jump belongs to the event.
+BESIDE = 1e-6
+
 # The states (n, batch) at times (batch,).
 Path = Callable[[Tensor], Tensor]
 # Times (batch,), states (n, batch), and a mask of the columns in which there is a jump there.
@@ -142,18 +145,15 @@ class JumpSearch:
         if not wrong.any():
             return
         column = int(wrong.nonzero()[0, 0])
-        where, remedy = "", "Give solve_ivp()"
-        if self.rhs.like.ndim == 2:
-            where = f" in column {column}"
-            remedy = "Solve the columns one by one, with y0 of shape (n,) and"
+        where = f" in column {column}" if self.rhs.like.ndim == 2 else ""
         state = to_numpy(states[:, column])
         shown = np.array2string(state[:6], precision=6, separator=", ")
         raise ValueError(
             f"fun jumps at t = {float(times[column]):.9g}, y = {shown}"
             f"{' ...' if state.size > 6 else ''}{where}, where no event restarts the solution, so "
-            f"its derivative across the jump would be wrong. {remedy} an event that is zero on the "
-            "switching surface, with the identity as its reset: event.reset = lambda t, y, *args: "
-            "y."
+            "its derivative across the jump would be wrong. Give solve_ivp() an event that is zero "
+            "on the switching surface, with the identity as its reset: event.reset = lambda t, y, "
+            "*args: y."
         )
 
 
@@ -229,32 +229,42 @@ def _column(x: Array) -> Tensor:
 
 
 class ColumnJumpCheck(JumpSearch):
-    """An observer of the steps of columns, which take no events, so each jump is an error."""
+    """An observer of the steps of columns, which finds jumps that no event marks."""
 
     def __init__(self, rhs: RightHandSide, stepper: ColumnStepper, start: ColumnState) -> None:
-        super().__init__(rhs, stepper.rate, stepper.rtol, stepper.atol, start.t, stepper.end)
+        super().__init__(rhs, stepper.field, stepper.rtol, stepper.atol, start.t, stepper.end)
         self.direction, self._before = stepper.direction, self._rate_of(start)
         self._steepness = self._longest = self._short = torch.zeros_like(start.t)
         # A jump ahead of short steps, and the time beyond which it is refused.
         self._ahead, self._until = (start.t, start.y), stepper.direction * torch.inf
 
     def __call__(self, before: ColumnState, after: ColumnState, step: Step) -> None:
-        moved, t, y = after.t != before.t, after.t, after.y
+        assert after.came is not None
+        moved, t, y, crossing = after.t != before.t, after.t, after.y, after.came.crossing
+        h, rate = torch.where(moved, after.came.h, 1.0), self._rate_of(after)
+
+        def inside(time: Tensor) -> Tensor:
+            return interpolate(before.y, step.polynomial(), (time - before.t) / h)
+
+        new, known = moved & False, rate
+        if crossing is not None and bool((crossing.stop >= 0).any()):
+            # The rates may jump at an event that ends or resets a column.
+            new = crossing.stop >= 0
+            t = torch.where(new, t - BESIDE * (t - before.t), t)
+            y = torch.where(new, inside(t), y)
+            known = torch.where(new, self.rate(t, y), rate)
         self._refuse(*self._ahead, moved & (self.direction * (t - self._until) > 0))
-        h, rate = torch.where(moved, t - before.t, 1.0), self._rate_of(after)
-        change = self._size(rate - self._before, y, t)
+        change = self._size(known - self._before, y, t)
         steepness = change / h.abs()
         suspect = moved & (change > 1) & (steepness > STEEPER * self._steepness)
         if suspect.any():
-            coefficients = step.polynomial()
-
-            def inside(time: Tensor) -> Tensor:
-                return interpolate(before.y, coefficients, (time - before.t) / h)
-
             self._refuse(*self._along(inside, before.t, t, y, suspect))
         self._before = torch.where(moved, rate, self._before)
-        self._steepness = torch.where(moved, steepness, self._steepness)
-        self._look_ahead(t, y, torch.where(moved, h, 0.0), rate)
+        self._steepness = torch.where(moved, torch.where(new, 0.0, steepness), self._steepness)
+        self._longest = torch.where(new, 0.0, self._longest)
+        self._short = torch.where(new, 0.0, self._short)
+        self._until = torch.where(new, self.direction * torch.inf, self._until)
+        self._look_ahead(t, y, torch.where(moved & ~new, h, 0.0), rate)
 
     def _rate_of(self, state: ColumnState) -> Tensor:
         return self.rate(state.t, state.y) if state.rate is None else state.rate

@@ -24,7 +24,8 @@ class RightHandSide:
 
     States are like ``like``: ``(n,)``, or ``(n, batch)`` for problems in columns, whose times are
     ``(batch,)``. A ``vectorized`` function takes states ``(n, k)``. ``declared`` are tensors and
-    modules that ``fun`` reads in addition to its arguments.
+    modules that ``fun`` reads in addition to its arguments. ``mass`` is a mass matrix, a tensor or
+    a function of (t, \\*args).
     """
 
     def __init__(
@@ -33,10 +34,15 @@ class RightHandSide:
         args: tuple[Any, ...],
         declared: Any,
         like: Tensor,
-        vectorized: bool,
+        vectorized: bool = False,
+        mass: Any = None,
     ) -> None:
         self.fun, self.args, self.like, self.vectorized = fun, args, like.detach(), vectorized
-        self.inputs = InputTensors(fun, args, declared)
+        self.mass = mass
+        given = (*args, mass) if isinstance(mass, Tensor) else args
+        self.inputs = InputTensors(fun, given, declared)
+        #: The arguments of ``fun`` with the tensors of the run.
+        self.own_args = self.inputs.args[: len(args)]
         #: Tensors with respect to which a gradient is wanted, and their stand-ins in ``fun``.
         self.parameters, self.parameter_leaves = self.inputs.originals, self.inputs.leaves
         #: The rounding error of a number in a state.
@@ -58,15 +64,31 @@ class RightHandSide:
 
     def rates(self, t: Tensor, y: Tensor) -> Tensor:
         """Return the rates at a state ``(n,)``, or at several ``(n, k)``."""
-        out = self.inputs.evaluate(t, y)
+        out = self.evaluate(t, y)
         if isinstance(out, Tensor):
             return out
         rows = [torch.as_tensor(x, dtype=self.like.dtype, device=self.like.device) for x in out]
         return torch.stack(torch.broadcast_tensors(*rows))
 
-    def connected(self, states: Tensor, start: Tensor, pull: Pull) -> Tensor:
-        """Connect states to their start and the parameters, to which ``pull`` takes cotangents."""
-        inputs = (start, *self.parameters)
+    def evaluate(self, t: Tensor, y: Tensor) -> Any:
+        """Evaluate ``fun`` with the tensors of the run."""
+        return self.inputs.function(t, y, *self.own_args)
+
+    def matrix(self, t: Tensor) -> Tensor:
+        """Return the mass matrix ``(n, n)``, or that of each column ``(n, n, batch)``."""
+        if isinstance(self.mass, Tensor):
+            return self.inputs.args[-1]
+        return self.called(lambda t, _, *args: self.mass(t, *args), t, self.like)
+
+    def called(self, function: Callable[..., Any], t: Tensor, y: Tensor) -> Any:
+        """Call a function of (t, y, *args), such as an event, with the arguments of the run."""
+        return function(t, y, *self.own_args)
+
+    def connected(
+        self, states: Tensor, start: Tensor, pull: Pull, more: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """Connect states to their start, the parameters and more; ``pull`` returns cotangents."""
+        inputs = (start, *self.parameters, *more)
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
             return WithGradient.apply(pull, states, *inputs)
         return states
@@ -173,7 +195,7 @@ class RightHandSide:
         at, x = self.time(t), self.tensor(y)
         with torch.no_grad():
             columns = x[:, None] if self.vectorized else x
-            self.uses_numpy = computes_with_numpy(self.inputs.evaluate, at, columns, ())
+            self.uses_numpy = computes_with_numpy(self.evaluate, at, columns, ())
         with torch.set_grad_enabled(gradient):
             out = torch.as_tensor(self.rate(t, y)) if self.uses_numpy else self(at, x)
         if out.shape != self.like.shape:

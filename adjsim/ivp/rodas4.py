@@ -7,6 +7,9 @@ the step, its stages are
 .. math:: (1 - h\gamma J)\, u_i = h\gamma \Big[f\big(t + c_i h,\; y + \sum_{j<i} a_{ij} u_j\big)
    + \frac1h \sum_{j<i} c_{ij} u_j + h d_i f_t\Big], \qquad i = 1, ..., 6.
 
+With a constant mass matrix M, :math:`M \dot y = f`, the matrix of the systems is :math:`M - h\gamma
+J`, and M multiplies :math:`\sum_j c_{ij} u_j`. The order is the same for equations of index one.
+
 The result is the argument of the last stage plus :math:`u_6`, which is also the error estimate. The
 method is L-stable and stiffly accurate, and there is no Newton iteration that could fail in a
 column. Its interpolant has order three.
@@ -57,14 +60,32 @@ class Rodas4(Step):
 
     name, error_order = "Rodas4", 3
 
-    def __init__(self, rate: Rate, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None) -> None:
-        start, jacobian, by_time = _derivatives(rate, t, y)
-        inverse = _inverse(h * _GAMMA * jacobian)
+    def __init__(
+        self,
+        rate: Rate,
+        t: Tensor,
+        h: Tensor,
+        y: Tensor,
+        first: Tensor | None,
+        *masses: Tensor,
+    ) -> None:
+        mass = masses[0] if masses else None
+        start, jacobian, by_time = derivatives(rate, t, y)
+        if mass is None:
+            inverse = _inverse(h * _GAMMA * jacobian)
+        else:
+            # A step of size zero stays, whatever the rank of the mass matrix.
+            unit = torch.eye(len(y), dtype=y.dtype, device=y.device)[..., None]
+            inverse = _inverse(h * _GAMMA * jacobian + unit - torch.where(h == 0, unit, mass))
         self._start, self._increments = y, list[Tensor]()
         for c, d, row, coupling in zip(_TIMES, _TIME_DERIVATIVE, _STAGES, _COUPLING, strict=True):
             slope = rate(t + c * h, combine(y, row, self._increments)) if row else start
             slope = slope + d * h * by_time if d else slope
-            right = combine(h * slope, coupling, self._increments)
+            if mass is None:
+                right = combine(h * slope, coupling, self._increments)
+            else:
+                added = combine(torch.zeros_like(y), coupling, self._increments)
+                right = h * slope + (mass * added).sum(1)
             self._increments.append((inverse * (_GAMMA * right)).sum(1))
         self.end = combine(y, _RESULT, self._increments)
 
@@ -77,7 +98,7 @@ class Rodas4(Step):
         return [self.end - self._start + first, second - first, -second]
 
 
-def _derivatives(rate: Rate, t: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def derivatives(rate: Rate, t: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rates ``(n, batch)``, their Jacobians ``(n, n, batch)`` and time derivatives.
 
     They have a graph if gradients are recorded.

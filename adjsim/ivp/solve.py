@@ -12,12 +12,19 @@ from scipy.integrate import BDF, DOP853, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from adjsim.core.arguments import outside_inference_mode
+from adjsim.core.arguments import as_flag, outside_inference_mode
 from adjsim.ivp.columns import COLUMN_METHODS, SMALLEST_RTOL, check_columns, solve_columns
 from adjsim.ivp.events import Event
 from adjsim.ivp.march import LSODA
 from adjsim.ivp.piecewise import ADJOINTS, DenseSolution, OdeResult, PiecewiseSolve
 from adjsim.ivp.rhs import RightHandSide, as_state, as_times, check_tolerance, to_numpy
+from adjsim.ivp.samples import (
+    OneRightHandSide,
+    SampleRightHandSide,
+    as_rows,
+    one_of,
+    samples_first,
+)
 from adjsim.ivp.sweep import AdjointSettings
 
 METHODS: dict[str, type[OdeSolver]] = {
@@ -39,6 +46,8 @@ def solve_ivp(
     *,
     params: Any = (),
     adjoint: str = "interpolate",
+    batch_first: bool = False,
+    mass_matrix: Any = None,
     **options: Any,
 ) -> OdeResult:
     r"""Solve an initial value problem with SciPy, and differentiate it by the adjoint method.
@@ -71,7 +80,9 @@ def solve_ivp(
         y0: the initial state ``(n,)``, or states ``(n, batch)``. The result and the arguments of
             ``fun`` have its dtype and device; SciPy itself computes in float64.
         method: ``"RK23"``, ``"RK45"``, ``"DOP853"``, and for stiff systems ``"Radau"``, ``"BDF"``,
-            ``"LSODA"``; or a subclass of SciPy's ``OdeSolver``.
+            ``"LSODA"``; or a subclass of SciPy's ``OdeSolver``. ``"Rodas4"`` solves stiff systems
+            and those with a mass matrix as one column; see "Columns" below for its options and its
+            gradient.
         t_eval: times at which the solution is returned; None: the times of the solver's steps,
             which are constants in differentiation except at the ends and at resets.
         dense_output: whether ``sol.sol`` is returned.
@@ -93,6 +104,12 @@ def solve_ivp(
             in time, and the gradient is lost after about ten of the shortest time scales.
             For van der Pol at mu = 5 and T = 5 the gradient is -0.09 instead of 1.90, which a
             warning tells; at T = 10 the step size vanishes.
+        batch_first: whether ``y0`` is ``(batch, n)``, and ``fun`` takes a time that is one number;
+            see "Batches" below.
+        mass_matrix: M of M dy/dt = fun(t, y), a tensor ``(n, n)`` or a function of (t, \*args), for
+            ``method="Rodas4"``. With columns a function of t returns ``(n, n, batch)``. M may be
+            singular if the equation has index one, and its null space must not depend on t. The
+            algebraic unknowns of ``y0`` are replaced by consistent ones. Gradients flow to M too.
         options: SciPy's options ``rtol`` (1e-3), ``atol`` (1e-6), ``max_step``, ``first_step``,
             ``min_step``, ``jac``, ``jac_sparsity``, ``lband``, ``uband``. ``jac="autodiff"``
             computes the Jacobian by automatic differentiation. In addition: ``adjoint_rtol`` (a
@@ -130,9 +147,22 @@ def solve_ivp(
       with ``dense_output`` all are stored. Each step is evaluated once more, with its derivative.
       The gradient of Rodas4 needs second derivatives of ``fun``.
     - ``rtol`` is a number, ``atol`` a number or of shape ``(n,)``; the other options are
-      ``max_step`` and ``first_step``. Complex states, events and functions of NumPy are refused. So
-      is a jump of ``fun`` where a gradient is wanted, unless it is at a fixed time.
+      ``max_step`` and ``first_step``. Complex states and functions of NumPy are refused. So is a
+      jump of ``fun`` where a gradient is wanted, unless it is at a fixed time or at an event.
+    - Events return one value for each column ``(batch,)``, and resets the states ``(n, batch)``.
+      Both are evaluated for all columns, and apply to those in which the event happens. A terminal
+      event ends its column, and later states of the column are NaN; with ``t_eval=None`` the last
+      time ``sol.t[1]`` ``(batch,)`` and the last state are those of the event.
+      ``sol.t_events[k][j]`` and ``sol.y_events[k][j]`` belong to event k and column j, and
+      ``sol.status`` ``(batch,)`` is 1 where a terminal event ended the column.
     - A column whose steps become too short, or whose rates are not finite, is named in the error.
+
+    **Batches.** With ``batch_first=True`` the samples are solved as columns are, each with its own
+    step size. ``fun``, events and resets are those of :func:`~adjsim.simulate`: they take a time
+    that is one number and states ``(batch, n)``. By ``torch.vmap`` they see one sample at a time,
+    ``(1, n)``. Tensors in ``args`` whose first axis has the length of the batch have one row a
+    sample. ``sol.y`` has shape ``(batch, times, n)``, and ``sol.sol(t)`` returns ``(batch, n)`` or
+    ``(batch, k, n)``; times of samples are ``(batch, times)``.
 
     Where an equation is almost linear, DOP853 takes steps that are too long for its interpolant of
     order seven, whose error is then about 1e-5 at any tolerance. This limits the accuracy of
@@ -154,16 +184,33 @@ def solve_ivp(
         )
     start = as_state(y0)
     columns = start.ndim == 2
+    if as_flag("batch_first", batch_first):
+        if not columns:
+            raise ValueError(
+                f"batch_first=True takes y0 of shape (batch, n); got {tuple(start.shape)}."
+            )
+        start, t_eval = start.T, as_rows(t_eval, start)
     if columns:
         check_columns(start)
-        if events is not None:
-            raise ValueError(
-                "y0 of shape (n, batch) takes no events: solve the columns one by one, with y0 of "
-                "shape (n,)."
-            )
-    rhs = RightHandSide(fun, tuple(args or ()), params, start, vectorized and not columns)
+    found = () if events is None else (events,) if callable(events) else tuple(events)
+    if mass_matrix is not None and not callable(mass_matrix):
+        mass_matrix = torch.as_tensor(mass_matrix, device=start.device)
+    marks = None if events is None else found
+    settings = t_eval, dense_output, adjoint, marks, options
+    if batch_first:
+        rhs = SampleRightHandSide(fun, tuple(args or ()), params, start, mass=mass_matrix)
+        begin = as_times(t_span[0], start).detach().reshape(-1)[:1].expand(start.shape[1])
+        rhs.check_samples(begin, start.detach())
+        return samples_first(solve_columns(rhs, t_span, start, method, *settings))
+    if not columns and (mass_matrix is not None or method in COLUMN_METHODS.keys() - METHODS):
+        start = start[:, None]
+        check_columns(start)
+        rhs = OneRightHandSide(fun, tuple(args or ()), params, start, mass=mass_matrix)
+        return one_of(solve_columns(rhs, t_span, start, method, *settings))
+    several = vectorized and not columns
+    rhs = RightHandSide(fun, tuple(args or ()), params, start, several, mass_matrix)
     if columns:
-        return solve_columns(rhs, t_span, start, method, t_eval, dense_output, adjoint, options)
+        return solve_columns(rhs, t_span, start, method, *settings)
     solver = _solver(method)
     if adjoint not in ADJOINTS:
         raise ValueError(f"adjoint must be one of {', '.join(ADJOINTS)}; got {adjoint!r}.")
@@ -171,7 +218,6 @@ def solve_ivp(
     first, last = float(begin.detach()), float(end.detach())
     times = None if t_eval is None else as_times(t_eval, start)
     settings = _adjoint_settings(rhs, solver, options)
-    found = () if events is None else (events,) if callable(events) else tuple(events)
     sign = 1.0 if last >= first else -1.0
     user_events = [Event(event, rhs, i, sign) for i, event in enumerate(found)]
     if np.isnan(last) or not np.isfinite(first):
@@ -211,8 +257,6 @@ def _solver(method: Any) -> type[OdeSolver]:
     """Return the solver class for a name or a class, as SciPy does."""
     if isinstance(method, type) and issubclass(method, OdeSolver):
         return LSODA if method is scipy.integrate.LSODA else method
-    if method in COLUMN_METHODS and method not in METHODS:
-        raise ValueError(f"method {method!r} is for y0 of shape (n, batch): pass y0[:, None].")
     if method not in METHODS:
         raise ValueError(
             f"method must be one of {', '.join(METHODS)}, or a class of SciPy's OdeSolver; got "

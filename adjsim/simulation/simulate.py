@@ -48,7 +48,7 @@ from adjsim.dynamics.base import Dynamics, named_rates
 from adjsim.potentials.base import force
 from adjsim.potentials.pairs.base import pair_paths
 from adjsim.simulation.backwards import mirrored
-from adjsim.simulation.between_steps import between_steps, interpolated
+from adjsim.simulation.between_steps import Extension, between_steps, interpolated
 from adjsim.simulation.start_checks import check_rates
 from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.continuous.base import ContinuousSolver
@@ -216,6 +216,8 @@ def run(
         settings = record, path, progress, compile, store, continues
         found = run(back, state, -times, solver, adjoint, *settings)
         found.times = times
+        if found.extension is not None:
+            found.extension = replace(found.extension, sign=-1.0)
         if "step_times" in found.stats:
             found.stats["step_times"] = -found.stats["step_times"]
         return found
@@ -223,7 +225,7 @@ def run(
     if between is not None:
         settings = solver, adjoint, None, noise, progress, compile, store, continues
         found = run(dynamics, state, between.grid, *settings)
-        return interpolated(found, dynamics, times, between, record)
+        return interpolated(found, times, between, record)
     path = noise if isinstance(noise, BrownianPath) else None
     seeded = None if isinstance(noise, BrownianPath) else noise
     this, report = assemble(dynamics, state, times, solver, record, seeded, progress, compile, path)
@@ -248,7 +250,9 @@ def run(
         with torch.no_grad():
             this.dynamics.check_rates(float(times[0]), detached(state))
         raise
-    return Trajectory(times, states, saved, final, report.stats(), end)
+    stats = report.stats()
+    extension = None if states is None else Extension.of(this, states, stats.get("step_times"))
+    return Trajectory(times, states, saved, final, stats, end, extension)
 
 
 def assemble(

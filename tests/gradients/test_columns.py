@@ -201,19 +201,19 @@ def test_the_gradient_is_that_of_the_steps(method):
         Driven(v["damping"]), (0, 2), v["y0"], method, dense_output=True,
         args=(v["mu"], v["drive"]), params=[v["damping"]], rtol=1e-4, first_step=1.0,
     )  # fmt: skip
-    points = found.sol.history.points
-    assert len(points) > 8
+    attempts = found.sol.history.attempts
+    assert len(attempts) > 8
     assert bool((found.rejections > 0).any())
 
     def stepped(v):
         """The same steps; a step of size zero stays."""
         y = v["y0"]
-        for (before, _), (after, _) in itertools.pairwise(points):
+        for came in attempts:
             fun = Driven(v["damping"])
             y = COLUMN_METHODS[method](
                 lambda t, y, fun=fun: fun(t, y, v["mu"], v["drive"]),
-                before,
-                after - before,
+                came.t,
+                came.h,
                 y,
                 None,
             ).end

@@ -119,8 +119,10 @@ class FieldDynamics(Dynamics[Any]):
         return named
 
 
-def register_function(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """Store a function of (t, y); a module, or the module of a bound method, is registered."""
+def register_function(
+    module: nn.Module, name: str, function: Callable[..., Any], args: tuple[Any, ...] = ()
+) -> None:
+    """Store a function of (t, y, *args); a module, or that of a bound method, is registered."""
     refuse_uncalled_class(name, function)
     if not callable(function):
         raise TypeError(
@@ -138,9 +140,14 @@ def register_function(module: nn.Module, name: str, function: Callable[..., Any]
         # A function written in C has no signature.
         return
     try:
-        signature.bind(None, None)
+        signature.bind(None, None, *args)
     except TypeError as reason:
         given = getattr(function, "__name__", type(function).__name__)
+        if args:
+            raise TypeError(
+                f"{name} is called with the time, the state and {len(args)} args, and {given} "
+                f"takes {signature}."
+            ) from reason
         raise TypeError(
             f"{name} is called with the time and the state, {name}(t, y), and {given} takes "
             f"{signature}: wrap it in a module whose forward takes (t, y); it may ignore t."
@@ -225,10 +232,29 @@ class Reversed(nn.Module):
         return self.sign * found if isinstance(found, Tensor) else found
 
 
+class WithArguments(nn.Module):
+    """The function ``fun(t, y, *args)`` of (t, y), with tensors and modules of args registered."""
+
+    fun: Callable[..., Any]
+
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        super().__init__()
+        register_function(self, "fun", fun, args)
+        self.names = tuple(f"args_{k}" for k in range(len(args)))
+        for name, x in zip(self.names, args, strict=True):
+            if isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
+                self.register_buffer(name, x)
+            else:
+                setattr(self, name, x)
+
+    def forward(self, t: Tensor, y: Any) -> Any:
+        return self.fun(t, y, *(getattr(self, name) for name in self.names))
+
+
 class ODE(FieldDynamics):
     """An ordinary differential equation of any vector field::
 
-        dy/dt = fun(t, y)
+        dy/dt = fun(t, y, *args)
 
     ``fun`` is a module, a method of one, or a function; t is a scalar tensor in the dtype of y. A
     neural ODE is ``ODE(net)`` with ``net(t, y)``. The parameters of a module are those of the
@@ -246,6 +272,8 @@ class ODE(FieldDynamics):
     Args:
         fun: maps ``(t, y)`` to dy/dt, with y ``(*batch, n)`` or a named tuple of such tensors. For
             a named tuple it returns the same named tuple, or a tuple of as many tensors.
+        args: further arguments of ``fun``, as of :func:`~adjsim.solve_ivp`. Tensors and modules are
+            registered as ``fun.args_0`` and so on, so their gradients are found.
 
     Raises:
         TypeError: a class, an object that cannot be called, a function that does not take (t, y).
@@ -255,8 +283,16 @@ class ODE(FieldDynamics):
     interpolates = True
     fun: Callable[..., Any]
 
-    def __init__(self, fun: Callable[..., Any]) -> None:
+    def __init__(self, fun: Callable[..., Any], args: Any = ()) -> None:
         super().__init__()
+        if not isinstance(args, tuple):
+            raise TypeError(
+                f"args must be a tuple; got {describe_type(args)}. For a single argument write "
+                "args=(x,)."
+            )
+        if args:
+            refuse_uncalled_class("fun", fun)
+            fun = WithArguments(fun, args)
         register_function(self, "fun", fun)
 
     @property

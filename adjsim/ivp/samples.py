@@ -1,0 +1,144 @@
+"""Functions of samples and of single states, solved in columns.
+
+A function of samples, ``fun(t, y)``, takes a time that is one number and states ``(batch, n)``.
+
+Columns have times of their own, so a function of one time is evaluated by ``torch.vmap``: each
+sample is a batch of one, ``(1, n)``, at its own time. Arguments whose first axis has the length of
+the batch belong to the samples. A function that gives the samples other rates in this way than all
+at once is refused, such as one that reads a tensor with one row a sample without getting it as an
+argument. A single state ``(n,)`` is one column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from adjsim.ivp.column_solution import DenseColumns
+from adjsim.ivp.piecewise import OdeResult
+from adjsim.ivp.rhs import RightHandSide, as_times
+
+
+class SampleRightHandSide(RightHandSide):
+    """The right-hand side of samples, whose states ``(n, batch)`` are the columns of a solution."""
+
+    def evaluate(self, t: Tensor, y: Tensor) -> Any:
+        return self.called(self.inputs.function, t, y)
+
+    def called(self, function: Callable[..., Any], t: Tensor, y: Tensor) -> Any:
+        found, structure = tree_flatten(self.own_args)
+        own = [isinstance(x, Tensor) and x.shape[:1] == t.shape for x in found]
+
+        def of_one(time: Tensor, state: Tensor, *rows: Tensor) -> Tensor:
+            row = iter(rows)
+            args = [next(row)[None] if of else x for x, of in zip(found, own, strict=True)]
+            value = function(time, state[None], *tree_unflatten(args, structure))
+            if not isinstance(value, Tensor) or value.shape[:1] != (1,):
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    "with batch_first=True a function of states (batch, n) must return a tensor "
+                    f"whose first axis is the batch; for one sample (1, {len(state)}) it returned "
+                    f"{got}. Tensors with one row a sample go into args."
+                )
+            return value[0]
+
+        rows = [x for x, of in zip(found, own, strict=True) if of]
+        return torch.vmap(of_one, (0, 1, *[0] * len(rows)))(t, y, *rows).movedim(0, -1)
+
+    def matrix(self, t: Tensor) -> Tensor:
+        if isinstance(self.mass, Tensor):
+            return super().matrix(t)
+        return self.called(lambda t, _, *args: self.mass(t, *args)[None], t, self.like)
+
+    def check_samples(self, t: Tensor, y: Tensor) -> None:
+        """Refuse a function that gives samples other rates one by one than all at once."""
+        at, dtype = t[0].to(self.like.dtype), self.like.dtype
+        with torch.no_grad():
+            known = self.inputs.function(at, y.T.contiguous(), *self.own_args)
+            found = self.evaluate(at.expand(len(t)), y.to(dtype)).T
+        if not isinstance(known, Tensor) or known.shape != found.shape:
+            got = tuple(known.shape) if isinstance(known, Tensor) else type(known).__name__
+            raise ValueError(f"fun returned {got} for states of shape {tuple(y.T.shape)}.")
+        wrong = (known - found).abs() > self.eps**0.5 * known.abs().amax()
+        if wrong.any():
+            raise ValueError(
+                f"fun gives sample {int(wrong.nonzero()[0, 0])} another rate alone than in the "
+                "batch. It must treat each sample by itself. Tensors with one row a sample go into "
+                "args; a shared tensor whose first axis has the length of the batch does not: read "
+                "it in fun, and declare it by params=[...]."
+            )
+
+
+@dataclass(eq=False)
+class DenseSamples:
+    """The solution of samples as a function of time.
+
+    Called with a time it returns the states ``(batch, n)``; with times ``(k,)`` for all samples or
+    ``(batch, k)`` for each, the states ``(batch, k, n)``. There is no extrapolation.
+    """
+
+    columns: DenseColumns
+
+    def __call__(self, t: Any) -> Tensor:
+        found = self.columns(_transposed(as_times(t, self.columns.start)))
+        return found.movedim(-1, 0).transpose(-1, 1)
+
+
+def samples_first(found: OdeResult) -> OdeResult:
+    """Put the axis of the batch first, in a result of columns."""
+    found.y = found.y.permute(2, 1, 0)
+    found.t = _transposed(found.t)
+    if found.sol is not None:
+        found.sol = DenseSamples(found.sol)
+    return found
+
+
+def as_rows(t_eval: Any, like: Tensor) -> Any:
+    """Return times ``(batch, times)`` with the batch last; others unchanged."""
+    return None if t_eval is None else _transposed(as_times(t_eval, like))
+
+
+def _transposed(times: Tensor) -> Tensor:
+    return times.T if times.ndim == 2 else times
+
+
+class OneRightHandSide(RightHandSide):
+    """The right-hand side of one problem, whose state ``(n, 1)`` is the only column."""
+
+    def evaluate(self, t: Tensor, y: Tensor) -> Any:
+        return self.called(self.inputs.function, t, y)
+
+    def called(self, function: Callable[..., Any], t: Tensor, y: Tensor) -> Any:
+        value = function(t[0], y[:, 0], *self.own_args)
+        if isinstance(value, list | tuple):
+            rows = [torch.as_tensor(x, dtype=y.dtype, device=y.device) for x in value]
+            value = torch.stack(torch.broadcast_tensors(*rows))
+        return value.unsqueeze(-1) if isinstance(value, Tensor) else value
+
+
+@dataclass(eq=False)
+class DenseOne:
+    """The solution of one problem as a function of time, ``(n,)`` or ``(n, k)``."""
+
+    columns: DenseColumns
+
+    def __call__(self, t: Any) -> Tensor:
+        return self.columns(t).squeeze(-1)
+
+
+def one_of(found: OdeResult) -> OdeResult:
+    """Return the result of the only column."""
+    found.y = found.y.squeeze(-1)
+    found.t = found.t.squeeze(-1) if found.t.ndim == 2 else found.t
+    found.sol = None if found.sol is None else DenseOne(found.sol)
+    found.steps, found.rejections = int(found.steps), int(found.rejections)
+    if found.t_events is not None:
+        found.status = int(found.status)
+        found.t_events = [x[0] for x in found.t_events]
+        found.y_events = [x[0] for x in found.y_events]
+    return found
