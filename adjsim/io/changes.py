@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.durable.files import replacing
-from adjsim.core.typing import Array
+from adjsim.core.typing import Array, Number
 
 
 class Change(NamedTuple):
@@ -66,7 +66,7 @@ class ParameterChanges:
 def parameter_changes(
     before: nn.Module | Mapping[str, Array],
     after: nn.Module,
-    errors: Mapping[str, Array] | None = None,
+    errors: Mapping[str, Number] | None = None,
 ) -> ParameterChanges:
     """List the numbers that a fit has changed, with the labels of their types.
 
@@ -146,7 +146,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, value
 
 
-def _plain(numbers: Mapping[str, Array]) -> dict[str, Tensor]:
+def _plain(numbers: Mapping[str, Number]) -> dict[str, Tensor]:
     return {name: torch.as_tensor(x).detach().cpu().double() for name, x in numbers.items()}
 
 

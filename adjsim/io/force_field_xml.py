@@ -209,8 +209,8 @@ def _check(found: Any, wanted: Any, parts: dict[str, Any]) -> None:
                 reason = f"{name} of the solvent"
     if reason is not None:
         raise ValueError(
-            f"the file cannot hold every number of the potential: {reason} would be another one. "
-            "Numbers without a row in the file (of implicit/*.xml, LennardJonesForce, virtual "
+            f"the file cannot hold every number of the potential: {reason} would differ. Numbers "
+            "without a row in the file (of implicit/*.xml, LennardJonesForce, virtual "
             "sites, constraints), and strengths of zero, cannot be written: hold them with "
             "requires_grad_(False), or write a system with to_openmm."
         )
@@ -220,13 +220,15 @@ def _difference(found: Element, wanted: Element, where: str) -> str | None:
     """Return the name of the first number that differs. Solvents have expressions of their own."""
     if wanted.attrib.get("type") == "CustomGBForce":
         return None
-    where = " ".join(x for x in (where, wanted.attrib.get("type") or wanted.tag) if x)
+    where = f"{where} {wanted.attrib.get('type') or wanted.tag}".strip()
     if len(found) != len(wanted):
         return f"the number of terms of {where}"
     for name, x in wanted.attrib.items():
         y = found.attrib.get(name, "")
-        if x != y and not _close(x, y):
-            return f"{name} of {where} ({y} for {x})"
+        # The size of a pair without a well has no effect.
+        empty = name == "sig" and found.attrib["eps"] == wanted.attrib["eps"] == "0"
+        if x != y and not _close(x, y) and not empty:
+            return f"{name} of {where}, {x} in the potential and {y} in the file,"
     for k, (one, other) in enumerate(zip(found, wanted, strict=True)):
         reason = _difference(one, other, f"{where} {k}" if where else "")
         if reason is not None:

@@ -1,6 +1,7 @@
 """Force fields from OpenMM, and their fitted numbers back to OpenMM.
 
-OpenMM itself is needed when a system is read or written: ``pip install openmm``.
+OpenMM itself is needed when a system is read or written: ``pip install
+'adjsim[openmm]'``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from openmm import app, unit
 import adjsim
 from adjsim.core.arguments import as_number
 from adjsim.core.refusal import Refusal
-from adjsim.io import from_openmm, to_openmm
+from adjsim.io import from_openmm, to_openmm, write_force_field
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.force_field import ForceFieldPotential
 from adjsim.potentials.pairs import base
@@ -913,8 +913,10 @@ def test_quantities_per_molecule_and_per_mole_agree():
 
 def test_without_openmm(monkeypatch):
     monkeypatch.setitem(sys.modules, "openmm", None)
-    with pytest.raises(ImportError, match="pip install openmm"):
+    with pytest.raises(ImportError, match=r"pip install 'adjsim\[openmm\]'"):
         from_openmm(object(), np.zeros((1, 3)))
+    with pytest.raises(ImportError, match=r"pip install 'adjsim\[openmm\]'"):
+        write_force_field("x.xml", object(), None, ["tip3p.xml"])  # type: ignore
 
 
 def test_a_barostat_says_what_to_simulate_at():
