@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -900,6 +901,18 @@ def test_quantities_are_taken_in_the_units_of_from_openmm():
     assert float(run.times[-1]) == pytest.approx(units.fs, rel=1e-8)
     with pytest.raises(ValueError, match=r"kT is 300 K.*multiply it by .*MOLAR_GAS_CONSTANT_R"):
         adjsim.Langevin(bond, kT=300 * unit.kelvin)
+
+
+def test_messages_of_runs_in_electronvolts_give_picoseconds():
+    bond = adjsim.HarmonicBond([[0, 1]], 40.0, 1.0)
+    for potential, unit_of_time in ((bond, ""), (ForceFieldPotential(bonds=bond), r", 0\.\d+ ps")):
+        dynamics = adjsim.Hamiltonian(potential, 1.0)
+        start = dynamics.init([[0.0, 0, 0], [1.1, 0, 0]], torch.zeros(2, 3))
+        solver = adjsim.VelocityVerlet(5 * units.fs)
+        with pytest.raises(FloatingPointError, match=rf"\(t = (\d+\.\d+){unit_of_time}\)") as found:
+            adjsim.simulate(dynamics, start, [0.0, 10000 * units.fs], solver=solver)
+    time, picoseconds = re.search(r"t = (.*), (.*) ps", str(found.value)).groups()
+    assert float(picoseconds) == pytest.approx(float(time) / (1000 * units.fs), rel=1e-5)
 
 
 def test_quantities_per_molecule_and_per_mole_agree():
