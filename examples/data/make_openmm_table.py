@@ -75,10 +75,10 @@ def system(files, structure):
     if structure == PROTEIN:
         model.delete([x for x in model.topology.residues() if x.name in ("HOH", "Cl")])
         options = {}
-    elif structure == "dipeptide.pdb":
-        topology, options = joined(pdb.topology)
-        model = app.Modeller(topology, pdb.positions)
-    model.addExtraParticles(field)
+    if structure == "dipeptide.pdb":
+        model.topology, options = joined(pdb.topology)
+    else:
+        model.addExtraParticles(field)
     options |= {"constraints": None, "rigidWater": False}
     made = field.createSystem(model.topology, **options)
     for force in made.getForces():

@@ -63,9 +63,6 @@ def assert_same_in_openmm(path, potential, positions, topology, system, **option
     [
         ([AMBER14, OBC2], ["solvent."]),
         pytest.param(
-            ["amber99sb.xml", "amber99_obc.xml"], ["solvent.surface"], marks=pytest.mark.slow
-        ),
-        pytest.param(
             ["amber19/protein.ff19SB.xml", "implicit/gbn2.xml"],
             ["solvent."],
             marks=pytest.mark.slow,
