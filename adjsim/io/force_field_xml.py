@@ -58,7 +58,8 @@ def write_force_field(
     maps of torsions, charges (of types or of residues), sigma, epsilon and the two 1-4 scales, and
     charges, radii and scales of a ``GBSAOBCForce``. Other numbers must be as they were: those of
     ``implicit/*.xml``, which a script computes, of CHARMM's ``LennardJonesForce``, of virtual sites
-    and lengths of constraints. :func:`to_openmm` writes all of them into a system.
+    and lengths of constraints. :func:`to_openmm` writes all of them into a system. Parts that were
+    added to the potential after it was read belong to no force of OpenMM, and are not written.
 
     The file is read by OpenMM before it is kept: the system that it makes of the topology has to
     have every number of the potential to 1e-12. It is written whole or not at all.
@@ -74,13 +75,18 @@ def write_force_field(
         ImportError: OpenMM is not installed.
         TypeError: ``files`` is an ``app.ForceField``, which does not keep its files.
         ValueError: a name of no file; a potential of another system; terms of one row with
-            different numbers; a changed number that has no row.
+            different numbers; a changed number that has no row; numbers that are not finite.
     """
     if hasattr(files, "createSystem"):
         raise TypeError(
             "files are the names of XML files, as ForceField takes them; a ForceField does not "
             "keep them."
         )
+    for name, x in potential.named_parameters():
+        if not bool(torch.isfinite(x).all()):
+            raise ValueError(
+                f"{name} has numbers that are not finite; go back to those before the fit failed."
+            )
     names = [files] if isinstance(files, (str, Path)) else list(files)
     root = merged(names)
     system = made(root, topology, options)
@@ -96,7 +102,9 @@ def write_force_field(
     parts: dict[str, Any] = dict(potential.named_children())
     _write_scales(root, parts)
     _write_maps(root, parts.get("maps"), wanted)
-    root.insert(0, ElementTree.Comment(f" {', '.join(map(str, names))}, with fitted numbers "))
+    origin = Element("Info")
+    ElementTree.SubElement(origin, "Source").text = f"{', '.join(map(str, names))}: fitted"
+    root.insert(0, origin)
     ElementTree.indent(root, " ")
     with replacing(Path(path)) as temporary:
         ElementTree.ElementTree(root).write(temporary, encoding="utf-8")
