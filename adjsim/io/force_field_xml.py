@@ -82,11 +82,6 @@ def write_force_field(
             "files are the names of XML files, as ForceField takes them; a ForceField does not "
             "keep them."
         )
-    for name, x in potential.named_parameters():
-        if not bool(torch.isfinite(x).all()):
-            raise ValueError(
-                f"{name} has numbers that are not finite; go back to those before the fit failed."
-            )
     names = [files] if isinstance(files, (str, Path)) else list(files)
     root = merged(names)
     system = made(root, topology, options)
@@ -97,6 +92,11 @@ def write_force_field(
             "the potential is not of the system that these files make of this topology with these "
             f"options of createSystem: {error}"
         ) from error
+    for name, x in potential.named_parameters():
+        if not bool(torch.isfinite(x).all()):
+            raise ValueError(
+                f"{name} has numbers that are not finite; go back to those before the fit failed."
+            )
     uses, types = uses_of(root, topology, options, wanted)
     _write_rows(root, uses, types)
     parts: dict[str, Any] = dict(potential.named_children())
