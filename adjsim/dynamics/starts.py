@@ -130,5 +130,15 @@ def describe_force_not_finite(
     return describe_not_finite(potential, position, found, "force")
 
 
+def describe_time(potential: nn.Module | None, t: float) -> str:
+    """Write a time, with its picoseconds where the potential says that its units are ASE's."""
+    parts = () if potential is None else (potential, *terms_of(potential))
+    if not any(map(_in_ev, parts)):
+        return f"t = {t:g}"
+    from ase import units
+
+    return f"t = {t:g}, {t / (1000 * units.fs):.6g} ps"
+
+
 def _in_ev(part: nn.Module) -> bool:
     return isinstance(part, Potential) and part.energy_unit == "eV"

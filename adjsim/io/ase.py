@@ -138,27 +138,39 @@ def to_ase(trajectory: Trajectory[Any], structure: Structure) -> list[ase.Atoms]
     Raises:
         ValueError: a trajectory of a batch, without frames, or of another number of atoms.
     """
-    position = trajectory.position.detach().cpu().double()
-    expected = (len(structure.symbols), 3)
-    if position.ndim != 3 or tuple(position.shape[1:]) != expected:
-        raise ValueError(
-            f"to_ase takes a trajectory of one system, (time, atoms, 3) with {expected[0]} atoms; "
-            f"got position of shape {tuple(position.shape)}. For a batch, set the positions "
-            "of one replica in an ase.Atoms."
-        )
+    position = positions_of_one("to_ase", trajectory, structure)
     momentum = getattr(trajectory, "momentum", None)
-    strain, frames = getattr(trajectory, "strain", None), list[ase.Atoms]()
-    for k, time in enumerate(trajectory.times.tolist()):
-        framed = structure
-        if strain is not None and structure.box is not None:
-            own = structure.box.detach().cpu()
-            box = Strain.of(own, strain[k].detach().cpu().double()).stretched(own)
-            framed = structure._replace(box=box.reshape(structure.box.shape))
+    frames, boxes = list[ase.Atoms](), boxes_of(trajectory, structure)
+    for k, (time, box) in enumerate(zip(trajectory.times.tolist(), boxes, strict=True)):
+        framed = structure._replace(box=box)
         atoms = _atoms(framed, positions=position[k].numpy(), info={"time": time})
         if momentum is not None:
             atoms.set_momenta(momentum[k].detach().cpu().double().numpy())
         frames.append(atoms)
     return frames
+
+
+def positions_of_one(what: str, trajectory: Trajectory[Any], structure: Structure) -> Tensor:
+    """Return the positions of a trajectory of one system, and refuse those of a batch."""
+    position = trajectory.position.detach().cpu().double()
+    expected = (len(structure.symbols), 3)
+    if position.ndim != 3 or tuple(position.shape[1:]) != expected:
+        raise ValueError(
+            f"{what} takes a trajectory of one system, (time, atoms, 3) with {expected[0]} atoms; "
+            f"got position of shape {tuple(position.shape)}. For a batch, set the positions "
+            "of one replica in an ase.Atoms."
+        )
+    return position
+
+
+def boxes_of(trajectory: Trajectory[Any], structure: Structure) -> list[Tensor | None]:
+    """Return the box of each frame, which a strain stretches."""
+    strain, box = getattr(trajectory, "strain", None), structure.box
+    if strain is None or box is None:
+        return [box] * len(trajectory.times)
+    own = box.detach().cpu()
+    stretched = (Strain.of(own, x.detach().cpu().double()).stretched(own) for x in strain)
+    return [x.reshape(own.shape) for x in stretched]
 
 
 def _atoms(structure: Structure, **more: Any) -> ase.Atoms:

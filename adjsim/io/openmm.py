@@ -1,6 +1,6 @@
 """Force fields from OpenMM, and their fitted numbers back to OpenMM.
 
-OpenMM itself is needed when a system is read or written: ``pip install openmm``.
+OpenMM itself is needed when a system is read or written: ``pip install 'adjsim[openmm]'``.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def to_openmm(
     """Write fitted numbers into a copy of the system that they were read from.
 
     The system itself is not changed. Cutoffs, permittivities, multiplicities and masses are those
-    of the system.
+    of the system. :func:`write_force_field` writes a file by types of atoms.
 
     Args:
         potential: from :func:`from_openmm`, with the same terms, after a fit for instance.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -19,7 +20,7 @@ from openmm import app, unit
 import adjsim
 from adjsim.core.arguments import as_number
 from adjsim.core.refusal import Refusal
-from adjsim.io import from_openmm, to_openmm
+from adjsim.io import from_openmm, to_openmm, write_force_field
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.force_field import ForceFieldPotential
 from adjsim.potentials.pairs import base
@@ -885,6 +886,18 @@ def test_quantities_are_taken_in_the_units_of_from_openmm():
         adjsim.Langevin(bond, kT=300 * unit.kelvin)
 
 
+def test_messages_of_runs_in_electronvolts_give_picoseconds():
+    bond = adjsim.HarmonicBond([[0, 1]], 40.0, 1.0)
+    for potential, unit_of_time in ((bond, ""), (ForceFieldPotential(bonds=bond), r", 0\.\d+ ps")):
+        dynamics = adjsim.Hamiltonian(potential, 1.0)
+        start = dynamics.init([[0.0, 0, 0], [1.1, 0, 0]], torch.zeros(2, 3))
+        solver = adjsim.VelocityVerlet(5 * units.fs)
+        with pytest.raises(FloatingPointError, match=rf"\(t = (\d+\.\d+){unit_of_time}\)") as found:
+            adjsim.simulate(dynamics, start, [0.0, 10000 * units.fs], solver=solver)
+    time, picoseconds = re.search(r"t = (.*), (.*) ps", str(found.value)).groups()
+    assert float(picoseconds) == pytest.approx(float(time) / (1000 * units.fs), rel=1e-5)
+
+
 def test_quantities_per_molecule_and_per_mole_agree():
     for one, other in (
         (unit.joule, units.J), (unit.bar, units.bar), (unit.elementary_charge, 1.0),
@@ -896,8 +909,10 @@ def test_quantities_per_molecule_and_per_mole_agree():
 
 def test_without_openmm(monkeypatch):
     monkeypatch.setitem(sys.modules, "openmm", None)
-    with pytest.raises(ImportError, match="pip install openmm"):
+    with pytest.raises(ImportError, match=r"pip install 'adjsim\[openmm\]'"):
         from_openmm(object(), np.zeros((1, 3)))
+    with pytest.raises(ImportError, match=r"pip install 'adjsim\[openmm\]'"):
+        write_force_field("x.xml", object(), None, ["tip3p.xml"])  # type: ignore
 
 
 def test_a_barostat_says_what_to_simulate_at():

@@ -20,7 +20,7 @@ from adjsim.dynamics.buffer import BufferGrowth, Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.masses import HeatLimit
 from adjsim.dynamics.sources import Coefficients
-from adjsim.dynamics.starts import describe_force_not_finite
+from adjsim.dynamics.starts import describe_force_not_finite, describe_time
 from adjsim.solvers.base import StepContext, SteppingSolver, StepPlan
 from adjsim.solvers.clock import Clock, VaryingClock
 from adjsim.solvers.implicit.newton import UnsolvedStepError
@@ -223,8 +223,11 @@ class _StateChecks:
             try:
                 self.dynamics.check_noise(t, self.stepper.from_lattice(self.good))
             except ValueError as reason:
-                text = f"{reason} This was found after step {step} (t = {t:g})."
+                text = f"{reason} This was found after step {step} ({self._time(step)})."
                 raise ValueError(text) from reason
+
+    def _time(self, step: int) -> str:
+        return describe_time(self.dynamics.potential, self.stepper.clock.time(step))
 
     @torch.no_grad()
     def _refusal(self, state: AnyState, step: int) -> ValueError | None:
@@ -257,14 +260,14 @@ class _StateChecks:
         state, first = self._first(lambda x, k: self._refusal(x, k) is not None, step - 1)
         earlier = self._refusal(state, first)
         first, reason = (step, reason) if earlier is None else (first, earlier)
-        t = self.stepper.clock.time(first)
-        raise ValueError(f"{reason} This happened in step {first} (t = {t:g}).") from reason
+        text = f"{reason} This happened in step {first} ({self._time(first)})."
+        raise ValueError(text) from reason
 
     @torch.no_grad()
     def _raise_unsound(self, stop: int) -> NoReturn:
         stepper, clock = self.stepper, self.stepper.clock
         state, k = self._first(lambda x, _: not self._is_sound(x), stop)
-        where = f"in step {k} (t = {clock.time(k):g})"
+        where = f"in step {k} ({self._time(k)})"
         if self.heat is not None and stepper.plan.is_valid(state):
             text = self.heat.describe(stepper.from_lattice(state), where, clock.smaller)
             raise FloatingPointError(text)

@@ -45,9 +45,18 @@ def openmm() -> Any:
         import openmm
     except ImportError as missing:
         raise ImportError(
-            "systems of OpenMM need the package openmm, which is not installed: pip install openmm"
+            "systems of OpenMM need the package openmm, which is not installed: "
+            "pip install 'adjsim[openmm]'"
         ) from missing
     return openmm
+
+
+def application() -> Any:
+    """Import OpenMM's layer of files and topologies."""
+    openmm()
+    from openmm import app
+
+    return app
 
 
 def plain(quantity: Any) -> Any:

@@ -1,0 +1,331 @@
+"""Fitted numbers as ForceField files of OpenMM, and tables of the numbers that changed."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import re
+
+import numpy as np
+import pytest
+import torch
+from openmm import app
+from torch.nn.utils.parametrize import register_parametrization
+
+import adjsim
+from adjsim.io import from_openmm, parameter_changes, to_openmm, write_force_field
+from tests.openmm_systems import AMBER14, OBC2, reference, structure
+
+FREE = {"constraints": None, "rigidWater": False}
+# Numbers of each atom, which are one number in a row of a type.
+BY_ATOM = ("coulomb.charge", "solvent.charge", "solvent.radius", "solvent.scale")
+
+
+def change(potential, without=()):
+    """Change the numbers of a potential, those of atoms by one function of their values."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, x in potential.named_parameters():
+            noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+            if not name.startswith(tuple(without)):
+                x.mul_(1 + 0.01 * (torch.sin(1e3 * x) if name in BY_ATOM else noise))
+
+
+def read(topology, positions, files, **options):
+    system = app.ForceField(*map(str, files)).createSystem(topology, **options)
+    return system, from_openmm(system, positions, topology)[0]
+
+
+def plain(positions):
+    return np.array([list(row) for row in positions._value])
+
+
+def assert_same_in_openmm(path, potential, positions, topology, system, **options):
+    """The file makes a system with the energies of the fitted potential, at other places too."""
+    found = app.ForceField(str(path)).createSystem(topology, **options)
+    off = positions + 0.005 * np.random.default_rng(1).standard_normal(positions.shape)
+    molecule = from_openmm(found, off, topology)[1]
+    with torch.no_grad():
+        # Sites follow their atoms.
+        off = molecule.all_positions(molecule.position).numpy() / 10
+    energy, forces = reference(found, off)
+    expected, expected_forces = reference(to_openmm(potential, system), off)
+    scale = np.abs(expected_forces).max()
+    assert abs(energy - expected) < 1e-11 * max(abs(expected), scale)
+    np.testing.assert_allclose(forces, expected_forces, rtol=0, atol=1e-10 * scale)
+    with torch.no_grad():
+        assert abs(potential(molecule.position).item() - energy) < 1e-9 * max(abs(energy), scale)
+    assert abs(energy - reference(system, off)[0]) > 1e-4
+    return found
+
+
+@pytest.mark.parametrize(
+    ("files", "without"),
+    [
+        ([AMBER14, OBC2], ["solvent."]),
+        pytest.param(
+            ["amber19/protein.ff19SB.xml", "implicit/gbn2.xml"],
+            ["solvent."],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_fitted_dipeptide(files, without, tmp_path):
+    pdb, path = structure("dipeptide.pdb"), tmp_path / "fitted.xml"
+    positions = plain(pdb.positions)
+    system, potential = read(pdb.topology, positions, files, **FREE)
+    before = copy.deepcopy(potential)
+    change(potential, without)
+    write_force_field(path, potential, pdb.topology, files, **FREE)
+    assert_same_in_openmm(path, potential, positions, pdb.topology, system, **FREE)
+    # Every kind of number has changed.
+    names = {row.parameter for row in parameter_changes(before, potential).rows}
+    assert names == {
+        name for name, _ in potential.named_parameters() if not name.startswith(tuple(without))
+    }
+    # The file serves a molecule with the same types, whose numbers change with those of the fit.
+    other = structure("trialanine.pdb")
+    new, old = (
+        app.ForceField(*x).createSystem(other.topology, **FREE) for x in ([str(path)], files)
+    )
+    assert 1e-3 < abs(reference(new, other.positions)[0] - reference(old, other.positions)[0]) < 1
+
+
+@pytest.mark.marathon
+def test_a_fitted_protein_of_charmm(tmp_path):
+    """Patches, Urey-Bradley terms, harmonic impropers and maps, beside wells that stay."""
+    pdb = app.PDBFile(str(app.forcefield._getDataDirectories()[0]) + "/test.pdb")
+    model, path = app.Modeller(pdb.topology, pdb.positions), tmp_path / "fitted.xml"
+    model.delete([x for x in model.topology.residues() if x.name in ("HOH", "Cl")])
+    positions = np.array(model.positions._value)
+    system, potential = read(model.topology, positions, ["charmm36.xml"], constraints=None)
+    change(potential, ["custom_pairs.", "custom_bonds."])
+    write_force_field(path, potential, model.topology, ["charmm36.xml"], constraints=None)
+    assert_same_in_openmm(path, potential, positions, model.topology, system, constraints=None)
+
+
+TOY = """<ForceField>
+ <AtomTypes>
+  <Type name="a" class="A" element="C" mass="12"/> <Type name="b" class="B" element="N" mass="14"/>
+  <Type name="c" class="C" element="O" mass="16"/> <Type name="h" class="H" element="H" mass="1"/>
+ </AtomTypes>
+ <Residues><Residue name="TOY">
+  <Atom name="1" type="a" charge="0.1"/> <Atom name="2" type="a" charge="0.2"/>
+  <Atom name="3" type="b" charge="-0.3"/> <Atom name="4" type="c" charge="-0.1"/>
+  <Atom name="5" type="a" charge="0.1"/> <Atom name="6" type="h" charge="0"/>
+  <Bond from="0" to="1"/> <Bond from="1" to="2"/> <Bond from="2" to="3"/> <Bond from="3" to="4"/>
+  <Bond from="2" to="5"/>
+ </Residue></Residues>
+ <HarmonicBondForce>
+  <Bond class1="A" class2="A" length="0.15" k="1000"/> <Bond class1="A" class2="B" length="0.14"
+  k="900"/> <Bond class1="B" class2="C" length="0.13" k="800"/> <Bond class1="A" class2="C"
+  length="0.12" k="700"/> <Bond class1="B" class2="H" length="0.1" k="600"/>
+ </HarmonicBondForce>
+ <HarmonicAngleForce>
+  <Angle class1="A" class2="A" class3="B" angle="1.9" k="100"/>
+  <Angle class1="" class2="B" class3="" angle="2.0" k="0"/>
+ </HarmonicAngleForce>
+ <AmoebaUreyBradleyForce>
+  <UreyBradley class1="A" class2="B" class3="C" d="0.23" k="300"/>
+ </AmoebaUreyBradleyForce>
+ <PeriodicTorsionForce ordering="amber">
+  <Proper class1="" class2="A" class3="B" class4="" periodicity1="2" phase1="0" k1="3"
+   periodicity2="1" phase2="3.0" k2="0" periodicity3="3" phase3="0.5" k3="1"/>
+  <Proper type1="a" type2="b" type3="c" type4="a" periodicity1="1" phase1="0" k1="2"/>
+  <Improper class1="B" class2="" class3="" class4="C" periodicity1="2" phase1="3.1" k1="4"/>
+ </PeriodicTorsionForce>
+ <RBTorsionForce>
+  <Proper class1="A" class2="B" class3="C" class4="A" c0="1" c1="0" c2="2" c3="3" c4="-1" c5="2"/>
+ </RBTorsionForce>
+ <CustomBondForce energy="D*(1-exp(-s*(r-r0)))^2"><GlobalParameter name="s" defaultValue="9"/>
+  <PerBondParameter name="D"/><PerBondParameter name="r0"/>
+  <Bond class1="A" class2="B" D="50" r0="0.14"/>
+ </CustomBondForce>
+ <CustomAngleForce energy="q*(theta-2)^4"><PerAngleParameter name="q"/>
+  <Angle class1="A" class2="B" class3="C" q="20"/>
+ </CustomAngleForce>
+ <CustomTorsionForce energy="k*(theta-theta0)^2">
+  <PerTorsionParameter name="k"/><PerTorsionParameter name="theta0"/>
+  <Improper class1="B" class2="A" class3="C" class4="H" k="5" theta0="0.1"/>
+ </CustomTorsionForce>
+ <CMAPTorsionForce>
+  <Map>0 1 2 3 1 5 2 1 4 3 2 1 0 1 0 2</Map> <Map>0 1 2 3 1 2 2 1 4 3 2 1 0 1 0 2</Map>
+  <Torsion class1="A" class2="A" class3="B" class4="C" class5="A" map="1"/>
+ </CMAPTorsionForce>
+ <NonbondedForce coulomb14scale="0.8" lj14scale="0.6"><UseAttributeFromResidue name="charge"/>
+  <Atom class="A" sigma="0.3" epsilon="0.4"/> <Atom class="B" sigma="0.31" epsilon="0.5"/>
+  <Atom class="C" sigma="0.32" epsilon="0.6"/> <Atom class="H" sigma="0" epsilon="0"/>
+ </NonbondedForce>
+ <GBSAOBCForce><UseAttributeFromResidue name="charge"/>
+  <Atom type="a" radius="0.17" scale="0.7"/> <Atom type="b" radius="0.16" scale="0.8"/>
+  <Atom type="c" radius="0.15" scale="0.9"/> <Atom type="h" radius="0.12" scale="0.8"/>
+ </GBSAOBCForce>
+</ForceField>"""
+
+
+@pytest.fixture
+def toy(tmp_path):
+    """A molecule with every kind of row, its file, and the positions of its atoms in nm."""
+    path, topology = tmp_path / "toy.xml", app.Topology()
+    path.write_text(TOY)
+    residue = topology.addResidue("TOY", topology.addChain())
+    atoms = [
+        topology.addAtom(str(k), app.Element.getBySymbol(symbol), residue)
+        for k, symbol in enumerate("CCNOCH", 1)
+    ]
+    for i, j in ((0, 1), (1, 2), (2, 3), (3, 4), (2, 5)):
+        topology.addBond(atoms[i], atoms[j])
+    positions = 0.1 * np.array(
+        [
+            [0, 0, 0],
+            [1.5, 0.2, 0],
+            [2.1, 1.4, 0.3],
+            [3.4, 1.5, 0.1],
+            [3.9, 2.4, 1.0],
+            [1.6, 2.2, 0.5],
+        ]
+    )
+    return path, topology, positions
+
+
+def test_every_kind_of_row(toy, tmp_path):
+    path, topology, positions = toy
+    system, potential = read(topology, positions, [path])
+    change(potential, ["solvent.surface", "custom_bonds.s"])
+    fitted = tmp_path / "fitted.xml"
+    write_force_field(fitted, potential, topology, [path])
+    found = assert_same_in_openmm(fitted, potential, positions, topology, system)
+    parts = {name for name, _ in potential.named_children()}
+    assert parts >= {
+        "bonds", "angles", "torsions", "ryckaert_bellemans", "maps", "custom_bonds",
+        "custom_angles", "custom_torsions", "lennard_jones", "coulomb", "coulomb_14",
+        "lennard_jones_14", "solvent",
+    }  # fmt: skip
+    # Four torsions of one row for any atom have numbers of their own now, and the row stays.
+    text = fitted.read_text()
+    assert text.count("<Proper") == 3 + 2
+    assert (
+        '<Proper class1="" class2="A" class3="B" class4="" periodicity1="2" phase1="0" k1="3"'
+        in text
+    )
+    # A second fit starts from the file, and a file of unchanged numbers is a copy.
+    again, same = read(topology, positions, [fitted])
+    write_force_field(tmp_path / "same.xml", same, topology, [fitted])
+    texts = [(tmp_path / name).read_text() for name in ("same.xml", "fitted.xml")]
+    rows = [re.sub(r"<Info>.*?</Info>\s*", "", text, flags=re.DOTALL) for text in texts]
+    assert rows[0] == rows[1]
+    assert again.getNumForces() == found.getNumForces()
+
+
+def water(count=2):
+    """Waters with a virtual site each."""
+    pdb = structure("water.pdb")
+    model = app.Modeller(pdb.topology, pdb.positions)
+    model.delete(list(pdb.topology.residues())[count:])
+    model.topology.setPeriodicBoxVectors(None)
+    model.addExtraParticles(app.ForceField("tip4pew.xml"))
+    return model.topology, plain(model.positions)
+
+
+def test_rigid_water_with_sites(tmp_path):
+    topology, positions = water()
+    system, potential = read(topology, positions, ["tip4pew.xml"])
+    change(potential, ["sites."])
+    path = tmp_path / "fitted.xml"
+    write_force_field(path, potential, topology, ["tip4pew.xml"])
+    assert_same_in_openmm(path, potential, positions, topology, system)
+    with torch.no_grad():
+        potential.sites.three_particle_average.weight.mul_(1.01)
+    with pytest.raises(
+        ValueError, match=r"w1 of .*ThreeParticleAverageSite.* would differ.*virtual"
+    ):
+        write_force_field(tmp_path / "other.xml", potential, topology, ["tip4pew.xml"])
+    assert not (tmp_path / "other.xml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "reason"),
+    [
+        (
+            "coulomb.charge",
+            None,
+            r"charge of the row .* for atoms 0 .* for atoms 1",
+        ),
+        ("solvent.surface", 1.5, r"surfaceAreaEnergy .* would differ"),
+        ("custom_bonds.s", 1.5, r"would differ"),
+        ("bonds.k", 0.0, r"strengths of zero"),
+        ("bonds.k", float("nan"), r"bonds.k has numbers that are not finite"),
+    ],
+)
+def test_numbers_without_a_row_are_refused(toy, tmp_path, name, factor, reason):
+    path, topology, positions = toy
+    if name == "coulomb.charge":
+        text = path.read_text().replace(
+            '<UseAttributeFromResidue name="charge"/>\n  <Atom class="A"',
+            '<Atom class="A" charge="0.1"',
+        )
+        for kind in "BCH":
+            text = text.replace(f'<Atom class="{kind}" ', f'<Atom class="{kind}" charge="-0.1" ')
+        path.write_text(text)
+    _, potential = read(topology, positions, [path])
+    with torch.no_grad():
+        x = potential.get_parameter(name)
+        x.mul_(torch.linspace(1, 2, 6) if factor is None else factor)
+    with pytest.raises(ValueError, match=reason):
+        write_force_field(tmp_path / "no.xml", potential, topology, [path])
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["toy.xml"]
+
+
+def test_wrong_arguments_are_refused(toy, tmp_path):
+    path, topology, positions = toy
+    _, potential = read(topology, positions, [path])
+    with pytest.raises(ValueError, match=r"not of the system .* options of createSystem"):
+        write_force_field(tmp_path / "x.xml", potential, topology, [path], constraints=app.AllBonds)
+    with pytest.raises(ValueError, match=r"'absent.xml' is no file"):
+        write_force_field(tmp_path / "x.xml", potential, topology, ["absent.xml"])
+    with pytest.raises(TypeError, match="names of XML files"):
+        write_force_field(tmp_path / "x.xml", potential, topology, app.ForceField(str(path)))
+
+
+def test_a_table_of_changes(toy, tmp_path):
+    path, topology, positions = toy
+    _, potential = read(topology, positions, [path])
+    before = copy.deepcopy(potential)
+    assert str(parameter_changes(before, potential)) == "no number has changed"
+    with torch.no_grad():
+        potential.bonds.length[1] *= 1.1
+        potential.coulomb.charge[3] += 0.05
+        potential.coulomb_14.scale.mul_(0.9)
+    register_parametrization(potential.angles, "k", adjsim.Positive())
+    with torch.no_grad():
+        potential.angles.parametrizations.k.original.add_(0.1)
+    errors = {"bonds.length": torch.full((6,), 0.01), "coulomb_14.scale": torch.tensor(0.02)}
+    changes = parameter_changes(before, potential, errors)
+    found = {row.parameter: row for row in changes.rows}
+    assert set(found) == {"bonds.length", "coulomb.charge", "coulomb_14.scale", "angles.k"}
+    assert found["bonds.length"].label == potential.labels["bonds"][1] == "TOY 2-3"
+    assert found["bonds.length"].entry == (1,)
+    assert found["bonds.length"].after == pytest.approx(1.1 * found["bonds.length"].before)
+    assert found["angles.k"].after == pytest.approx(np.exp(0.1) * found["angles.k"].before)
+    assert (found["coulomb.charge"].error, found["coulomb_14.scale"].error) == (None, 0.02)
+    # A state is taken as well, and an error for all numbers of a parameter.
+    assert (
+        parameter_changes(before.state_dict(), potential, {"bonds.length": 0.01}).rows[0][:5]
+        == (changes.rows[0][:5])
+    )
+    lines = str(changes).splitlines()
+    assert lines[0].split() == ["parameter", "entry", "label", "before", "after", "error"]
+    assert len({len(line) for line in lines}) <= 2
+    assert len(lines) == 1 + len(changes.rows)
+    file = tmp_path / "changes.csv"
+    changes.save(file)
+    with file.open() as text:
+        rows = list(csv.DictReader(text))
+    assert [float(row["after"]) for row in rows] == [row.after for row in changes.rows]
+    assert rows[0]["label"] == "TOY 2-3"
+    with pytest.raises(ValueError, match=r"errors has 'bond.k', which is no parameter"):
+        parameter_changes(before, potential, {"bond.k": 1.0})
+    with pytest.raises(ValueError, match=r"bonds.k has shape .* absent before"):
+        parameter_changes({}, potential)
+    with pytest.raises(ValueError, match=r"the error of bonds.length has shape \(3,\)"):
+        parameter_changes(before, potential, {"bonds.length": np.ones(3)})
