@@ -122,7 +122,9 @@ class Lattice:
                 spacing = torch.minimum(spacing, self.force_roundings[name].spacing)
             self.force_roundings[name] = Rounding(spacing)
         self._constant_factors = [
-            (letter, m.source.name) for letter, m in scales if isinstance(m.source, Coefficient)
+            (letter, m.source.name, m.field)
+            for letter, m in scales
+            if isinstance(m.source, Coefficient)
         ]
         self._state_dependent = len(self._constant_factors) < len(scales)
         # A ratio scales centres of bodies alone, and leaves relative momenta as they are.
@@ -169,10 +171,12 @@ class Lattice:
         """Add to the coefficients a fraction n/d for each coefficient that scales a field."""
         found: dict[str, Coefficients] = dict(coefficients)
         largest = DENOMINATOR if self._coarse else 1
-        for letter, name in dict.fromkeys(self._constant_factors):
+        flowing = {name for _, flow in self._flows for name in flow.fields}
+        for letter, name, scaled in dict.fromkeys(self._constant_factors):
             n, d = fractions(f"{name!r} of term {letter!r}", found[letter][name].detach())
             found[letter] = {**found[letter], f"{name} n": n, f"{name} d": d}
-            largest = max(largest, int(n.max()))
+            if scaled in flowing:
+                largest = max(largest, int(n.max()))
         for letter, _ in self._flows:
             units = torch.tensor(float(largest), dtype=torch.float64, device=self._half.device)
             found[letter] = {**found[letter], "units": units}
