@@ -389,8 +389,8 @@ def test_a_step_too_long_for_the_rods_is_named():
 
 def test_other_dynamics_are_refused_by_name():
     rods = adjsim.DistanceConstraints([[0, 1]], 1.0)
-    with pytest.raises(TypeError, match="Bath: its memory has parts along"):
-        adjsim.Constrained(adjsim.GeneralizedLangevin(FREE), rods)
+    with pytest.raises(TypeError, match="'D' of Mechanics, ViscousDamping: it does not say how"):
+        adjsim.Constrained(adjsim.Mechanics(FREE, damping=0.1), rods)
     with pytest.raises(TypeError, match="dynamics with masses"):
         adjsim.Constrained(adjsim.OverdampedLangevin(FREE), rods)
     with pytest.raises(TypeError, match=r"DistanceConstraints\(index, length\)"):

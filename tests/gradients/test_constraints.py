@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import adjsim
-from tests.constraints import LongChain, MixedClusters, tensor, weighted
+from tests.constraints import ClustersWithMemory, LongChain, MixedClusters, tensor, weighted
 
 ADJOINTS = (adjsim.DirectAdjoint(), adjsim.CheckpointAdjoint(), adjsim.ReversibleAdjoint())
 
@@ -35,9 +35,17 @@ def slope(system, numbers, name, along, steps, scheme="BAOAB"):
     return (ends[0] - ends[1]) / (2 * h)
 
 
-@pytest.mark.parametrize("scheme", ["BAOAB", pytest.param("OBAAABO", marks=pytest.mark.slow)])
-def test_all_adjoints_equal_central_differences(system, scheme):
-    numbers, steps = system.parameters(), 4
+@pytest.mark.parametrize(
+    ("made", "scheme", "steps"),
+    [
+        (MixedClusters, "BAOAB", 4),
+        pytest.param(MixedClusters, "OBAAABO", 4, marks=pytest.mark.slow),
+        (ClustersWithMemory, "BAGAB", 2),
+    ],
+)
+def test_all_adjoints_equal_central_differences(made, scheme, steps):
+    system = made()
+    numbers = system.parameters()
     found = [gradients(system, numbers, steps, scheme=scheme, adjoint=a) for a in ADJOINTS]
     generator = torch.Generator().manual_seed(5)
     for name, number in numbers.items():
@@ -184,16 +192,22 @@ def test_constraints_may_be_made_inside_of_transforms():
 
 
 @pytest.mark.parametrize(
-    "adjoint",
+    ("made", "scheme", "adjoint"),
     [
-        pytest.param(adjsim.CheckpointAdjoint(), marks=pytest.mark.marathon),
-        pytest.param(adjsim.ReversibleAdjoint(), marks=pytest.mark.slow),
+        pytest.param(
+            MixedClusters, "BAOAB", adjsim.CheckpointAdjoint(), marks=pytest.mark.marathon
+        ),
+        pytest.param(MixedClusters, "BAOAB", adjsim.ReversibleAdjoint(), marks=pytest.mark.slow),
+        pytest.param(
+            ClustersWithMemory, "BAGAB", adjsim.ReversibleAdjoint(), marks=pytest.mark.marathon
+        ),
     ],
-    ids=lambda x: type(x).__name__,
+    ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", type(x).__name__),
 )
-def test_compiled_runs_have_the_same_gradients(system, adjoint):
+def test_compiled_runs_have_the_same_gradients(made, scheme, adjoint):
+    system = made()
     numbers = system.parameters()
-    plain = gradients(system, numbers, 6, adjoint=adjoint)
-    compiled = gradients(system, numbers, 6, adjoint=adjoint, compile=True)
+    plain = gradients(system, numbers, 6, scheme=scheme, adjoint=adjoint)
+    compiled = gradients(system, numbers, 6, scheme=scheme, adjoint=adjoint, compile=True)
     for name in numbers:
         torch.testing.assert_close(compiled[name], plain[name], rtol=1e-10, atol=1e-10)

@@ -16,7 +16,7 @@ from adjsim.core.state import AnyState, momentum_of, position_of
 from adjsim.core.typing import Array, Energies, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics, StateLimit
 from adjsim.dynamics.constraints.distances import DistanceConstraints
-from adjsim.dynamics.constraints.terms import Held
+from adjsim.dynamics.constraints.held import Held
 from adjsim.dynamics.density import StationaryDensity
 from adjsim.dynamics.forces import FORCE
 from adjsim.dynamics.masses import HeatLimit, Masses
@@ -58,7 +58,8 @@ class Constrained(Dynamics[Any]):
     see :class:`~adjsim.dynamics.pressure.terms.PistonKick`.
 
     Args:
-        dynamics: :class:`~adjsim.Hamiltonian`; :class:`~adjsim.Langevin` or
+        dynamics: :class:`~adjsim.Hamiltonian`; :class:`~adjsim.GeneralizedLangevin`, whose memory
+            acts on momenta by projected forces; :class:`~adjsim.Langevin` or
             :class:`~adjsim.Andersen`, with one friction or rate, or one for each molecule;
             :class:`~adjsim.LangevinPiston`, with one friction; or
             :class:`~adjsim.NoseHooverChain`, :class:`~adjsim.NoseHooverPiston`,
@@ -109,8 +110,9 @@ class Constrained(Dynamics[Any]):
             if isinstance(found, Refusal):
                 raise TypeError(
                     f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}: "
-                    f"{found.reason}. Use Hamiltonian, Langevin, LangevinPiston, NoseHooverChain, "
-                    "NoseHooverPiston, Bussi, Andersen, Berendsen or VelocityRescale."
+                    f"{found.reason}. Use Hamiltonian, Langevin, GeneralizedLangevin, "
+                    "LangevinPiston, NoseHooverChain, NoseHooverPiston, Bussi, Andersen, "
+                    "Berendsen or VelocityRescale."
                 )
         for name in ("friction", "rate"):
             self._refuse_unequal(name, getattr(inner, name, None))
