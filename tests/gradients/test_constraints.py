@@ -121,6 +121,26 @@ def test_a_fixed_atom_and_its_rod_have_gradients(system):
             torch.testing.assert_close(grads[k], found[0][k], rtol=1e-10, atol=1e-10)
 
 
+def test_differences_of_lengths_at_fixed_starts():
+    length, position = torch.nn.Parameter(tensor([1.0, 0.8])), tensor([[0.0, 0], [1, 0], [1, 0.8]])
+    inner = adjsim.Langevin(adjsim.Harmonic(1.0), [1.0, 2.0, 1.0], 0.5, 0.7)
+    dynamics = adjsim.Constrained(inner, adjsim.DistanceConstraints([[0, 1], [1, 2]], length))
+
+    def initial(replicas, generator):
+        return dynamics.init(position.expand(replicas, 3, 2), generator=generator)
+
+    simulation = adjsim.Simulation(dynamics, initial, [0.0, 0.2], solver=adjsim.BAOAB(0.1))
+    end = adjsim.Final(lambda state: (state.position**2 + state.momentum).sum((-1, -2)))
+    path, differences = (
+        estimator(simulation, end, replicas=2, chunks=2, generator=0).grad["constraints.length"]
+        for estimator in (adjsim.Pathwise(), adjsim.FiniteDifference(1e-6))
+    )
+    # Rounding of 1e-15 over a step of 1e-6.
+    torch.testing.assert_close(differences, path, rtol=1e-7, atol=1e-8)
+    with pytest.raises(ValueError, match="With FiniteDifference use h=1e-6"):
+        adjsim.FiniteDifference()(simulation, end, replicas=2, chunks=2, generator=0)
+
+
 @pytest.mark.parametrize(
     "options",
     [

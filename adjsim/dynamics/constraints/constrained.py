@@ -217,7 +217,8 @@ class Constrained(Dynamics[Any]):
                 "freedom: give at most these."
             )
         tolerance = max(TOLERANCE, math.sqrt(torch.finfo(q.dtype).eps))
-        self._refuse_far(q, tolerance, "Make the start by init, which moves it there")
+        remedy = "Make the start by init, which moves it there. With FiniteDifference use h=1e-6"
+        self._refuse_far(q, tolerance, remedy)
         c = held.coefficients(self.masses, q)
         held.refuse_dependent(c, q)
         removed = float((p - held.project(c, q, p)).abs().max())
@@ -285,6 +286,13 @@ class Constrained(Dynamics[Any]):
     def enthalpy(self, state: InBox) -> Energies:
         """Compute the enthalpy ``K + U + P V``, ``(*batch,)``."""
         return self.dynamics.enthalpy(state)
+
+    def returned_to(self, start: Any) -> Any:
+        """Return the state on the constraints that is nearest to a start."""
+        held, q = self.constraints, start.position
+        c = held.coefficients(self.masses, q)
+        q = held.at_lengths(c, q)
+        return start._replace(position=q, momentum=held.project(c, q, start.momentum))
 
     def draw_shape(self, t: float, state: AnyState) -> torch.Size:
         return self.dynamics.draw_shape(t, state)
