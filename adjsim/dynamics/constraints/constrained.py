@@ -30,7 +30,7 @@ from adjsim.potentials.points import ForcesAt
 # Of the lengths: errors of a start that init mends without a word, and that it mends at all.
 SILENT, MENDED = 1e-3, 0.15
 # The relative errors of lengths and of momenta with which a run may start. The grid of an exact run
-# leaves 1e-8 of lengths. Scales of momenta leave 1e-5 of these, and of lengths 1e-6 at 2 fs.
+# leaves 1e-8 of lengths. Scales by chains leave 1e-5 of momenta, and of lengths 1e-6 at 2 fs.
 TOLERANCE, MOMENTUM_TOLERANCE = 1e-5, 1e-4
 
 
