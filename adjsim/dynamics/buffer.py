@@ -9,7 +9,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -159,7 +159,7 @@ def simpler_products(factor: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tens
     return n, d
 
 
-@cache
+@lru_cache(1024)
 def _product(factor: float, n: int, d: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Search products of fractions near the square root, as a scale has the error of both n."""
     allowed = 1e-7 * min(abs(1 - factor), factor)
