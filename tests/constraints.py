@@ -104,6 +104,21 @@ class MixedClusters:
         return {name: nn.Parameter(x.clone()) for name, x in self.leaves.items()}
 
 
+class ClustersWithMemory(MixedClusters):
+    """The same clusters in a bath with a memory of two exponentials."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.leaves["friction"]
+        self.leaves |= {"rates": tensor([4.0, 1.0]), "strengths": tensor([8.0, 1.0])}
+
+    def constrained(self, numbers: dict[str, Tensor]) -> adjsim.Constrained:
+        potential = adjsim.SoftSphere(numbers["epsilon"], 1.5)
+        given = {name: numbers[name] for name in ("mass", "kT", "rates", "strengths")}
+        inner = adjsim.GeneralizedLangevin(potential, **given)
+        return adjsim.Constrained(inner, adjsim.DistanceConstraints(self.index, numbers["length"]))
+
+
 class ClustersAtPressure(MixedClusters):
     """The same clusters with a piston, and forces within the clusters too."""
 

@@ -17,6 +17,7 @@ from adjsim.adjoints.sweep.history import ErrorBudget, History, Rewind, SweepSta
 from adjsim.adjoints.sweep.passes import run_swept
 from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.arguments import as_positive, as_whole
+from adjsim.core.derived import has_values
 from adjsim.core.durable.stateful import Entries
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, magnitudes, select
@@ -70,6 +71,23 @@ class ReversibleAdjoint(Adjoint):
                     f"{why}, so its steps cannot be undone: use CheckpointAdjoint() or "
                     "DirectAdjoint()."
                 )
+        if run.needs_gradient and not run.solver.exact and has_values():
+            self._check_start(run)
+
+    @torch.no_grad()
+    def _check_start(self, run: Run[State]) -> None:
+        """Refuse a start that undone steps do not come back to."""
+        state = run.state
+        found = run.dynamics.returned_to(state)
+        if found is state:
+            return
+        error = relative_difference(found, state, magnitudes(state))
+        if error > self.tol:
+            raise ValueError(
+                f"the start is off its constraints by {error:.2g} of its largest entries, and "
+                f"undone steps would come back to them: more than tol={self.tol:g}. Make the start "
+                "by init, or use CheckpointAdjoint()."
+            )
 
     def run(self, run: Run[State], report: RunReport) -> Result[State]:
         def history(stepper: Stepper) -> History:
@@ -164,6 +182,14 @@ class Resets(History):
         return FloatInversion(self, {**known, **self.checkpoints}, given.final)
 
 
+def relative_difference(found: AnyState, true: AnyState, sizes: Sequence[torch.Tensor]) -> float:
+    """Return the largest difference of a field over its size."""
+    return max(
+        float((x - y).abs().amax().double() / torch.where(size > 0, size, 1.0))
+        for x, y, size in zip(found, true, sizes, strict=True)
+    )
+
+
 class FloatInversion(Rewind):
     """Earlier states by inversion in floating point, compared with the ``known`` states by step."""
 
@@ -177,10 +203,7 @@ class FloatInversion(Rewind):
         true = self.known.get(step)
         if true is None:
             return state
-        error = max(
-            float((found - x).abs().amax().double() / torch.where(size > 0, size, 1.0))
-            for found, x, size in zip(state, true, self.history.scale, strict=True)
-        )
+        error = relative_difference(state, true, self.history.scale)
         assert self.error is not None
         self.error = max(self.error, error) if error == error else error
         self.history.report.reconstruction_error = self.error

@@ -146,6 +146,10 @@ class Dynamics(nn.Module, Generic[State]):
         """
         return None
 
+    def returned_to(self, start: State) -> State:
+        """Return the state to which undone steps come back, where a start is a little off."""
+        return start
+
     def characteristic_scales(self, t: float, state: State, time: float) -> dict[str, Tensor]:
         """Return the known sizes of fields over a time from the start, for the exact lattice."""
         return {}

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ from adjsim.core.state import AnyState, State, detached
 
 # The largest denominator of a fraction that stands for a factor.
 LARGEST_DENOMINATOR = 2**26
+# The numerator above which a product of two fractions is sought where its error matters.
+SIMPLE_NUMERATOR = 2**13
 # A buffer of 33 bits is spilled. A scale multiplies it by the denominator, and the product must
 # stay below 2^62.
 WORD, FULL, LONGEST = 32, 33, 62
@@ -118,6 +122,21 @@ def fingerprint(state: AnyState) -> bytes:
     return digest.digest()
 
 
+def rescaled(x: Tensor, buffer: Tensor, n: Tensor | int, d: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Compute X n/d and the new buffer."""
+    quotient = torch.div(x, d, rounding_mode="floor")
+    mixed = _add_multiple(_add_multiple(x, quotient, d, -1), buffer, d)
+    kept = torch.div(mixed, n, rounding_mode="floor")
+    return _add_multiple(_add_multiple(mixed, kept, n, -1), quotient, n), kept
+
+
+def _add_multiple(x: Tensor, y: Tensor, factor: Tensor | int, sign: int = 1) -> Tensor:
+    """Compute x + sign factor y."""
+    if isinstance(factor, int):
+        return torch.add(x, y, alpha=sign * factor)
+    return torch.addcmul(x, y, factor, value=sign)
+
+
 def fractions(what: str, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Find fractions n/d, to 1e-7 of each factor and of its distance from 1."""
     values = factor.reshape(-1).tolist()
@@ -125,6 +144,35 @@ def fractions(what: str, factor: Tensor) -> tuple[Tensor, Tensor]:
     pairs = torch.tensor([known[v] for v in values], device=factor.device)
     n, d = pairs.T.reshape(2, *factor.shape)
     return n, d
+
+
+def simpler_products(factor: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace n/d by products of two fractions with small numbers: n and d, on a first axis of two.
+
+    A product is as near to the factor as a fraction is. The second fraction is 1 where n is small,
+    and where no simpler product is found.
+    """
+    given = zip(factor.flatten().tolist(), n.flatten().tolist(), d.flatten().tolist(), strict=True)
+    found = [_product(*x) for x in given]
+    pairs = torch.tensor(found, device=factor.device).movedim(0, -1)
+    n, d = pairs.reshape(2, 2, *factor.shape).unbind(1)
+    return n, d
+
+
+@lru_cache(1024)
+def _product(factor: float, n: int, d: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Search products of fractions near the square root, as a scale has the error of both n."""
+    allowed = 1e-7 * min(abs(1 - factor), factor)
+    for limit in (2**k for k in range(8, (n // 4).bit_length()) if n > SIMPLE_NUMERATOR):
+        for j in range(1, 5):
+            middle = round(j / (1 - math.sqrt(factor)))
+            for first in range(max(j + 1, middle - 8), min(limit, middle + 9)):
+                rest = Fraction(1 - factor * first / (first - j)).limit_denominator(limit)
+                product = (1 - rest) * Fraction(first - j, first)
+                if 0 < rest < 1 and abs(float(product - Fraction(factor))) <= allowed:
+                    second = rest.denominator
+                    return (first - j, first), (second - rest.numerator, second)
+    return (n, d), (1, 1)
 
 
 def _fraction(what: str, factor: float) -> tuple[int, int]:

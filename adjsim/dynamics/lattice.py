@@ -18,7 +18,8 @@ lattice
 
   Each line is a bijection of (X, B), for n below d as well as above. The inverse is the same with n
   and d exchanged. X' is less than n units from X n/d, and B grows by the log2(d/n) bits that X
-  loses. When a buffer is full, 32 bits of it go to a stack (:mod:`adjsim.dynamics.buffer`).
+  loses. Under constraints, which see the error, a product of two fractions stands for one of a
+  large n. When a buffer is full, 32 bits of it go to a stack (:mod:`adjsim.dynamics.buffer`).
 
 Gradients are those of the unrounded flow at the lattice states: rounding has the derivative of the
 identity.
@@ -31,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +43,14 @@ from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import (
     FULL,
     LONGEST,
+    SIMPLE_NUMERATOR,
     BufferGrowth,
     Spill,
     buffer_name,
     fractions,
     refill,
+    rescaled,
+    simpler_products,
     spill,
 )
 from adjsim.dynamics.copies import Copies, copy_name, extended, typical_sizes
@@ -71,6 +75,8 @@ LONGEST_WAIT = 4096
 DENOMINATOR = 2**22
 # How far the function of a ratio is assumed to rise above one.
 LARGEST_RATIO = 8
+# The integers n and d of a fraction, tensors or numbers.
+Pair: TypeAlias = tuple[Any, Any]
 # The names of the roundings of forces, in the order of adjsim.dynamics.forces.
 FORCE_NAMES = "force", "virial"
 
@@ -122,7 +128,9 @@ class Lattice:
                 spacing = torch.minimum(spacing, self.force_roundings[name].spacing)
             self.force_roundings[name] = Rounding(spacing)
         self._constant_factors = [
-            (letter, m.source.name) for letter, m in scales if isinstance(m.source, Coefficient)
+            (letter, m.source.name, m.field)
+            for letter, m in scales
+            if isinstance(m.source, Coefficient)
         ]
         self._state_dependent = len(self._constant_factors) < len(scales)
         # A ratio scales centres of bodies alone, and leaves relative momenta as they are.
@@ -169,10 +177,19 @@ class Lattice:
         """Add to the coefficients a fraction n/d for each coefficient that scales a field."""
         found: dict[str, Coefficients] = dict(coefficients)
         largest = DENOMINATOR if self._coarse else 1
-        for letter, name in dict.fromkeys(self._constant_factors):
-            n, d = fractions(f"{name!r} of term {letter!r}", found[letter][name].detach())
+        flowing = {name for _, flow in self._flows for name in flow.fields}
+        for letter, name, scaled in dict.fromkeys(self._constant_factors):
+            factor = found[letter][name].detach()
+            n, d = fractions(f"{name!r} of term {letter!r}", factor)
             found[letter] = {**found[letter], f"{name} n": n, f"{name} d": d}
-            largest = max(largest, int(n.max()))
+            if scaled in flowing:
+                if int(n.max()) > SIMPLE_NUMERATOR:
+                    n, d = simpler_products(factor, n, d)
+                    parts = {"n": n[0], "d": d[0], "n 2": n[1], "d 2": d[1]}
+                    named = {f"{name} {part}": value for part, value in parts.items()}
+                    found[letter] = {**found[letter], **named}
+                    n = n.sum(0)
+                largest = max(largest, int(n.max()))
         for letter, _ in self._flows:
             units = torch.tensor(float(largest), dtype=torch.float64, device=self._half.device)
             found[letter] = {**found[letter], "units": units}
@@ -188,9 +205,9 @@ class Lattice:
             largest *= LARGEST_RATIO
         for letter, move in moves:
             if isinstance(move, Scale) and isinstance(move.source, Coefficient):
-                n, d = (coefficients[letter][f"{move.source.name} {part}"] for part in "nd")
-                bits[move.field] = bits[move.field] + torch.log2(d.double() / n.double())
-                largest = max(largest, int(d.max()), int(n.max()))
+                for n, d in _fractions(coefficients[letter], move.source.name):
+                    bits[move.field] = bits[move.field] + torch.log2(d.double() / n.double())
+                    largest = max(largest, int(d.max()), int(n.max()))
         # The check of the buffers finds factors that are smaller than those that are planned with.
         rates = [float(x.abs().max()) for x in bits.values()]
         assumed = [
@@ -289,38 +306,29 @@ class LatticeScale(Scale):
     half: Tensor = field(kw_only=True)
 
     def moved(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
-        y, (n, d) = self._part(state), self._fraction(state, value, context)
-        # The inverse is the scale by d/n.
-        out, kept = self._rescaled(state, y, n, d) if sign > 0 else self._rescaled(state, y, d, n)
+        y, fractions = self._part(state), self._fractions(state, value, context)
+        if sign < 0:
+            # The inverse is the scale by d/n.
+            fractions = [(d, n) for n, d in reversed(fractions)]
+        buffer = select_link(getattr(state, buffer_name(self.field)), self.link)
+        x = ((y.detach() if y.requires_grad else y) / self.rounding.spacing).to(torch.int64)
+        for n, d in fractions:
+            x, buffer = rescaled(x, buffer, n, d)
+        out = x * self.rounding.spacing
         if sign > 0 and (y.requires_grad or value.requires_grad):
             out = straight_through(y * value, out)
         state = replace_field(state, self.field, self.link, out)
-        return replace_field(state, buffer_name(self.field), self.link, kept)
+        return replace_field(state, buffer_name(self.field), self.link, buffer)
 
-    def _fraction(
-        self, state: AnyState, factor: Tensor, context: MoveContext
-    ) -> tuple[Tensor, Tensor | int]:
-        c, source = context.coefficients, self.source
-        if isinstance(source, Coefficient):
-            return c[f"{source.name} n"], c[f"{source.name} d"]
+    def _fractions(self, state: AnyState, factor: Tensor, context: MoveContext) -> list[Pair]:
+        if isinstance(self.source, Coefficient):
+            return _fractions(context.coefficients, self.source.name)
         # A constant power of two divides by a shift of bits, several times as fast.
-        return self._numerator(factor), DENOMINATOR
+        return [(self._numerator(factor), DENOMINATOR)]
 
     def _numerator(self, factor: Tensor) -> Tensor:
         # Adding a half before truncation rounds to the nearest integer.
         return torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64).clamp(min=1)
-
-    def _rescaled(
-        self, state: AnyState, y: Tensor, n: Tensor | int, d: Tensor | int
-    ) -> tuple[Tensor, Tensor]:
-        """Compute y n/d and the new buffer."""
-        buffer = select_link(getattr(state, buffer_name(self.field)), self.link)
-        x = ((y.detach() if y.requires_grad else y) / self.rounding.spacing).to(torch.int64)
-        quotient = torch.div(x, d, rounding_mode="floor")
-        mixed = _add_multiple(_add_multiple(x, quotient, d, -1), buffer, d)
-        kept = torch.div(mixed, n, rounding_mode="floor")
-        x = _add_multiple(_add_multiple(mixed, kept, n, -1), quotient, n)
-        return x * self.rounding.spacing, kept
 
 
 @dataclass(frozen=True)
@@ -330,22 +338,21 @@ class LatticeRatioScale(LatticeScale):
     of: Callable[[Tensor], Tensor] = field(kw_only=True)
     shear: LatticeShear = field(kw_only=True)
 
-    def _fraction(
-        self, state: AnyState, factor: Tensor, context: MoveContext
-    ) -> tuple[Tensor, Tensor | int]:
+    def _fractions(self, state: AnyState, factor: Tensor, context: MoveContext) -> list[Pair]:
         shear, after = self.shear, getattr(state, self.shear.field).detach()
         value = shear.source.value(state, context).detach()
         if shear.coefficient is not None:
             value = context.coefficients[shear.coefficient].detach() * value
         before = after - shear.rounding.round(value)
-        return self._numerator(self.of(after)), self._numerator(self.of(before))
+        return [(self._numerator(self.of(after)), self._numerator(self.of(before)))]
 
 
-def _add_multiple(x: Tensor, y: Tensor, factor: Tensor | int, sign: int = 1) -> Tensor:
-    """Compute x + sign factor y."""
-    if isinstance(factor, int):
-        return torch.add(x, y, alpha=sign * factor)
-    return torch.addcmul(x, y, factor, value=sign)
+def _fractions(c: Coefficients, name: str) -> list[Pair]:
+    """Return the fraction n/d of a factor, or the two of which it is the product."""
+    found: list[Pair] = [(c[f"{name} n"], c[f"{name} d"])]
+    if f"{name} n 2" in c:
+        found.append((c[f"{name} n 2"], c[f"{name} d 2"]))
+    return found
 
 
 def _check_supported(

@@ -35,6 +35,10 @@ class Holder(Protocol):
         """Return the term with its shears of momenta projected to what constraints allow."""
         ...
 
+    def remembering(self, term: Any) -> Term[Any]:
+        """Return a bath with a memory, :class:`~adjsim.dynamics.thermostats.gle.Bath`, held."""
+        ...
+
     def colliding(self, term: Term[Any]) -> Term[Any]:
         """Return collisions of the atoms of a cluster together, projected likewise."""
         ...

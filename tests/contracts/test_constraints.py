@@ -11,7 +11,7 @@ from scipy.special import ellipk
 
 import adjsim
 from adjsim.dynamics.constraints.multipliers import LengthMultipliers, tangent_multipliers
-from adjsim.dynamics.constraints.systems import solve
+from adjsim.dynamics.constraints.systems import newton, quadratic_root, solve
 from tests.constraints import TRIANGLE, WATER_LENGTHS, LongChain, MixedClusters, tensor, waters
 
 FREE = adjsim.Harmonic(0.0)
@@ -223,6 +223,22 @@ def test_multipliers_have_the_derivatives_of_the_implicit_function_theorem():
     assert torch.autograd.gradgradcheck(LengthMultipliers.apply, arguments)
 
 
+@pytest.mark.parametrize("size", [1e-9, 1e-2, 0.3])
+def test_the_multiplier_of_one_constraint_is_that_of_newtons_method(size):
+    generator = torch.Generator().manual_seed(1)
+    d, u = torch.randn(2, 5, 3, 40, 1, generator=generator, dtype=torch.float64)
+    d = d / d.norm(dim=1, keepdim=True)
+    u = d + size * u
+    S = torch.linspace(0.1, 2.0, 40, dtype=torch.float64).reshape(40, 1, 1)
+    length = torch.ones(40, 1, dtype=torch.float64)
+    x = quadratic_root(u, d, S, length)
+    e = u + S.squeeze(-1) * x.unsqueeze(1) * d
+    torch.testing.assert_close(e.norm(dim=1), length.expand(5, 40, 1), rtol=5e-16, atol=0)
+    # A multiplier has the error of a length over S, as that of Newton's method has.
+    expected = newton(u, d, S, length)
+    torch.testing.assert_close(S[..., 0] * x, S[..., 0] * expected, rtol=0, atol=1e-15)
+
+
 def test_multipliers_of_a_band_have_the_same_derivatives():
     generator = torch.Generator().manual_seed(2)
     shape = 2, 1, 4
@@ -372,6 +388,26 @@ def test_dependent_constraints_are_refused():
         dynamics.init(square[:3], generator=0)
 
 
+def test_a_start_that_undone_steps_do_not_come_back_to_is_refused():
+    position, k = tensor([[0.0, 0], [1, 0]]), torch.nn.Parameter(tensor(1.0))
+    dynamics, start = held(position, [[0, 1]], 1.0, torch.ones(2, 2), potential=adjsim.Harmonic(k))
+    solver = adjsim.VelocityVerlet(0.1)
+    for size, adjoint in ((5e-6, adjsim.DirectAdjoint()), (1e-7, adjsim.ReversibleAdjoint())):
+        off = start._replace(position=position * (1 + size))
+        path = adjsim.simulate(dynamics, off, [0.0, 0.2], solver=solver, adjoint=adjoint)
+        path.final.position.sum().backward()
+        assert path.stats["reconstruction_error"] in (None, pytest.approx(size / 2, rel=0.3))
+    off = start._replace(position=position * (1 + 5e-6))
+    with pytest.raises(ValueError, match=r"off its constraints by 2.5e-06 .* tol=1e-06. Make the"):
+        adjsim.simulate(
+            dynamics, off, [0.0, 0.2], solver=solver, adjoint=adjsim.ReversibleAdjoint()
+        )
+    with torch.no_grad():
+        adjsim.simulate(
+            dynamics, off, [0.0, 0.2], solver=solver, adjoint=adjsim.ReversibleAdjoint()
+        )
+
+
 def test_lengths_that_contradict_each_other_have_no_multipliers():
     position = tensor([[0.0, 0], [1, 0], [2, 0.05]])
     constraints = adjsim.DistanceConstraints(TRIANGLE, [1.0, 2.1, 1.0])
@@ -389,8 +425,8 @@ def test_a_step_too_long_for_the_rods_is_named():
 
 def test_other_dynamics_are_refused_by_name():
     rods = adjsim.DistanceConstraints([[0, 1]], 1.0)
-    with pytest.raises(TypeError, match="Bath: its memory has parts along"):
-        adjsim.Constrained(adjsim.GeneralizedLangevin(FREE), rods)
+    with pytest.raises(TypeError, match="'D' of Mechanics, ViscousDamping: it does not say how"):
+        adjsim.Constrained(adjsim.Mechanics(FREE, damping=0.1), rods)
     with pytest.raises(TypeError, match="dynamics with masses"):
         adjsim.Constrained(adjsim.OverdampedLangevin(FREE), rods)
     with pytest.raises(TypeError, match=r"DistanceConstraints\(index, length\)"):

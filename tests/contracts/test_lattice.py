@@ -15,7 +15,14 @@ from torch import Tensor
 import adjsim
 from adjsim.core.rounding import Rounding, power_of_two
 from adjsim.dynamics import Coefficient, Dynamics, Field, Function, Random, Scale, Shear, Term
-from adjsim.dynamics.buffer import FULL, buffer_name, fractions, refill, spill
+from adjsim.dynamics.buffer import (
+    FULL,
+    buffer_name,
+    fractions,
+    refill,
+    simpler_products,
+    spill,
+)
 from adjsim.dynamics.lattice import DENOMINATOR
 from tests.problems import Case, square
 from tests.retracing import forth_and_back
@@ -153,6 +160,15 @@ def test_fractions_keep_the_distance_from_one(factor):
     n, d = fractions("it", tensor)
     assert 1 <= int(d) <= 2**26
     assert abs(int(n) / int(d) - factor) <= 1.01e-7 * min(abs(1 - factor), factor) + 1e-16
+
+
+def test_products_of_fractions_are_as_near_with_smaller_numbers():
+    factor = torch.exp(-torch.tensor([2e-3, 4e-3, 0.02, 1.0], dtype=torch.float64))
+    n, d = simpler_products(factor, *fractions("it", factor))
+    distance = ((n.double() / d).prod(0) - factor).abs()
+    assert bool((distance <= 1.01e-7 * (1 - factor)).all())
+    # Single fractions have numerators of 1,499,000, 374,500, 29,701 and 1,001.
+    assert n.sum(0).tolist() == [3998, 12135, 1629, 1002]
 
 
 def test_one_is_one():

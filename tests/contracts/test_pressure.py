@@ -22,7 +22,7 @@ from adjsim.potentials.strained import (
 )
 from tests.pressure import OwnPairs, at, parameter, piston, position, potential, start
 from tests.problems import slow_but
-from tests.sites import virtual_sites
+from tests.sites import force_field, virtual_sites
 from tests.suites import TermContract, disturbed
 
 KINDS = [
@@ -456,6 +456,13 @@ class Wall(torch.nn.Module):
             lambda: adjsim.LangevinPiston(OwnPairs([3.6, 3.7, 3.8]), tail=True),
             ValueError,
             "no part of OwnPairs is a pair potential with a cutoff",
+        ),
+        (
+            lambda: adjsim.LangevinPiston(
+                force_field(torch.tensor([3.6, 3.7, 3.8], dtype=torch.float64)), tail=True
+            ),
+            ValueError,
+            "of atoms without virtual sites. With sites let OpenMM's force correct for them",
         ),
         (
             lambda: adjsim.LangevinPiston(potential() + HiddenBox()).init(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import adjsim
-from tests.constraints import LongChain, MixedClusters, tensor, weighted
+from tests.constraints import ClustersWithMemory, LongChain, MixedClusters, tensor, weighted
 
 ADJOINTS = (adjsim.DirectAdjoint(), adjsim.CheckpointAdjoint(), adjsim.ReversibleAdjoint())
 
@@ -35,9 +35,17 @@ def slope(system, numbers, name, along, steps, scheme="BAOAB"):
     return (ends[0] - ends[1]) / (2 * h)
 
 
-@pytest.mark.parametrize("scheme", ["BAOAB", pytest.param("OBAAABO", marks=pytest.mark.slow)])
-def test_all_adjoints_equal_central_differences(system, scheme):
-    numbers, steps = system.parameters(), 4
+@pytest.mark.parametrize(
+    ("made", "scheme", "steps"),
+    [
+        (MixedClusters, "BAOAB", 4),
+        pytest.param(MixedClusters, "OBAAABO", 4, marks=pytest.mark.slow),
+        (ClustersWithMemory, "BAGAB", 2),
+    ],
+)
+def test_all_adjoints_equal_central_differences(made, scheme, steps):
+    system = made()
+    numbers = system.parameters()
     found = [gradients(system, numbers, steps, scheme=scheme, adjoint=a) for a in ADJOINTS]
     generator = torch.Generator().manual_seed(5)
     for name, number in numbers.items():
@@ -113,6 +121,26 @@ def test_a_fixed_atom_and_its_rod_have_gradients(system):
             torch.testing.assert_close(grads[k], found[0][k], rtol=1e-10, atol=1e-10)
 
 
+def test_differences_of_lengths_at_fixed_starts():
+    length, position = torch.nn.Parameter(tensor([1.0, 0.8])), tensor([[0.0, 0], [1, 0], [1, 0.8]])
+    inner = adjsim.Langevin(adjsim.Harmonic(1.0), [1.0, 2.0, 1.0], 0.5, 0.7)
+    dynamics = adjsim.Constrained(inner, adjsim.DistanceConstraints([[0, 1], [1, 2]], length))
+
+    def initial(replicas, generator):
+        return dynamics.init(position.expand(replicas, 3, 2), generator=generator)
+
+    simulation = adjsim.Simulation(dynamics, initial, [0.0, 0.2], solver=adjsim.BAOAB(0.1))
+    end = adjsim.Final(lambda state: (state.position**2 + state.momentum).sum((-1, -2)))
+    path, differences = (
+        estimator(simulation, end, replicas=2, chunks=2, generator=0).grad["constraints.length"]
+        for estimator in (adjsim.Pathwise(), adjsim.FiniteDifference(1e-6))
+    )
+    # Rounding of 1e-15 over a step of 1e-6.
+    torch.testing.assert_close(differences, path, rtol=1e-7, atol=1e-8)
+    with pytest.raises(ValueError, match="With FiniteDifference use h=1e-6"):
+        adjsim.FiniteDifference()(simulation, end, replicas=2, chunks=2, generator=0)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -184,16 +212,22 @@ def test_constraints_may_be_made_inside_of_transforms():
 
 
 @pytest.mark.parametrize(
-    "adjoint",
+    ("made", "scheme", "adjoint"),
     [
-        pytest.param(adjsim.CheckpointAdjoint(), marks=pytest.mark.marathon),
-        pytest.param(adjsim.ReversibleAdjoint(), marks=pytest.mark.slow),
+        pytest.param(
+            MixedClusters, "BAOAB", adjsim.CheckpointAdjoint(), marks=pytest.mark.marathon
+        ),
+        pytest.param(MixedClusters, "BAOAB", adjsim.ReversibleAdjoint(), marks=pytest.mark.slow),
+        pytest.param(
+            ClustersWithMemory, "BAGAB", adjsim.ReversibleAdjoint(), marks=pytest.mark.marathon
+        ),
     ],
-    ids=lambda x: type(x).__name__,
+    ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", type(x).__name__),
 )
-def test_compiled_runs_have_the_same_gradients(system, adjoint):
+def test_compiled_runs_have_the_same_gradients(made, scheme, adjoint):
+    system = made()
     numbers = system.parameters()
-    plain = gradients(system, numbers, 6, adjoint=adjoint)
-    compiled = gradients(system, numbers, 6, adjoint=adjoint, compile=True)
+    plain = gradients(system, numbers, 6, scheme=scheme, adjoint=adjoint)
+    compiled = gradients(system, numbers, 6, scheme=scheme, adjoint=adjoint, compile=True)
     for name in numbers:
         torch.testing.assert_close(compiled[name], plain[name], rtol=1e-10, atol=1e-10)

@@ -7,7 +7,14 @@ import torch
 
 import adjsim
 from adjsim.dynamics.constraints.exact import RARE, _read, _written
-from tests.constraints import WATER_LENGTHS, MixedClusters, tensor, waters, weighted
+from tests.constraints import (
+    WATER_LENGTHS,
+    ClustersWithMemory,
+    MixedClusters,
+    tensor,
+    waters,
+    weighted,
+)
 
 
 def test_differences_come_back_from_buffers():
@@ -21,9 +28,16 @@ def test_differences_come_back_from_buffers():
     assert torch.equal(found, differences.expand_as(found))
 
 
-@pytest.mark.parametrize("scheme", ["BAOAB", pytest.param("OBAABO", marks=pytest.mark.slow)])
-def test_exact_runs_have_the_gradient_of_backpropagation(scheme):
-    system, found = MixedClusters(), []
+@pytest.mark.parametrize(
+    ("system", "scheme"),
+    [
+        (MixedClusters(), "BAOAB"),
+        pytest.param(MixedClusters(), "OBAABO", marks=pytest.mark.slow),
+        pytest.param(ClustersWithMemory(), "BAGAB", marks=pytest.mark.slow),
+    ],
+)
+def test_exact_runs_have_the_gradient_of_backpropagation(system, scheme):
+    found = []
     numbers = system.parameters()
     for adjoint in (adjsim.ReversibleAdjoint(), adjsim.DirectAdjoint()):
         path = system.run(numbers, 8, scheme, exact=True, adjoint=adjoint)

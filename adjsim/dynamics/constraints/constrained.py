@@ -16,7 +16,7 @@ from adjsim.core.state import AnyState, momentum_of, position_of
 from adjsim.core.typing import Array, Energies, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics, StateLimit
 from adjsim.dynamics.constraints.distances import DistanceConstraints
-from adjsim.dynamics.constraints.terms import Held
+from adjsim.dynamics.constraints.held import Held
 from adjsim.dynamics.density import StationaryDensity
 from adjsim.dynamics.forces import FORCE
 from adjsim.dynamics.masses import HeatLimit, Masses
@@ -30,7 +30,7 @@ from adjsim.potentials.points import ForcesAt
 # Of the lengths: errors of a start that init mends without a word, and that it mends at all.
 SILENT, MENDED = 1e-3, 0.15
 # The relative errors of lengths and of momenta with which a run may start. The grid of an exact run
-# leaves 1e-8 of lengths. Scales of momenta leave 1e-5 of these, and of lengths 1e-6 at 2 fs.
+# leaves 1e-8 of lengths. Scales by chains leave 1e-5 of momenta, and of lengths 1e-6 at 2 fs.
 TOLERANCE, MOMENTUM_TOLERANCE = 1e-5, 1e-4
 
 
@@ -58,7 +58,8 @@ class Constrained(Dynamics[Any]):
     see :class:`~adjsim.dynamics.pressure.terms.PistonKick`.
 
     Args:
-        dynamics: :class:`~adjsim.Hamiltonian`; :class:`~adjsim.Langevin` or
+        dynamics: :class:`~adjsim.Hamiltonian`; :class:`~adjsim.GeneralizedLangevin`, whose memory
+            acts on momenta by projected forces; :class:`~adjsim.Langevin` or
             :class:`~adjsim.Andersen`, with one friction or rate, or one for each molecule;
             :class:`~adjsim.LangevinPiston`, with one friction; or
             :class:`~adjsim.NoseHooverChain`, :class:`~adjsim.NoseHooverPiston`,
@@ -109,8 +110,9 @@ class Constrained(Dynamics[Any]):
             if isinstance(found, Refusal):
                 raise TypeError(
                     f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}: "
-                    f"{found.reason}. Use Hamiltonian, Langevin, LangevinPiston, NoseHooverChain, "
-                    "NoseHooverPiston, Bussi, Andersen, Berendsen or VelocityRescale."
+                    f"{found.reason}. Use Hamiltonian, Langevin, GeneralizedLangevin, "
+                    "LangevinPiston, NoseHooverChain, NoseHooverPiston, Bussi, Andersen, "
+                    "Berendsen or VelocityRescale."
                 )
         for name in ("friction", "rate"):
             self._refuse_unequal(name, getattr(inner, name, None))
@@ -215,7 +217,8 @@ class Constrained(Dynamics[Any]):
                 "freedom: give at most these."
             )
         tolerance = max(TOLERANCE, math.sqrt(torch.finfo(q.dtype).eps))
-        self._refuse_far(q, tolerance, "Make the start by init, which moves it there")
+        remedy = "Make the start by init, which moves it there. With FiniteDifference use h=1e-6"
+        self._refuse_far(q, tolerance, remedy)
         c = held.coefficients(self.masses, q)
         held.refuse_dependent(c, q)
         removed = float((p - held.project(c, q, p)).abs().max())
@@ -283,6 +286,13 @@ class Constrained(Dynamics[Any]):
     def enthalpy(self, state: InBox) -> Energies:
         """Compute the enthalpy ``K + U + P V``, ``(*batch,)``."""
         return self.dynamics.enthalpy(state)
+
+    def returned_to(self, start: Any) -> Any:
+        """Return the state on the constraints that is nearest to a start."""
+        held, q = self.constraints, start.position
+        c = held.coefficients(self.masses, q)
+        q = held.at_lengths(c, q)
+        return start._replace(position=q, momentum=held.project(c, q, start.momentum))
 
     def draw_shape(self, t: float, state: AnyState) -> torch.Size:
         return self.dynamics.draw_shape(t, state)

@@ -39,9 +39,12 @@ from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.moves import BufferedFlow
 from adjsim.dynamics.sources import MoveContext
 
-# The grid of multipliers over their errors by the spacing of positions, and by that of momenta,
-# which a scale by n/d takes off the constraints by up to n units.
-COARSE, COARSE_MOMENTUM = 2.0**8, 2.0
+# The grid of multipliers over their errors by the spacing of positions.
+COARSE = 2.0**8
+# The same by that of momenta, which a scale by n/d takes off the constraints by up to n units: at
+# least, and up to a grid of FINE units, at which constraints hold to 1e-8. Differences are rare on
+# a wide grid: at twice the error one in ten multipliers has one.
+COARSE_MOMENTUM, WIDE_MOMENTUM, FINE = 2.0, 64.0, 2.0**17
 RADIX, RARE = 128, 8
 ZERO = RADIX - RARE
 # The integers of each multiplier.
@@ -152,7 +155,9 @@ class LatticeDrift(Drift):
         """Return the grid of each multiplier, ``(*batch, n)``."""
         c = context.coefficients
         by_position = COARSE * self.position.spacing[..., 0] / (abs(self.h) * c["1/m of pairs"])
-        by_momentum = COARSE_MOMENTUM * self.momentum.spacing[..., 0] * c["units"]
+        units = c["units"]
+        width = torch.maximum(COARSE_MOMENTUM * units, (WIDE_MOMENTUM * units).clamp(max=FINE))
+        by_momentum = width * self.momentum.spacing[..., 0]
         return torch.maximum(by_position, by_momentum) / c["length"]
 
     def _stored(self, state: Any, q: Tensor, p: Tensor, buffer: Tensor) -> Any:

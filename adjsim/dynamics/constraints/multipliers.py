@@ -24,6 +24,7 @@ from adjsim.dynamics.constraints.systems import (
     lengths_operator,
     newton,
     products,
+    quadratic_root,
     solve,
     window,
 )
@@ -79,8 +80,9 @@ class LengthMultipliers(torch.autograd.Function):
     """The multipliers x with which differences u have the right lengths: ``|e_k| = L_k``.
 
     The differences become ``e_k = u_k + sum_l S_kl x_l d_l``. Newton's method solves
-    ``s_k = (|e_k|^2 - L_k^2)/2 = 0`` from x = 0, with the matrix ``J_kl = S_kl e_k . d_l``. By the
-    implicit function theorem ``J dx = -(ds at fixed x)``, so with the cotangent lambda of x::
+    ``s_k = (|e_k|^2 - L_k^2)/2 = 0`` from x = 0, with the matrix ``J_kl = S_kl e_k . d_l``. One
+    constraint by itself has a closed form, :func:`~.systems.quadratic_root`. By the implicit
+    function theorem ``J dx = -(ds at fixed x)``, so with the cotangent lambda of x::
 
         J^T z = lambda         lambda_u_k  = -z_k e_k
                                lambda_d_l  = -x_l sum_k S_kl z_k e_k
@@ -92,6 +94,8 @@ class LengthMultipliers(torch.autograd.Function):
 
     @staticmethod
     def forward(u: Tensor, d: Tensor, S: Tensor, length: Tensor) -> Tensor:
+        if S.shape[-2] == 1:
+            return quadratic_root(u, d, S, length)
         in_loop = is_tracing() and u.device.type == "cpu"
         return (lengths_operator if in_loop else newton)(u, d, S, length)
 

@@ -1,4 +1,4 @@
-"""The linear systems of clusters, and Newton's method: by torch, and called in compiled loops.
+"""The systems of clusters, linear ones and lengths: by torch, and called in compiled loops.
 
 The matrix of a cluster is ``A_kl = S_kl (e_k . d_l)`` of :mod:`multipliers`. Row k has the columns
 of its window: all of a small cluster, or ``|k - l| <= b`` of a long one, whose constraints are in
@@ -61,6 +61,8 @@ def along(S: Tensor, x: Tensor, d: Tensor) -> Tensor:
 def solve(e: Tensor, d: Tensor, S: Tensor, right: Tensor) -> Tensor:
     """Solve ``sum_l S_kl (e_k . d_l) x_l = v_k``; singular systems give infinity or NaN."""
     size, width = S.shape[-2:]
+    if size == 1:
+        return right / (S * products(e, d, width)).squeeze(-1)
     if width != size and e.device.type != "cpu" and is_tracing():
         raise ValueError(
             f"compile=True on {e.device.type}: {size} constraints form one cluster, whose band is "
@@ -70,8 +72,6 @@ def solve(e: Tensor, d: Tensor, S: Tensor, right: Tensor) -> Tensor:
     if width != size or (is_tracing() and e.device.type == "cpu"):
         return solve_operator(e, d, S, right)
     matrix = S * products(e, d, width)
-    if size == 1:
-        return right / matrix.squeeze(-1)
     if is_tracing() and size <= SMALL:
         return _eliminated(matrix, right)
     return torch.linalg.solve_ex(matrix, right.unsqueeze(-1))[0].squeeze(-1)
@@ -158,6 +158,21 @@ def newton(u: Tensor, d: Tensor, S: Tensor, length: Tensor) -> Tensor:
     if readable:
         raise FloatingPointError(_unsolved(u, length, solved))
     return torch.where(solved, x, torch.nan)
+
+
+def quadratic_root(u: Tensor, d: Tensor, S: Tensor, length: Tensor) -> Tensor:
+    """Solve ``|u + S x d| = L`` of clusters with one constraint, a quadratic equation::
+
+        x = (L^2 - |u|^2) / (S (u.d + sqrt((u.d)^2 + |d|^2 (L^2 - |u|^2))))
+
+    It is the root with e . d > 0, of which x is zero where u has the length. Without cancellation
+    it has the digits of L^2 - |u|^2.
+    """
+    product, missing = (u * d).sum(-3), length**2 - (u * u).sum(-3)
+    x = missing / (S.squeeze(-1) * (product + torch.sqrt(product**2 + (d * d).sum(-3) * missing)))
+    if has_values() and not bool(x.isfinite().all()):
+        raise FloatingPointError(_unsolved(u, length, x.isfinite()))
+    return x
 
 
 def _unsolved(u: Tensor, length: Tensor, solved: Tensor) -> str:

@@ -10,33 +10,12 @@ import torch
 from torch import Tensor
 
 from adjsim.core.refusal import Refusal
-from adjsim.dynamics.bodies import Bodies
 from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.dynamics.constraints.exact import Drift
 from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.moves import GeneralFlow, Move, Shear
 from adjsim.dynamics.sources import Coefficients, Function, Random, Source
 from adjsim.dynamics.terms import Term
-
-
-class Held(NamedTuple):
-    """Constraints and masses, by which terms are held."""
-
-    constraints: DistanceConstraints
-    masses: Masses
-
-    @property
-    def bodies(self) -> Bodies:
-        return self.constraints.bodies
-
-    def streaming(self, term: Term[Any]) -> Term[Any]:
-        return ConstrainedStream(term, *self)
-
-    def projecting(self, term: Term[Any]) -> Term[Any]:
-        return ConstrainedTerm(term, *self)
-
-    def colliding(self, term: Term[Any]) -> Term[Any]:
-        return ConstrainedCollisions(term, *self)
 
 
 class ConstrainedTerm(Term[Any]):

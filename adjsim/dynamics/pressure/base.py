@@ -92,17 +92,19 @@ class PistonDynamics(Thermostat[Any]):
         box = self.reference_box
         if len(box) == 1:
             raise ValueError("constant pressure needs two or three dimensions; the box has one.")
-        if self.tail and not tailed_parts(self.potential):
-            raise ValueError(
-                "tail=True adds the pressure of pairs beyond a cutoff, and no part of "
-                f"{type(self.potential).__name__} is a pair potential with a cutoff."
-            )
         parts = (self.potential, *terms_of(self.potential))
         correction = next((x for x in parts if getattr(x, "corrects_tail", False)), None)
         if self.tail and correction is not None:
             raise ValueError(
-                "tail=True would count pairs beyond the cutoff twice: the potential has a "
-                f"{type(correction).__name__}, which follows the box. Leave tail out."
+                "tail=True would count pairs beyond the cutoff twice: the correction of a "
+                f"{type(correction).__name__} follows the box. Leave tail out."
+            )
+        if self.tail and not tailed_parts(self.potential):
+            raise ValueError(
+                "tail=True adds the pressure of pairs beyond a cutoff, and no part of "
+                f"{type(self.potential).__name__} is a pair potential with a cutoff, of atoms "
+                "without virtual sites. With sites let OpenMM's force correct for them, by "
+                "setUseDispersionCorrection(True)."
             )
         pressure, units = float(self.pressure.detach()), set(map(_unit, parts))
         if "eV" in units and abs(pressure) > LARGEST_PRESSURE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_tensor
 from adjsim.core.noise import NoiseStream
 from adjsim.core.parameters import register
-from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState
 from adjsim.core.typing import Number, Positions, Seed
 from adjsim.dynamics.density import Canonical
@@ -56,10 +55,8 @@ class Bath(Term[MemoryState]):
         self.masses, self.kT, self.rates, self.strengths = masses, kT, rates, strengths
         self.draws = 1 + len(rates)
 
-    def constrained(self, holder: Holder) -> Refusal:
-        return Refusal(
-            "its memory has parts along constraints, whose directions turn with the molecules"
-        )
+    def constrained(self, holder: Holder) -> Term[Any]:
+        return holder.remembering(self)
 
     def drift(self, t: Any, state: MemoryState) -> Mapping[str, Tensor]:
         p, z = state.momentum, state.memory
@@ -72,20 +69,12 @@ class Bath(Term[MemoryState]):
 
     def coefficients(self, h: float, state: MemoryState) -> dict[str, Tensor]:
         propagator, covariance = self.flow(h)
-        lower, pivots, upper = _ldu(propagator)
-        if not bool((pivots.detach() > 0).all()):
-            raise ValueError(
-                f"the bath's flow over h = {h:g} cannot be made of coupling steps, which needs "
-                f"h < {self._largest_step(h):.3g}: use a smaller dt (h is dt over the number of "
-                "times G occurs in the scheme), or SDESolver."
-            )
-        # The memory comes first in the Cholesky factor, so that its draws are, to leading order in
-        # h, the Brownian increments of the SDE.
-        scatter = torch.linalg.cholesky(covariance.roll((-1, -1), (0, 1)))
-        like = state.momentum
+        self.refuse_long(h, lambda x: ldu(x)[1], ", or SDESolver")
+        lower, pivots, upper = ldu(propagator)
+        like, noise = state.momentum, amplitudes(covariance)
         found = {"p scale": pivots[0], "z scale": pivots[1:].reshape(-1, 1, 1)}
         for i in range(self.draws):
-            found[f"noise {i}"] = scatter[i - 1, :i] if i > 0 else scatter[-1]
+            found[f"noise {i}"] = noise[i]
             if i > 0:
                 found[f"lower {i}"] = lower[i, :i]
             if i < self.draws - 1:
@@ -126,24 +115,44 @@ class Bath(Term[MemoryState]):
         M, r = self.matrix(), self.rates.double()
         source = torch.diag(torch.cat([r.new_zeros(1), 2 * r]))
         block = torch.cat([torch.cat([-M, source], 1), torch.cat([torch.zeros_like(M), M.T], 1)])
-        exponential = torch.linalg.matrix_exp(block * h)
+        # The further entry of one makes the polynomial of torch one of high degree. Its polynomials
+        # for small matrices have errors of 1e-10.
+        exponential = torch.linalg.matrix_exp(torch.block_diag(block * h, M.new_ones(1, 1)))[
+            :-1, :-1
+        ]
         n = len(M)
         propagator = exponential[:n, :n]
         covariance = exponential[:n, n:] @ propagator.T
         return propagator, 0.5 * (covariance + covariance.T)
 
-    def _largest_step(self, h: float) -> float:
-        """Find the largest step below h with positive pivots, by bisection."""
+    def refuse_long(self, h: float, pivots: Callable[[Tensor], Tensor], way_out: str = "") -> None:
+        """Refuse a step over which pivots of E are not positive."""
+
+        def fits(h: float) -> bool:
+            return bool((pivots(self.flow(h)[0].detach()) > 0).all())
+
+        if fits(h):
+            return
         low, high = 0.0, h
         for _ in range(40):
             middle = (low + high) / 2
-            with torch.no_grad():
-                _, pivots, _ = _ldu(self.flow(middle)[0])
-            low, high = (middle, high) if bool((pivots > 0).all()) else (low, middle)
-        return low
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        raise ValueError(
+            f"the bath's flow over h = {h:g} cannot be made of coupling steps, which needs "
+            f"h < {low:.3g}: use a smaller dt (h is dt over the number of times G occurs in the "
+            f"scheme){way_out}."
+        )
 
 
-def _ldu(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def amplitudes(covariance: Tensor) -> list[Tensor]:
+    """Factor the covariance of the noise: the weights of the draws 0, 1, ... in p, z_1, z_2, ..."""
+    # The memory comes first in the Cholesky factor, so that its draws are, to leading order in h,
+    # the Brownian increments of the SDE.
+    rows = torch.linalg.cholesky(covariance.roll((-1, -1), (0, 1)))
+    return [rows[-1], *(rows[i, : i + 1] for i in range(len(rows) - 1))]
+
+
+def ldu(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Factor into unit lower, diagonal and unit upper matrices, without exchanges of rows."""
     lower = unit = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     for j in range(len(matrix) - 1):
