@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim.core.strain import Strain
+from adjsim.potentials.pairs.long_range import LongRangeCorrection
 from adjsim.potentials.strained import reference_box
 from tests.problems import parameter
 from tests.sites import force_field
@@ -92,6 +93,18 @@ def potential(kind: str = "orthogonal") -> nn.Module:
     if kind == "dispersion":
         mixture = potential("mixture")
         return mixture + adjsim.potentials.pairs.tail.DispersionCorrection(mixture)
+    if kind == "custom":
+        # The first five atoms with the last four, of which one is in both sets.
+        number = torch.arange(8)
+        custom = adjsim.potentials.CustomPairs(
+            "k*q1*q2*exp(-r/l)/r",
+            {"k": parameter(1.3), "l": parameter(0.6), "q": nn.Parameter(number.double() % 2 + 1)},
+            groups=[(number < 5, number > 3)],
+            cutoff=1.6,
+            box=box,
+            truncation=switched,
+        )
+        return custom + LongRangeCorrection(custom, 8)
     if kind == "own":
         return OwnPairs([3.6, 3.7, 3.8])
     if kind == "sum":

@@ -57,6 +57,7 @@ def from_openmm(
     custom_angles        those of its expression             CustomAngleForce
     custom_torsions      those of its expression             CustomTorsionForce
     custom_pairs         those of its expression             CustomNonbondedForce
+    long_range           those of custom_pairs               its long-range correction
     restraints           k, position                         a harmonic CustomExternalForce
     lennard_jones        epsilon, sigma                      NonbondedForce
     coulomb              charge                              NonbondedForce, every method but LJPME

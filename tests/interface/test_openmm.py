@@ -243,6 +243,9 @@ def with_custom_pairs(box):
     wells.setNonbondedMethod(2 if box else 1)
     if box:
         system.setDefaultPeriodicBoxVectors(*np.diag([2.0, 2.1, 2.2]))
+        # Some pairs are in both groups, and the last atoms interact with few.
+        wells.addInteractionGroup(range(3), range(count))
+        wells.addInteractionGroup(range(20), range(2, 30))
     system.addForce(wells)
     sites = np.stack(np.meshgrid(*[np.arange(4.0)] * 3), -1).reshape(-1, 3)[:count]
     return system, 0.5 * sites + 0.02 * rng.normal(size=(count, 3))
@@ -266,6 +269,32 @@ def test_custom_pairs(box):
         forces, expected_forces, rtol=0, atol=ROUNDING * np.abs(expected_forces).max()
     )
     assert energy_and_forces(from_openmm(written, positions)[0], structure.position)[0] == energy
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_the_long_range_correction_of_custom_pairs(groups):
+    system, positions = with_custom_pairs(True)
+    force = system.getForce(0)
+    if not groups:
+        force = openmm.CustomNonbondedForce("4*e*((s/r)^12-(s/r)^6);s=0.5*(s1+s2);e=sqrt(e1*e2)")
+        for name in "es":
+            force.addPerParticleParameter(name)
+        for k in range(len(positions)):
+            force.addParticle([0.5 + 0.3 * (k % 3), 0.2 + 0.02 * (k % 2)])
+        force.setNonbondedMethod(2)
+        system.removeForce(0)
+        system.addForce(force)
+    without, _ = reference(system, positions)
+    force.setUseLongRangeCorrection(True)
+    potential, structure = from_openmm(system, positions)
+    correction = float(potential.long_range(structure.position).detach())
+    expected, _ = reference(system, positions)
+    # OpenMM integrates in single precision, to 1e-5.
+    assert correction == pytest.approx(expected - without, rel=5e-6)
+    assert len(list(potential.parameters())) == (5 if groups else 2)
+    written = to_openmm(potential, system).getForce(0)
+    assert written.getUseLongRangeCorrection()
+    assert written.getNumInteractionGroups() == 2 * groups
 
 
 @pytest.mark.slow
@@ -678,13 +707,6 @@ def unread(text, kind=openmm.CustomBondForce):
     return make
 
 
-def grouped():
-    force = openmm.CustomNonbondedForce("r")
-    force.addInteractionGroup([0], [1])
-    _ = [force.addParticle([]) for _ in range(2)]
-    return pair(force)
-
-
 def smooth_table():
     force = openmm.CustomNonbondedForce("f(r)")
     force.addTabulatedFunction("f", openmm.Continuous1DFunction([0.0, 1.0, 0.0], 0.0, 1.0))
@@ -732,7 +754,6 @@ NONBONDED = openmm.NonbondedForce
         (shared_stiffness, r"shares its global number k with another force"),
         (unread("k*((x-k)^2+(y-k)^2+(z-k)^2)", openmm.CustomExternalForce), r"points of each"),
         (unread("k*x", openmm.CustomExternalForce), r"'k\*x' is no harmonic restraint"),
-        (grouped, r"CustomNonbondedForce has interaction groups"),
         (smooth_table, r"the table f of the CustomNonbondedForce is a Continuous1DFunction"),
         (wrong_pairs("q1*q2", computed=True), r"CustomNonbondedForce has computed values"),
         (wrong_pairs("q1*p2/r"), r"exchanging the two atoms changes the expression 'q1\*p2/r'"),
