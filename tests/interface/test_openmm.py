@@ -271,6 +271,57 @@ def test_custom_pairs(box):
     assert energy_and_forces(from_openmm(written, positions)[0], structure.position)[0] == energy
 
 
+# As the files of OPLS, Gromacs, Charmm and Amber are made, the last one with 1/r^4.
+MIXING = {
+    "geometric": "4*e*((s/r)^12-(s/r)^6); s=sqrt(s1*s2); e=sqrt(e1*e2)",
+    "products": "a1*a2/r^12-c1*c2/r^6",
+    "tables": "acoef(type1, type2)/r^12 - bcoef(type1, type2)/r^6;",
+    "definitions": "(a/r6)^2-b/r6-c/r^4; r6=r^6;a=acoef(type1, type2);b=bcoef(type1, type2);"
+    "c=ccoef(type1, type2);",
+    "screened": "-138.9*q1*q2*(1.0+0.5*screen*r)*exp(-1.0*screen*r)/r; "
+    "screen=bcoef(type1, type2) * p1*p2*10.0",
+}
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(x, marks=[] if x == "geometric" else pytest.mark.slow) for x in MIXING]
+)
+def test_mixing_rules_as_expressions(form):
+    rng, count, text = np.random.default_rng(5), 27, MIXING[form]
+    system, force = openmm.System(), openmm.CustomNonbondedForce(text)
+    names = {
+        "s": rng.uniform(0.25, 0.35, count),
+        "e": rng.uniform(0.2, 0.9, count),
+        "a": rng.uniform(1e-3, 2e-3, count),
+        "c": rng.uniform(0.02, 0.05, count),
+        "q": rng.normal(size=count),
+        "p": rng.uniform(0.5, 1.5, count),
+        "type": rng.integers(0, 3, count),
+    }
+    used = [name for name in names if f"{name}1" in text]
+    for name in used:
+        force.addPerParticleParameter(name)
+    for name in ("acoef", "bcoef", "ccoef"):
+        if name in text:
+            table = rng.uniform(1e-3, 3e-3, (3, 3)) * (1e-3 if name == "acoef" else 1)
+            values = (table + table.T).flatten().tolist()
+            force.addTabulatedFunction(name, openmm.Discrete2DFunction(3, 3, values))
+    for k in range(count):
+        system.addParticle(12.0)
+        force.addParticle([float(names[name][k]) for name in used])
+    force.addExclusion(3, 1)
+    force.setNonbondedMethod(2)
+    force.setCutoffDistance(0.55)
+    system.setDefaultPeriodicBoxVectors([1.2, 0, 0], [0, 1.2, 0], [0, 0, 1.2])
+    system.addForce(force)
+    sites = np.stack(np.meshgrid(*[np.arange(3.0)] * 3), -1).reshape(-1, 3)
+    positions = 0.4 * sites + 0.03 * rng.normal(size=(count, 3))
+    potential, structure = assert_equal_to_openmm(system, positions)
+    assert potential.custom_pairs.path(structure.position) in ("all pairs", "neighbour list")
+    written = to_openmm(potential, system)
+    assert openmm.XmlSerializer.serialize(written) == openmm.XmlSerializer.serialize(system)
+
+
 @pytest.mark.parametrize("groups", [False, True])
 def test_the_long_range_correction_of_custom_pairs(groups):
     system, positions = with_custom_pairs(True)
