@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim.core.strain import Strain
+from adjsim.potentials.charges.ewald.dispersion import LennardJonesMesh
 from adjsim.potentials.pairs.long_range import LongRangeCorrection
 from adjsim.potentials.strained import reference_box
 from tests.problems import parameter
@@ -76,6 +77,16 @@ def potential(kind: str = "orthogonal") -> nn.Module:
         sums = adjsim.ParticleMeshEwald if kind.endswith("mesh") else adjsim.Ewald
         excluded = [[0, 1], [0, 4]]
         return pairs + sums(charge, cutoff=1.6, box=box, tolerance=1e-3, exclusions=excluded)
+    if kind.endswith("dispersed"):
+        return LennardJonesMesh(
+            torch.tensor([0, 1] * 4),
+            nn.Parameter(torch.tensor([1.1, 0.8], dtype=torch.float64)),
+            nn.Parameter(torch.tensor([0.95, 0.9], dtype=torch.float64)),
+            cutoff=1.6,
+            box=box,
+            tolerance=1e-3,
+            exclusions=[[0, 1], [0, 4]],
+        )
     if kind.endswith("bonded"):
         return bonded(pairs, box)
     if kind.endswith("sites"):

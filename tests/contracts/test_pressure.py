@@ -27,7 +27,7 @@ from tests.suites import TermContract, disturbed
 
 KINDS = [
     "orthogonal", "mixture", "own", "sum", "ewald", "mesh", "bonded", "dispersion", "custom",
-    "graph", "network", "sites",
+    "dispersed", "graph", "network", "sites",
 ]  # fmt: skip
 TILTED = ["turned", *(f"turned {kind}" for kind in ("ewald", "mesh", "bonded", "graph"))]
 
@@ -37,7 +37,8 @@ def _marks(kind, axes):
     if axes == 1 and kind in TILTED[1:]:
         return pytest.mark.marathon
     # The mesh has the waves of these sums, and other pairs have the kernels of an expression.
-    return pytest.mark.slow if kind in ("turned ewald", "turned graph", "custom") else []
+    slow = kind in ("turned ewald", "turned graph", "custom", "dispersed")
+    return pytest.mark.slow if slow else []
 
 
 FORMS = [

@@ -13,7 +13,7 @@ import openmm
 import pytest
 import torch
 from ase import units
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from openmm import app, unit
 
 import adjsim
@@ -383,6 +383,8 @@ SYSTEMS = given(
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @SYSTEMS
+@example(seed=0, method="LJPME", scaled=True, tilted=True)
+@example(seed=2, method="LJPME", scaled=False, tilted=False)
 def test_random_systems(seed, method, scaled, tilted):
     # Each system would compile kernels of its own.
     with patch.object(base, "unsupported", lambda *_: Refusal("left out")):
@@ -810,7 +812,10 @@ NONBONDED = openmm.NonbondedForce
         (wrong_pairs("q1*p2/r"), r"exchanging the two atoms changes the expression 'q1\*p2/r'"),
         (wrong_pairs("f(t1,t2)*f;f=3"), r"a table and another number of the name f"),
         (lambda: pair(openmm.NonbondedForce()), r"more than one NonbondedForce"),
-        (lambda: pair(setNonbondedMethod=[NONBONDED.LJPME]), r"LJPME.*take PME"),
+        (
+            lambda: pair(setNonbondedMethod=[NONBONDED.LJPME], setUseSwitchingFunction=[True]),
+            r"LJPME with a switch.*setUseSwitchingFunction\(False\)",
+        ),
         (lambda: pair(setIncludeDirectSpace=[False]), r"setIncludeDirectSpace\(True\)"),
         (lambda: pair(setParticleParameters=[1, 0.0, 0.0, 1.0]), r"particle 1 has epsilon.*sigma"),
         (

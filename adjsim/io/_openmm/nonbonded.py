@@ -26,6 +26,7 @@ from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.charges.coulomb import Coulomb, ReactionField
 from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
 from adjsim.potentials.charges.ewald.base import splitting
+from adjsim.potentials.charges.ewald.dispersion import LennardJonesMesh
 from adjsim.potentials.charges.ewald.particle_mesh import mesh_size
 from adjsim.potentials.pairs.base import PairPotential
 from adjsim.potentials.pairs.noble import LennardJonesMixture
@@ -125,16 +126,18 @@ def read_nonbonded(system: Any, names: Names) -> tuple[dict[str, Any], dict[str,
     # Exceptions are not cut off, and are to the nearest image only where the force says so.
     near = box if force.getExceptionsUsePeriodicBoundaryConditions() else None
     parts.update(_pairs(particles, parts, labels, names, near))
-    if mixture is not None and box is not None and force.getUseDispersionCorrection():
+    corrected = force.getUseDispersionCorrection() and not _is_mesh(force)
+    if mixture is not None and box is not None and corrected:
         parts["dispersion"] = DispersionCorrection(mixture, _start(force))
     return parts, labels
 
 
 def _check(force: Any) -> None:
     method = METHODS[force.getNonbondedMethod()]
-    if method == "LJPME":
+    if method == "LJPME" and force.getUseSwitchingFunction():
         raise ValueError(
-            "NonbondedForce uses LJPME, which is not provided: take PME, or CutoffPeriodic."
+            "NonbondedForce uses LJPME with a switch, whose forces are not the derivatives of its "
+            "energy in OpenMM: call setUseSwitchingFunction(False)."
         )
     if force.getNumParticleParameterOffsets() or force.getNumExceptionParameterOffsets():
         raise ValueError(
@@ -155,7 +158,7 @@ def _start(force: Any) -> float | None:
 
 def _lennard_jones(
     force: Any, particles: Particles, names: Names, options: dict[str, Any]
-) -> tuple[Types, LennardJonesMixture]:
+) -> tuple[Types, Any]:
     bad = np.flatnonzero((particles.epsilon != 0) & (particles.sigma <= 0))
     if len(bad):
         raise ValueError(
@@ -169,12 +172,32 @@ def _lennard_jones(
     species = grouped([[k] for k in range(len(numbers))], numbers, patterns, names)
     assert species.index is not None
     start = _start(force)
+    numbers = species.index, species.parameter(0), species.parameter(1)
+    if _is_mesh(force):
+        # Half as many points as for charges.
+        mesh = _mesh(force, force.getLJPMEParameters(), options, 0.5)
+        return species, LennardJonesMesh(*numbers, **options, **mesh)
     if "cutoff" in options:
         truncation: Truncation = Unshifted() if start is None else SwitchedDistance(start)
         options = {**options, "truncation": truncation}
-    return species, LennardJonesMixture(
-        species.index, species.parameter(0), species.parameter(1), **options
-    )
+    return species, LennardJonesMixture(*numbers, **options)
+
+
+def _is_mesh(force: Any) -> bool:
+    """Whether the dispersion has a mesh."""
+    return METHODS[force.getNonbondedMethod()] == "LJPME"
+
+
+def _mesh(force: Any, given: Any, options: dict[str, Any], share: float = 1.0) -> dict[str, Any]:
+    """Return alpha and the mesh that are given, or that OpenMM chooses."""
+    alpha, *mesh = map(plain, given)
+    if alpha > 0:
+        return {"alpha": alpha / LENGTH, "grid": mesh}
+    # OpenMM counts the points along the axes, not along the rows of a tilted box.
+    box, tolerance = options["box"], float(force.getEwaldErrorTolerance())
+    alpha, sides = splitting(options["cutoff"], tolerance), np.diag(box) if box.ndim == 2 else box
+    mesh = mesh_size(alpha, (share * sides).tolist(), tolerance, ORDER)
+    return {"alpha": alpha, "grid": mesh, "order": ORDER}
 
 
 def _coulomb(force: Any, particles: Particles, options: dict[str, Any]) -> Potential:
@@ -185,18 +208,10 @@ def _coulomb(force: Any, particles: Particles, options: dict[str, Any]) -> Poten
     if method.startswith("Cutoff"):
         permittivity = float(force.getReactionFieldDielectric())
         return UncorrectedReactionField(charge, permittivity, COULOMB, **options)
-    box, cutoff = options["box"], options["cutoff"]
     common: dict[str, Any] = {**options, "constant": COULOMB}
-    tolerance = float(force.getEwaldErrorTolerance())
     if method == "Ewald":
-        return Ewald(charge, tolerance=tolerance, **common)
-    alpha, *mesh = [plain(x) for x in force.getPMEParameters()]
-    if alpha > 0:
-        return ParticleMeshEwald(charge, alpha=alpha / LENGTH, grid=mesh, **common)
-    # OpenMM counts the points along the axes, not along the rows of a tilted box.
-    alpha, sides = splitting(cutoff, tolerance), np.diag(box) if box.ndim == 2 else box
-    mesh = mesh_size(alpha, sides.tolist(), tolerance, ORDER)
-    return ParticleMeshEwald(charge, alpha=alpha, grid=mesh, order=ORDER, **common)
+        return Ewald(charge, tolerance=float(force.getEwaldErrorTolerance()), **common)
+    return ParticleMeshEwald(charge, **common, **_mesh(force, force.getPMEParameters(), options))
 
 
 def _pairs(

@@ -48,7 +48,7 @@ def lorentz_berthelot(
     of the root is infinite at epsilon zero, as of hydrogen in many force fields, and is given as
     zero, so training leaves such an epsilon at zero.
     """
-    return _root(epsilon_i) * _root(epsilon_j), sigma_i / 2 + sigma_j / 2
+    return root(epsilon_i) * root(epsilon_j), sigma_i / 2 + sigma_j / 2
 
 
 def kong(
@@ -70,7 +70,7 @@ def kong(
     return attraction * attraction / repulsion, (repulsion / attraction) ** (1 / 6)
 
 
-def _root(x: Tensor) -> Tensor:
+def root(x: Tensor) -> Tensor:
     """Compute the square root, with derivative zero at zero."""
     return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt())
 
