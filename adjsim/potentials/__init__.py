@@ -35,7 +35,11 @@ from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.bonded.restraints import FlatBottomRestraint, PositionRestraint
 from adjsim.potentials.bonded.torsions import HarmonicImproper, PeriodicTorsion, RyckaertBellemans
 from adjsim.potentials.charges.coulomb import Coulomb, ReactionField, Wolf
-from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
+from adjsim.potentials.charges.ewald import (
+    Ewald,
+    LennardJonesMesh as LennardJonesMesh,
+    ParticleMeshEwald,
+)
 from adjsim.potentials.contact.base import (
     Contact,
     MovingContact,

@@ -24,9 +24,8 @@ from adjsim.io._openmm.types import Names, Types, grouped, types_of
 from adjsim.potentials.base import Potential
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.charges.coulomb import Coulomb, ReactionField
-from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
+from adjsim.potentials.charges.ewald import Ewald, LennardJonesMesh, ParticleMeshEwald
 from adjsim.potentials.charges.ewald.base import splitting
-from adjsim.potentials.charges.ewald.dispersion import LennardJonesMesh
 from adjsim.potentials.charges.ewald.particle_mesh import mesh_size
 from adjsim.potentials.pairs.base import PairPotential
 from adjsim.potentials.pairs.noble import LennardJonesMixture

@@ -111,11 +111,7 @@ class LennardJonesMixture(LennardJones):
     def validate(self) -> None:
         """Refuse numbers or a rule that the constructor would refuse."""
         super().validate()
-        if self.epsilon.shape != self.sigma.shape:
-            raise ValueError(
-                "epsilon and sigma must list one number for each species; got shapes "
-                f"{tuple(self.epsilon.shape)} and {tuple(self.sigma.shape)}."
-            )
+        check_lengths(self.epsilon, self.sigma)
         _ = self.is_symmetric
 
     @derived("mixing")
@@ -139,6 +135,15 @@ class LennardJonesMixture(LennardJones):
         epsilon, sigma = self.epsilon, self.sigma
         mixed = self.mixing(epsilon.unsqueeze(-1), sigma.unsqueeze(-1), epsilon, sigma)
         return mixed[("epsilon", "sigma").index(name)]
+
+
+def check_lengths(epsilon: Tensor, sigma: Tensor) -> None:
+    """Refuse numbers of different species."""
+    if epsilon.shape != sigma.shape:
+        raise ValueError(
+            "epsilon and sigma must list one number for each species; got shapes "
+            f"{tuple(epsilon.shape)} and {tuple(sigma.shape)}."
+        )
 
 
 def _checked_species(species: Array, count: int) -> Tensor:

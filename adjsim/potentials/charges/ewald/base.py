@@ -1,4 +1,4 @@
-"""The base class of Ewald sums, and their part in real space."""
+"""The base class of Ewald sums."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_indices, as_number, as_whole, outside_inference_mode
 from adjsim.core.box import Periodic, inverse, refuse_trained_box
 from adjsim.core.declared import (
-    FINITE,
     NOT_NEGATIVE,
     POSITIVE,
     Declaring,
     Limits,
-    declared,
     setting,
 )
 from adjsim.core.derived import derived
@@ -30,7 +28,6 @@ from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import Potential
-from adjsim.potentials.charges.coulomb import DampedCoulomb
 from adjsim.potentials.charges.ewald.autograd import (
     ChargeSum,
     Maker,
@@ -40,7 +37,7 @@ from adjsim.potentials.charges.ewald.autograd import (
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, places_of
 from adjsim.potentials.charges.ewald.waves import Waves, influence
 from adjsim.potentials.pairs.base import PairPotential
-from adjsim.potentials.pairs.formula import ATOMS, SHIFTED
+from adjsim.potentials.pairs.formula import SHIFTED
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback, VJPSum
 from adjsim.potentials.strained import Forced, StrainedPullback, at_rest
 
@@ -332,55 +329,6 @@ class EwaldSum(Declaring, Periodic, Potential):
         box = self.image_box.to(position)
         law = self.alpha, self.constant, self.power
         return ExcludedPairs(self.excluded, self.places, box, *law, strain)
-
-
-class ScreenedCoulomb(DampedCoulomb):
-    """Point charges that Gaussians screen: ``u = constant q_i q_j erfc(alpha r) / r``.
-
-    The energy is not shifted at the cutoff, since the rest of an Ewald sum is its complement. Pairs
-    at the cutoff have about the energy ``2 tolerance constant q_i q_j / cutoff``.
-    """
-
-    # A tensor, which kernels read. A number would be compiled into them.
-    alpha: Tensor = declared("1/length")
-    constant: float = setting("see :class:`~adjsim.Coulomb`", FINITE)
-
-    def truncated_energy(self, s: Tensor) -> Tensor:
-        return self.pair_energy(s)
-
-    def damping(self, r: Tensor) -> tuple[Tensor, Tensor]:
-        alpha = self.alpha.to(r)
-        return alpha, 2 / math.sqrt(math.pi) * alpha
-
-
-class PointCharges(EwaldSum):
-    """Base class of Ewald sums of point charges."""
-
-    charge: Tensor = declared("``(atoms,)``", **ATOMS)
-    constant: float = setting("see :class:`~adjsim.Coulomb`", FINITE, 1.0, keyword=True)
-    omitted_arguments = ("species",)
-    power = 1
-    of_atoms = "charge"
-
-    def checked(self, **options: Any) -> ScreenedCoulomb:
-        return ScreenedCoulomb(self.charge, self.alpha, self.constant, **options)
-
-    @property
-    def real(self) -> ScreenedCoulomb:
-        # Charges may be computed, by a parametrisation, also where a sweep records no graph.
-        with torch.enable_grad():
-            charge = self.charge
-        return self.part(ScreenedCoulomb, {"constant": self.constant}, charge=charge)
-
-    @property
-    def atoms(self) -> int:
-        return len(self.charge)
-
-    def charges(self) -> Tensor:
-        return self.charge
-
-    def own(self) -> float:
-        return self.constant * self.alpha / math.sqrt(math.pi)
 
 
 def splitting(cutoff: float, tolerance: float) -> float:

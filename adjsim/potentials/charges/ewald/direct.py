@@ -16,7 +16,8 @@ from adjsim.core.derived import derived
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
-from adjsim.potentials.charges.ewald.base import PointCharges, three_numbers
+from adjsim.potentials.charges.ewald.base import three_numbers
+from adjsim.potentials.charges.ewald.point_charges import PointCharges
 from adjsim.potentials.charges.ewald.waves import shortened, wave_virial
 
 # OpenMM searches the number of waves from here, upwards or downwards.

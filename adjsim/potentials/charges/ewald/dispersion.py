@@ -13,6 +13,7 @@ from adjsim.potentials.charges.ewald.particle_mesh import MeshSum
 from adjsim.potentials.pairs.noble import (
     SPECIES,
     LennardJonesMixture,
+    check_lengths,
     lorentz_berthelot,
     root,
 )
@@ -75,22 +76,33 @@ class LennardJonesMesh(MeshSum):
     with u and f of :class:`DampedLennardJones`, and S the sum of the C_i times their phases, see
     :mod:`adjsim.potentials.charges.ewald.waves`. So within the cutoff numbers are mixed by the
     rules of Lorentz and Berthelot, and the dispersion beyond is mixed geometrically. See Wennberg
-    et al., J. Chem. Theory Comput. 9, 3527 (2013). Do not add a correction for the dispersion.
+    et al., J. Chem. Theory Comput. 9, 3527 (2013). Use it at interfaces, whose dispersion a
+    correction at uniform density has wrong. In a uniform liquid such a correction is cheaper, and
+    the two must not be added.
 
     Args:
         species: see :class:`~adjsim.LennardJonesMixture`.
         {parameters}
         box, cutoff, alpha, grid, order, exclusions, skin: see :class:`~adjsim.ParticleMeshEwald`.
+
+    Raises:
+        ValueError: as :class:`~adjsim.LennardJonesMixture` and :class:`~adjsim.ParticleMeshEwald`.
     """
 
     epsilon: Tensor = declared("``(species,)``, energy", depth=True, **SPECIES)
     sigma: Tensor = declared("``(species,)``, length", positive=True, **SPECIES)
+    corrects_tail = True
     power = 6
     constant = -1.0
     of_atoms = "species"
 
     def __init__(self, species: Array, *values: Number, **options: Any) -> None:
         super().__init__(*values, species=species, **options)
+
+    def validate(self) -> None:
+        """Refuse numbers that the constructor would refuse."""
+        super().validate()
+        check_lengths(self.epsilon, self.sigma)
 
     def checked(self, **options: Any) -> DampedLennardJones:
         assert self.species is not None

@@ -29,7 +29,8 @@ from adjsim.core.layout import is_tracing
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
-from adjsim.potentials.charges.ewald.base import EwaldSum, PointCharges, three_numbers
+from adjsim.potentials.charges.ewald.base import EwaldSum, three_numbers
+from adjsim.potentials.charges.ewald.point_charges import PointCharges
 from adjsim.potentials.charges.ewald.spreading import gather, moduli, spread
 from adjsim.potentials.charges.ewald.waves import influence, shortened, wave_virial
 
