@@ -71,7 +71,7 @@ def velocity_verlet(
     return LENGTH * torch.as_tensor(found._value)
 
 
-METHODS = ("NoCutoff", "CutoffNonPeriodic", "CutoffPeriodic", "Ewald", "PME")
+METHODS = ("NoCutoff", "CutoffNonPeriodic", "CutoffPeriodic", "Ewald", "PME", "LJPME")
 SIDE = 1.6
 
 
@@ -164,12 +164,13 @@ def _nonbonded(rng: Any, positions: np.ndarray, method: str, scaled: bool, image
     force = openmm.NonbondedForce()
     force.setNonbondedMethod(getattr(openmm.NonbondedForce, method))
     force.setCutoffDistance(0.6)
-    force.setUseSwitchingFunction(bool(rng.random() < 0.5))
+    force.setUseSwitchingFunction(bool(rng.random() < 0.5) and method != "LJPME")
     force.setSwitchingDistance(0.45)
     force.setUseDispersionCorrection(bool(rng.random() < 0.5))
     force.setExceptionsUsePeriodicBoundaryConditions(image)
     if rng.random() < 0.5:
         force.setPMEParameters(4.0, 12, 15, 16)
+        force.setLJPMEParameters(4.5, 12, 14, 15)
     atoms = len(positions)
     charge, sigma, epsilon = rng.normal(size=atoms), rng.uniform(0.1, 0.3, atoms), rng.random(atoms)
     # Some atoms have no charge or no well, as hydrogens in many force fields.

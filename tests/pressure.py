@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim.core.strain import Strain
+from adjsim.potentials.charges.ewald.dispersion import LennardJonesMesh
+from adjsim.potentials.pairs.long_range import LongRangeCorrection
 from adjsim.potentials.strained import reference_box
 from tests.problems import parameter
 from tests.sites import force_field
@@ -75,6 +77,16 @@ def potential(kind: str = "orthogonal") -> nn.Module:
         sums = adjsim.ParticleMeshEwald if kind.endswith("mesh") else adjsim.Ewald
         excluded = [[0, 1], [0, 4]]
         return pairs + sums(charge, cutoff=1.6, box=box, tolerance=1e-3, exclusions=excluded)
+    if kind.endswith("dispersed"):
+        return LennardJonesMesh(
+            torch.tensor([0, 1] * 4),
+            nn.Parameter(torch.tensor([1.1, 0.8], dtype=torch.float64)),
+            nn.Parameter(torch.tensor([0.95, 0.9], dtype=torch.float64)),
+            cutoff=1.6,
+            box=box,
+            tolerance=1e-3,
+            exclusions=[[0, 1], [0, 4]],
+        )
     if kind.endswith("bonded"):
         return bonded(pairs, box)
     if kind.endswith("sites"):
@@ -92,6 +104,18 @@ def potential(kind: str = "orthogonal") -> nn.Module:
     if kind == "dispersion":
         mixture = potential("mixture")
         return mixture + adjsim.potentials.pairs.tail.DispersionCorrection(mixture)
+    if kind == "custom":
+        # The first five atoms with the last four, of which one is in both sets.
+        number = torch.arange(8)
+        custom = adjsim.potentials.CustomPairs(
+            "k*q1*q2*exp(-r/l)/r",
+            {"k": parameter(1.3), "l": parameter(0.6), "q": nn.Parameter(number.double() % 2 + 1)},
+            groups=[(number < 5, number > 3)],
+            cutoff=1.6,
+            box=box,
+            truncation=switched,
+        )
+        return custom + LongRangeCorrection(custom, 8)
     if kind == "own":
         return OwnPairs([3.6, 3.7, 3.8])
     if kind == "sum":

@@ -104,7 +104,7 @@ class Declaring:
             cls.__declared__ = rest | own
         if "{parameters}" in (cls.__doc__ or ""):
             cls.__doc__ = _documented(cls)
-        if own or "__init__" in vars(cls):
+        if own or "__init__" in vars(cls) or len(cls.__bases__) > 1:
             cls.__signature__ = _signature_of(cls)
 
     @classmethod

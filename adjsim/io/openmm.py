@@ -65,9 +65,10 @@ def from_openmm(
     custom_externals     those of its expression             CustomExternalForce
     hydrogen_bonds       those of its expression             CustomHbondForce, without a list
     custom_pairs         those of its expression             CustomNonbondedForce
+    long_range           those of custom_pairs               its long-range correction
     restraints           k, position                         a harmonic CustomExternalForce
     lennard_jones        epsilon, sigma                      NonbondedForce
-    coulomb              charge                              NonbondedForce, every method but LJPME
+    coulomb              charge                              NonbondedForce, every method
     lennard_jones_14     scale                               its exceptions
     coulomb_14           scale                               its exceptions
     pairs_14             epsilon, sigma, product             its exceptions

@@ -47,7 +47,11 @@ from adjsim.potentials.bonded.tabulated import (
 )
 from adjsim.potentials.bonded.torsions import HarmonicImproper, PeriodicTorsion, RyckaertBellemans
 from adjsim.potentials.charges.coulomb import Coulomb, ReactionField, Wolf
-from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
+from adjsim.potentials.charges.ewald import (
+    Ewald,
+    LennardJonesMesh as LennardJonesMesh,
+    ParticleMeshEwald,
+)
 from adjsim.potentials.contact.base import (
     Contact,
     MovingContact,

@@ -90,9 +90,13 @@ def energy_vjp(
 def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Compute ``d(sum of function)/dx``, with a graph when grad mode is on.
 
+    A scalar x stands for one number in each entry of the result, such as the cutoff of all pairs.
     The function is applied to a view of x, at whose node autograd stops. So the cost does not
     depend on how x was computed.
     """
+    if x.ndim == 0:
+        with torch.no_grad():
+            x = x.expand(function(x).shape)
     if torch.compiler.is_compiling() or in_transform():
         return torch.func.grad(lambda y: function(y).sum())(x)
     if torch.is_inference_mode_enabled():

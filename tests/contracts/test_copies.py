@@ -43,6 +43,9 @@ MODULES = {
     "hinges": lambda: adjsim.HingeBending(meshes.sheet([1.0, 0.8], [2, 2]), parameter(1.3)),
     "improper": lambda: adjsim.HarmonicImproper([[0, 1, 2, 3]], parameter(1.0), 0.1),
     "solvent": lambda: adjsim.GeneralizedBorn(vector(*CHARGE), [1.5] * 6, [0.8] * 6),
+    "dispersion mesh": lambda: potentials.LennardJonesMesh(
+        [0, 1, 0], parameter([1.0, 0.5]), vector(1.0, 0.9), box=[4.0] * 3, cutoff=1.9
+    ),
     "expression": lambda: potentials.CustomPairs(
         "k*q1*q2/r", {"k": parameter(1.0), "q": [1.0] * 6}
     ),

@@ -14,7 +14,8 @@ import adjsim
 from adjsim.io.ase import ASECalculator
 from adjsim.potentials.base import force, force_vjp
 from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
-from adjsim.potentials.charges.ewald.excluded import boys
+from adjsim.potentials.charges.ewald.dispersion import LennardJonesMesh
+from adjsim.potentials.charges.ewald.excluded import boys, gammas
 from adjsim.potentials.products import derivative
 from tests.problems import parameter
 from tests.suites import PotentialContract
@@ -61,6 +62,18 @@ def mesh(tilted: bool = False, **options) -> ParticleMeshEwald:
     return ParticleMeshEwald(charge, box=cell if tilted else LENGTHS, **options)
 
 
+def dispersion(tilted: bool = False, **options) -> LennardJonesMesh:
+    cell, _, _ = problem(tilted)
+    options = {"cutoff": 2.6, "exclusions": EXCLUDED, "grid": (12, 11, 14), **options}
+    return LennardJonesMesh(
+        torch.arange(ATOMS) % 3,
+        parameter([1.1, 0.4, 0.7]),
+        parameter([0.5, 0.6, 0.45]),
+        box=cell if tilted else LENGTHS,
+        **options,
+    )
+
+
 POTENTIALS = {
     "ewald": (lambda: ewald(), False),
     "ewald, tilted": (lambda: ewald(True), True),
@@ -77,6 +90,57 @@ POTENTIALS = {
 )
 class TestEwald(PotentialContract):
     pass
+
+
+@pytest.mark.parametrize(
+    "potential",
+    [
+        pytest.param(dispersion(), marks=pytest.mark.slow),
+        pytest.param(dispersion(True, order=6), marks=pytest.mark.marathon),
+    ],
+)
+@pytest.mark.parametrize("position", [problem(True)[1]])
+class TestDispersion(PotentialContract):
+    pass
+
+
+def test_the_dispersion_is_that_of_all_images():
+    """Sums over images, whose rest falls like the third power of the number of boxes."""
+    _, position, _ = problem()
+    options = {"exclusions": None, "order": 8}
+    energies = [dispersion(alpha=a, grid=64, cutoff=2.74, **options) for a in (1.9, 2.1)]
+    charge = energies[0].charges().detach()
+    found = []
+    for potential in energies:
+        # Without the energy in real space, of which the share of Gaussians is added.
+        d = position[:, None] - position
+        d = d - torch.tensor(LENGTHS) * torch.round(d / torch.tensor(LENGTHS))
+        s = (d**2).sum(-1)[*torch.triu_indices(ATOMS, ATOMS, 1)]
+        y = potential.alpha**2 * s
+        decay = torch.exp(-y) * (1 + y + y * y / 2)
+        products = (charge[:, None] * charge)[*torch.triu_indices(ATOMS, ATOMS, 1)]
+        near = -(products * decay / s**3)[s < 2.74**2].sum()
+        found.append(float((near + potential._beyond(position)).detach()))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    sums = []
+    for n in (4, 8):
+        shifts = torch.cartesian_prod(*[torch.arange(-n, n + 1.0)] * 3) * torch.tensor(LENGTHS)
+        s = ((position[:, None, None] - position[:, None] + shifts) ** 2).sum(-1)
+        weight = charge[:, None, None] * charge[:, None] / torch.where(s > 0, s, math.inf) ** 3
+        sums.append(-0.5 * float(weight.sum()))
+    # Both sums have a rest, in a ratio of the cubes of the numbers of boxes, 9 and 17.
+    ratio = (9 / 17) ** 3
+    limit = (sums[1] - ratio * sums[0]) / (1 - ratio)
+    assert found[1] == pytest.approx(limit, rel=1e-6)
+
+
+def test_integrals_of_excluded_dispersion():
+    x, weight = (torch.from_numpy(a) for a in leggauss(40))
+    t = (x + 1) / 2
+    y = torch.tensor([0.0, 1e-8, 0.3, 0.999999, 1.0, 1.5, 6.0, 20.0])
+    for n, value in zip((2, 3, 4), gammas(y), strict=True):
+        expected = (weight / 2 * t**n * torch.exp(-y[:, None] * t)).sum(-1)
+        torch.testing.assert_close(value, expected, rtol=1e-13, atol=0)
 
 
 SUMS = [ewald, mesh]

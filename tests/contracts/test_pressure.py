@@ -26,8 +26,8 @@ from tests.sites import force_field, virtual_sites
 from tests.suites import TermContract, disturbed
 
 KINDS = [
-    "orthogonal", "mixture", "own", "sum", "ewald", "mesh", "bonded", "dispersion", "graph",
-    "network", "sites",
+    "orthogonal", "mixture", "own", "sum", "ewald", "mesh", "bonded", "dispersion", "custom",
+    "dispersed", "graph", "network", "sites",
 ]  # fmt: skip
 TILTED = ["turned", *(f"turned {kind}" for kind in ("ewald", "mesh", "bonded", "graph"))]
 
@@ -36,8 +36,9 @@ def _marks(kind, axes):
     # One strain of all axes is that of each in a box that is turned too.
     if axes == 1 and kind in TILTED[1:]:
         return pytest.mark.marathon
-    # The mesh has the waves of these sums.
-    return pytest.mark.slow if kind in ("turned ewald", "turned graph") else []
+    # The mesh has the waves of these sums, and other pairs have the kernels of an expression.
+    slow = kind in ("turned ewald", "turned graph", "custom", "dispersed")
+    return pytest.mark.slow if slow else []
 
 
 FORMS = [

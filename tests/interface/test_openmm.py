@@ -14,7 +14,7 @@ import openmm
 import pytest
 import torch
 from ase import units
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from openmm import app, unit
 
 import adjsim
@@ -244,6 +244,9 @@ def with_custom_pairs(box):
     wells.setNonbondedMethod(2 if box else 1)
     if box:
         system.setDefaultPeriodicBoxVectors(*np.diag([2.0, 2.1, 2.2]))
+        # Some pairs are in both groups, and the last atoms interact with few.
+        wells.addInteractionGroup(range(3), range(count))
+        wells.addInteractionGroup(range(20), range(2, 30))
     system.addForce(wells)
     sites = np.stack(np.meshgrid(*[np.arange(4.0)] * 3), -1).reshape(-1, 3)[:count]
     return system, 0.5 * sites + 0.02 * rng.normal(size=(count, 3))
@@ -267,6 +270,84 @@ def test_custom_pairs(box):
         forces, expected_forces, rtol=0, atol=ROUNDING * np.abs(expected_forces).max()
     )
     assert energy_and_forces(from_openmm(written, positions)[0], structure.position)[0] == energy
+
+
+# As the files of OPLS, Gromacs, Charmm and Amber are made, the last one with 1/r^4.
+MIXING = {
+    "geometric": "4*e*((s/r)^12-(s/r)^6); s=sqrt(s1*s2); e=sqrt(e1*e2)",
+    "products": "a1*a2/r^12-c1*c2/r^6",
+    "tables": "acoef(type1, type2)/r^12 - bcoef(type1, type2)/r^6;",
+    "definitions": "(a/r6)^2-b/r6-c/r^4; r6=r^6;a=acoef(type1, type2);b=bcoef(type1, type2);"
+    "c=ccoef(type1, type2);",
+    "screened": "-138.9*q1*q2*(1.0+0.5*screen*r)*exp(-1.0*screen*r)/r; "
+    "screen=bcoef(type1, type2) * p1*p2*10.0",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", MIXING)
+def test_mixing_rules_as_expressions(form):
+    rng, count, text = np.random.default_rng(5), 27, MIXING[form]
+    system, force = openmm.System(), openmm.CustomNonbondedForce(text)
+    names = {
+        "s": rng.uniform(0.25, 0.35, count),
+        "e": rng.uniform(0.2, 0.9, count),
+        "a": rng.uniform(1e-3, 2e-3, count),
+        "c": rng.uniform(0.02, 0.05, count),
+        "q": rng.normal(size=count),
+        "p": rng.uniform(0.5, 1.5, count),
+        "type": rng.integers(0, 3, count),
+    }
+    used = [name for name in names if f"{name}1" in text]
+    for name in used:
+        force.addPerParticleParameter(name)
+    for name in ("acoef", "bcoef", "ccoef"):
+        if name in text:
+            table = rng.uniform(1e-3, 3e-3, (3, 3)) * (1e-3 if name == "acoef" else 1)
+            values = (table + table.T).flatten().tolist()
+            force.addTabulatedFunction(name, openmm.Discrete2DFunction(3, 3, values))
+    for k in range(count):
+        system.addParticle(12.0)
+        force.addParticle([float(names[name][k]) for name in used])
+    force.addExclusion(3, 1)
+    force.setNonbondedMethod(2)
+    force.setCutoffDistance(0.55)
+    system.setDefaultPeriodicBoxVectors([1.2, 0, 0], [0, 1.2, 0], [0, 0, 1.2])
+    system.addForce(force)
+    sites = np.stack(np.meshgrid(*[np.arange(3.0)] * 3), -1).reshape(-1, 3)
+    positions = 0.4 * sites + 0.03 * rng.normal(size=(count, 3))
+    potential, structure = assert_equal_to_openmm(system, positions)
+    assert potential.custom_pairs.path(structure.position) in ("all pairs", "neighbour list")
+    written = to_openmm(potential, system)
+    assert openmm.XmlSerializer.serialize(written) == openmm.XmlSerializer.serialize(system)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_the_long_range_correction_of_custom_pairs(groups):
+    system, positions = with_custom_pairs(True)
+    force = system.getForce(0)
+    if not groups:
+        force = openmm.CustomNonbondedForce("4*e*((s/r)^12-(s/r)^6);s=0.5*(s1+s2);e=sqrt(e1*e2)")
+        for name in "es":
+            force.addPerParticleParameter(name)
+        for k in range(len(positions)):
+            force.addParticle([0.5 + 0.3 * (k % 3), 0.2 + 0.02 * (k % 2)])
+        force.setNonbondedMethod(2)
+        system.removeForce(0)
+        system.addForce(force)
+    without, _ = reference(system, positions)
+    force.setUseLongRangeCorrection(True)
+    # The correction has no kernel.
+    with patch.object(base, "unsupported", lambda *_: Refusal("left out")):
+        potential, structure = from_openmm(system, positions)
+    correction = float(potential.long_range(structure.position).detach())
+    expected, _ = reference(system, positions)
+    # OpenMM integrates in single precision, to 1e-5.
+    assert correction == pytest.approx(expected - without, rel=5e-6)
+    assert len(list(potential.parameters())) == (5 if groups else 2)
+    written = to_openmm(potential, system).getForce(0)
+    assert written.getUseLongRangeCorrection()
+    assert written.getNumInteractionGroups() == 2 * groups
 
 
 @pytest.mark.slow
@@ -304,6 +385,8 @@ SYSTEMS = given(
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @SYSTEMS
+@example(seed=0, method="LJPME", scaled=True, tilted=True)
+@example(seed=2, method="LJPME", scaled=False, tilted=False)
 def test_random_systems(seed, method, scaled, tilted):
     # Each system would compile kernels of its own.
     with patch.object(base, "unsupported", lambda *_: Refusal("left out")):
@@ -664,13 +747,6 @@ def unread(text):
     return make
 
 
-def grouped():
-    force = openmm.CustomNonbondedForce("r")
-    force.addInteractionGroup([0], [1])
-    _ = [force.addParticle([]) for _ in range(2)]
-    return pair(force)
-
-
 def smooth_table():
     force = openmm.CustomNonbondedForce("f(r)")
     force.addTabulatedFunction("f", openmm.Continuous1DFunction([0.0, 1.0, 0.0], 0.0, 1.0))
@@ -715,13 +791,15 @@ NONBONDED = openmm.NonbondedForce
         (lambda: pair(openmm.CustomCVForce("r")), r"CustomCVForce 'r', .*removeForce\(1\)"),
         (unread("foo(r)"), r"'foo\(r\)' cannot be read at place 0: foo is no function"),
         (unread("index*r"), r"'index' has the name of an attribute"),
-        (grouped, r"CustomNonbondedForce has interaction groups"),
         (smooth_table, r"'f\(r\)' of .* at place 0: the table f is a Continuous1DFunc"),
         (wrong_pairs("q1*q2", computed=True), r"CustomNonbondedForce has computed values"),
         (wrong_pairs("q1*p2/r"), r"exchanging the two atoms changes the expression 'q1\*p2/r'"),
         (wrong_pairs("f(t1,t2)*f;f=3"), r"a table and another number of the name f"),
         (lambda: pair(openmm.NonbondedForce()), r"more than one NonbondedForce"),
-        (lambda: pair(setNonbondedMethod=[NONBONDED.LJPME]), r"LJPME.*take PME"),
+        (
+            lambda: pair(setNonbondedMethod=[NONBONDED.LJPME], setUseSwitchingFunction=[True]),
+            r"LJPME with a switch.*setUseSwitchingFunction\(False\)",
+        ),
         (lambda: pair(setIncludeDirectSpace=[False]), r"setIncludeDirectSpace\(True\)"),
         (lambda: pair(setParticleParameters=[1, 0.0, 0.0, 1.0]), r"particle 1 has epsilon.*sigma"),
         (

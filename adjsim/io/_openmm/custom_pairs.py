@@ -20,15 +20,23 @@ from adjsim.io._openmm.library import (
     per_particle_names,
     plain,
 )
+from adjsim.potentials.base import Potential
 from adjsim.potentials.pairs.custom import CustomPairs
+from adjsim.potentials.pairs.long_range import LongRangeCorrection
 from adjsim.potentials.pairs.truncation import SwitchedDistance, Truncation, Unshifted
 
 KIND = "CustomNonbondedForce"
 
 
-def read_custom_pairs(system: Any, shared: dict[str, nn.Parameter]) -> dict[str, CustomPairs]:
+def read_custom_pairs(system: Any, shared: dict[str, nn.Parameter]) -> dict[str, Potential]:
     """Read the custom nonbonded forces of a system, by the names of their parts."""
-    return {part: _read(system, force, shared) for part, force in _parts(system)}
+    found: dict[str, Potential] = {}
+    for part, force in _parts(system):
+        found[part] = pairs = _read(system, force, shared)
+        if pairs.box is not None and force.getUseLongRangeCorrection():
+            name = part.replace("custom_pairs", "long_range")
+            found[name] = LongRangeCorrection(pairs, system.getNumParticles())
+    return found
 
 
 def write_custom_pairs(parts: dict[str, nn.Module], system: Any) -> None:
@@ -57,20 +65,11 @@ def write_custom_pairs(parts: dict[str, nn.Module], system: Any) -> None:
 
 
 def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomPairs:
-    if force.getNumInteractionGroups():
-        raise ValueError(
-            f"the {KIND} has interaction groups, which are not provided: exclude the other pairs."
-        )
     if force.getNumComputedValues():
         raise ValueError(
             f"the {KIND} has computed values, which are not provided: write them into its energy."
         )
     periodic = force.usesPeriodicBoundaryConditions()
-    if periodic and force.getUseLongRangeCorrection():
-        raise ValueError(
-            f"the {KIND} has a long-range correction, which is not provided: call "
-            "setUseLongRangeCorrection(False)."
-        )
     values: dict[str, Any] = {}
     columns = dict(zip(per_particle_names(force), particles_of(force).T, strict=True))
     text, tables = force.getEnergyFunction(), _tables(force)
@@ -108,12 +107,25 @@ def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomPai
             **{name: nn.Parameter(torch.from_numpy(x.copy())) for name, x in values.items()},
         },
         species=None if species is None else torch.tensor(species.astype(np.int64)),
+        groups=_groups(force),
         unit=ENERGY,
         length_unit=LENGTH,
         exclusions=torch.tensor(exclusions) if exclusions else None,
         **({} if cutoff is None else {"cutoff": cutoff, "truncation": truncation}),
         box=box_of_system(system) if periodic else None,
     )
+
+
+def _groups(force: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the two sets of each interaction group, as booleans of all particles."""
+    atoms, found = np.arange(force.getNumParticles()), []
+    for k in range(force.getNumInteractionGroups()):
+        one, other = (
+            torch.from_numpy(np.isin(atoms, list(members)))
+            for members in force.getInteractionGroupParameters(k)
+        )
+        found.append((one, other))
+    return found
 
 
 def _parts(system: Any) -> list[tuple[str, Any]]:

@@ -25,7 +25,7 @@ from adjsim.io._openmm.types import Names, Types, grouped, types_of
 from adjsim.potentials.base import Potential
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.charges.coulomb import Coulomb, ReactionField
-from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
+from adjsim.potentials.charges.ewald import Ewald, LennardJonesMesh, ParticleMeshEwald
 from adjsim.potentials.charges.ewald.base import splitting
 from adjsim.potentials.charges.ewald.particle_mesh import mesh_size
 from adjsim.potentials.pairs.base import PairPotential
@@ -149,16 +149,18 @@ def read_nonbonded(
     # Exceptions are not cut off, and are to the nearest image only where the force says so.
     near = box if force.getExceptionsUsePeriodicBoundaryConditions() else None
     parts.update(_pairs(base, parts, labels, names, near))
-    if mixture is not None and box is not None and force.getUseDispersionCorrection():
+    corrected = force.getUseDispersionCorrection() and not _is_mesh(force)
+    if mixture is not None and box is not None and corrected:
         parts["dispersion"] = DispersionCorrection(mixture, _start(force))
     return parts, labels, offsets.numbers
 
 
 def _check(force: Any) -> None:
     method = METHODS[force.getNonbondedMethod()]
-    if method == "LJPME":
+    if method == "LJPME" and force.getUseSwitchingFunction():
         raise ValueError(
-            "NonbondedForce uses LJPME, which is not provided: take PME, or CutoffPeriodic."
+            "NonbondedForce uses LJPME with a switch, whose forces are not the derivatives of its "
+            "energy in OpenMM: call setUseSwitchingFunction(False)."
         )
     if not force.getIncludeDirectSpace():
         raise ValueError(
@@ -174,7 +176,7 @@ def _start(force: Any) -> float | None:
 
 def _lennard_jones(
     force: Any, base: Particles, names: Names, options: dict[str, Any]
-) -> tuple[Types, LennardJonesMixture]:
+) -> tuple[Types, Any]:
     particles, scales = base.with_offsets(), base.offsets.particles[..., 1:]
     bad = np.flatnonzero((particles.epsilon != 0) & (particles.sigma <= 0))
     if len(bad):
@@ -192,16 +194,43 @@ def _lennard_jones(
     species = grouped([[k] for k in range(len(numbers))], numbers, patterns, names)
     assert species.index is not None
     start = _start(force)
+    numbers = species.index, species.parameter(0), species.parameter(1)
+    if _is_mesh(force):
+        # Half as many points as for charges.
+        mesh = _mesh(force, force.getLJPMEParameters(), options, 0.5)
+        return species, _followed(LennardJonesMesh(*numbers, **options, **mesh), species, base)
     if "cutoff" in options:
         truncation: Truncation = Unshifted() if start is None else SwitchedDistance(start)
         options = {**options, "truncation": truncation}
-    mixture = LennardJonesMixture(
-        species.index, species.parameter(0), species.parameter(1), **options
-    )
+    mixture = LennardJonesMixture(*numbers, **options)
+    return species, _followed(mixture, species, base)
+
+
+def _followed(mixture: Any, species: Types, base: Particles) -> Any:
+    """Return a mixture whose wells follow the global numbers of the offsets."""
+    assert species.index is not None
     firsts = np.unique(species.index.numpy(), return_index=True)[1]
-    base.offsets.register(mixture, "epsilon", base.epsilon[firsts], scales[:, firsts, 1])
-    base.offsets.register(mixture, "sigma", base.sigma[firsts], scales[:, firsts, 0])
-    return species, mixture
+    scales = base.offsets.particles[:, firsts, 1:]
+    base.offsets.register(mixture, "epsilon", base.epsilon[firsts], scales[..., 1])
+    base.offsets.register(mixture, "sigma", base.sigma[firsts], scales[..., 0])
+    return mixture
+
+
+def _is_mesh(force: Any) -> bool:
+    """Whether the dispersion has a mesh."""
+    return METHODS[force.getNonbondedMethod()] == "LJPME"
+
+
+def _mesh(force: Any, given: Any, options: dict[str, Any], share: float = 1.0) -> dict[str, Any]:
+    """Return alpha and the mesh that are given, or that OpenMM chooses."""
+    alpha, *mesh = map(plain, given)
+    if alpha > 0:
+        return {"alpha": alpha / LENGTH, "grid": mesh}
+    # OpenMM counts the points along the axes, not along the rows of a tilted box.
+    box, tolerance = options["box"], float(force.getEwaldErrorTolerance())
+    alpha, sides = splitting(options["cutoff"], tolerance), np.diag(box) if box.ndim == 2 else box
+    mesh = mesh_size(alpha, (share * sides).tolist(), tolerance, ORDER)
+    return {"alpha": alpha, "grid": mesh, "order": ORDER}
 
 
 def _coulomb(force: Any, particles: Particles, options: dict[str, Any]) -> Potential:
@@ -212,18 +241,10 @@ def _coulomb(force: Any, particles: Particles, options: dict[str, Any]) -> Poten
     if method.startswith("Cutoff"):
         permittivity = float(force.getReactionFieldDielectric())
         return UncorrectedReactionField(charge, permittivity, COULOMB, **options)
-    box, cutoff = options["box"], options["cutoff"]
     common: dict[str, Any] = {**options, "constant": COULOMB}
-    tolerance = float(force.getEwaldErrorTolerance())
     if method == "Ewald":
-        return Ewald(charge, tolerance=tolerance, **common)
-    alpha, *mesh = [plain(x) for x in force.getPMEParameters()]
-    if alpha > 0:
-        return ParticleMeshEwald(charge, alpha=alpha / LENGTH, grid=mesh, **common)
-    # OpenMM counts the points along the axes, not along the rows of a tilted box.
-    alpha, sides = splitting(cutoff, tolerance), np.diag(box) if box.ndim == 2 else box
-    mesh = mesh_size(alpha, sides.tolist(), tolerance, ORDER)
-    return ParticleMeshEwald(charge, alpha=alpha, grid=mesh, order=ORDER, **common)
+        return Ewald(charge, tolerance=float(force.getEwaldErrorTolerance()), **common)
+    return ParticleMeshEwald(charge, **common, **_mesh(force, force.getPMEParameters(), options))
 
 
 def _pairs(

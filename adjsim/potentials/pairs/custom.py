@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,17 +33,23 @@ class CustomPairs(RadialPotential):
     the expression, and pairs run in kernels generated from it. Use a pair potential of the library
     where there is one: its derivatives are written out.
 
+    Without ``groups`` all pairs interact. With them a pair interacts once for each group of two
+    sets that has one atom in its first set and the other one in its second set, as in OpenMM. The
+    other pairs are visited all the same, so a group of few atoms takes the time of all pairs.
+
     Args:
         expression: see :class:`~adjsim.potentials.Expression`; the distance is ``r``.
         numbers: the other names of the expression.
         species: ``(atoms,)`` integers, for tables of numbers.
+        groups: pairs of sets, each ``(atoms,)`` booleans that say which atoms belong to it.
         unit, length_unit: the units of energy and length of the expression.
         cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
 
     Raises:
         ValueError: an expression that cannot be read, a name without a number, a number whose name
             the potential or the distance has already, a table that is not symmetric or has no
-            species, an expression that exchanging the two atoms changes.
+            species, an expression that exchanging the two atoms changes, groups that are not pairs
+            of sets of the same atoms.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class CustomPairs(RadialPotential):
         numbers: Mapping[str, Number],
         *,
         species: Array | None = None,
+        groups: Sequence[tuple[Array, Array]] = (),
         unit: float = 1.0,
         length_unit: float = 1.0,
         **options: Any,
@@ -71,7 +78,35 @@ class CustomPairs(RadialPotential):
         with outside_inference_mode():
             index = None if species is None else as_indices("species", species)
             self.register_buffer("species", index)
+            self.groups = self._register_sets(groups)
         self.validate()
+
+    def _register_sets(self, groups: Sequence[tuple[Array, Array]]) -> tuple[tuple[str, str], ...]:
+        """Register each set of atoms once, and return the names of the two sets of each group."""
+        sets: list[Tensor] = []
+        found: list[tuple[str, ...]] = []
+        for group in groups:
+            names: list[str] = []
+            for given in group:
+                members = torch.as_tensor(given)
+                same = (k for k, x in enumerate(sets) if torch.equal(x, members.double()))
+                place = next(same, len(sets))
+                if place == len(sets):
+                    if members.dtype != torch.bool or members.ndim != 1:
+                        raise ValueError(
+                            "each set of groups is (atoms,) booleans; got shape "
+                            f"{tuple(members.shape)} of {members.dtype}."
+                        )
+                    sets.append(members.double())
+                    self.register_buffer(f"set_{place}", sets[-1])
+                names.append(f"set_{place}")
+            found.append(tuple(names))
+        if any(len(names) != 2 for names in found) or len({len(x) for x in sets}) > 1:
+            raise ValueError(
+                "groups are pairs of sets, each (atoms,) booleans for the same atoms; got "
+                f"{[len(names) for names in found]} sets of {[len(x) for x in sets]} atoms."
+            )
+        return tuple((first, second) for first, second in found)
 
     @derived("text")
     def expression(self) -> Expression:
@@ -128,6 +163,34 @@ class CustomPairs(RadialPotential):
             return getattr(self, name).ndim == 1
         return isinstance(self._operands[name], tuple)
 
+    def _times(self, r: Tensor) -> Tensor:
+        """Count the groups in which pairs interact."""
+        total = torch.zeros_like(r)
+        for names in self.groups:
+            # One atom is in the first set and the other one in the second set, or the reverse.
+            forth, back = (
+                self.atom_parameter(first, r)[0] * self.atom_parameter(second, r)[1]
+                for first, second in (names, names[::-1])
+            )
+            total = total + (forth + back - forth * back)
+        return total
+
+    def _interacting(self, s: Tensor) -> Tensor:
+        """Replace the squared distances of pairs in no group by one at which u is finite.
+
+        Atoms that do not interact may be at one place, where the expression has no value.
+        """
+        return torch.where(self._times(s) > 0, s, self.length_unit**2) if self.groups else s
+
+    def pair_energy(self, s: Tensor) -> Tensor:
+        return super().pair_energy(self._interacting(s))
+
+    def pair_slope(self, s: Tensor) -> Tensor:
+        return super().pair_slope(self._interacting(s))
+
+    def pair_curvature(self, s: Tensor) -> Tensor:
+        return super().pair_curvature(self._interacting(s))
+
     def radial_energy(self, r: Tensor) -> Tensor:
         values = {"r": r / self.length_unit}
         for name in self.numbers:
@@ -135,4 +198,7 @@ class CustomPairs(RadialPotential):
                 values[f"{name}1"], values[f"{name}2"] = self.atom_parameter(name, r)
             else:
                 values[name] = self.pair_parameter(name, r)
-        return (self.unit * self.expression(values)).expand_as(r)
+        energy = self.unit * self.expression(values)
+        if self.groups:
+            energy = self._times(r) * energy
+        return energy.expand(torch.broadcast_shapes(energy.shape, r.shape))

@@ -48,7 +48,7 @@ def lorentz_berthelot(
     of the root is infinite at epsilon zero, as of hydrogen in many force fields, and is given as
     zero, so training leaves such an epsilon at zero.
     """
-    return _root(epsilon_i) * _root(epsilon_j), sigma_i / 2 + sigma_j / 2
+    return root(epsilon_i) * root(epsilon_j), sigma_i / 2 + sigma_j / 2
 
 
 def kong(
@@ -70,7 +70,7 @@ def kong(
     return attraction * attraction / repulsion, (repulsion / attraction) ** (1 / 6)
 
 
-def _root(x: Tensor) -> Tensor:
+def root(x: Tensor) -> Tensor:
     """Compute the square root, with derivative zero at zero."""
     return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt())
 
@@ -111,11 +111,7 @@ class LennardJonesMixture(LennardJones):
     def validate(self) -> None:
         """Refuse numbers or a rule that the constructor would refuse."""
         super().validate()
-        if self.epsilon.shape != self.sigma.shape:
-            raise ValueError(
-                "epsilon and sigma must list one number for each species; got shapes "
-                f"{tuple(self.epsilon.shape)} and {tuple(self.sigma.shape)}."
-            )
+        check_lengths(self.epsilon, self.sigma)
         _ = self.is_symmetric
 
     @derived("mixing")
@@ -139,6 +135,15 @@ class LennardJonesMixture(LennardJones):
         epsilon, sigma = self.epsilon, self.sigma
         mixed = self.mixing(epsilon.unsqueeze(-1), sigma.unsqueeze(-1), epsilon, sigma)
         return mixed[("epsilon", "sigma").index(name)]
+
+
+def check_lengths(epsilon: Tensor, sigma: Tensor) -> None:
+    """Refuse numbers of different species."""
+    if epsilon.shape != sigma.shape:
+        raise ValueError(
+            "epsilon and sigma must list one number for each species; got shapes "
+            f"{tuple(epsilon.shape)} and {tuple(sigma.shape)}."
+        )
 
 
 def _checked_species(species: Array, count: int) -> Tensor:

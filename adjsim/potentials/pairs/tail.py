@@ -84,26 +84,25 @@ def tail_corrections(potential: Potential, atoms: int, volume: float) -> tuple[T
 
 
 @cache
-def _quadrature() -> tuple[Tensor, Tensor]:
-    """Return nodes and weights of a Gauss-Legendre rule on the interval from -1 to 1."""
-    nodes, weights = np.polynomial.legendre.leggauss(NODES)
-    return torch.from_numpy(nodes), torch.from_numpy(weights)
+def quadrature(low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return distances and weights of an integral dr between two distances.
+
+    Gauss-Legendre nodes in t, with r = low / t^4, make inverse powers smooth at infinity.
+    """
+    nodes, weights = map(torch.from_numpy, np.polynomial.legendre.leggauss(NODES))
+    bottom = (low / high) ** 0.25
+    t = (1 - bottom) / 2 * nodes + (1 + bottom) / 2
+    r = low / t**4
+    return r, (1 - bottom) / 2 * weights * (4 * r / t)
 
 
 def _integrals(
     potential: PairPotential, atoms: int, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """Integrate 4 pi r^2 (u - v) and 4 pi r^3 d(u - v)/dr between two distances.
-
-    Gauss-Legendre nodes in t, with r = low / t^4, make inverse powers smooth at infinity.
-    """
-    nodes, weights = _quadrature()
-    bottom = (low / high) ** 0.25
-    t = (1 - bottom) / 2 * nodes + (1 + bottom) / 2
-    r = low / t**4
+    """Integrate 4 pi r^2 (u - v) and 4 pi r^3 d(u - v)/dr between two distances."""
+    r, weight = quadrature(low, high)
     energy, slope = _means(potential, atoms, r, high < math.inf)
-    weight = (1 - bottom) / 2 * weights
-    shell = 4 * math.pi * r**2 * (4 * r / t) * weight
+    shell = 4 * math.pi * r**2 * weight
     return (shell * energy).sum(), (shell * r * slope).sum()
 
 
@@ -160,82 +159,38 @@ def _mean(x: Tensor, atoms: int) -> Tensor:
     return (x.sum() - x.diagonal().sum()) / (atoms * (atoms - 1))
 
 
-class DispersionCorrection(Potential):
-    """The Lennard-Jones energy that a cutoff leaves out, at uniform density, as OpenMM adds it::
+class UniformCorrection(Potential):
+    """Base class of energies that a cutoff leaves out, at uniform density: inverse to the volume.
 
-        U = 2 pi N^2 / V  <4 epsilon (sigma^12 I_12 - sigma^6 I_6)>
-        I_n = integral from 0 to infinity of (1 - S(r)) r^(2 - n) dr
-
-    S is the share of the energy that the cutoff leaves: 1 within it, 0 beyond it, and a switch in
-    between. The mean is over all pairs of atoms, an atom paired with itself included, which
-    :func:`~adjsim.potentials.tail_corrections` leaves out. The energy gives no force, but a virial
-    and a gradient with respect to epsilon and sigma.
-
-    ``start`` is that of a :class:`~adjsim.potentials.pairs.truncation.SwitchedDistance`; None: no
-    switch.
+    Such an energy gives no force, but a virial and gradients. Subclasses have the pairs that end at
+    the cutoff, and the energy times the volume.
     """
 
     corrects_tail = True
 
-    def __init__(self, lennard_jones: LennardJonesMixture, start: float | None = None) -> None:
-        super().__init__()
-        if lennard_jones.box is None or lennard_jones.cutoff is None:
-            raise ValueError("the dispersion correction needs a box and a cutoff.")
-        self.lennard_jones = lennard_jones
-        self.start = None if start is None else as_number("start", start)
-        self.validate()
+    @property
+    def pairs(self) -> PairPotential:
+        """The pairs that end at the cutoff."""
+        raise TypeError(f"{type(self).__name__} has no pairs.")
 
-    def validate(self) -> None:
-        """Refuse a switch that begins beyond the cutoff."""
-        if self.start is not None and not 0 < self.start <= self.cutoff:
-            raise ValueError(
-                f"start must be positive and at most the cutoff, {self.cutoff:g}; got "
-                f"{self.start:g}."
-            )
+    def energy_times_volume(self) -> Tensor:
+        """Compute the energy times the volume, a scalar that is differentiable in parameters."""
+        raise TypeError(f"{type(self).__name__} has no energy_times_volume.")
 
     @property
     def cutoff(self) -> float:
-        """The cutoff of the Lennard-Jones potential."""
-        assert self.lennard_jones.cutoff is not None
-        return self.lennard_jones.cutoff
-
-    @property
-    def species(self) -> Tensor:
-        """The species of the Lennard-Jones potential."""
-        assert self.lennard_jones.species is not None
-        return self.lennard_jones.species
-
-    @property
-    def kinds(self) -> int:
-        """The number of species."""
-        return len(self.lennard_jones.epsilon)
-
-    @derived("species", "kinds")
-    def share(self) -> Tensor:
-        """The share of each two species in the pairs."""
-        count = torch.bincount(self.species, minlength=self.kinds).double()
-        atoms = count.sum()
-        return (count.unsqueeze(-1) * count + torch.diag(count)) / (atoms * (atoms + 1))
-
-    @derived("cutoff", "start")
-    def integrals(self) -> tuple[float, float]:
-        """The integrals I_12 and I_6."""
-        begin = self.cutoff if self.start is None else self.start
-        return _integral(12, begin, self.cutoff), _integral(6, begin, self.cutoff)
+        """The cutoff of the pairs."""
+        assert self.pairs.cutoff is not None
+        return self.pairs.cutoff
 
     @property
     def box(self) -> Tensor | None:
-        """The box of the Lennard-Jones potential."""
-        return self.lennard_jones.box
+        """The box of the pairs."""
+        return self.pairs.box
 
     def forward(self, position: Positions) -> Energies:
-        assert self.lennard_jones.box is not None
-        epsilon, sigma = (self.lennard_jones.pair_table(name) for name in ("epsilon", "sigma"))
-        sixth = sigma**6
-        repulsion, attraction = self.integrals
-        mean = 4 * epsilon * sixth * (sixth * repulsion - attraction)
-        factor = 2 * math.pi * len(self.species) ** 2 / volume_of(self.lennard_jones.box)
-        energy = factor * (self.share.to(mean) * mean).sum()
+        assert self.pairs.box is not None
+        energy = self.energy_times_volume() / volume_of(self.pairs.box)
         return energy.to(position).expand(position.shape[:-2])
 
     def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
@@ -277,6 +232,74 @@ class DispersionCorrection(Potential):
         """Compute the energy times the unit matrix, since the energy is inverse to the volume."""
         unit = torch.eye(3, dtype=position.dtype, device=position.device)
         return self.forward(position)[..., None, None] * unit
+
+
+class DispersionCorrection(UniformCorrection):
+    """The Lennard-Jones energy that a cutoff leaves out, at uniform density, as OpenMM adds it::
+
+        U = 2 pi N^2 / V  <4 epsilon (sigma^12 I_12 - sigma^6 I_6)>
+        I_n = integral from 0 to infinity of (1 - S(r)) r^(2 - n) dr
+
+    S is the share of the energy that the cutoff leaves: 1 within it, 0 beyond it, and a switch in
+    between. The mean is over all pairs of atoms, an atom paired with itself included, which
+    :func:`~adjsim.potentials.tail_corrections` leaves out. The energy gives no force, but a virial
+    and a gradient with respect to epsilon and sigma.
+
+    ``start`` is that of a :class:`~adjsim.potentials.pairs.truncation.SwitchedDistance`; None: no
+    switch.
+    """
+
+    def __init__(self, lennard_jones: LennardJonesMixture, start: float | None = None) -> None:
+        super().__init__()
+        if lennard_jones.box is None or lennard_jones.cutoff is None:
+            raise ValueError("the dispersion correction needs a box and a cutoff.")
+        self.lennard_jones = lennard_jones
+        self.start = None if start is None else as_number("start", start)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse a switch that begins beyond the cutoff."""
+        if self.start is not None and not 0 < self.start <= self.cutoff:
+            raise ValueError(
+                f"start must be positive and at most the cutoff, {self.cutoff:g}; got "
+                f"{self.start:g}."
+            )
+
+    @property
+    def pairs(self) -> PairPotential:
+        """The Lennard-Jones potential."""
+        return self.lennard_jones
+
+    @property
+    def species(self) -> Tensor:
+        """The species of the Lennard-Jones potential."""
+        assert self.lennard_jones.species is not None
+        return self.lennard_jones.species
+
+    @property
+    def kinds(self) -> int:
+        """The number of species."""
+        return len(self.lennard_jones.epsilon)
+
+    @derived("species", "kinds")
+    def share(self) -> Tensor:
+        """The share of each two species in the pairs."""
+        count = torch.bincount(self.species, minlength=self.kinds).double()
+        atoms = count.sum()
+        return (count.unsqueeze(-1) * count + torch.diag(count)) / (atoms * (atoms + 1))
+
+    @derived("cutoff", "start")
+    def integrals(self) -> tuple[float, float]:
+        """The integrals I_12 and I_6."""
+        begin = self.cutoff if self.start is None else self.start
+        return _integral(12, begin, self.cutoff), _integral(6, begin, self.cutoff)
+
+    def energy_times_volume(self) -> Tensor:
+        epsilon, sigma = (self.lennard_jones.pair_table(name) for name in ("epsilon", "sigma"))
+        sixth = sigma**6
+        repulsion, attraction = self.integrals
+        mean = 4 * epsilon * sixth * (sixth * repulsion - attraction)
+        return 2 * math.pi * len(self.species) ** 2 * (self.share.to(mean) * mean).sum()
 
 
 def _shrink(strain: Tensor) -> Tensor:

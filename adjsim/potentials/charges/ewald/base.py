@@ -1,25 +1,23 @@
-"""The base class of Ewald sums, and their part in real space."""
+"""The base class of Ewald sums."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from operator import add
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_number, as_whole, outside_inference_mode
+from adjsim.core.arguments import as_indices, as_number, as_whole, outside_inference_mode
 from adjsim.core.box import Periodic, inverse, refuse_trained_box
 from adjsim.core.declared import (
-    FINITE,
     NOT_NEGATIVE,
     POSITIVE,
     Declaring,
     Limits,
-    declared,
     setting,
 )
 from adjsim.core.derived import derived
@@ -30,7 +28,6 @@ from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import Potential
-from adjsim.potentials.charges.coulomb import DampedCoulomb
 from adjsim.potentials.charges.ewald.autograd import (
     ChargeSum,
     Maker,
@@ -39,41 +36,31 @@ from adjsim.potentials.charges.ewald.autograd import (
 )
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, places_of
 from adjsim.potentials.charges.ewald.waves import Waves, influence
-from adjsim.potentials.pairs.formula import ATOMS, SHIFTED
+from adjsim.potentials.pairs.base import PairPotential
+from adjsim.potentials.pairs.formula import SHIFTED
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback, VJPSum
 from adjsim.potentials.strained import Forced, StrainedPullback, at_rest
 
+P = TypeVar("P", bound=PairPotential)
 TOLERANCE = Limits("between 0 and 0.5", lambda x: 0 < x < 0.5)
 
 
-class ScreenedCoulomb(DampedCoulomb):
-    """Point charges that Gaussians screen: ``u = constant q_i q_j erfc(alpha r) / r``.
+class EwaldSum(Declaring, Periodic, Potential):
+    """Base class of Ewald sums: periodic pairs by a part in real and one in reciprocal space.
 
-    The energy is not shifted at the cutoff, since the rest of an Ewald sum is its complement. Pairs
-    at the cutoff have about the energy ``2 tolerance constant q_i q_j / cutoff``.
+    Each pair has the energy ``constant q_i q_j / r^power``, with a charge q of each atom, which
+    Gaussians split. The part in real space may have more.
     """
 
-    # A tensor, which kernels read. A number would be compiled into them.
-    alpha: Tensor = declared("1/length")
-    constant: float = setting("see :class:`~adjsim.Coulomb`", FINITE)
-
-    def truncated_energy(self, s: Tensor) -> Tensor:
-        return self.pair_energy(s)
-
-    def damping(self, r: Tensor) -> tuple[Tensor, Tensor]:
-        alpha = self.alpha.to(r)
-        return alpha, 2 / math.sqrt(math.pi) * alpha
-
-
-class EwaldSum(Declaring, Periodic, Potential):
-    """Base class of Ewald sums: the energy of periodic charges, in real and reciprocal space."""
-
-    charge: Tensor = declared("``(atoms,)``", **ATOMS)
     tolerance: float = setting(
         "the approximate relative error of forces, between 0 and 0.5", TOLERANCE, 5e-4, keyword=True
     )
-    constant: float = setting("see :class:`~adjsim.Coulomb`", FINITE, 1.0, keyword=True)
+    power: ClassVar[int]
+    # The number of atoms, in messages.
+    of_atoms: ClassVar[str]
+    constant: float
     exclusions: Tensor | None
+    species: Tensor | None
     # Of the waves that subclasses sum, see :class:`~.ewald.waves.Waves`.
     numbers: Any
     share: Any
@@ -87,6 +74,7 @@ class EwaldSum(Declaring, Periodic, Potential):
         alpha: float | None = None,
         exclusions: Array | None = None,
         skin: float | None = None,
+        species: Array | None = None,
         **named: Any,
     ) -> None:
         given = self.given(values, named)
@@ -97,12 +85,11 @@ class EwaldSum(Declaring, Periodic, Potential):
                 raise ValueError(f"{name} needs a {what}: its charges are periodic.")
         with outside_inference_mode():
             self.store(given, partial(register, self))
+            index = None if species is None else as_indices("species", species)
+            self.register_buffer("species", index)
             self.cutoff, self.alpha = POSITIVE("cutoff", cutoff), alpha
             # The checks of the part in real space.
-            part = ScreenedCoulomb(
-                self.charge, self.alpha, self.constant,
-                cutoff=self.cutoff, box=box, exclusions=exclusions, skin=skin,
-            )  # fmt: skip
+            part = self.checked(cutoff=self.cutoff, box=box, exclusions=exclusions, skin=skin)
             self.skin = part.skin
             self.register_box(box)
             self.register_buffer("exclusions", part.exclusions)
@@ -131,21 +118,25 @@ class EwaldSum(Declaring, Periodic, Potential):
     def alpha(self, value: float | None) -> None:
         self._alpha = None if value is None else as_number("alpha", value)
 
+    def checked(self, **options: Any) -> PairPotential:
+        """Make the part in real space, which checks its numbers and these options."""
+        raise TypeError(f"{type(self).__name__} has no checked(**options).")
+
     @property
-    def real(self) -> ScreenedCoulomb:
-        """The part in real space, of charges and a box that the sum has checked."""
-        # Charges may be computed, by a parametrisation, also where a sweep records no graph.
-        with torch.enable_grad():
-            charge = self.charge
-        part = object.__new__(ScreenedCoulomb)
+    def real(self) -> PairPotential:
+        """The part in real space, of numbers and a box that the sum has checked."""
+        raise TypeError(f"{type(self).__name__} has no part in real space.")
+
+    def part(self, kind: type[P], settings: Mapping[str, Any], **tensors: Tensor | None) -> P:
+        """Make the part in real space of a class, with these settings and tensors of its own."""
+        part = object.__new__(kind)
         nn.Module.__init__(part)
         part._buffers.update(
-            charge=charge, alpha=self.screening, box=self.box, species=None,
-            exclusions=self.exclusions, image_box=self.image_box,
+            alpha=self.screening, box=self.box, species=None, exclusions=self.exclusions,
+            image_box=self.image_box,
         )  # fmt: skip
-        vars(part).update(
-            truncation=SHIFTED, cutoff=self.cutoff, skin=self.skin, constant=self.constant
-        )
+        part._buffers.update(tensors)
+        vars(part).update(truncation=SHIFTED, cutoff=self.cutoff, skin=self.skin, **settings)
         return as_part(part, self, smallest_listed=self.smallest_listed)
 
     @derived("alpha", "cell")
@@ -167,7 +158,8 @@ class EwaldSum(Declaring, Periodic, Potential):
     @property
     def waves(self) -> Waves:
         """The waves of the sum in reciprocal space."""
-        return Waves(self.numbers, self.share, self.multiplicity, self.dual, self.alpha)
+        whole = self.numbers, self.share, self.multiplicity, self.dual
+        return Waves(*whole, self.alpha, self.power)
 
     @derived("numbers", "share", "multiplicity", "dual", "alpha")
     def influence(self) -> Tensor:
@@ -195,7 +187,15 @@ class EwaldSum(Declaring, Periodic, Potential):
     @property
     def atoms(self) -> int:
         """The number of atoms."""
-        return len(self.charge)
+        raise TypeError(f"{type(self).__name__} has no number of atoms.")
+
+    def charges(self) -> Tensor:
+        """Compute the charge of each atom, ``(atoms,)``."""
+        raise TypeError(f"{type(self).__name__} has no charges.")
+
+    def own(self) -> float:
+        """Compute the energy of a unit charge in its own Gaussian."""
+        raise TypeError(f"{type(self).__name__} has no energy of its own.")
 
     def reciprocal(self, position: Tensor, strain: Strain | None = None) -> ChargeSum:
         """Return the sum in reciprocal space, in the box of the potential or at a strain."""
@@ -208,8 +208,7 @@ class EwaldSum(Declaring, Periodic, Potential):
     def _beyond(self, position: Tensor, strain: Strain | None = None) -> Energies:
         """Compute the energy other than that in real space."""
         charge = self._charges(position)
-        # The energy of each charge in its own Gaussian.
-        own = self.constant * self.alpha / math.sqrt(math.pi) * charge.square().sum()
+        own = self.own() * charge.square().sum()
         parts = (make(strain).energy(position, charge) for make in self._parts(position))
         return reduce(add, parts) - own
 
@@ -308,11 +307,11 @@ class EwaldSum(Declaring, Periodic, Potential):
         return value
 
     def _charges(self, position: Tensor) -> Tensor:
-        charge = self.charge.to(position)
+        charge = self.charges().to(position)
         if position.shape[-2:] != (len(charge), 3):
             raise ValueError(
-                f"charge is for {len(charge)} atoms in three dimensions; position has shape "
-                f"{tuple(position.shape)}."
+                f"{self.of_atoms} is for {len(charge)} atoms in three dimensions; position has "
+                f"shape {tuple(position.shape)}."
             )
         return charge
 
@@ -328,7 +327,8 @@ class EwaldSum(Declaring, Periodic, Potential):
         assert self.excluded is not None
         assert self.places is not None
         box = self.image_box.to(position)
-        return ExcludedPairs(self.excluded, self.places, box, self.alpha, self.constant, strain)
+        law = self.alpha, self.constant, self.power
+        return ExcludedPairs(self.excluded, self.places, box, *law, strain)
 
 
 def splitting(cutoff: float, tolerance: float) -> float:

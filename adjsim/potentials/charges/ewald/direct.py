@@ -16,14 +16,15 @@ from adjsim.core.derived import derived
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
-from adjsim.potentials.charges.ewald.base import EwaldSum, three_numbers
+from adjsim.potentials.charges.ewald.base import three_numbers
+from adjsim.potentials.charges.ewald.point_charges import PointCharges
 from adjsim.potentials.charges.ewald.waves import shortened, wave_virial
 
 # OpenMM searches the number of waves from here, upwards or downwards.
 FIRST_GUESS = 10
 
 
-class Ewald(EwaldSum):
+class Ewald(PointCharges):
     """Point charges in a periodic box, by Ewald's sum::
 
         U = constant (U_real + U_reciprocal - U_self - U_excluded - U_background)
@@ -95,7 +96,8 @@ class Ewald(EwaldSum):
     def reciprocal(self, position: Tensor, strain: Strain | None = None) -> WaveSum:
         dual = self.dual if strain is None else shortened(self.dual, strain.value)
         vectors = 2 * math.pi * self.numbers[0].mT.to(dual) @ dual
-        return WaveSum(vectors.to(position), self.influence_at(strain), self.alpha, strain)
+        law = self.alpha, self.power
+        return WaveSum(vectors.to(position), self.influence_at(strain), *law, strain)
 
 
 def wave_number(width: float, tolerance: float) -> int:
@@ -131,6 +133,7 @@ class WaveSum(ChargeSum):
     vectors: Tensor
     influence: Callable[..., Tensor]
     alpha: float
+    power: int
     strain: Strain | None
 
     def energy(self, position: Tensor, charge: Tensor) -> Tensor:
@@ -171,7 +174,7 @@ class WaveSum(ChargeSum):
         return (force, -0.5 * _sums(influence[..., 1:, :], square)), product_along
 
     def virial(self, position: Tensor, charge: Tensor) -> Tensor:
-        return wave_virial(self._energies(position, charge), self.vectors, self.alpha)
+        return wave_virial(self._energies(position, charge), self.vectors, self.alpha, self.power)
 
     def _energies(self, position: Tensor, charge: Tensor) -> Tensor:
         """Compute the energy of each wave."""

@@ -8,6 +8,11 @@ subtracted: with s the squared distance::
 
 F_n is the function of Boys, ``F_n(x) = integral from 0 to 1 of t^2n exp(-x t^2) dt``, whose
 derivative is -F_{n+1}. It is smooth, so two atoms at one place have a finite force and product.
+For pairs with 1/r^6 it is, with y = alpha^2 s::
+
+    f(s) = (1 - exp(-y) (1 + y + y^2/2)) / s^3 = (alpha^6 / 2) I_2(y)
+
+and ``I_n(y) = integral from 0 to 1 of t^n exp(-y t) dt`` has the derivative -I_{n+1}.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ class ExcludedPairs(ChargeSum):
     box: Tensor
     alpha: float
     constant: float
+    power: int
     strain: Strain | None = None
 
     def energy(self, position: Tensor, charge: Tensor) -> Tensor:
@@ -104,8 +110,11 @@ class ExcludedPairs(ChargeSum):
 
     def _functions(self, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute f, df/ds and d2f/ds2."""
-        factor, square = 2 * self.alpha / math.sqrt(math.pi), self.alpha**2
-        zero, one, two = boys(square * s)
+        square = self.alpha**2
+        if self.power == 1:
+            factor, (zero, one, two) = 2 * self.alpha / math.sqrt(math.pi), boys(square * s)
+        else:
+            factor, (zero, one, two) = square**3 / 2, gammas(square * s)
         return factor * zero, -factor * square * one, factor * square**2 * two
 
 
@@ -126,6 +135,25 @@ def boys(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     second = (zero, one, (3 * one - decay) / (2 * above))
     zero, one, two = (torch.where(small, a, b) for a, b in zip(first, second, strict=True))
     return zero, one, two
+
+
+def gammas(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the integrals I_2, I_3 and I_4, elementwise."""
+    small = y < 1
+    below, above = torch.where(small, y, 0.0), torch.where(small, 1.0, y)
+    series = torch.zeros_like(y)
+    for k in reversed(range(TERMS)):
+        series = series * below + (-1) ** k / (math.factorial(k) * (k + 5))
+    decay = torch.exp(-below)
+    three = (below * series + decay) / 4
+    first = ((below * three + decay) / 3, three, series)
+    decay = torch.exp(-above)
+    value, second = (1 - decay) / above, list[Tensor]()
+    for n in (1, 2, 3, 4):
+        value = (n * value - decay) / above
+        second.append(value)
+    two, three, four = (torch.where(small, a, b) for a, b in zip(first, second[1:], strict=True))
+    return two, three, four
 
 
 def places_of(index: Tensor, atoms: int) -> Tensor:

@@ -30,35 +30,15 @@ from adjsim.core.strain import Strain
 from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
 from adjsim.potentials.charges.ewald.base import EwaldSum, three_numbers
+from adjsim.potentials.charges.ewald.point_charges import PointCharges
 from adjsim.potentials.charges.ewald.spreading import gather, moduli, spread
-from adjsim.potentials.charges.ewald.waves import Waves, influence, shortened, wave_virial
+from adjsim.potentials.charges.ewald.waves import influence, shortened, wave_virial
 
 SMALLEST_ORDER, LARGEST_ORDER, SMALLEST_MESH = 4, 10, 6
 
 
-class ParticleMeshEwald(EwaldSum):
-    """Point charges in a periodic box, by the smooth particle-mesh Ewald method.
-
-    The energy is that of :class:`Ewald`. Its reciprocal part is computed on a mesh, to which
-    cardinal B-splines spread the charges, by fast Fourier transforms. The force is the derivative
-    of the interpolated energy. See Essmann et al., J. Chem. Phys. 103, 8577 (1995). The force on
-    all atoms together is zero only to the accuracy of the mesh, so the centre of mass may drift.
-
-    In an exact run the reciprocal force of an atom is rounded as one contribution, a function of
-    the position alone on the CPU; on a GPU atoms are added to the mesh in any order.
-
-    With ``compile=True`` torch evaluates the mesh part inside the compiled loop.
-
-    Args:
-        charge, box, cutoff, alpha, tolerance, exclusions, constant, skin: see :class:`Ewald`.
-        grid: the number of mesh points along each row of the box, or one number for all. None:
-            ``2 alpha d / (3 tolerance^(1/5))`` for a row of length d, at least six, as OpenMM
-            chooses it. (OpenMM takes the diagonal of a tilted box in place of lengths of rows.)
-        order: of the splines, from 4 to 10.
-
-    Raises:
-        ValueError: as :class:`Ewald`; another order, a mesh with fewer points than the order.
-    """
+class MeshSum(EwaldSum):
+    """Base class of Ewald sums with a mesh."""
 
     def __init__(
         self,
@@ -145,10 +125,37 @@ class ParticleMeshEwald(EwaldSum):
     def _virial_of_mesh(self, square: Tensor) -> Tensor:
         """Compute the virial of the waves from ``|F|^2``."""
         numbers, share = self._whole_numbers().reshape(-1, 3), self._whole_share().flatten()
-        whole = Waves(numbers.T.unsqueeze(0), share, torch.ones_like(share), self.dual, self.alpha)
+        whole = self.waves._replace(
+            numbers=numbers.T.unsqueeze(0), share=share, multiplicity=torch.ones_like(share)
+        )
         value = influence(whole, self.dual.new_zeros(1, 1))[0].to(square)
         waves = (2 * math.pi * numbers @ self.dual).to(square)
-        return wave_virial(0.5 * value * square.flatten(-3), waves, self.alpha)
+        return wave_virial(0.5 * value * square.flatten(-3), waves, self.alpha, self.power)
+
+
+class ParticleMeshEwald(PointCharges, MeshSum):
+    """Point charges in a periodic box, by the smooth particle-mesh Ewald method.
+
+    The energy is that of :class:`Ewald`. Its reciprocal part is computed on a mesh, to which
+    cardinal B-splines spread the charges, by fast Fourier transforms. The force is the derivative
+    of the interpolated energy. See Essmann et al., J. Chem. Phys. 103, 8577 (1995). The force on
+    all atoms together is zero only to the accuracy of the mesh, so the centre of mass may drift.
+
+    In an exact run the reciprocal force of an atom is rounded as one contribution, a function of
+    the position alone on the CPU; on a GPU atoms are added to the mesh in any order.
+
+    With ``compile=True`` torch evaluates the mesh part inside the compiled loop.
+
+    Args:
+        charge, box, cutoff, alpha, tolerance, exclusions, constant, skin: see :class:`Ewald`.
+        grid: the number of mesh points along each row of the box, or one number for all. None:
+            ``2 alpha d / (3 tolerance^(1/5))`` for a row of length d, at least six, as OpenMM
+            chooses it. (OpenMM takes the diagonal of a tilted box in place of lengths of rows.)
+        order: of the splines, from 4 to 10.
+
+    Raises:
+        ValueError: as :class:`Ewald`; another order, a mesh with fewer points than the order.
+    """
 
 
 @dataclass(frozen=True)

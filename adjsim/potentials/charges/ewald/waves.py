@@ -25,6 +25,13 @@ sums by T(n). Then ``v . F = -sum G Re(S* T)``, and for a cotangent c of W the s
 The second one is with the phases of the charges fixed. Its first term is by coordinate along the
 rows, since v is fixed and its phases are not. Where one strain stretches all rows, a derivative is
 the sum over them: ``L = 2 k^2 t - 3``, and ``dL/de = 4 - 4 k^2 t``.
+
+Any energy whose G is a function h(k^2) over the volume has these derivatives, with t = -h'/h and
+-dt/d(k^2) in place of 1/k^4. That of pairs with 1/r^6 has, with b = k / 2 alpha::
+
+    4 pi h = pi^(3/2) alpha^3 / 3 ((1 - 2 b^2) exp(-b^2) + 2 sqrt(pi) b^3 erfc(b))
+
+also for n = 0. See Essmann et al., J. Chem. Phys. 103, 8577 (1995).
 """
 
 from __future__ import annotations
@@ -47,6 +54,7 @@ class Waves(NamedTuple):
         multiplicity: ``(waves,)``, for how many waves each one stands in sums of derivatives of G.
         dual: ``(3, 3)``, the rows b_r.
         alpha: the inverse width of the Gaussians.
+        power: of the distance in the energy of a pair, 1 or 6.
     """
 
     numbers: Tensor
@@ -54,6 +62,7 @@ class Waves(NamedTuple):
     multiplicity: Tensor
     dual: Tensor
     alpha: float
+    power: int
 
 
 def shortened(dual: Tensor, strain: Tensor) -> Tensor:
@@ -73,9 +82,9 @@ def influence(waves: Waves, strain: Tensor, c: Tensor | None = None) -> Tensor:
 
 def _influence(
     numbers: Tensor, share: Tensor, multiplicity: Tensor, dual: Tensor, alpha: float,
-    strain: Tensor, c: Tensor | None,
+    power: int, strain: Tensor, c: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    n, beta = numbers, 1 / (4 * alpha**2)
+    n = numbers
     # An axis for the sides, before those of coordinates and waves.
     e = strain.to(numbers).unsqueeze(-3)
     rows = 2 * math.pi * shortened(dual, e)
@@ -85,31 +94,48 @@ def _influence(
     every = n * (metric @ n)
     square = every.sum(-2, keepdim=True)
     p = square if axes == 1 else every
-    # One for the wave n = 0, whose inverse is taken as zero.
-    origin = (square == 0).to(square)
-    inverse = 1 / (square + origin) - origin
-    value = torch.exp(-beta * square) * inverse - beta * origin
+    value, fall, bend = _decay(square, alpha, power)
     value = value * share * (4 * math.pi * torch.exp(-3 / axes * e.sum(-1, keepdim=True)))
-    t = 2 * (inverse + beta)
+    t = 2 * fall
     rate, counted = t * p - 3 / axes, multiplicity * value
     columns = [value, counted * rate]
     if c is not None:
         c = c.to(numbers).unsqueeze(-3).mT
         along = (c * rate).sum(-2, keepdim=True)
         turned = c * p + (c * p if axes == 1 else n * (metric @ (c * n)))
-        slope = 4 * inverse**2 * (c * p).sum(-2, keepdim=True) * p - t * turned
+        slope = 4 * bend * (c * p).sum(-2, keepdim=True) * p - t * turned
         columns += [value * along, counted * (along * rate + slope)]
     found = torch.cat(columns, -2)
     return (found.mean(-3) if len(n) > 1 else found.squeeze(-3)).to(strain)
 
 
+def _decay(square: Tensor, alpha: float, power: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute h(k^2), t = -h'/h and -dt/d(k^2)."""
+    beta = 1 / (4 * alpha**2)
+    # One for the wave n = 0, whose inverse is taken as zero.
+    origin = (square == 0).to(square)
+    inverse = 1 / (square + origin) - origin
+    if power == 1:
+        return torch.exp(-beta * square) * inverse - beta * origin, inverse + beta, inverse**2
+    # A root of zero has no derivative, and that of n = 0 is zero.
+    b = (beta * (square + origin)).sqrt() * (1 - origin)
+    factor = math.sqrt(math.pi) * alpha**3 / 12
+    # Beyond this the exponential is zero, and a ratio of scaled functions would lose its digits.
+    root = b.clamp(max=27.0)
+    scaled = math.sqrt(math.pi) * torch.special.erfcx(root)
+    whole = 1 - 2 * root**2 + 2 * root**3 * scaled
+    fall = 3 * beta * (1 - root * scaled) / whole
+    second = 1.5 * beta**2 * scaled * (1 / (root + origin) - origin) / whole
+    return factor * torch.exp(-(b**2)) * whole, fall, second - fall**2
+
+
 @torch.library.custom_op("adjsim::influence", mutates_args=())
 def influence_operator(
     numbers: Tensor, share: Tensor, multiplicity: Tensor, dual: Tensor, alpha: float,
-    strain: Tensor, c: Tensor | None,
+    power: int, strain: Tensor, c: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Compute the influence in a traced step, with the bits of an eager one."""
-    return _influence(numbers, share, multiplicity, dual, alpha, strain, c)
+    return _influence(numbers, share, multiplicity, dual, alpha, power, strain, c)
 
 
 @influence_operator.register_fake
@@ -119,14 +145,13 @@ def _(numbers: Tensor, share: Tensor, *rest: Any) -> Tensor:
     return strain.new_empty((*strain.shape[:-2], columns, len(share)))
 
 
-def wave_virial(energies: Tensor, vectors: Tensor, alpha: float) -> Tensor:
+def wave_virial(energies: Tensor, vectors: Tensor, alpha: float, power: int) -> Tensor:
     """Compute the virial of waves with these energies ``(*batch, waves)``.
 
-    A wave has the virial ``e (1 - 2 (1/k^2 + 1/(4 alpha^2)) k k^T)``, since V and k change with
-    strain, and S(k) does not. The wave k = 0 has the unit matrix.
+    A wave has the virial ``e (1 - 2 t k k^T)``, since V and k change with strain, and S(k) does
+    not. The wave k = 0 has the unit matrix.
     """
-    square = (vectors * vectors).sum(-1)
-    factor = torch.where(square > 0, 1 / square.clamp(min=1e-300) + 0.25 / alpha**2, 0.0)
+    _, factor, _ = _decay((vectors * vectors).sum(-1), alpha, power)
     unit = torch.eye(3, dtype=vectors.dtype, device=vectors.device)
     return energies.sum(-1)[..., None, None] * unit - 2 * torch.einsum(
         "...k,ka,kb->...ab", energies * factor, vectors, vectors
