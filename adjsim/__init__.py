@@ -15,6 +15,7 @@ from adjsim.observables import *
 from adjsim.potentials import *
 from adjsim.simulation.simulate import simulate
 from adjsim.solvers import *
+from adjsim.solvers.implicit.steady_state import SteadyState, steady_state
 
 if TYPE_CHECKING:
     from adjsim.estimators.compare import Comparison, compare
@@ -51,6 +52,7 @@ __all__ = [
     "OdeResult",
     "Positive",
     "RankError",
+    "SteadyState",
     "StoreError",
     "TimeAverage",
     "Trajectory",
@@ -59,6 +61,7 @@ __all__ = [
     "minimize",
     "simulate",
     "solve_ivp",
+    "steady_state",
 ]
 __all__ += potentials.__all__
 __all__ += dynamics.__all__
