@@ -18,9 +18,10 @@ from adjsim.ivp.column_steps import (
     InterpolatedStep,
     Step,
 )
+from adjsim.ivp.connection import pulled_rows
 from adjsim.ivp.forward_states import SEGMENT_STEPS, Thinned, changed_message
 from adjsim.ivp.jumps import ColumnJumpCheck
-from adjsim.ivp.rhs import RightHandSide, as_times, pulled, to_numpy
+from adjsim.ivp.rhs import RightHandSide, as_times, to_numpy
 
 # Steps of the backward pass between two searches for tensors that were not declared.
 CHECK_EVERY = 16
@@ -192,31 +193,39 @@ class ColumnSolution(DenseColumns):
         values, pull = super().connected(times, states), partial(self._backward, times.detach())
         return self.rhs.with_time_derivative(self.rhs.connected(values, self.start, pull), times)
 
-    def _backward(self, times: Tensor, cotangents: Tensor) -> list[Tensor]:
-        """Return the cotangents of the start and of the parameters."""
-        reads, cotangents = ColumnReads(times, self.direction), cotangents.double()
-        cotangent = torch.zeros_like(self.start, dtype=cotangents.dtype)
-        sums = [torch.zeros_like(x) for x in self.rhs.parameter_leaves]
+    def _backward(self, times: Tensor, rows: Tensor) -> list[Tensor]:
+        """Return the rows of cotangents of the start and of the parameters.
+
+        They belong to rows ``(k, n, times, batch)`` of cotangents of the states.
+        """
+        reads, every = ColumnReads(times, self.direction), rows.double()
+        cotangent = every.new_zeros((len(every), *self.start.shape))
+        leaves = self.rhs.parameter_leaves
+        sums = [x.new_zeros((len(every), *x.shape)) for x in leaves]
+
+        def cotangents(read: Any, t: Tensor, h: Tensor, degree: int) -> list[Tensor]:
+            found = [reads.cotangents(row, read, t, h, degree) for row in every]
+            return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
         for count, (before, after) in enumerate(self.history.backward()):
-            (t, y), rows = before, reads.between(before[0], after[0])
-            if not rows and not bool(cotangent.any()):
+            (t, y), read = before, reads.between(before[0], after[0])
+            if not read and not bool(cotangent.any()):
                 continue
             if count % CHECK_EVERY == 0:
                 self.rhs.evaluate_checked(to_numpy(t), to_numpy(y))
             with torch.enable_grad():
                 start = y.detach().requires_grad_()
                 step = self._step((t, start), after)
-                outputs = [step.end, *(step.polynomial() if rows else ())]
+                outputs = [step.end, *(step.polynomial() if read else ())]
             _refuse_changed(step.end.detach(), before, after)
             h, degree = after[0] - t, len(outputs) - 1
-            by_start, *weights = reads.cotangents(cotangents, rows, t, h, degree)
-            inputs = [start, *self.rhs.parameter_leaves]
-            found = pulled(outputs, inputs, [cotangent, *weights], keep_graph=False)
+            by_start, *weights = cotangents(read, t, h, degree)
+            found = pulled_rows(outputs, [start, *leaves], [cotangent, *weights])
             cotangent = found[0] + by_start
             for total, x in zip(sums, found[1:], strict=True):
                 total += x
-        rows = reads.between(-torch.inf * self.direction, self.begin)
-        at_start = reads.cotangents(cotangents, rows, self.begin, self.begin, 0)
+        read = reads.between(-torch.inf * self.direction, self.begin)
+        at_start = cotangents(read, self.begin, self.begin, 0)
         return [cotangent + at_start[0], *sums]
 
     def _step(self, before: Point, after: Point) -> Step:
