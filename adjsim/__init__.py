@@ -19,6 +19,7 @@ from adjsim.solvers.implicit.steady_state import SteadyState, steady_state
 
 if TYPE_CHECKING:
     from adjsim.estimators.compare import Comparison, compare
+    from adjsim.estimators.confidence import Confidence, confidence
     from adjsim.ivp import GrazingError, OdeResult, solve_ivp
     from adjsim.potentials.statics.minimum import minimize
 
@@ -27,9 +28,11 @@ __version__ = "0.1.0"
 # Names whose modules import SciPy's solvers, and which are therefore imported when first used.
 _LATE = {
     "Comparison": "adjsim.estimators.compare",
+    "Confidence": "adjsim.estimators.confidence",
     "GrazingError": "adjsim.ivp",
     "OdeResult": "adjsim.ivp",
     "compare": "adjsim.estimators.compare",
+    "confidence": "adjsim.estimators.confidence",
     "minimize": "adjsim.potentials.statics.minimum",
     "solve_ivp": "adjsim.ivp",
 }
@@ -47,6 +50,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Between",
     "Comparison",
+    "Confidence",
     "Final",
     "GrazingError",
     "OdeResult",
@@ -57,6 +61,7 @@ __all__ = [
     "TimeAverage",
     "Trajectory",
     "compare",
+    "confidence",
     "meshes",
     "minimize",
     "simulate",

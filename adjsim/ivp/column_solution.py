@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim.core.rows import pulled_rows
 from adjsim.ivp.column_steps import (
     ColumnReads,
     ColumnState,
@@ -18,7 +19,6 @@ from adjsim.ivp.column_steps import (
     InterpolatedStep,
     Step,
 )
-from adjsim.ivp.connection import pulled_rows
 from adjsim.ivp.forward_states import SEGMENT_STEPS, Thinned, changed_message
 from adjsim.ivp.jumps import ColumnJumpCheck
 from adjsim.ivp.rhs import RightHandSide, as_times, to_numpy

@@ -149,7 +149,7 @@ class _Connected(torch.autograd.Function):
         return found[0]
 
     @staticmethod
-    def vmap(*_: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         raise ValueError(NO_BATCH)
 
 
@@ -173,8 +173,8 @@ class _Rows(torch.autograd.Function):
         raise RuntimeError(f"{WHY}, so it cannot be differentiated again.")
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, function: Any, count: int, *tensors: Tensor) -> Any:
-        size = info.batch_size
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        (function, count, *tensors), size = args, info.batch_size
         rows = [
             x.expand(size, *x.shape) if axis is None else x.movedim(axis, 0)
             for x, axis in zip(tensors[:count], in_dims[2 : 2 + count], strict=True)
@@ -182,42 +182,3 @@ class _Rows(torch.autograd.Function):
         each = rows[0].shape[:2]
         found = _Rows.apply(function, count, *(x.flatten(0, 1) for x in rows), *tensors[count:])
         return tuple(x.unflatten(0, each) for x in found), (0,) * len(found)
-
-
-def pulled(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
-    keep_graph: bool = True,
-) -> list[Tensor]:
-    """Return the cotangents of the inputs, zero where no output depends on one."""
-    pairs = [x for x in zip(outputs, cotangents, strict=True) if x[0].requires_grad]
-    if not pairs:
-        return [torch.zeros_like(x) for x in inputs]
-    outputs, cotangents = zip(*pairs, strict=True)
-    found = torch.autograd.grad(
-        outputs, inputs, cotangents, retain_graph=keep_graph, materialize_grads=True
-    )
-    return list(found)
-
-
-def pulled_rows(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], rows: Sequence[Tensor]
-) -> list[Tensor]:
-    """Return the cotangents ``(k, ...)`` of the inputs for rows ``(k, ...)`` of the outputs.
-
-    Operations that vmap does not know take the rows one by one.
-    """
-    count = len(rows[0])
-
-    def pull(*row: Tensor) -> list[Tensor]:
-        return pulled(outputs, inputs, row)
-
-    if count > 1:
-        try:
-            return list(torch.vmap(pull)(*rows))
-        except (RuntimeError, NotImplementedError):
-            # The loop raises what is no matter of vmap.
-            pass
-    found = [pull(*(x[k] for x in rows)) for k in range(count)]
-    return [torch.stack(parts) for parts in zip(*found, strict=True)]

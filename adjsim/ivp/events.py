@@ -29,7 +29,8 @@ from scipy.integrate import OdeSolver
 from scipy.optimize import brentq, minimize_scalar
 from torch import Tensor
 
-from adjsim.ivp.connection import connected, pulled
+from adjsim.core.rows import pulled
+from adjsim.ivp.connection import connected
 from adjsim.ivp.rhs import (
     Array,
     RightHandSide,

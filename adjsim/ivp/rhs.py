@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.parameters import leaves
+from adjsim.core.rows import pulled_rows
 from adjsim.ivp.connection import (
     Pull,
     Push,
@@ -19,7 +20,6 @@ from adjsim.ivp.connection import (
     is_tracked,
     outside_transforms,
     plain,
-    pulled_rows,
 )
 from adjsim.ivp.input_tensors import InputTensors
 

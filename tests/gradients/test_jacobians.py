@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import adjsim
-from adjsim.ivp import connection
+from adjsim.core.rows import pulled_rows
 from tests.problems import slow_but
 
 TIMES, P, Y0 = torch.tensor([[0.4, 0.8], [1.1, 0.4], [1.0, 0.5]], dtype=torch.float64)
@@ -165,7 +165,7 @@ def test_an_operation_that_vmap_does_not_know_takes_the_rows_one_by_one():
             return torch.from_numpy(2 * x.numpy() * cotangent.numpy())
 
     x = torch.arange(3.0).requires_grad_()
-    (found,) = connection.pulled_rows([Square.apply(x)], [x], [torch.eye(3)])
+    (found,) = pulled_rows([Square.apply(x)], [x], [torch.eye(3)])
     assert torch.equal(found, torch.diag(2 * x.detach()))
 
 
