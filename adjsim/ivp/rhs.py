@@ -24,6 +24,8 @@ from adjsim.ivp.connection import (
 from adjsim.ivp.input_tensors import InputTensors
 
 Array = np.ndarray[Any, Any]
+# A state that requires grad, and its rate.
+Graph = tuple[Tensor, Tensor]
 # SciPy's solvers replace a smaller rtol by this.
 SMALLEST_RTOL = 100 * float(np.finfo(float).eps)
 
@@ -129,25 +131,27 @@ class RightHandSide:
         """Compute the Jacobian d fun_i / d y_j by automatic differentiation."""
         if self.uses_numpy:
             raise numpy_error('fun, whose Jacobian jac="autodiff" needs,')
-        return self._products(np.array([t]), y[:, None], np.eye(y.size, dtype=y.dtype))[0].conj()
+        return self._products([self._with_graph(t, y)], np.eye(y.size, dtype=y.dtype))[0].conj()
 
     # Called by the adjoint. For a complex state a cotangent is d/dRe + i d/dIm, as in torch.
 
-    def transposed_jacobians(self, times: Array, states: Array) -> Array:
+    def graphs(self, times: Array, states: Array) -> list[Graph]:
+        """Return the states at some times as tensors, and the rates there with their graphs."""
+        return [self._with_graph(float(t), y) for t, y in zip(times, states.T, strict=True)]
+
+    def transposed_jacobians(self, graphs: Sequence[Graph]) -> Array:
         """Compute the real matrices ``(times, n, n)`` that map a cotangent to its product.
 
         For complex states the matrices are ``(times, 2 n, 2 n)``, since such products need not be
         linear over complex numbers.
         """
-        n = len(states)
-        units = np.eye(2 * n).view(complex) if np.iscomplexobj(states) else np.eye(n)
-        found = self._products(times, states, units)
-        return (found.view(float) if np.iscomplexobj(states) else found).swapaxes(1, 2)
+        n, is_complex = len(self.like), self.like.is_complex()
+        found = self._products(graphs, np.eye(2 * n).view(complex) if is_complex else np.eye(n))
+        return (found.view(float) if is_complex else found).swapaxes(1, 2)
 
-    def _products(self, times: Array, states: Array, cotangents: Array) -> Array:
+    def _products(self, graphs: Sequence[Graph], cotangents: Array) -> Array:
         """Compute the products ``(times, k, n)`` of cotangents ``(k, n)`` with the Jacobians."""
-        along = zip(times, states.T, strict=True)
-        points, rates = zip(*(self._with_graph(float(t), y) for t, y in along), strict=True)
+        points, rates = zip(*graphs, strict=True)
         weights = torch.as_tensor(cotangents).to(rates[0])
         rows = pulled_rows(rates, points, [weights] * len(points))
         return np.stack([to_numpy(x) for x in rows])
@@ -172,15 +176,12 @@ class RightHandSide:
         x, out = self._with_graph(t, y)
         return to_numpy(pulled_rows([out], [x], [torch.as_tensor(rows).to(out)])[0])
 
-    def parameter_vjp(self, times: Array, states: Array, *rows: Array) -> list[list[Tensor]]:
+    def parameter_vjp(self, graphs: Sequence[Graph], *rows: Array) -> list[list[Tensor]]:
         """Compute the products of cotangents ``(k, n, times)`` with the Jacobian in the parameters.
 
         The products are summed over times.
         """
-        with torch.enable_grad():
-            rates = [
-                self(self.time(t), self.tensor(y)) for t, y in zip(times, states.T, strict=True)
-            ]
+        rates = [rate for _, rate in graphs]
         weights = [[torch.as_tensor(x).to(rates[0]) for x in np.moveaxis(w, 2, 0)] for w in rows]
         return [pulled_rows(rates, self.parameter_leaves, each) for each in weights]
 

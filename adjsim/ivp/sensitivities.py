@@ -22,7 +22,7 @@ from scipy.integrate import OdeSolution
 from torch import Tensor
 
 from adjsim.ivp.quadrature import Integral
-from adjsim.ivp.rhs import Array, to_numpy
+from adjsim.ivp.rhs import Array, Graph, to_numpy
 from adjsim.ivp.sweep import AdjointSettings, CollocationSweep
 
 # Times along a solution at which the size of its sensitivities is estimated.
@@ -48,7 +48,7 @@ class Sensitivities(CollocationSweep):
         # There is no integral along this equation.
         self.integral = Integral([], self.rows, self.rtol)
 
-    def _matrices(self, times: Array, path: OdeSolution) -> Array:
+    def _matrices(self, times: Array, path: OdeSolution) -> tuple[Array, list[Graph]]:
         states = path(times)
         found = [
             self.rhs.linearised(float(t), y, self.along)
@@ -58,7 +58,7 @@ class Sensitivities(CollocationSweep):
         n = len(states)
         matrices = np.zeros((len(times), n + self.rows, n + self.rows))
         matrices[:, :n, :n], matrices[:, :n, n:] = jacobians, rates / self.scales
-        return matrices
+        return matrices, []
 
 
 def sensitivities(

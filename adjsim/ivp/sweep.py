@@ -45,7 +45,7 @@ from adjsim.ivp.quadrature import (
     largest,
     no_convergence,
 )
-from adjsim.ivp.rhs import SMALLEST_RTOL, Array, RightHandSide
+from adjsim.ivp.rhs import SMALLEST_RTOL, Array, Graph, RightHandSide
 
 # Largest ratio of a collocation step to the one before.
 GROW = 30.0
@@ -115,7 +115,8 @@ class Sweep(ABC):
     def _rounding(self, length: float, t: float, adjoint: Array, path: OdeSolution) -> Array:
         """Return the rounding error of the integral over an interval around a time."""
         weights = _without_cancellation(adjoint[..., None])
-        sizes = self.rhs.parameter_vjp(np.array([t]), path(t)[:, None], weights)[0]
+        graphs = self.rhs.graphs(np.array([t]), path(t)[:, None])
+        sizes = self.rhs.parameter_vjp(graphs, weights)[0]
         return ROUNDING * length * largest(sizes)
 
     def _uncertainty(self, times: Array, path: OdeSolution, weights: Array) -> Array:
@@ -132,7 +133,7 @@ class Sweep(ABC):
         scale = np.reshape(known["atol"], (-1, 1)) + known["rtol"] * np.abs(states)
         shift = np.cos(np.arange(len(states)) ** 2)[:, None] * scale
         here, there, nearby = (
-            self.rhs.parameter_vjp(times, states + part * shift, sizes)[0]
+            self.rhs.parameter_vjp(self.rhs.graphs(times, states + part * shift), sizes)[0]
             for part in (0.0, 1.0, SHRUNK)
         )
         changes, less = (
@@ -177,7 +178,8 @@ class SolverSweep(Sweep):
 
         def integrand(times: Array, weights: Array, differences: Array) -> list[list[Tensor]]:
             z = adjoint(times)
-            return self.rhs.parameter_vjp(times, path(times), -weights * z, -differences * z)
+            graphs = self.rhs.graphs(times, path(times))
+            return self.rhs.parameter_vjp(graphs, -weights * z, -differences * z)
 
         # The forward steps resolve how fast the states change.
         self.points.integrate(
@@ -192,16 +194,17 @@ class SolverSweep(Sweep):
         options = self.settings.solver_options(np.repeat(self._absolute(), shape[1]))
         # SciPy's error norm is the mean over all rows, of which one may have the whole error.
         share = len(like) ** -0.5
-        options["rtol"], options["atol"] = (
-            max(share * options["rtol"], SMALLEST_RTOL),
-            share * options["atol"],
-        )
+        options["rtol"] = max(share * options["rtol"], SMALLEST_RTOL)
+        options["atol"] = share * options["atol"]
         if self.step:
             options["first_step"] = min(self.step, abs(end - begin))
         if issubclass(self.method, Radau):
-            options["jac"] = lambda t, z: _each_row(
-                -self.rhs.transposed_jacobians(np.array([t]), path(np.array([t])))[0], len(like)
-            )
+
+            def jacobian(t: float, z: Array) -> Any:
+                graphs = self.rhs.graphs(np.array([t]), path(np.array([t])))
+                return _each_row(-self.rhs.transposed_jacobians(graphs)[0], len(like))
+
+            options["jac"] = jacobian
 
         def rate(t: float, z: Array) -> Array:
             rows = _as_state_type(z.reshape(shape), like)
@@ -220,23 +223,29 @@ class CollocationSweep(Sweep):
         super().__init__(settings, adjoint)
         self.rtol, self.rejections = settings.rtol**POWER, 0
         self.integral = Integral(self.rhs.parameter_leaves, len(adjoint), self.rtol)
+        # The time at which the last step has ended, with the matrix and the graph there.
+        self.last: tuple[float, Array, list[Graph]] | None = None
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
         now, marks = begin, _forward_steps_between(begin, end, path)
-        z, matrix = _as_real(self.adjoint).T, self._matrices(np.array([begin]), path)
+        z = _as_real(self.adjoint).T
+        if self.last is None or self.last[0] != now:
+            self.last = (now, *self._matrices(np.array([begin]), path))
         while now != end:
             # The forward steps resolve how fast the states change, so a step covers few of them.
             farthest = marks[STRIDE - 1] if len(marks) >= STRIDE else end
-            now, step = self._step(now, farthest, z, matrix, path, remaining + abs(end - farthest))
-            z, matrix = step.values[-1], step.matrices[-1:]
+            now, step = self._step(now, farthest, z, path, remaining + abs(end - farthest))
+            z = step.values[-1]
             while marks and (end - begin) * (marks[0] - now) <= 0:
                 marks, self.rejections = marks[1:], 0
         self.adjoint = _as_state_type(z.T, self.adjoint)
 
     def _step(
-        self, now: float, farthest: float, z: Array, matrix: Array, path: OdeSolution, beyond: float
+        self, now: float, farthest: float, z: Array, path: OdeSolution, beyond: float
     ) -> tuple[float, Step]:
         """Take one step, at most to ``farthest``, and return the time at which it ends."""
+        assert self.last is not None
+        _, matrix, graph = self.last
         smallest = 10 * float(np.spacing(abs(now)))
         size = min(self.step or np.inf, self.settings.options.get("max_step", np.inf))
         atol = self._absolute() * self.settings.rtol ** (POWER - 1)
@@ -244,12 +253,14 @@ class CollocationSweep(Sweep):
             size = max(size, smallest)
             cut = size >= abs(farthest - now)
             end = farthest if cut else now + float(np.copysign(size, farthest - now))
-            inside = self._matrices(now + (end - now) * POINTS, path)
+            inside, graphs = self._matrices(now + (end - now) * POINTS, path)
             step = Step(end - now, z, np.concatenate([matrix, inside]))
             error, propagated = step.error(self.rtol, atol, beyond + abs(farthest - end))
             found = []
             if error <= 1 and self.integral.sums:
-                missed, found = self._integrate(now, step, propagated, path, abs(farthest - now))
+                missed, found = self._integrate(
+                    now, step, propagated, path, [*graph, *graphs], abs(farthest - now)
+                )
                 # A jump of the integrand cannot be located better than to the shortest step.
                 error = max(error, missed if abs(step.h) > smallest else min(missed, 1.0))
             if error <= 1:
@@ -262,18 +273,28 @@ class CollocationSweep(Sweep):
         wanted = abs(step.h) * next_factor(error, ORDER, GROW)
         # If the step was cut short, the next one need not be as short.
         self.step = max(wanted, size) if cut else wanted
+        self.last = end, inside[-1:], graphs[-1:]
         return end, step
 
-    def _matrices(self, times: Array, path: OdeSolution) -> Array:
-        return -self.rhs.transposed_jacobians(times, path(times))
+    def _matrices(self, times: Array, path: OdeSolution) -> tuple[Array, list[Graph]]:
+        """Return the matrices of the equation at some times, and the graphs of the rates."""
+        graphs = self.rhs.graphs(times, path(times))
+        return -self.rhs.transposed_jacobians(graphs), graphs
 
     def _integrate(
-        self, now: float, step: Step, propagated: Array, path: OdeSolution, length: float
+        self,
+        now: float,
+        step: Step,
+        propagated: Array,
+        path: OdeSolution,
+        graphs: list[Graph],
+        length: float,
     ) -> tuple[float, list[Tensor]]:
         """Return the error, relative to the tolerance, and the integral over a step.
 
-        ``length`` is that of the interval in which the step lies. It sets the scale of the
-        integral, which is not known yet if the step begins at a jump.
+        ``graphs`` are those of the rates at :data:`TIMES`. ``length`` is that of the interval in
+        which the step lies. It sets the scale of the integral, which is not known yet if the step
+        begins at a jump.
         """
         times, middle = now + step.h * TIMES, now + step.h / 2
         sizes = np.maximum(np.abs(step.start), np.abs(step.values[-1]))
@@ -281,7 +302,7 @@ class CollocationSweep(Sweep):
             _as_state_type(x, self.adjoint)
             for x in (step.weighted(), step.differences(propagated), sizes.T)
         )
-        found, off = self.rhs.parameter_vjp(times, path(times), -weights, -differences)
+        found, off = self.rhs.parameter_vjp(graphs, -weights, -differences)
         error = self.integral.error(
             found,
             off,
