@@ -60,7 +60,7 @@ GROW_AT_JUMP = 5.0
 POWER = 0.85
 # Largest number of real state entries for which the adjoint of a stiff problem is solved by
 # collocation, which solves one dense linear system per step.
-MAX_COLLOCATION_SIZE = 32
+MAX_COLLOCATION_SIZE = 128
 IMPLICIT = (Radau, BDF, LSODA)
 # Fraction of a change of the states at which a change of the integrand has to be smaller too.
 SHRUNK = 2.0**-10

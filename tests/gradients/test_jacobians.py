@@ -138,7 +138,8 @@ def test_rows_of_events_of_columns_and_of_complex_states():
 
 
 @pytest.mark.slow
-def test_many_stiff_states_have_rows_in_blocks():
+def test_many_stiff_states_have_rows_in_blocks(monkeypatch):
+    monkeypatch.setattr(adjsim.ivp.sweep, "MAX_COLLOCATION_SIZE", 32)
     matrix = -torch.diag(torch.linspace(1, 50, 34))
 
     def fun(p):
