@@ -16,9 +16,11 @@ from adjsim.observables import *
 from adjsim.potentials import *
 from adjsim.simulation.simulate import simulate
 from adjsim.solvers import *
+from adjsim.solvers.implicit.steady_state import SteadyState, steady_state
 
 if TYPE_CHECKING:
     from adjsim.estimators.compare import Comparison, compare
+    from adjsim.estimators.confidence import Confidence, confidence
     from adjsim.ivp import GrazingError, OdeResult, solve_ivp
     from adjsim.potentials.statics.minimum import minimize
 
@@ -27,9 +29,11 @@ __version__ = "0.1.0"
 # Names whose modules import SciPy's solvers, and which are therefore imported when first used.
 _LATE = {
     "Comparison": "adjsim.estimators.compare",
+    "Confidence": "adjsim.estimators.confidence",
     "GrazingError": "adjsim.ivp",
     "OdeResult": "adjsim.ivp",
     "compare": "adjsim.estimators.compare",
+    "confidence": "adjsim.estimators.confidence",
     "minimize": "adjsim.potentials.statics.minimum",
     "solve_ivp": "adjsim.ivp",
 }
@@ -48,19 +52,23 @@ __all__ = [
     "Between",
     "BrownianPath",
     "Comparison",
+    "Confidence",
     "Final",
     "GrazingError",
     "OdeResult",
     "Positive",
     "RankError",
+    "SteadyState",
     "StoreError",
     "TimeAverage",
     "Trajectory",
     "compare",
+    "confidence",
     "meshes",
     "minimize",
     "simulate",
     "solve_ivp",
+    "steady_state",
 ]
 __all__ += potentials.__all__
 __all__ += dynamics.__all__

@@ -28,7 +28,7 @@ the layer in :math:`Z_s` is of order :math:`\tau / h`. The next steps account fo
 terms :math:`\varphi u` at the step ends cancel. (The polynomial itself does not approximate the
 layer, and must not be evaluated between the points.)
 
-**Errors.** Collocation at three points gives a second result, of order 5. It takes A and B from
+**Errors.** Collocation at four points gives a second result, of order 7. It takes A and B from
 the polynomials through their values at :math:`t_0` and the s points, so it needs no further
 evaluations. Where z hardly changes, the difference of the two results is that of two quadrature
 formulas on these six points. The error estimate is the part of the differences :math:`e_0` of z and
@@ -61,12 +61,12 @@ def _radau(stages: int) -> tuple[Array, Array]:
     return points, (points[:, None] * powers / np.arange(1, stages + 1)) @ np.linalg.inv(powers)
 
 
-STAGES, LOW_STAGES = 5, 3
+STAGES, LOW_STAGES = 5, 4
 # Order of the difference of the two results in the step size.
 ORDER = 2 * LOW_STAGES
 POINTS, WEIGHTS = _radau(STAGES)
 LOW_POINTS, LOW_WEIGHTS = _radau(LOW_STAGES)
-# Evaluation times of a step, and the matrix that interpolates from them to the three points.
+# Evaluation times of a step, and the matrix that interpolates from them to the four points.
 TIMES = np.append(0.0, POINTS)
 INTERPOLATION = np.vander(LOW_POINTS, STAGES + 1) @ np.linalg.inv(np.vander(TIMES, STAGES + 1))
 # Number of steps over which a difference is propagated.
@@ -74,10 +74,11 @@ LOOKAHEAD = 3
 
 
 class Step:
-    """A collocation step of size h, negative backward in time, from ``start`` ``(n,)``.
+    """A collocation step of size h, negative backward in time, from k rows ``start`` ``(n, k)``.
 
     ``matrices`` are the matrices A at :data:`TIMES`, ``(s + 1, n, n)``. ``values`` are those at the
-    s points ``(s, n)``, of which the last is the result, and ``low_values`` those at three points.
+    s points ``(s, n, k)``, of which the last is the result, and ``low_values`` those at four
+    points.
     """
 
     def __init__(self, h: float, start: Array, matrices: Array) -> None:
@@ -86,10 +87,11 @@ class Step:
         self.values = _solve(h * WEIGHTS, matrices[1:], start)
         self.low_values = _solve(h * LOW_WEIGHTS, low_matrices, start)
 
-    def error(self, rtol: float, atol: float, remaining: float) -> tuple[float, Array]:
+    def error(self, rtol: float, atol: Array, remaining: float) -> tuple[float, Array]:
         """Return the propagated error relative to the tolerance, and the sum over :math:`E_{kj}`.
 
-        ``remaining`` is the length of the time span after this step.
+        ``atol`` is that of each row ``(k,)``, and ``remaining`` the length of the time span after
+        this step.
         """
         scale = atol + rtol * np.maximum(np.abs(self.start), np.abs(self.values[-1]))
         error = self.values[-1] - self.low_values[-1]
@@ -97,7 +99,7 @@ class Step:
         if size > 1 and remaining > 0:
             length = np.copysign(min(abs(self.h), remaining), self.h)
             later = _solve(
-                length * WEIGHTS, np.tile(self.matrices[-1], (STAGES, 1, 1)), np.eye(error.size)
+                length * WEIGHTS, np.tile(self.matrices[-1], (STAGES, 1, 1)), np.eye(len(error))
             )
             area = length * np.einsum("i,ikl->kl", WEIGHTS[-1], later)
             for _ in range(min(LOOKAHEAD, int(remaining / abs(length)))):
@@ -106,26 +108,25 @@ class Step:
         return size if np.isfinite(size) else np.inf, propagated
 
     def weighted(self) -> Array:
-        """Return the values at :data:`TIMES` times their quadrature weights, ``(n, s + 1)``."""
-        return np.concatenate(
-            [np.zeros((1, self.start.size)), self.h * WEIGHTS[-1][:, None] * self.values]
-        ).T
+        """Return the values at :data:`TIMES` times their quadrature weights, ``(k, n, s + 1)``."""
+        weights = self.h * WEIGHTS[-1][:, None, None]
+        return np.concatenate([np.zeros_like(self.values[:1]), weights * self.values]).T
 
     def differences(self, propagated: Array) -> Array:
         """Return the weighted values of the error of the integral, like :meth:`weighted`."""
-        found = self.weighted() - (
-            (self.h * LOW_WEIGHTS[-1][:, None] * self.low_values).T @ INTERPOLATION
-        )
-        found[:, -1] += propagated
+        low = self.h * LOW_WEIGHTS[-1][:, None, None] * self.low_values
+        found = self.weighted() - low.T @ INTERPOLATION
+        found[..., -1] += propagated.T
         return found
 
 
 def _solve(weights: Array, matrices: Array, start: Array) -> Array:
-    """Solve for the values at the points of a step, from a start ``(n,)`` or ``(n, k)``."""
+    """Solve for the values at the points of a step, from a start ``(n, k)``."""
     stages, size = len(weights), len(weights) * len(start)
     system = np.eye(size) - np.einsum("ij,jkl->ikjl", weights, matrices).reshape(size, size)
     return np.linalg.solve(system, np.concatenate([start] * stages)).reshape(stages, *start.shape)
 
 
 def _norm(x: Array) -> float:
-    return float(np.sqrt(np.mean(x**2))) if x.size else 0.0
+    """Return the largest root mean square of a row of ``(n, k)``."""
+    return float(np.sqrt(np.max(np.mean(x**2, 0)))) if x.size else 0.0

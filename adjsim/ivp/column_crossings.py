@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from adjsim.core.parameters import leaves
+from adjsim.core.rows import pulled
 from adjsim.ivp.column_steps import interpolate
 from adjsim.ivp.events import event_settings
-from adjsim.ivp.rhs import RightHandSide, pulled
+from adjsim.ivp.rhs import RightHandSide
 
 
 class Slope(NamedTuple):

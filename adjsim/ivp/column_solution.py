@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim.core.rows import pulled_rows
 from adjsim.ivp.column_crossings import ColumnEvent, Crossing
 from adjsim.ivp.column_steps import (
     Attempt,
@@ -19,10 +20,11 @@ from adjsim.ivp.column_steps import (
     InterpolatedStep,
     Step,
 )
+from adjsim.ivp.connection import Pull
 from adjsim.ivp.forward_states import SEGMENT_STEPS, Thinned, changed_message
 from adjsim.ivp.jumps import ColumnJumpCheck
 from adjsim.ivp.mass import Mass
-from adjsim.ivp.rhs import Pull, RightHandSide, as_times, pulled, to_numpy
+from adjsim.ivp.rhs import RightHandSide, as_times, to_numpy
 
 # Steps of the backward pass between two searches for tensors that were not declared.
 CHECK_EVERY = 16
@@ -241,10 +243,11 @@ class ColumnSolution(DenseColumns):
         )
         sizes = states.numel(), len(at), found.numel()
 
-        def pull(cotangents: Tensor) -> list[Tensor]:
-            of_states, of_times, of_found = cotangents.split(sizes)
+        def pull(rows: Tensor) -> list[Tensor]:
+            of_states, of_times, of_found = rows.split(sizes, 1)
+            of_states = of_states.unflatten(1, states.shape)
             return self._backward(
-                times.detach(), of_states.view_as(states), of_times, of_found.view_as(found)
+                times.detach(), of_states, of_times, of_found.unflatten(1, found.shape)
             )
 
         flat = self._connected(torch.cat([states.flatten(), at, found.flatten()]), pull)
@@ -254,7 +257,7 @@ class ColumnSolution(DenseColumns):
         return values, events, columns, at, found
 
     def _connected(self, values: Tensor, pull: Pull) -> Tensor:
-        return self.rhs.connected(values, self.start, pull, self._extra)
+        return self.rhs.connected(values, self.start, pull, more=self._extra)
 
     @property
     def _extra(self) -> list[Tensor]:
@@ -271,49 +274,53 @@ class ColumnSolution(DenseColumns):
         return self.rhs.with_time_derivative(states, times, rates)
 
     def _backward(
-        self, times: Tensor, cotangents: Tensor, of_hits: Tensor | None = None,
+        self, times: Tensor, rows: Tensor, of_hits: Tensor | None = None,
         of_states: Tensor | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """Return the cotangents of the start, of the parameters, and of what events read.
+        """Return rows of cotangents of the start, of the parameters, and of what events read.
 
-        ``of_hits`` ``(hits,)`` and ``of_states`` ``(hits, n)`` are those of the event times and of
-        the states there.
+        They belong to rows ``(k, n, times, batch)`` of cotangents of the states. ``of_hits``
+        ``(k, hits)`` and ``of_states`` ``(k, hits, n)`` are those of the event times and of the
+        states there.
         """
-        reads, cotangents = ColumnReads(times, self.direction), cotangents.double()
-        cotangent = torch.zeros_like(self.start, dtype=cotangents.dtype)
+        reads, every = ColumnReads(times, self.direction), rows.double()
+        cotangent = every.new_zeros((len(every), *self.start.shape))
         leaves = [*self.rhs.parameter_leaves, *self._extra]
-        sums = [torch.zeros_like(x) for x in leaves]
+        sums = [x.new_zeros((len(every), *x.shape)) for x in leaves]
+
+        def cotangents(read: Any, t: Tensor, h: Tensor, degree: int) -> list[Tensor]:
+            found = [reads.cotangents(row, read, t, h, degree) for row in every]
+            return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
         for count, came in enumerate(self.history.backward()):
-            rows, weights = reads.between(came.t, came.end), list[Tensor]()
+            read, weights = reads.between(came.t, came.end), list[Tensor]()
             roots = () if came.crossing is None else came.crossing.roots
             if of_hits is not None and of_states is not None:
                 for of in (of_hits, of_states):
-                    weights += [of[x.offset : x.offset + len(x.time)] for x in roots]
-            if not rows and not any(bool(x.any()) for x in (cotangent, *weights)):
+                    weights += [of[:, x.offset : x.offset + len(x.time)] for x in roots]
+            if not read and not any(bool(x.any()) for x in (cotangent, *weights)):
                 continue
             if count % CHECK_EVERY == 0:
                 self.rhs.evaluate_checked(to_numpy(came.t), to_numpy(came.y))
             with torch.enable_grad():
                 start = came.y.detach().requires_grad_()
                 step, hits = self._step(came, start), list[Tensor]()
-                end, polynomial = step.end, step.polynomial() if rows or roots else []
+                end, polynomial = step.end, step.polynomial() if read or roots else []
                 if came.crossing is not None:
                     end, *found = came.crossing.connected(
                         self.events, came.t, came.h, start, step.end, polynomial
                     )
                     hits = [*found[0], *found[1]]
             _refuse_changed(end.detach(), came)
-            polynomial = polynomial if rows else []
-            by_start, *of_rows = reads.cotangents(cotangents, rows, came.t, came.h, len(polynomial))
+            polynomial = polynomial if read else []
+            by_start, *of_read = cotangents(read, came.t, came.h, len(polynomial))
             outputs = [end, *polynomial, *(hits if weights else ())]
-            # Events may read tensors with a graph of the user's.
-            pulls = [cotangent, *of_rows, *weights]
-            found = pulled(outputs, [start, *leaves], pulls, keep_graph=bool(self._extra))
+            found = pulled_rows(outputs, [start, *leaves], [cotangent, *of_read, *weights])
             cotangent = found[0] + by_start
             for total, x in zip(sums, found[1:], strict=True):
                 total += x
-        rows = reads.between(-torch.inf * self.direction, self.begin)
-        at_start = reads.cotangents(cotangents, rows, self.begin, self.begin, 0)
+        read = reads.between(-torch.inf * self.direction, self.begin)
+        at_start = cotangents(read, self.begin, self.begin, 0)
         return [cotangent + at_start[0], *sums]
 
     def _step(self, came: Attempt, y: Tensor) -> Step:

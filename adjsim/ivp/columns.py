@@ -37,14 +37,12 @@ from adjsim.ivp.dormand_prince import DormandPrince
 from adjsim.ivp.march import ENDED, STOPPED
 from adjsim.ivp.mass import Mass
 from adjsim.ivp.piecewise import OdeResult
-from adjsim.ivp.rhs import RightHandSide, as_times, check_tolerance, to_numpy
+from adjsim.ivp.rhs import SMALLEST_RTOL, RightHandSide, as_times, check_tolerance, to_numpy
 from adjsim.ivp.rodas4 import Rodas4
 
 COLUMN_METHODS: dict[str, type[Step]] = {step.name: step for step in (DormandPrince, Rodas4)}
 COLUMN_ADJOINTS = ("interpolate", "checkpoint")
 OPTIONS = ("rtol", "atol", "max_step", "first_step")
-# SciPy's solvers replace a smaller rtol by this.
-SMALLEST_RTOL = 100 * float(np.finfo(float).eps)
 # Relative change of the columns that shows whether they depend on each other.
 NUDGE = 1e-3
 

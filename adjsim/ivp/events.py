@@ -29,14 +29,14 @@ from scipy.integrate import OdeSolver
 from scipy.optimize import brentq, minimize_scalar
 from torch import Tensor
 
+from adjsim.core.rows import pulled
+from adjsim.ivp.connection import connected
 from adjsim.ivp.rhs import (
     Array,
     RightHandSide,
-    WithGradient,
     computes_with_numpy,
     naming_function,
     numpy_error,
-    pulled,
     to_numpy,
 )
 
@@ -281,7 +281,8 @@ class Event:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return found
         speed = rate()
-        return WithGradient.apply(lambda x: [-x / speed], found, self._scalar(value).double())
+        value = self._scalar(value).double()
+        return connected(found, [value], lambda rows: [-rows / speed], lambda rows: -rows / speed)
 
     def _scalar(self, value: Any) -> Tensor:
         if not isinstance(value, Tensor):

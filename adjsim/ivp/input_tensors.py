@@ -15,6 +15,7 @@ a declared tensor or module in another way, torch functions receive the stand-in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from inspect import getclosurevars, isfunction, isroutine
 from types import CellType, FunctionType, MethodType
@@ -26,6 +27,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from adjsim.core.parameters import graph_nodes, leaves
 from adjsim.core.reading import Reading
 from adjsim.core.rebinding import Rebound
+from adjsim.core.state import in_transform
+from adjsim.ivp.connection import (
+    RefuseWrapped,
+    has_tangent,
+    outside_transforms,
+    plain,
+    undeclared,
+)
 
 
 class InputTensors:
@@ -45,33 +54,39 @@ class InputTensors:
         registered = [x for m in modules for x in (*m.parameters(), *m.buffers())]
         unregistered = [x for x in nodes if isinstance(x, Tensor)]
         arguments = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-        wanted = {id(x): x for x in (*arguments, *registered, *unregistered) if x.requires_grad}
+        found = (*arguments, *registered, *unregistered)
+        wanted = {id(x): x for x in found if x.requires_grad or has_tangent(x)}
         #: Tensors with respect to which a gradient is wanted, and the stand-in of each.
         self.originals = list(wanted.values())
         # Copies, so that a later change of a tensor in place is one of the next run alone.
-        self.leaves = [x.detach().clone().requires_grad_() for x in self.originals]
-        leaf_of = dict(zip(wanted, self.leaves, strict=True))
-        constants = [x for x in (*arguments, *reading.tensors) if id(x) not in leaf_of]
-        copies = leaf_of | {id(x): x.detach().clone() for x in constants}
+        with outside_transforms():
+            self.leaves = [plain(x).clone().requires_grad_() for x in self.originals]
+            leaf_of = dict(zip(wanted, self.leaves, strict=True))
+            constants = [x for x in (*arguments, *reading.tensors) if id(x) not in leaf_of]
+            copies = leaf_of | {id(x): plain(x).clone() for x in constants}
         self.args: tuple[Any, ...] = tree_map(lambda x: copies.get(id(x), x), args)
         #: Stand-ins of arguments and of declared tensors, by identity, without those of modules.
-        self.named = {id(leaf_of[id(x)]) for x in (*arguments, *unregistered) if x.requires_grad}
+        self.named = {id(leaf_of[id(x)]) for x in (*arguments, *unregistered) if id(x) in leaf_of}
         copied = reading.bound([copies[id(x)] for x in reading.tensors])
         function = reading.rebound(copied, fun)
         of_module = any(isinstance(x, nn.Module) for x in own)
         captured = unregistered if of_module else [*unregistered, *registered]
-        stand_ins = {id(x): leaf_of[id(x)] for x in captured if x.requires_grad}
-        self._given = fun
-        #: The function with the tensors of the run, without those of its arguments.
-        self.function: Callable[..., Any] = (
-            Rebound(function, stand_ins, (), ()) if stand_ins else function
-        )
+        stand_ins = {id(x): leaf_of[id(x)] for x in captured if id(x) in leaf_of}
+        self._given, self._guard = fun, RefuseWrapped() if in_transform() else nullcontext()
+        self._function = Rebound(function, stand_ins, (), ()) if stand_ins else function
         self._leaves = {id(leaf) for leaf in self.leaves}
         self._declared = {id(x): x.grad_fn for x in (*registered, *unregistered) if x.requires_grad}
         self._computed = {node for node in self._declared.values() if node is not None}
 
+    def evaluate(self, t: Any, y: Any, *args: Any) -> Any:
+        """Evaluate the function with the tensors of the run; ``args`` are those of the run."""
+        with self._guard:
+            return self._function(t, y, *args)
+
     def refuse_undeclared(self, out: Tensor, state: Tensor) -> None:
         """Refuse a rate whose graph has a leaf that is neither declared nor the state."""
+        if has_tangent(out):
+            raise undeclared("a tensor with a tangent, which")
         for node in graph_nodes(out):
             leaf = getattr(node, "variable", None)
             # An evaluation uses the stand-ins, so it reaches a declared tensor only through a
@@ -82,11 +97,7 @@ class InputTensors:
                     "compute it in fun, or declare it instead."
                 )
             if leaf is not None and leaf is not state and id(leaf) not in self._leaves:
-                raise ValueError(
-                    f"fun reads {_name_of(leaf, self._given)}, which requires grad and was not "
-                    "declared, so the adjoint would lose its gradient. Pass it in args, declare it "
-                    "by params=[...], make it a parameter of a module, or detach() it."
-                )
+                raise undeclared(f"{_name_of(leaf, self._given)}, which requires grad and")
 
 
 def _closed_over(fun: Any) -> list[nn.Module]:

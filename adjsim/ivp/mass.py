@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from adjsim.core.parameters import leaves
+from adjsim.core.rows import pulled_rows
 from adjsim.ivp.column_steps import Rate
-from adjsim.ivp.rhs import RightHandSide, pulled
+from adjsim.ivp.rhs import RightHandSide
 from adjsim.ivp.rodas4 import derivatives
 
 # Singular values below this fraction of the largest one count as zero.
@@ -140,15 +141,16 @@ class Mass:
             )
         system = self._system(t, y)
 
-        def pull(cotangent: Tensor) -> list[Tensor]:
-            weight = torch.linalg.solve(system.mT, cotangent.double().T.unsqueeze(-1))
+        def pull(rows: Tensor) -> list[Tensor]:
+            # Rows (k, n, batch) are the columns of the right-hand sides (batch, n, k).
+            weights = torch.linalg.solve(system.mT, rows.double().permute(2, 1, 0))
             with torch.enable_grad():
                 first, at = given.clone().requires_grad_(), t.clone().requires_grad_()
                 residual = self._residual(at, y, first)
             inputs = [first, *self.rhs.parameter_leaves, *self.reads, at]
-            return pulled([residual], inputs, [-weight.squeeze(-1).T])
+            return pulled_rows([residual], inputs, [-weights.permute(2, 1, 0)])
 
-        return self.rhs.connected(y.to(start.dtype), start, pull, [*self.reads, begin])
+        return self.rhs.connected(y.to(start.dtype), start, pull, more=[*self.reads, begin])
 
     def _system(self, t: Tensor, y: Tensor, refuse: bool = True) -> Tensor:
         """Return the matrices S, ``(batch, n, n)``, of an equation of index one."""

@@ -15,6 +15,7 @@ from scipy.optimize import OptimizeResult
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from adjsim.ivp.connection import is_tracked, outside_transforms, plain
 from adjsim.ivp.events import Event, GrazingCheck
 from adjsim.ivp.forward_states import (
     Backsolved,
@@ -27,6 +28,7 @@ from adjsim.ivp.forward_states import (
 from adjsim.ivp.jumps import DiscontinuityCheck
 from adjsim.ivp.march import March, check_times, march
 from adjsim.ivp.rhs import Array, as_state, as_times, to_numpy
+from adjsim.ivp.sensitivities import sensitivities
 from adjsim.ivp.sweep import AdjointSettings
 
 ADJOINTS = ("interpolate", "checkpoint", "backsolve")
@@ -57,20 +59,30 @@ class Piece:
         values = torch.as_tensor(states).to(rhs.like)
         if self.path is None:
             return values
-        return rhs.connected(values, self.start, partial(self._backward, self.path, times, states))
+        path, pull = self.path, partial(self._backward, self.path, times, states)
+        if not isinstance(path, StoredInterpolants) or np.iscomplexobj(states):
+            return rhs.connected(values, self.start, pull)
 
-    def _backward(self, path: Path, times: Array, states: Array, cotangent: Tensor) -> list[Tensor]:
-        """Return the cotangents of the initial state and of the parameters."""
+        def push(*rows: Tensor) -> Tensor:
+            return sensitivities(self.settings, path.solution(), times, rows).to(values)
+
+        return rhs.connected(values, self.start, pull, push)
+
+    def _backward(self, path: Path, times: Array, states: Array, rows: Tensor) -> list[Tensor]:
+        """Return the rows of cotangents of the initial state and of the parameters.
+
+        They belong to rows ``(k, n, times)`` of cotangents of the states.
+        """
         self.rate_check.compare(self.settings.rhs)
-        cotangents = to_numpy(cotangent)
-        sweep = self.settings.sweep(np.zeros(len(states), states.dtype))
-        nonzero = np.flatnonzero(np.any(cotangents != 0, axis=0))
+        cotangents = to_numpy(rows)
+        sweep = self.settings.sweep(np.zeros((len(rows), len(states)), states.dtype))
+        nonzero = np.flatnonzero(np.any(cotangents != 0, axis=(0, 1)))
         waiting = list(nonzero[np.argsort(-self.sign * times[nonzero], kind="stable")])
         now = float(times[waiting[0]]) if waiting else self.begin
 
         def add_used() -> None:
             while waiting and times[waiting[0]] == now:
-                sweep.adjoint = sweep.adjoint + cotangents[:, waiting.pop(0)]
+                sweep.adjoint = sweep.adjoint + cotangents[..., waiting.pop(0)]
 
         stops = [(float(times[k]), states[:, k]) for k in waiting]
         for end, states_of in path.backward(stops) if now != self.begin else ():
@@ -108,13 +120,13 @@ class PiecewiseSolve:
 
     def __post_init__(self) -> None:
         self.rhs, self.method = self.settings.rhs, self.settings.method
-        self.options, self.final_time = self.settings.options, float(self.end.detach())
+        self.options, self.final_time = self.settings.options, float(plain(self.end))
 
     def run(self, start: Tensor) -> March:
         """Solve from the start to the end, and return the last piece."""
-        first = float(self.begin.detach())
+        first = float(plain(self.begin))
         if self.t_eval is not None:
-            check_times(self.t_eval.detach().cpu().numpy(), first, self.final_time)
+            check_times(to_numpy(self.t_eval), first, self.final_time)
         for event in self.events:
             event.check_start(first, to_numpy(start))
         begin, close, rate_after = self.begin, 0, None
@@ -153,10 +165,10 @@ class PiecewiseSolve:
 
         ``rate_after`` is the rate after a reset; None at the start of the time span.
         """
-        t0 = float(begin.detach())
+        t0 = float(plain(begin))
         start = self.rhs.with_start_time(start, begin, rate_after)
         tolerances = self.options["rtol"], self.options["atol"]
-        wants_gradient = self.wants_gradient or (torch.is_grad_enabled() and start.requires_grad)
+        wants_gradient = self.wants_gradient or is_tracked(start)
         if wants_gradient and np.min(tolerances[0]) >= 1e-3:
             _warn_loose()
         rate, batched_rate = self.rhs.rate, self.rhs.numpy
@@ -177,9 +189,10 @@ class PiecewiseSolve:
             eval_times = eval_times[self.sign * eval_times.detach() > self.sign * t0]
         known = {"vectorized": self.rhs.vectorized, **self.options}
         method: Any = self.method
-        solver = method(batched_rate, t0, to_numpy(start), self.final_time, **known)
-        times = None if eval_times is None else eval_times.detach().cpu().numpy()
-        found = march(solver, self.events, times, self.dense_output, observers)
+        times = None if eval_times is None else to_numpy(eval_times)
+        with outside_transforms():
+            solver = method(batched_rate, t0, to_numpy(start), self.final_time, **known)
+            found = march(solver, self.events, times, self.dense_output, observers)
         for name in self.counts:
             self.counts[name] += getattr(solver, name)
         if found.status < 0:
@@ -188,8 +201,9 @@ class PiecewiseSolve:
         piece = Piece(t0, start, self.sign, path, rate_check, self.settings)
         if self.dense_output:
             self.pieces.append((solution(found.ends, found.interpolants, self.method), piece))
-        jumps.refuse(end, self.sign, stopped is not None)
-        grazing.refuse(end, self.sign)
+        with outside_transforms():
+            jumps.refuse(end, self.sign, stopped is not None)
+            grazing.refuse(end, self.sign)
         self._connect(piece, found, begin, eval_times, rate_after, grazing, stopped)
         return found, stopped
 
@@ -318,7 +332,7 @@ class DenseSolution:
                 "solution under torch.no_grad()."
             )
         flat = times.reshape(-1)
-        at = flat.detach().cpu().numpy()
+        at = to_numpy(flat)
         ends = [self._sign * inside.ts[-1] for inside, _ in self._pieces[:-1]]
         numbers = np.searchsorted(ends, self._sign * at, side="left")
         found = [self._like.new_zeros((len(self._like), 0))]

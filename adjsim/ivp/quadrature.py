@@ -29,27 +29,29 @@ STRIDE = 8
 
 # The sums of the integrand at times, weighted with each of two rows of weights.
 Integrand = Callable[[Array, Array, Array], list[list[Tensor]]]
-# The uncertainty of such a sum at times with weights, for each tensor.
-Uncertainty = Callable[[Array, Array], list[float]]
+# The uncertainty of such a sum at times with weights, for each tensor and row.
+Uncertainty = Callable[[Array, Array], Array]
 
 
 class Integral:
-    """An integral as a sum over intervals, each computed by two quadrature formulas.
+    """An integral of rows ``(k, ...)``, as a sum over intervals by two quadrature formulas.
 
-    Their allowed difference is relative to the sum of the absolute contributions so far.
+    Their allowed difference is relative to the sum of the absolute contributions of a row so far.
     """
 
-    def __init__(self, like: Sequence[Tensor], allowed: float) -> None:
-        wide = [torch.promote_types(x.dtype, torch.float64) for x in like]
-        self.sums = [torch.zeros_like(x, dtype=dtype) for x, dtype in zip(like, wide, strict=True)]
-        self.sizes, self.allowed = [0.0 for _ in like], allowed
+    def __init__(self, like: Sequence[Tensor], rows: int, allowed: float) -> None:
+        self.sums = [
+            x.new_zeros((rows, *x.shape), dtype=torch.promote_types(x.dtype, torch.float64))
+            for x in like
+        ]
+        self.sizes, self.allowed = np.zeros((len(like), rows)), allowed
 
     def error(
         self,
         found: list[Tensor],
         off: list[Tensor],
         near: float,
-        *smallest: Callable[[], Sequence[float]],
+        *smallest: Callable[[], Array],
     ) -> float:
         """Return the difference of the two formulas, relative to the allowed difference.
 
@@ -57,25 +59,22 @@ class Integral:
         ``smallest`` return differences that are allowed whatever the integral is, such as those of
         rounding. The next is called only if those before do not suffice.
         """
-        errors, sizes = largest(off), zip(self.sizes, largest(found), strict=True)
+        errors, allowed = largest(off), self.allowed * (self.sizes + largest(found))
         if not np.isfinite(errors).all():
             raise FloatingPointError(
                 "the derivative of fun with respect to a parameter is not finite near t = "
                 f"{near:g}."
             )
-        allowed = [self.allowed * (known + more) for known, more in sizes]
         for least in smallest:
-            if all(error <= most for error, most in zip(errors, allowed, strict=True)):
+            if np.all(errors <= allowed):
                 break
             # A state outside the domain of fun makes an uncertainty of NaN, which fmax leaves out.
-            allowed = [float(np.fmax(*both)) for both in zip(allowed, least(), strict=True)]
-        tiny = float(np.finfo(float).tiny)
-        ratios = (error / max(most, tiny) for error, most in zip(errors, allowed, strict=True))
-        return max(ratios, default=0.0)
+            allowed = np.fmax(allowed, least())
+        return float(np.max(errors / np.maximum(allowed, np.finfo(float).tiny), initial=0.0))
 
     def add(self, found: list[Tensor]) -> None:
         """Add the contribution of an interval."""
-        self.sizes = [a + b for a, b in zip(self.sizes, largest(found), strict=True)]
+        self.sizes = self.sizes + largest(found)
         for total, x in zip(self.sums, found, strict=True):
             total += x
 
@@ -87,17 +86,17 @@ class AdaptiveLobatto(Integral):
     2000). The integrand may change faster than the adjoint, whose step sizes do not account for it.
     """
 
-    def __init__(self, like: Sequence[Tensor], rtol: float) -> None:
+    def __init__(self, like: Sequence[Tensor], rows: int, rtol: float) -> None:
         # The error of the seven-point formula is much smaller than its difference from the
         # four-point formula; QUADPACK estimates it in the same way.
-        super().__init__(like, max(rtol, rtol ** (2 / 3) / 200))
+        super().__init__(like, rows, max(rtol, rtol ** (2 / 3) / 200))
         self.stride = 1
 
     def integrate(
         self,
         times: Sequence[float],
         integrand: Integrand,
-        rounding: Callable[[float, float], list[float]],
+        rounding: Callable[[float, float], Array],
         uncertainty: Uncertainty,
     ) -> None:
         """Add the integral from the first of several times to the last.
@@ -137,6 +136,8 @@ def no_convergence(t: float) -> RuntimeError:
     )
 
 
-def largest(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the largest absolute entry of each tensor."""
-    return [float(x.abs().max()) if x.numel() else 0.0 for x in tensors]
+def largest(tensors: Sequence[Tensor]) -> Array:
+    """Return the largest absolute entry of each row of each tensor, ``(tensors, k)``."""
+    rows = [x.detach().abs().unsqueeze(-1).flatten(1) for x in tensors]
+    sizes = [x.amax(1) if x.shape[1] else x.sum(1) for x in rows]
+    return np.array([x.double().cpu().numpy() for x in sizes])

@@ -12,11 +12,22 @@ import torch
 from torch import Tensor
 
 from adjsim.core.parameters import leaves
-from adjsim.core.second_derivative import refuse_second_derivative
+from adjsim.core.rows import pulled_rows
+from adjsim.ivp.connection import (
+    Pull,
+    Push,
+    connected,
+    is_tracked,
+    outside_transforms,
+    plain,
+)
 from adjsim.ivp.input_tensors import InputTensors
 
 Array = np.ndarray[Any, Any]
-Pull = Callable[[Tensor], Sequence[Tensor]]
+# A state that requires grad, and its rate.
+Graph = tuple[Tensor, Tensor]
+# SciPy's solvers replace a smaller rtol by this.
+SMALLEST_RTOL = 100 * float(np.finfo(float).eps)
 
 
 class RightHandSide:
@@ -72,7 +83,7 @@ class RightHandSide:
 
     def evaluate(self, t: Tensor, y: Tensor) -> Any:
         """Evaluate ``fun`` with the tensors of the run."""
-        return self.inputs.function(t, y, *self.own_args)
+        return self.inputs.evaluate(t, y, *self.own_args)
 
     def matrix(self, t: Tensor) -> Tensor:
         """Return the mass matrix ``(n, n)``, or that of each column ``(n, n, batch)``."""
@@ -85,13 +96,16 @@ class RightHandSide:
         return function(t, y, *self.own_args)
 
     def connected(
-        self, states: Tensor, start: Tensor, pull: Pull, more: Sequence[Tensor] = ()
+        self,
+        states: Tensor,
+        start: Tensor,
+        pull: Pull,
+        push: Push | None = None,
+        more: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Connect states to their start, the parameters and more; ``pull`` returns cotangents."""
+        """Connect states to their start, the parameters and more, which ``pull`` reaches."""
         inputs = (start, *self.parameters, *more)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-            return WithGradient.apply(pull, states, *inputs)
-        return states
+        return connected(states, inputs, pull, push) if any(map(is_tracked, inputs)) else states
 
     def with_time_derivative(
         self, states: Tensor, times: Tensor, rates: Array | Tensor | None = None
@@ -101,18 +115,22 @@ class RightHandSide:
         The states have the axes of the times after their first one. ``rates`` replaces the rates of
         ``fun`` at these states where a one-sided limit is meant.
         """
-        if not (times.requires_grad and times.numel() and torch.is_grad_enabled()):
+        if not (times.numel() and is_tracked(times)):
             return states
-        if rates is None:
-            at, values = to_numpy(times), to_numpy(states)
-            along = zip(at, values.swapaxes(0, 1), strict=True) if at.ndim else [(at, values)]
-            rates = np.stack([self.rate(t, y) for t, y in along], 1).reshape(values.shape)
-        known = torch.as_tensor(rates).to(states)
+        with outside_transforms():
+            if rates is None:
+                at, values = to_numpy(times), to_numpy(states)
+                along = zip(at, values.swapaxes(0, 1), strict=True) if at.ndim else [(at, values)]
+                rates = np.stack([self.rate(t, y) for t, y in along], 1).reshape(values.shape)
+            known = torch.as_tensor(rates).to(plain(states))
 
-        def pull(cotangent: Tensor) -> tuple[Tensor, Tensor]:
-            return cotangent, (cotangent.conj() * known).real.sum(0)
+        def pull(rows: Tensor) -> tuple[Tensor, Tensor]:
+            return rows, (rows.conj() * known).real.sum(1)
 
-        return WithGradient.apply(pull, states.detach(), states, times)
+        def push(rows: Tensor, along: Tensor) -> Tensor:
+            return rows + (known * along[:, None]).to(rows)
+
+        return connected(states.detach(), (states, times), pull, push)
 
     def with_start_time(
         self, start: Tensor, time: Tensor, rates: Array | Tensor | None = None
@@ -138,47 +156,59 @@ class RightHandSide:
         """Compute the Jacobian d fun_i / d y_j by automatic differentiation."""
         if self.uses_numpy:
             raise numpy_error('fun, whose Jacobian jac="autodiff" needs,')
-        return self._products(np.array([t]), y[:, None], np.eye(y.size, dtype=y.dtype))[0].conj()
+        return self._products([self._with_graph(t, y)], np.eye(y.size, dtype=y.dtype))[0].conj()
 
     # Called by the adjoint. For a complex state a cotangent is d/dRe + i d/dIm, as in torch.
 
-    def transposed_jacobians(self, times: Array, states: Array) -> Array:
+    def graphs(self, times: Array, states: Array) -> list[Graph]:
+        """Return the states at some times as tensors, and the rates there with their graphs."""
+        return [self._with_graph(float(t), y) for t, y in zip(times, states.T, strict=True)]
+
+    def transposed_jacobians(self, graphs: Sequence[Graph]) -> Array:
         """Compute the real matrices ``(times, n, n)`` that map a cotangent to its product.
 
         For complex states the matrices are ``(times, 2 n, 2 n)``, since such products need not be
         linear over complex numbers.
         """
-        n = len(states)
-        units = np.eye(2 * n).view(complex) if np.iscomplexobj(states) else np.eye(n)
-        found = self._products(times, states, units)
-        return (found.view(float) if np.iscomplexobj(states) else found).swapaxes(1, 2)
+        n, is_complex = len(self.like), self.like.is_complex()
+        found = self._products(graphs, np.eye(2 * n).view(complex) if is_complex else np.eye(n))
+        return (found.view(float) if is_complex else found).swapaxes(1, 2)
 
-    def _products(self, times: Array, states: Array, cotangents: Array) -> Array:
+    def _products(self, graphs: Sequence[Graph], cotangents: Array) -> Array:
         """Compute the products ``(times, k, n)`` of cotangents ``(k, n)`` with the Jacobians."""
-        along = zip(times, states.T, strict=True)
-        points, rates = zip(*(self._with_graph(float(t), y) for t, y in along), strict=True)
+        points, rates = zip(*graphs, strict=True)
         weights = torch.as_tensor(cotangents).to(rates[0])
-        rows = (pulled(rates, points, [weight] * len(points)) for weight in weights)
-        return np.stack([np.stack([to_numpy(x) for x in row]) for row in rows], 1)
+        rows = pulled_rows(rates, points, [weights] * len(points))
+        return np.stack([to_numpy(x) for x in rows])
 
-    def state_vjp(self, t: float, y: Array, cotangent: Array) -> Array:
-        """Compute the product of a cotangent with the Jacobian with respect to the state."""
+    def linearised(self, t: float, y: Array, along: Sequence[Tensor]) -> tuple[Array, Array]:
+        """Compute the Jacobian ``(n, n)``, and the rates ``(n, k)`` along tangents ``(k, ...)``.
+
+        The tangents are those of the parameters.
+        """
         x, out = self._with_graph(t, y)
-        return to_numpy(pulled([out], [x], [torch.as_tensor(cotangent).to(out)])[0])
+        units = torch.eye(len(y)).to(out)
+        by_state, *rows = pulled_rows([out], [x, *self.parameter_leaves], [units])
+        pairs = zip(rows, along, strict=True)
+        found = [
+            row.unsqueeze(-1).flatten(1) @ tangent.to(row).unsqueeze(-1).flatten(1).T
+            for row, tangent in pairs
+        ]
+        return to_numpy(by_state), to_numpy(sum(found, out.new_zeros(len(y), 1)))
 
-    def parameter_vjp(self, times: Array, states: Array, *cotangents: Array) -> list[list[Tensor]]:
-        """Compute the products of cotangents ``(n, times)`` with the Jacobian in the parameters.
+    def state_vjp(self, t: float, y: Array, rows: Array) -> Array:
+        """Compute the products of cotangents ``(k, n)`` with the Jacobian in the state."""
+        x, out = self._with_graph(t, y)
+        return to_numpy(pulled_rows([out], [x], [torch.as_tensor(rows).to(out)])[0])
+
+    def parameter_vjp(self, graphs: Sequence[Graph], *rows: Array) -> list[list[Tensor]]:
+        """Compute the products of cotangents ``(k, n, times)`` with the Jacobian in the parameters.
 
         The products are summed over times.
         """
-        with torch.enable_grad():
-            rates = [
-                self(self.time(t), self.tensor(y)) for t, y in zip(times, states.T, strict=True)
-            ]
-        return [
-            pulled(rates, self.parameter_leaves, [torch.as_tensor(w).to(rates[0]) for w in rows.T])
-            for rows in cotangents
-        ]
+        rates = [rate for _, rate in graphs]
+        weights = [[torch.as_tensor(x).to(rates[0]) for x in np.moveaxis(w, 2, 0)] for w in rows]
+        return [pulled_rows(rates, self.parameter_leaves, each) for each in weights]
 
     def _with_graph(self, t: float | Array, y: Array) -> tuple[Tensor, Tensor]:
         """Return a state that requires grad, and its rate with a graph and no undeclared tensor."""
@@ -225,47 +255,11 @@ class RightHandSide:
         return not self.inputs.named <= read
 
 
-def pulled(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
-    keep_graph: bool = True,
-) -> list[Tensor]:
-    """Return the cotangents of the inputs, zero where no output depends on one."""
-    pairs = [x for x in zip(outputs, cotangents, strict=True) if x[0].requires_grad]
-    if not pairs:
-        return [torch.zeros_like(x) for x in inputs]
-    outputs, cotangents = zip(*pairs, strict=True)
-    found = torch.autograd.grad(
-        outputs, inputs, cotangents, retain_graph=keep_graph, materialize_grads=True
-    )
-    return list(found)
-
-
-class WithGradient(torch.autograd.Function):
-    """A value whose gradient comes from ``pull``, which takes cotangents to those of the inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, pull: Pull, value: Tensor, *inputs: Tensor) -> Tensor:
-        # The values of the inputs are those of the run, whatever becomes of them.
-        ctx.pull, ctx.likes = pull, [x.new_empty(0) for x in inputs]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        refuse_second_derivative("the gradient of a solution comes from its adjoint equation")
-        found = ctx.pull(grad_outputs[0])
-        return None, None, *(x.to(like) for x, like in zip(found, ctx.likes, strict=True))
-
-
 def to_numpy(x: Tensor) -> Array:
     """Convert a tensor to a double precision array, as SciPy uses."""
-    return (
-        x.detach()
-        .to("cpu", torch.complex128 if x.is_complex() else torch.float64)
-        .resolve_conj()
-        .numpy()
-    )
+    with outside_transforms():
+        wide = plain(x).to("cpu", torch.complex128 if x.is_complex() else torch.float64)
+        return wide.resolve_conj().numpy()
 
 
 def as_state(y0: Any) -> Tensor:

@@ -28,7 +28,7 @@ class SampleRightHandSide(RightHandSide):
     """The right-hand side of samples, whose states ``(n, batch)`` are the columns of a solution."""
 
     def evaluate(self, t: Tensor, y: Tensor) -> Any:
-        return self.called(self.inputs.function, t, y)
+        return self.called(self.inputs.evaluate, t, y)
 
     def called(self, function: Callable[..., Any], t: Tensor, y: Tensor) -> Any:
         found, structure = tree_flatten(self.own_args)
@@ -59,7 +59,7 @@ class SampleRightHandSide(RightHandSide):
         """Refuse a function that gives samples other rates one by one than all at once."""
         at, dtype = t[0].to(self.like.dtype), self.like.dtype
         with torch.no_grad():
-            known = self.inputs.function(at, y.T.contiguous(), *self.own_args)
+            known = self.inputs.evaluate(at, y.T.contiguous(), *self.own_args)
             found = self.evaluate(at.expand(len(t)), y.to(dtype)).T
         if not isinstance(known, Tensor) or known.shape != found.shape:
             got = tuple(known.shape) if isinstance(known, Tensor) else type(known).__name__
@@ -111,7 +111,7 @@ class OneRightHandSide(RightHandSide):
     """The right-hand side of one problem, whose state ``(n, 1)`` is the only column."""
 
     def evaluate(self, t: Tensor, y: Tensor) -> Any:
-        return self.called(self.inputs.function, t, y)
+        return self.called(self.inputs.evaluate, t, y)
 
     def called(self, function: Callable[..., Any], t: Tensor, y: Tensor) -> Any:
         value = function(t[0], y[:, 0], *self.own_args)

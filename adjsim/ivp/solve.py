@@ -13,11 +13,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adjsim.core.arguments import as_flag, outside_inference_mode
-from adjsim.ivp.columns import COLUMN_METHODS, SMALLEST_RTOL, check_columns, solve_columns
+from adjsim.ivp.columns import COLUMN_METHODS, check_columns, solve_columns
+from adjsim.ivp.connection import in_forward_mode, is_tracked, outside_transforms, plain
 from adjsim.ivp.events import Event
 from adjsim.ivp.march import LSODA
 from adjsim.ivp.piecewise import ADJOINTS, DenseSolution, OdeResult, PiecewiseSolve
-from adjsim.ivp.rhs import RightHandSide, as_state, as_times, check_tolerance, to_numpy
+from adjsim.ivp.rhs import (
+    SMALLEST_RTOL,
+    RightHandSide,
+    as_state,
+    as_times,
+    check_tolerance,
+    to_numpy,
+)
 from adjsim.ivp.samples import (
     OneRightHandSide,
     SampleRightHandSide,
@@ -184,6 +192,7 @@ def solve_ivp(
         )
     start = as_state(y0)
     columns = start.ndim == 2
+    _refuse_forward_mode("columns", columns)
     if as_flag("batch_first", batch_first):
         if not columns:
             raise ValueError(
@@ -203,6 +212,7 @@ def solve_ivp(
         rhs.check_samples(begin, start.detach())
         return samples_first(solve_columns(rhs, t_span, start, method, *settings))
     if not columns and (mass_matrix is not None or method in COLUMN_METHODS.keys() - METHODS):
+        _refuse_forward_mode("Rodas4", True)
         start = start[:, None]
         check_columns(start)
         rhs = OneRightHandSide(fun, tuple(args or ()), params, start, mass=mass_matrix)
@@ -215,7 +225,7 @@ def solve_ivp(
     if adjoint not in ADJOINTS:
         raise ValueError(f"adjoint must be one of {', '.join(ADJOINTS)}; got {adjoint!r}.")
     begin, end = (as_times(t, start).reshape(()) for t in t_span)
-    first, last = float(begin.detach()), float(end.detach())
+    first, last = float(plain(begin)), float(plain(end))
     times = None if t_eval is None else as_times(t_eval, start)
     settings = _adjoint_settings(rhs, solver, options)
     sign = 1.0 if last >= first else -1.0
@@ -228,13 +238,16 @@ def solve_ivp(
             "t_span must be two finite times, unless a terminal event ends the solution; got "
             f"{first} and {last}."
         )
-    grad = torch.is_grad_enabled()
-    rhs.check(first, to_numpy(start), grad)
+    with outside_transforms():
+        rhs.check(first, to_numpy(start), torch.is_grad_enabled())
     differentiable = [start, begin, end, *([] if times is None else [times]), *rhs.parameters]
+    _refuse_forward_mode("events", bool(user_events))
     reads = [event.reads_gradient(begin, start) for event in user_events]
-    wants_gradient = grad and any([*(x.requires_grad for x in differentiable), *reads])
+    reads_gradient = torch.is_grad_enabled() and any(reads)
+    wants_gradient = reads_gradient or any(map(is_tracked, differentiable))
     if wants_gradient:
-        rhs.check_differentiable(first, to_numpy(start))
+        with outside_transforms():
+            rhs.check_differentiable(first, to_numpy(start))
     piecewise = PiecewiseSolve(
         settings, adjoint, begin, end, sign, times, dense_output, user_events, wants_gradient
     )
@@ -251,6 +264,14 @@ def solve_ivp(
         message=final.message,
         success=True,
     )
+
+
+def _refuse_forward_mode(what: str, present: bool) -> None:
+    if present and in_forward_mode():
+        raise ValueError(
+            f"{what} are not differentiated by torch.func (jacrev, jacfwd, jvp, grad) and not "
+            "forward: use torch.autograd.grad, with is_grads_batched=True for a Jacobian."
+        )
 
 
 def _solver(method: Any) -> type[OdeSolver]:

@@ -17,6 +17,9 @@ linear adjoint equation of a stiff problem is solved by collocation, integral in
 history that a jump could invalidate (:mod:`adjsim.ivp.collocation`). If the state is large, Radau
 is used as an explicit method is. Gradients with respect to times come from :math:`\dot y = f`. Each
 tensor of parameters has an error control of its own.
+
+A sweep takes k adjoints at once, for as many rows of a Jacobian. They share the states, the steps
+and the graphs of ``fun``, and each row keeps the tolerances that it would have alone.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy import sparse
 from scipy.integrate import BDF, LSODA, OdeSolution, OdeSolver, Radau
 from torch import Tensor
 
@@ -41,17 +45,22 @@ from adjsim.ivp.quadrature import (
     largest,
     no_convergence,
 )
-from adjsim.ivp.rhs import Array, RightHandSide
+from adjsim.ivp.rhs import SMALLEST_RTOL, Array, Graph, RightHandSide
 
 # Largest ratio of a collocation step to the one before.
 GROW = 30.0
+# Largest ratio of the sizes of a collocation step that is rejected again. In a boundary layer that
+# is not resolved, the error does not shrink with the step as its order says.
+AGAIN = 0.4
+# Largest ratio of the first sizes behind two jumps.
+GROW_AT_JUMP = 5.0
 # Power of the tolerance that is required of the difference of two collocation results. The
-# difference is of order 6 in the step size and the error of order 10. The power 6 / 10 would be too
+# difference is of order 8 in the step size and the error of order 10. The power 8 / 10 would be too
 # lax where the integrand jumps, since the difference is then about as large as the error.
 POWER = 0.85
 # Largest number of real state entries for which the adjoint of a stiff problem is solved by
 # collocation, which solves one dense linear system per step.
-MAX_COLLOCATION_SIZE = 32
+MAX_COLLOCATION_SIZE = 128
 IMPLICIT = (Radau, BDF, LSODA)
 # Fraction of a change of the states at which a change of the integrand has to be smaller too.
 SHRUNK = 2.0**-10
@@ -76,15 +85,15 @@ class AdjointSettings:
         return {"rtol": self.rtol, "atol": atol, "max_step": self.options.get("max_step", np.inf)}
 
     def sweep(self, adjoint: Array) -> Sweep:
-        """Make the sweep that begins with a cotangent of the state."""
+        """Make the sweep that begins with cotangents ``(k, n)`` of the state."""
         if not issubclass(self.method, IMPLICIT):
             return SolverSweep(self, adjoint, self.method)
-        large = (1 + np.iscomplexobj(adjoint)) * adjoint.size > MAX_COLLOCATION_SIZE
+        large = (1 + np.iscomplexobj(adjoint)) * adjoint.shape[1] > MAX_COLLOCATION_SIZE
         return SolverSweep(self, adjoint, Radau) if large else CollocationSweep(self, adjoint)
 
 
 class Sweep(ABC):
-    """The adjoint and the integral in one backward pass.
+    """The adjoints ``(k, n)`` and the integrals in one backward pass.
 
     ``step`` is the size of the last step that was not cut short.
     """
@@ -102,16 +111,20 @@ class Sweep(ABC):
         ``remaining`` is the length of the time span after ``end``, in the direction of the sweep.
         """
 
-    def _absolute(self) -> float:
-        return self.settings.atol * max(np.abs(self.adjoint).max(initial=0.0), np.finfo(float).tiny)
+    def _absolute(self) -> Array:
+        """Return the absolute tolerance of each row ``(k,)``; a row of zeros remains zero."""
+        sizes = np.abs(self.adjoint).max(1, initial=0.0)
+        sizes[sizes == 0] = max(sizes.max(initial=0.0), np.finfo(float).tiny)
+        return self.settings.atol * sizes
 
-    def _rounding(self, length: float, t: float, adjoint: Array, path: OdeSolution) -> list[float]:
+    def _rounding(self, length: float, t: float, adjoint: Array, path: OdeSolution) -> Array:
         """Return the rounding error of the integral over an interval around a time."""
-        weights = _without_cancellation(adjoint[:, None])
-        sizes = self.rhs.parameter_vjp(np.array([t]), path(t)[:, None], weights)[0]
-        return [ROUNDING * length * x for x in largest(sizes)]
+        weights = _without_cancellation(adjoint[..., None])
+        graphs = self.rhs.graphs(np.array([t]), path(t)[:, None])
+        sizes = self.rhs.parameter_vjp(graphs, weights)[0]
+        return ROUNDING * length * largest(sizes)
 
-    def _uncertainty(self, times: Array, path: OdeSolution, weights: Array) -> list[float]:
+    def _uncertainty(self, times: Array, path: OdeSolution, weights: Array) -> Array:
         """Return the change of a weighted sum of the integrand if the states change.
 
         The states ``(n, times)`` change by as much as the tolerance of the solution. A difference
@@ -125,16 +138,14 @@ class Sweep(ABC):
         scale = np.reshape(known["atol"], (-1, 1)) + known["rtol"] * np.abs(states)
         shift = np.cos(np.arange(len(states)) ** 2)[:, None] * scale
         here, there, nearby = (
-            self.rhs.parameter_vjp(times, states + part * shift, sizes)[0]
+            self.rhs.parameter_vjp(self.rhs.graphs(times, states + part * shift), sizes)[0]
             for part in (0.0, 1.0, SHRUNK)
         )
         changes, less = (
             largest([b - a for a, b in zip(here, sums, strict=True)]) for sums in (there, nearby)
         )
-        return [
-            change if change / 16 <= small / SHRUNK <= 16 * change else 0.0
-            for change, small in zip(changes, less, strict=True)
-        ]
+        small = less / SHRUNK
+        return np.where((changes / 16 <= small) & (small <= 16 * changes), changes, 0.0)
 
 
 class SolverSweep(Sweep):
@@ -143,7 +154,10 @@ class SolverSweep(Sweep):
     def __init__(self, settings: AdjointSettings, adjoint: Array, method: type[OdeSolver]) -> None:
         super().__init__(settings, adjoint)
         self.method = method
-        self.integral = self.points = AdaptiveLobatto(self.rhs.parameters, settings.rtol)
+        rows = len(adjoint)
+        self.integral = self.points = AdaptiveLobatto(
+            self.rhs.parameter_leaves, rows, settings.rtol
+        )
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
         solver, like = self._solver(begin, end, path), self.adjoint
@@ -159,40 +173,49 @@ class SolverSweep(Sweep):
             following = float(getattr(solver, "h_abs", 0.0))
             self.step = max(proposed, following) if cut else following
             storage(solver)
-        self.adjoint = _as_state_type(np.asarray(solver.y), like)
+        self.adjoint = _as_state_type(np.asarray(solver.y).reshape(len(like), -1), like)
         if not self.rhs.parameters:
             return
         found = storage.solution()
 
         def adjoint(times: Array) -> Array:
-            return _as_state_type(found(times), like)
+            return _as_state_type(found(times).reshape(len(like), -1, len(times)), like)
 
         def integrand(times: Array, weights: Array, differences: Array) -> list[list[Tensor]]:
             z = adjoint(times)
-            return self.rhs.parameter_vjp(times, path(times), -weights * z, -differences * z)
+            graphs = self.rhs.graphs(times, path(times))
+            return self.rhs.parameter_vjp(graphs, -weights * z, -differences * z)
 
         # The forward steps resolve how fast the states change.
         self.points.integrate(
             [begin, *_forward_steps_between(begin, end, path), end],
             integrand,
-            lambda length, t: self._rounding(length, t, adjoint(np.array([t]))[:, 0], path),
+            lambda length, t: self._rounding(length, t, adjoint(np.array([t]))[..., 0], path),
             lambda times, weights: self._uncertainty(times, path, weights * adjoint(times)),
         )
 
     def _solver(self, begin: float, end: float, path: OdeSolution) -> Any:
-        like = self.adjoint
-        options = self.settings.solver_options(self._absolute())
+        like, shape = self.adjoint, _as_real(self.adjoint).shape
+        options = self.settings.solver_options(np.repeat(self._absolute(), shape[1]))
+        # SciPy's error norm is the mean over all rows, of which one may have the whole error.
+        share = len(like) ** -0.5
+        options["rtol"] = max(share * options["rtol"], SMALLEST_RTOL)
+        options["atol"] = share * options["atol"]
         if self.step:
             options["first_step"] = min(self.step, abs(end - begin))
         if issubclass(self.method, Radau):
-            options["jac"] = lambda t, z: (
-                -self.rhs.transposed_jacobians(np.array([t]), path(np.array([t])))[0]
-            )
+
+            def jacobian(t: float, z: Array) -> Any:
+                graphs = self.rhs.graphs(np.array([t]), path(np.array([t])))
+                return _each_row(-self.rhs.transposed_jacobians(graphs)[0], len(like))
+
+            options["jac"] = jacobian
 
         def rate(t: float, z: Array) -> Array:
-            return -_as_real(self.rhs.state_vjp(t, path(t), _as_state_type(z, like)))
+            rows = _as_state_type(z.reshape(shape), like)
+            return -_as_real(self.rhs.state_vjp(t, path(t), rows)).ravel()
 
-        return self.method(rate, begin, _as_real(like), end, **options)
+        return self.method(rate, begin, _as_real(like).ravel(), end, **options)
 
 
 class CollocationSweep(Sweep):
@@ -203,69 +226,95 @@ class CollocationSweep(Sweep):
 
     def __init__(self, settings: AdjointSettings, adjoint: Array) -> None:
         super().__init__(settings, adjoint)
-        self.rtol = settings.rtol**POWER
-        self.integral, self.rejections = Integral(self.rhs.parameters, self.rtol), 0
+        self.rtol, self.rejections = settings.rtol**POWER, 0
+        self.integral = Integral(self.rhs.parameter_leaves, len(adjoint), self.rtol)
+        # The time at which the last step has ended, with the matrix and the graph there.
+        self.last: tuple[float, Array, list[Graph]] | None = None
+        # The adjoint where the last pass has ended, and the size of the first step behind a jump.
+        self.ended, self.first = adjoint, float(np.inf)
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
         now, marks = begin, _forward_steps_between(begin, end, path)
-        z, matrix = _as_real(self.adjoint), self._matrices(np.array([begin]), path)
+        z, jumped = _as_real(self.adjoint).T, self.adjoint is not self.ended
+        if jumped and self.step is not None:
+            self.step = min(self.step, GROW_AT_JUMP * self.first)
+        if self.last is None or self.last[0] != now:
+            self.last = (now, *self._matrices(np.array([begin]), path))
         while now != end:
             # The forward steps resolve how fast the states change, so a step covers few of them.
             farthest = marks[STRIDE - 1] if len(marks) >= STRIDE else end
-            now, step = self._step(now, farthest, z, matrix, path, remaining + abs(end - farthest))
-            z, matrix = step.values[-1], step.matrices[-1:]
+            now, step = self._step(now, farthest, z, path, remaining + abs(end - farthest))
+            z = step.values[-1]
+            if jumped:
+                jumped = False
+                self.first = abs(step.h) if now != end or self.step is None else self.step
             while marks and (end - begin) * (marks[0] - now) <= 0:
                 marks, self.rejections = marks[1:], 0
-        self.adjoint = _as_state_type(z, self.adjoint)
+        self.adjoint = self.ended = _as_state_type(z.T, self.adjoint)
 
     def _step(
-        self, now: float, farthest: float, z: Array, matrix: Array, path: OdeSolution, beyond: float
+        self, now: float, farthest: float, z: Array, path: OdeSolution, beyond: float
     ) -> tuple[float, Step]:
         """Take one step, at most to ``farthest``, and return the time at which it ends."""
+        assert self.last is not None
+        _, matrix, graph = self.last
         smallest = 10 * float(np.spacing(abs(now)))
         size = min(self.step or np.inf, self.settings.options.get("max_step", np.inf))
-        atol = self._absolute() * self.settings.rtol ** (POWER - 1)
+        atol, most = self._absolute() * self.settings.rtol ** (POWER - 1), 1.0
         while True:
             size = max(size, smallest)
             cut = size >= abs(farthest - now)
             end = farthest if cut else now + float(np.copysign(size, farthest - now))
-            inside = self._matrices(now + (end - now) * POINTS, path)
+            inside, graphs = self._matrices(now + (end - now) * POINTS, path)
             step = Step(end - now, z, np.concatenate([matrix, inside]))
             error, propagated = step.error(self.rtol, atol, beyond + abs(farthest - end))
             found = []
-            if error <= 1 and self.rhs.parameters:
-                missed, found = self._integrate(now, step, propagated, path, abs(farthest - now))
+            if error <= 1 and self.integral.sums:
+                missed, found = self._integrate(
+                    now, step, propagated, path, [*graph, *graphs], abs(farthest - now)
+                )
                 # A jump of the integrand cannot be located better than to the shortest step.
                 error = max(error, missed if abs(step.h) > smallest else min(missed, 1.0))
             if error <= 1:
-                self.integral.add(found)
+                if found:
+                    self.integral.add(found)
                 break
             if abs(step.h) <= smallest:
                 raise adjoint_error(now, OdeSolver.TOO_SMALL_STEP)
-            size = abs(step.h) * next_factor(error, ORDER)
+            size, most = abs(step.h) * next_factor(error, ORDER, most), AGAIN
         wanted = abs(step.h) * next_factor(error, ORDER, GROW)
         # If the step was cut short, the next one need not be as short.
         self.step = max(wanted, size) if cut else wanted
+        self.last = end, inside[-1:], graphs[-1:]
         return end, step
 
-    def _matrices(self, times: Array, path: OdeSolution) -> Array:
-        return -self.rhs.transposed_jacobians(times, path(times))
+    def _matrices(self, times: Array, path: OdeSolution) -> tuple[Array, list[Graph]]:
+        """Return the matrices of the equation at some times, and the graphs of the rates."""
+        graphs = self.rhs.graphs(times, path(times))
+        return -self.rhs.transposed_jacobians(graphs), graphs
 
     def _integrate(
-        self, now: float, step: Step, propagated: Array, path: OdeSolution, length: float
+        self,
+        now: float,
+        step: Step,
+        propagated: Array,
+        path: OdeSolution,
+        graphs: list[Graph],
+        length: float,
     ) -> tuple[float, list[Tensor]]:
         """Return the error, relative to the tolerance, and the integral over a step.
 
-        ``length`` is that of the interval in which the step lies. It sets the scale of the
-        integral, which is not known yet if the step begins at a jump.
+        ``graphs`` are those of the rates at :data:`TIMES`. ``length`` is that of the interval in
+        which the step lies. It sets the scale of the integral, which is not known yet if the step
+        begins at a jump.
         """
         times, middle = now + step.h * TIMES, now + step.h / 2
         sizes = np.maximum(np.abs(step.start), np.abs(step.values[-1]))
         weights, differences, most = (
             _as_state_type(x, self.adjoint)
-            for x in (step.weighted(), step.differences(propagated), sizes)
+            for x in (step.weighted(), step.differences(propagated), sizes.T)
         )
-        found, off = self.rhs.parameter_vjp(times, path(times), -weights, -differences)
+        found, off = self.rhs.parameter_vjp(graphs, -weights, -differences)
         error = self.integral.error(
             found,
             off,
@@ -286,15 +335,22 @@ def _forward_steps_between(begin: float, end: float, path: OdeSolution) -> list[
 
 
 def _without_cancellation(weights: Array) -> Array:
-    """Return the sizes of weights ``(n, times)``, with factors against cancellation in sums."""
-    return (1 + 0.5 * np.cos(np.arange(len(weights)) ** 2))[:, None] * np.abs(weights)
+    """Return the sizes of weights ``(k, n, times)``, with factors against cancellation in sums."""
+    return (1 + 0.5 * np.cos(np.arange(weights.shape[1]) ** 2))[:, None] * np.abs(weights)
+
+
+def _each_row(matrix: Array, rows: int) -> Any:
+    """Return the Jacobian of rows that have one matrix each: sparse, if there are several."""
+    return matrix if rows == 1 else sparse.csc_matrix(sparse.kron(sparse.eye(rows), matrix))
 
 
 def _as_real(z: Array) -> Array:
-    """View a cotangent as real numbers, over which the adjoint of a complex state is linear."""
-    return z.view(float) if np.iscomplexobj(z) else z
+    """View cotangents as real numbers, over which the adjoint of a complex state is linear."""
+    return np.ascontiguousarray(z).view(float) if np.iscomplexobj(z) else z
 
 
 def _as_state_type(z: Array, like: Array) -> Array:
-    """Invert :func:`_as_real`, for one cotangent ``(n,)`` or several ``(n, k)``."""
-    return np.ascontiguousarray(z.T).view(complex).T if np.iscomplexobj(like) else z
+    """Invert :func:`_as_real`, for cotangents ``(k, n)`` or ``(k, n, times)``."""
+    if not np.iscomplexobj(like):
+        return z
+    return np.ascontiguousarray(z.swapaxes(1, -1)).view(complex).swapaxes(1, -1)

@@ -165,8 +165,8 @@ def test_the_area_of_a_layer_is_that_of_polynomials(degree):
     to degree s - 1.
     """
     rate = 1e9
-    step = Step(1.0, np.array([1.0]), np.full((STAGES + 1, 1, 1), -rate))
-    found = float(step.weighted()[0] @ (-rate * (1 - TIMES) ** degree))
+    step = Step(1.0, np.array([[1.0]]), np.full((STAGES + 1, 1, 1), -rate))
+    found = float(step.weighted()[0, 0] @ (-rate * (1 - TIMES) ** degree))
     assert (abs(found + 1) < 1e-7) == (degree < STAGES)
 
 
@@ -175,10 +175,11 @@ def test_the_error_of_what_decays_is_none_where_the_way_goes_on():
     unless the way ends there.
     """
     matrix = np.array([[-1e4, 0.0], [1.0, -0.1]])
-    step = Step(1.0, np.array([1.0, 1.0]), np.tile(matrix, (STAGES + 1, 1, 1)))
+    step = Step(1.0, np.array([[1.0], [1.0]]), np.tile(matrix, (STAGES + 1, 1, 1)))
     exact = scipy.linalg.expm(matrix) @ step.start
-    assert abs(step.values[-1, 0]) > 1e-4
-    assert abs(step.values[-1, 1] + 1e-4 * step.values[-1, 0] - exact[1]) < 1e-10
+    end = step.values[-1]
+    assert abs(end[0]) > 1e-4
+    assert abs(end[1] + 1e-4 * end[0] - exact[1]) < 1e-10
     assert step.error(1e-6, 1e-9, remaining=0.0)[0] > 1
     assert step.error(1e-6, 1e-9, remaining=10.0)[0] <= 1
 

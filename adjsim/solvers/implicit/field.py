@@ -199,13 +199,11 @@ class ImplicitField(Move):
         with torch.enable_grad():
             point = x.detach().requires_grad_()
             rate = self.rate(t, point)
-            columns = rate.unbind(-1)
         with outside_tracing():
             unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
         if not rate.requires_grad:
             return Linear(point, rate, unit.expand(*x.shape, -1))
-        rows = [product(column, point, torch.ones_like(column)) for column in columns]
-        return Linear(point, rate, unit - a * torch.stack(rows, -2))
+        return Linear(point, rate, unit - a * jacobian(rate, point))
 
     def flow(self, state: State, context: MoveContext) -> State:
         t, y = self._time(state, context), self.joined(state)
@@ -266,6 +264,14 @@ class ImplicitField(Move):
 
     def _time(self, state: AnyState, context: MoveContext) -> Tensor:
         return Time().value(state, context).to(state[0])
+
+
+def jacobian(rate: Tensor, point: Tensor) -> Tensor:
+    """Compute the Jacobian of each system, ``(*batch, n, n)``, of a rate that has a graph."""
+    with torch.enable_grad():
+        columns = rate.unbind(-1)
+    rows = [product(column, point, torch.ones_like(column)) for column in columns]
+    return torch.stack(rows, -2)
 
 
 def product(value: Tensor, y: Tensor, vector: Tensor) -> Tensor:

@@ -1,0 +1,184 @@
+"""The connection of values that torch has not computed to the inputs that they depend on.
+
+A solution is computed by SciPy. Its derivatives come from ``pull``, which takes cotangents of the
+values to those of the inputs, and ``push``, which takes tangents of the inputs to those of the
+values. Both take several rows at once, on a leading axis, so a Jacobian costs one backward pass:
+``torch.autograd.grad(..., is_grads_batched=True)``, ``torch.func.jacrev`` and ``vmap`` hand all
+rows to one call of ``pull``, and ``torch.func.jacfwd`` to one of ``push``.
+
+Inside of a transform of ``torch.func`` a tensor is a wrapper around its values. SciPy, and the
+passes of autograd of ``pull`` and ``push``, compute with the values, outside of the transforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from adjsim.core.second_derivative import refuse_second_derivative
+from adjsim.core.state import in_transform
+
+# Rows of cotangents of the value to rows of cotangents of each input, and of tangents back.
+Pull = Callable[[Tensor], Sequence[Tensor]]
+Push = Callable[..., Tensor]
+WHY = "the derivative of a solution comes from an equation of its own"
+NO_BATCH = (
+    "torch.vmap over the inputs of solve_ivp is not possible, since SciPy solves one problem at a "
+    "time: give the problems as columns, y0 of shape (n, batch). torch.vmap over cotangents is."
+)
+# Torch has no public functions for these.
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+_core: Any = torch._C
+_torch: Any = torch
+
+
+def plain(x: Tensor) -> Tensor:
+    """Return the values of a tensor that transforms of torch.func may have wrapped, detached."""
+    levels = 0
+    with outside_transforms():
+        while _functorch.is_functorch_wrapped_tensor(x):
+            if _functorch.is_batchedtensor(x):
+                raise ValueError(NO_BATCH)
+            x, levels = _functorch.get_unwrapped(x), levels + 1
+        if levels > 1:
+            raise RuntimeError(f"{WHY}, so it cannot be differentiated again (nested transforms).")
+        return x.detach()
+
+
+@contextmanager
+def outside_transforms() -> Generator[None, None, None]:
+    """Compute without the active transforms of torch.func."""
+    if not in_transform():
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Return whether a tensor carries a tangent, or is differentiated by torch.func."""
+    wrapped = in_transform() and _functorch.is_functorch_wrapped_tensor(x)
+    return wrapped or forward_ad.unpack_dual(x).tangent is not None
+
+
+class RefuseWrapped(TorchFunctionMode):
+    """Refuses tensors that torch.func has wrapped, whose derivative would be lost."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        if any(map(_functorch.is_functorch_wrapped_tensor, given)):
+            raise undeclared("a tensor that torch.func differentiates, which")
+        return func(*args, **(kwargs or {}))
+
+
+def undeclared(name: str) -> ValueError:
+    """Make the error for a tensor that fun reads and whose derivative would be lost."""
+    return ValueError(
+        f"fun reads {name} was not declared, so the adjoint would lose its gradient. Pass it in "
+        "args, declare it by params=[...], make it a parameter of a module, or detach() it."
+    )
+
+
+def in_forward_mode() -> bool:
+    """Return whether a transform of torch.func, or forward automatic differentiation, is active."""
+    return in_transform() or forward_ad._current_level >= 0
+
+
+def is_tracked(x: Tensor) -> bool:
+    """Return whether a derivative with respect to a tensor is recorded now."""
+    return (torch.is_grad_enabled() and x.requires_grad) or has_tangent(x)
+
+
+def connected(value: Tensor, inputs: Sequence[Tensor], pull: Pull, push: Push | None) -> Tensor:
+    """Give a value its derivatives with respect to the inputs; push None: backward alone."""
+    return _Connected.apply(pull, push, value, *inputs)
+
+
+class _Connected(torch.autograd.Function):
+    @staticmethod
+    def forward(pull: Pull, push: Push | None, value: Tensor, *inputs: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.pull, ctx.push, _, *given = inputs
+        # The values of the inputs are those of the run, whatever becomes of them. Where they have
+        # tangents they are kept, so that a second derivative is an error.
+        kept = given if any(map(has_tangent, given)) else [x.detach().new_empty(0) for x in given]
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(*kept)
+        ctx.shapes = [x.shape for x in given]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (cotangent,), likes = grad_outputs, ctx.saved_tensors
+        legacy = _functorch.is_legacy_batchedtensor(cotangent)
+        if not in_transform():
+            refuse_second_derivative(WHY)
+        if legacy:
+            # Of is_grads_batched: an older kind of vmap, which asks no function for its rule.
+            level = _core._vmapmode_increment_nesting() - 1
+            _core._vmapmode_decrement_nesting()
+            rows = ctx.pull(_torch._remove_batch_dim(cotangent, level, 1, 0))
+            found = [_torch._add_batch_dim(x, 0, level) for x in rows]
+        else:
+            found = [x[0] for x in _Rows.apply(ctx.pull, 1, cotangent[None], *likes)]
+        return None, None, None, *(x.to(like) for x, like in zip(found, likes, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        if ctx.push is None:
+            raise NotImplementedError(
+                "derivatives forward in time (jvp, jacfwd) are those of real states, solved with "
+                'adjoint="interpolate": use jacrev or backward().'
+            )
+        likes, shapes = ctx.saved_tensors, ctx.shapes
+        along = [
+            like.new_zeros((1, *shape)) if x is None else x[None]
+            for x, like, shape in zip(tangents[3:], likes, shapes, strict=True)
+        ]
+        (found,) = _Rows.apply(lambda *rows: [ctx.push(*rows)], len(along), *along, *likes)
+        return found[0]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise ValueError(NO_BATCH)
+
+
+class _Rows(torch.autograd.Function):
+    """A function of rows, the first ``count`` tensors; others say what else it depends on."""
+
+    @staticmethod
+    def forward(function: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(function(*tensors[:count]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        raise RuntimeError(f"{WHY}, so it cannot be differentiated again.")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(f"{WHY}, so it cannot be differentiated again.")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        (function, count, *tensors), size = args, info.batch_size
+        rows = [
+            x.expand(size, *x.shape) if axis is None else x.movedim(axis, 0)
+            for x, axis in zip(tensors[:count], in_dims[2 : 2 + count], strict=True)
+        ]
+        each = rows[0].shape[:2]
+        found = _Rows.apply(function, count, *(x.flatten(0, 1) for x in rows), *tensors[count:])
+        return tuple(x.unflatten(0, each) for x in found), (0,) * len(found)
