@@ -279,3 +279,16 @@ def test_float32_and_spans_of_their_own():
     assert found.y.dtype == found.t_events[0][0].dtype == torch.float32
     times = torch.cat(found.t_events[0])
     torch.testing.assert_close(times, (2 * height / 9.81).sqrt(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.slow
+def test_rows_of_times_and_states_take_one_backward_run():
+    wanted = [x.requires_grad_() for x in inputs()]
+    found = bounce(*wanted)
+    values = torch.cat(
+        [*found.t_events[0], found.y[:, -1].flatten(), found.y_events[1][0].flatten()]
+    )
+    single = [torch.autograd.grad(x, wanted, retain_graph=True) for x in values]
+    rows = torch.autograd.grad(values, wanted, torch.eye(len(values)), is_grads_batched=True)
+    for one, other in zip(zip(*single, strict=True), rows, strict=True):
+        torch.testing.assert_close(other, torch.stack(one), rtol=1e-12, atol=1e-14)
