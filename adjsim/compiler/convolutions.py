@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Sizes = Sequence[int]
-# Multiplications of the largest convolution that is printed. Torch's libraries are faster on others.
+# Multiplications of the largest convolution that is printed. Torch's libraries are faster beyond.
 LARGEST = 2**15
 
 
