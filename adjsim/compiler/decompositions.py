@@ -59,6 +59,7 @@ def decompositions(exact: bool) -> dict[Any, Callable[..., Any]]:
         aten.cumprod.default: partial(_scan, aten.cumprod.default),
         aten.cumsum.default: partial(_scan, aten.cumsum.default),
         aten.diagonal_backward.default: _diagonal_backward,
+        aten.diagonal_copy.default: lambda x, *axes: x.diagonal(*axes).clone(),
         aten.embedding_dense_backward.default: _embedding_backward,
         aten.embedding.default: lambda weight, index, *_: weight[_unwrapped(index, len(weight))],
         aten.eye.default: lambda n, **options: _eye(n, n, **options),
@@ -89,6 +90,8 @@ def decompositions(exact: bool) -> dict[Any, Callable[..., Any]]:
         aten.var_mean.correction: _var_mean,
         aten._weight_norm_interface_backward.default: _weight_norm_backward,
         aten.any.default: lambda x: (x != 0).sum() > 0,
+        aten.any.dim: lambda x, *axes: (x != 0).sum(*axes) > 0,
+        aten.all.dim: lambda x, *axes: (x == 0).sum(*axes) == 0,
         aten.all.default: lambda x: (x == 0).sum() == 0,
     }
 

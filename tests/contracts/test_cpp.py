@@ -258,7 +258,9 @@ MOVED: dict[str, Callable[[Tensor], Tensor]] = {
     "largest": lambda x: x.max(1, keepdim=True).values + x.max(0).values * x.max(),
     "smallest": lambda x: x.min(1, keepdim=True).values + x.min(0).values * x.amin((0, 1)),
     "places": lambda x: x * (x.argmax(1, keepdim=True) + x.argmin(0) + x.argmax()),
-    "any": lambda x: x * (x > 0.3).max(1, keepdim=True).values,
+    "any": lambda x: (
+        x * ((x > 0.3).max(1, keepdim=True).values + (x > 1).any(0) + (x < 1).all(1)[:, None])
+    ),
     "scattered": lambda x: x.scatter(1, ROWS, 2 * x) + x.scatter(0, ROWS[:1], 0.5),
     "embedding": lambda x: F.embedding(ROWS % 7, x, padding_idx=3)[:, 1],
     "diagonals": lambda x: (
@@ -266,6 +268,7 @@ MOVED: dict[str, Callable[[Tensor], Tensor]] = {
         + x[:5].tril()
         + x[:5].triu(1)
         + x[:5].trace().round()
+        + x[:5].diag()
     ),
     "edges": lambda x: (
         F.pad(x, (2, 1), mode="reflect")[:, :5] + F.pad(x, (1, 3), mode="replicate")[:, 2:7]
