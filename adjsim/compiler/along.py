@@ -20,7 +20,7 @@ from adjsim.compiler.values import TYPES, Store, UnprintableError, Value
 
 # Longest axes of sorts, in memory of the stack, and of extremes. Torch's vectors are faster on
 # longer ones.
-LONGEST_SORT, LONGEST_EXTREME = 512, 1024
+LONGEST_SORT, LONGEST_EXTREME = 256, 1024
 
 DECLARATIONS = """
 namespace { namespace along {
