@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adjsim.compiler.convolutions import CONVOLUTIONS
+from adjsim.compiler.factors import FACTOR_DECOMPOSITIONS
+
 # Torch's own decompositions of these consist of operations that are printed.
 COMPOSITE = (
     "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data",
-    "addmv", "dot", "elu", "elu_backward", "frac", "gelu", "gelu_backward", "hardtanh",
-    "hardtanh_backward", "huber_loss", "huber_loss_backward", "leaky_relu", "leaky_relu_backward",
-    "linalg_cross", "linalg_vector_norm", "log_sigmoid_backward", "log_sigmoid_forward",
-    "logaddexp", "mish", "mish_backward", "mse_loss", "mse_loss_backward", "mv",
+    "_weight_norm_interface", "addmv", "diag_embed", "dot", "elu", "elu_backward", "frac", "gelu",
+    "gelu_backward", "hardtanh", "hardtanh_backward", "huber_loss", "huber_loss_backward",
+    "leaky_relu", "leaky_relu_backward", "linalg_cross", "linalg_vector_norm",
+    "log_sigmoid_backward", "log_sigmoid_forward", "logaddexp", "mish", "mish_backward",
+    "mse_loss", "mse_loss_backward", "mv", "native_group_norm", "native_group_norm_backward",
     "native_layer_norm", "native_layer_norm_backward", "repeat", "silu", "silu_backward", "sinc",
-    "softplus", "softplus_backward", "tanh_backward", "threshold", "threshold_backward",
+    "softplus", "softplus_backward", "tanh_backward", "threshold", "threshold_backward", "tril",
+    "triu",
 )  # fmt: skip
-# Longest axis of which the maximum is printed.
+# Longest axis of which the maximum is printed as a formula.
 LONGEST = 64
 # Multiplications of the largest batch of matrix products that is printed as sums.
 FEW_TERMS = 4096
@@ -28,20 +33,34 @@ Dtype = torch.dtype | None
 
 
 @cache
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return the decompositions of operations that are not printed themselves."""
+def decompositions(exact: bool) -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions of operations that are not printed themselves.
+
+    In exact loops torch evaluates operations of its libraries, whose last bits are not printed.
+    """
     from torch._decomp import get_decompositions
 
     aten = torch.ops.aten
     return {
         **get_decompositions([getattr(aten, name) for name in COMPOSITE]),
+        **({} if exact else {**FACTOR_DECOMPOSITIONS, **CONVOLUTIONS}),
+        **({} if exact else {aten.topk.default: _topk, aten.prod.default: _prod}),
+        **({} if exact else {aten.prod.dim_int: _prod}),
         aten.sum.default: _sum,
         aten.sum.dim_IntList: _sum,
         aten.mean.default: _mean,
         aten.mean.dim: _mean,
-        aten.amax.default: _amax,
+        aten.amax.default: partial(_extreme, torch.maximum, aten.max.dim),
+        aten.amin.default: partial(_extreme, torch.minimum, aten.min.dim),
+        aten.argmax.default: partial(_place, aten.max.dim),
+        aten.argmin.default: partial(_place, aten.min.dim),
         aten.bmm.default: _bmm,
         aten.constant_pad_nd.default: _pad,
+        aten.cumprod.default: partial(_scan, aten.cumprod.default),
+        aten.cumsum.default: partial(_scan, aten.cumsum.default),
+        aten.diagonal_backward.default: _diagonal_backward,
+        aten.diagonal_copy.default: lambda x, *axes: x.diagonal(*axes).clone(),
+        aten.embedding_dense_backward.default: _embedding_backward,
         aten.embedding.default: lambda weight, index, *_: weight[_unwrapped(index, len(weight))],
         aten.eye.default: lambda n, **options: _eye(n, n, **options),
         aten.eye.m: _eye,
@@ -50,13 +69,29 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.std.correction: _std,
         aten.gather.default: _gather,
         aten.index_add.default: _index_add,
+        aten.index_fill.int_Scalar: _fill,
+        aten.index_fill.int_Tensor: _fill,
         aten.index_select.default: _index_select,
         aten.logsumexp.default: _logsumexp,
+        aten.max.default: lambda x: aten.amax.default(x),
+        aten.min.default: lambda x: aten.amin.default(x),
+        aten.reflection_pad1d.default: partial(_edged, _reflected),
+        aten.reflection_pad1d_backward.default: partial(_edged_backward, _reflected),
+        aten.replication_pad1d.default: partial(_edged, _repeated),
+        aten.replication_pad1d_backward.default: partial(_edged_backward, _repeated),
         aten.roll.default: _roll,
-        aten.scatter_add.default: _scatter_add,
+        aten.scatter.src: _scatter,
+        aten.scatter.value: lambda x, dim, index, number: _scatter(
+            x, dim, index, x.new_full((), number).expand(index.shape)
+        ),
+        aten.scatter_add.default: partial(_scatter, accumulate=True),
+        aten.trace.default: lambda x: x.diagonal().sum(),
         aten.var.correction: _var,
         aten.var_mean.correction: _var_mean,
+        aten._weight_norm_interface_backward.default: _weight_norm_backward,
         aten.any.default: lambda x: (x != 0).sum() > 0,
+        aten.any.dim: lambda x, *axes: (x != 0).sum(*axes) > 0,
+        aten.all.dim: lambda x, *axes: (x == 0).sum(*axes) == 0,
         aten.all.default: lambda x: (x == 0).sum() == 0,
     }
 
@@ -81,11 +116,51 @@ def _mean(x: Tensor, dim: Axes = None, keepdim: bool = False, *, dtype: Dtype = 
     return total / (x.numel() // total.numel())
 
 
-def _amax(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
-    if x.ndim == 0 or len(dim) != 1 or not 0 < x.shape[dim[0]] <= LONGEST:
+def _extreme(
+    pair: Callable[..., Tensor],
+    along: Callable[..., Any],
+    x: Tensor,
+    dim: Sequence[int] = (),
+    keepdim: bool = False,
+) -> Tensor:
+    """Return the largest or smallest numbers along axes."""
+    if x.ndim == 0 or not x.numel() or x.dtype == torch.bool:
         return NotImplemented
-    found = reduce(torch.maximum, x.unbind(dim[0]))
-    return found.unsqueeze(dim[0]) if keepdim else found
+    if len(dim) == 1 and x.shape[dim[0]] <= LONGEST:
+        found = reduce(pair, x.unbind(dim[0]))
+        return found.unsqueeze(dim[0]) if keepdim else found
+    axes = sorted({axis % x.ndim for axis in dim or range(x.ndim)}, reverse=True)
+    for axis in axes:
+        x = along(x, axis, keepdim)[0]
+    return x
+
+
+def _place(
+    along: Callable[..., Any], x: Tensor, dim: int | None = None, keepdim: bool = False
+) -> Tensor:
+    if x.ndim == 0 or x.dtype == torch.bool:
+        return NotImplemented
+    if dim is None:
+        found = along(x.reshape(-1), 0)[1]
+        return found.view((1,) * x.ndim) if keepdim else found
+    return along(x, dim, keepdim)[1]
+
+
+def _scan(along: Callable[..., Tensor], x: Tensor, dim: int, *, dtype: Dtype = None) -> Tensor:
+    """Convert numbers before a scan, as torch does."""
+    wanted = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
+    if x.ndim == 0 or wanted == x.dtype:
+        return NotImplemented
+    return along(x.to(wanted), dim)
+
+
+def _topk(
+    x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Tensor, Tensor]:
+    if x.ndim == 0 or x.device.type != "cpu":
+        return NotImplemented
+    values, places = torch.ops.aten.sort.default(x, dim, largest)
+    return values.narrow(dim, 0, k).contiguous(), places.narrow(dim, 0, k).contiguous()
 
 
 def _bmm(x: Tensor, y: Tensor) -> Tensor:
@@ -127,11 +202,73 @@ def _grid(x: Tensor, dim: int, index: Tensor) -> tuple[Tensor, ...]:
     return tuple(axes)
 
 
-def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor, accumulate: bool = False) -> Tensor:
     if not x.ndim or not index.ndim:
         return NotImplemented
     part = src[tuple(slice(n) for n in index.shape)]
-    return x.index_put(_grid(x, dim, index), part, accumulate=True)
+    return x.index_put(_grid(x, dim, index), part, accumulate=accumulate)
+
+
+def _embedding_backward(
+    grad: Tensor, index: Tensor, length: int, padding: int, by_count: bool
+) -> Tensor:
+    if by_count:
+        return NotImplemented
+    zeros = grad.new_zeros(length, grad.shape[-1])
+    part = torch.where((index == padding).unsqueeze(-1), 0, grad)
+    return _put(zeros, 0, _unwrapped(index, length), part, True)
+
+
+def _diagonal_backward(grad: Tensor, sizes: Sequence[int], offset: int, a: int, b: int) -> Tensor:
+    count = len(sizes)
+    order = [axis for axis in range(count) if axis not in (a % count, b % count)]
+    order += [a % count, b % count]
+    places = torch.arange(grad.shape[-1], device=grad.device)
+    indices = [*[None] * (count - 2), places + max(0, -offset), places + max(0, offset)]
+    zeros = grad.new_zeros([sizes[axis] for axis in order])
+    found = torch.ops.aten.index_put.default(zeros, indices, grad)
+    return found.permute([order.index(axis) for axis in range(count)]).contiguous()
+
+
+def _reflected(places: Tensor, length: int) -> Tensor:
+    return (length - 1) - ((length - 1) - places.abs()).abs()
+
+
+def _repeated(places: Tensor, length: int) -> Tensor:
+    return places.clamp(0, length - 1)
+
+
+def _edged(read: Callable[[Tensor, int], Tensor], x: Tensor, pad: Sequence[int]) -> Tensor:
+    """Pad the last axis by numbers of its own."""
+    length = x.shape[-1]
+    places = torch.arange(-pad[0], length + pad[1], device=x.device)
+    return x.index_select(-1, read(places, length))
+
+
+def _edged_backward(
+    read: Callable[[Tensor, int], Tensor], grad: Tensor, x: Tensor, pad: Sequence[int]
+) -> Tensor:
+    places = read(torch.arange(-pad[0], x.shape[-1] + pad[1], device=x.device), x.shape[-1])
+    return _put(grad.new_zeros(x.shape), -1 % x.ndim, places, grad, True)
+
+
+def _prod(
+    x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Dtype = None
+) -> Tensor:
+    if not x.ndim or not x.numel() or x.device.type != "cpu":
+        return NotImplemented
+    if dim is None:
+        return x.reshape(-1).cumprod(0, dtype=dtype)[-1]
+    found = x.cumprod(dim, dtype=dtype).narrow(dim, x.shape[dim] - 1, 1)
+    return found.clone() if keepdim else found.squeeze(dim).clone()
+
+
+def _weight_norm_backward(
+    grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int
+) -> tuple[Tensor, Tensor]:
+    axes = [axis for axis in range(v.ndim) if axis != dim % v.ndim]
+    of_g = (grad * v).sum(axes, keepdim=True) / norms
+    return g / norms * (grad - v * (of_g / norms)), of_g
 
 
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
@@ -140,6 +277,15 @@ def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: flo
     index = index.reshape(-1)
     numbers = source if alpha == 1 else alpha * source
     return _put(x, dim, _unwrapped(index, x.shape[dim]), numbers, True)
+
+
+def _fill(x: Tensor, dim: int, index: Tensor, number: Tensor | float) -> Tensor:
+    if not x.ndim:
+        return NotImplemented
+    shape = list(x.shape)
+    shape[dim] = index.numel()
+    value = number.to(x.dtype) if isinstance(number, Tensor) else x.new_full((), number)
+    return _put(x, dim, index.reshape(-1), value.expand(shape), False)
 
 
 def _index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:

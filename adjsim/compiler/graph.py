@@ -268,9 +268,11 @@ class Lowering:
             return self._converted(args[0], meta)
         if base == "as_strided":
             source, rows = node.args[0].meta["val"], row_major(shape)
-            same = source.stride() == rows == tuple(args[2]) and shape == args[0].shape
-            if not same or args[3:]:
+            whole = source.is_contiguous() and source.numel() == meta.numel()
+            if not whole or tuple(args[2]) != rows or args[3:]:
                 raise UnprintableError(name)
+            if source.stride() != rows or shape != args[0].shape:
+                return reshaped(self.store, args[0], meta)
             kept = dense_copy(args[0], meta.stride())
             self.store(kept)
             return kept

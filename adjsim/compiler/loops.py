@@ -19,8 +19,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from adjsim.compiler.along import SCAN_OPERATORS, SORT_OPERATORS
 from adjsim.compiler.calls import Operators
 from adjsim.compiler.decompositions import decompositions
+from adjsim.compiler.factors import FACTOR_OPERATORS
 from adjsim.compiler.inductor import compile_with_torch
 from adjsim.compiler.invariants import hoist_invariants
 from adjsim.compiler.refusals import CompileError, explained
@@ -118,11 +120,16 @@ def compile_loop(
     try:
         with _compiling:
             number, fixed = constants_list[0].clone(), slice(1 + carry_size, None)
-            tables = (SYSTEM_OPERATORS, *operators)
+            # Torch's own sort exchanges equal numbers, and LAPACK has other last bits.
+            others = () if exact else (SORT_OPERATORS, FACTOR_OPERATORS)
+            tables = (SYSTEM_OPERATORS, SCAN_OPERATORS, *others, *operators)
+            decomposed = decompositions(exact)
             parts = Parts(
-                start=_trace(tables, start, slice(constants_size), *constants_list, *carry_list),
-                more=_trace(tables, more, slice(0), number, constants_list[0]),
-                body=_trace(tables, body, fixed, number, *carry_list, *constants_list),
+                start=_trace(
+                    tables, decomposed, start, slice(constants_size), *constants_list, *carry_list
+                ),
+                more=_trace(tables, decomposed, more, slice(0), number, constants_list[0]),
+                body=_trace(tables, decomposed, body, fixed, number, *carry_list, *constants_list),
                 iterations=spec.iterations,
             )
             settings = (parts, constants_list, carry_list, exact)
@@ -190,6 +197,7 @@ def clone(x: Tensor) -> Tensor:
 
 def _trace(
     tables: Sequence[Operators],
+    decomposed: dict[Any, Callable[..., Any]],
     function: Callable[..., list[Tensor]],
     constants: slice,
     *inputs: Tensor,
@@ -198,11 +206,11 @@ def _trace(
 
     ``constants`` says which of the inputs are the constants of the loop.
     """
-    graph = graph_of(function, *inputs, decompositions=decompositions())
+    graph = graph_of(function, *inputs, decompositions=decomposed)
     if any(mutates(node) and not overwrites_its_own(node) for node in graph.graph.nodes):
         # Assignments to parts of a tensor, as operations that return a new one.
         without = torch.func.functionalize(graph, remove="mutations")
-        graph = graph_of(without, *inputs, decompositions=decompositions())
+        graph = graph_of(without, *inputs, decompositions=decomposed)
     for table in tables:
         table.prepare(graph)
     baked = _lift(graph)

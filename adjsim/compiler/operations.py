@@ -142,6 +142,17 @@ BITWISE: dict[str, Printer] = {
     "bitwise_xor": lambda x, y: f"{x} ^ {y}",
     "bitwise_not": lambda x: f"inverted({x})",
 }
+# Shifts of integers, of which those out of range leave no bits but copies of the sign.
+SHIFTS: dict[str, Printer] = {
+    **dict.fromkeys(
+        ("__rshift__", "bitwise_right_shift"),
+        lambda x, y: f"{x} >> ({y} < 0 || {y} > 63 ? 63 : {y})",
+    ),
+    **dict.fromkeys(
+        ("__lshift__", "bitwise_left_shift"),
+        lambda x, y: f"{y} < 0 || {y} > 63 ? 0 : (int64_t)((uint64_t){x} << ({y} & 63))",
+    ),
+}
 # Operations that call functions whose last bits may differ from those of torch.
 TRANSCENDENTAL: dict[str, Printer] = {
     **{name: (lambda x, function=name: f"math::{function}({x})") for name in FUNCTIONS},
@@ -247,8 +258,11 @@ def pointwise(
         return printed(clamp, args[0], *bounds)
     if base == "round" and not integral and len(args) == 1 and not kwargs.get("decimals"):
         return printed(EXACT["round"], args[0])
-    table = next((table for table in (LOGICAL, BITWISE, TRANSCENDENTAL) if base in table), EXACT)
-    if base not in table or base == "round" or (integral and base in OF_FRACTIONS):
+    table = next(
+        (table for table in (LOGICAL, BITWISE, SHIFTS, TRANSCENDENTAL) if base in table), EXACT
+    )
+    of_other_type = base in (OF_FRACTIONS if integral else SHIFTS)
+    if base not in table or base == "round" or of_other_type:
         raise UnprintableError(name)
     return printed(table[base], *args)
 

@@ -41,8 +41,8 @@ class Scatter(Call):
             raise UnprintableError("index_put of numbers of another type")
         self.places = torch.broadcast_shapes(*(number.shape for number in numbers.values()))
         self.fill = x.text if isinstance(x, Literal) else None
-        stored = [values, *numbers.values(), *([] if self.fill else [x])]
-        self.inputs = tuple(_stored(value, store) for value in stored)
+        read = [values, *numbers.values(), *([] if self.fill else [x])]
+        self.inputs = tuple(stored(value, store) for value in read)
         self.outputs = (self.output(example),)
 
     def lines(self, functions: Sequence[str]) -> list[str]:
@@ -51,7 +51,7 @@ class Scatter(Call):
         count = len(self.inputs) - 1 - (self.fill is None)
         numbers, base = others[:count], others[count:]
         every = [f"i{axis}" for axis in range(len(self.shape))]
-        begin = self.fill or _element(base[0], every)
+        begin = self.fill or element(base[0], every)
         after = self.first + count
         outer, inner = every[: self.first], every[after:]
         places = [f"n{axis}" for axis in range(len(self.places))]
@@ -59,36 +59,36 @@ class Scatter(Call):
         axes = [*outer, *places, *inner]
         selected = [f"p{k}" for k in range(count)]
         read = [
-            f"const int64_t {name} = in_range({_element(number, places)}, {-n}, {n}, refused);"
+            f"const int64_t {name} = in_range({element(number, places)}, {-n}, {n}, refused);"
             for name, number, n in zip(selected, numbers, self.shape[self.first :], strict=False)
         ]
         known = len(outer) + len(places)
-        heads = [_head(name, n) for name, n in zip(axes, shape, strict=True)]
-        to = _element(out, [*outer, *selected, *inner])
+        heads = [head(name, n) for name, n in zip(axes, shape, strict=True)]
+        to = element(out, [*outer, *selected, *inner])
         return [
-            *map(_head, every, self.shape),
-            f"{_element(out, every)} = {begin};",
+            *map(head, every, self.shape),
+            f"{element(out, every)} = {begin};",
             *["}"] * len(every),
             *heads[:known],
             *read,
             *heads[known:],
-            f"{to} {'+=' if self.accumulate else '='} {_element(values, axes)};",
+            f"{to} {'+=' if self.accumulate else '='} {element(values, axes)};",
             *["}"] * len(axes),
         ]
 
 
-def _head(name: str, length: int) -> str:
+def head(name: str, length: int) -> str:
     return f"for (int64_t {name} = 0; {name} < {length}; ++{name}) {{"
 
 
-def _element(address: Address, index: Sequence[str]) -> str:
+def element(address: Address, index: Sequence[str]) -> str:
     """Print an element of a tensor that broadcasts to the axes of an index."""
     mine = index[len(index) - len(address.strides) :]
     terms = [f"{stride} * {i}" for stride, i in zip(address.strides, mine, strict=True) if stride]
     return f"({address.pointer})[{' + '.join(terms) or '0'}]"
 
 
-def _stored(value: Value, store: Store) -> Value:
+def stored(value: Value, store: Store) -> Value:
     """Return a value in memory of fixed strides, itself if it is; those of short axes are 0."""
     if address_of(value) is None:
         value = dense_copy(value, value.strides)

@@ -48,6 +48,7 @@ STATUS: dict[int, tuple[type[BaseException], str]] = {
     2: (ZeroDivisionError, "a compiled step divided an integer by zero."),
     3: (IndexError, "a compiled step indexed a tensor out of range."),
     4: (ValueError, "exclusions have an atom that position does not have."),
+    6: (torch.linalg.LinAlgError, "a compiled step inverted a singular matrix."),
     FAILED: (KeyboardInterrupt, "a signal handler raised an error inside a compiled loop."),
 }
 

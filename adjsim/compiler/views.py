@@ -105,6 +105,19 @@ def _flip(old: Sequence[int], axes: Sequence[int]) -> IndexMap:
     )
 
 
+def _diagonal(old: Sequence[int], shift: int = 0, a: int = 0, b: int = 1) -> IndexMap:
+    a, b = a % len(old), b % len(old)
+
+    def map(index: Indices) -> Indices:
+        rest, along = iter(index[:-1]), index[-1]
+        begin = {a: max(0, -shift), b: max(0, shift)}
+        return tuple(
+            along + begin[axis] if axis in begin else next(rest) for axis in range(len(old))
+        )
+
+    return map
+
+
 VIEWS: dict[str, Callable[..., IndexMap]] = {
     "permute": _permute,
     "transpose": _transpose,
@@ -115,6 +128,7 @@ VIEWS: dict[str, Callable[..., IndexMap]] = {
     "select": _select,
     "slice": _slice,
     "flip": _flip,
+    "diagonal": _diagonal,
 }
 
 

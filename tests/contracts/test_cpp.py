@@ -251,6 +251,196 @@ def test_second_derivatives_that_write_in_place_are_printed():
     torch.testing.assert_close(printed(function, x), function(x), rtol=1e-13, atol=1e-15)
 
 
+# Operations that choose, move, count or scan numbers: each has torch's bits, with its derivative.
+MOVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "scans": lambda x: x.cumsum(1) + x.cumsum(0) + x.cumprod(1) + x.T.cumsum(0).T,
+    "counts": lambda x: x * ((x > 0).cumsum(1) + torch.arange(5).cumprod(0)),
+    "largest": lambda x: x.max(1, keepdim=True).values + x.max(0).values * x.max(),
+    "smallest": lambda x: x.min(1, keepdim=True).values + x.min(0).values * x.amin((0, 1)),
+    "places": lambda x: x * (x.argmax(1, keepdim=True) + x.argmin(0) + x.argmax()),
+    "any": lambda x: (
+        x * ((x > 0.3).max(1, keepdim=True).values + (x > 1).any(0) + (x < 1).all(1)[:, None])
+    ),
+    "scattered": lambda x: x.scatter(1, ROWS, 2 * x) + x.scatter(0, ROWS[:1], 0.5),
+    "embedding": lambda x: F.embedding(ROWS % 7, x, padding_idx=3)[:, 1],
+    "diagonals": lambda x: (
+        torch.diag_embed(x.diagonal(1), 1)[:, :5]
+        + x[:5].tril()
+        + x[:5].triu(1)
+        + x[:5].trace().round()
+        + x[:5].diag()
+    ),
+    "edges": lambda x: (
+        F.pad(x, (2, 1), mode="reflect")[:, :5] + F.pad(x, (1, 3), mode="replicate")[:, 2:7]
+    ),
+    "shifts": lambda x: x * ((torch.arange(5) - 2 << 3) + (torch.arange(5) - 2 >> 1)),
+}
+ROWS = torch.tensor([[(3 * k + i) % 5 for i in range(5)] for k in range(7)])
+
+
+def with_slope(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A value and its derivative, weighted so that no two numbers have the same."""
+    with torch.enable_grad():
+        y = x.detach().requires_grad_()
+        value = function(y).flatten()
+        weight = 1 + (torch.arange(len(value)) % 7).to(value) / 8
+        (grad,) = torch.autograd.grad((value * weight).sum(), y)
+    return torch.cat([value.detach(), grad.flatten()])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exact"),
+    [
+        pytest.param(torch.float64, True, marks=pytest.mark.slow),
+        pytest.param(torch.float64, False, marks=pytest.mark.marathon),
+        pytest.param(torch.float32, True, marks=pytest.mark.marathon),
+        pytest.param(torch.float32, False, marks=pytest.mark.marathon),
+    ],
+)
+def test_scans_and_places_and_their_derivatives(dtype, exact):
+    """Values have torch's bits; derivatives have sums of a few terms in another order."""
+    x = numbers(7, 5, dtype=dtype)
+    functions = [lambda x, f=f: with_slope(f, x) for f in MOVED.values()]
+    found = printed(lambda x: torch.cat([f(x) for f in functions]), x, exact=exact)
+    parts = found.split([len(f(x)) for f in functions])
+    for (name, function), part in zip(MOVED.items(), parts, strict=True):
+        wanted, count = with_slope(function, x), function(x).numel()
+        assert torch.equal(part[:count], wanted[:count]), name
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(part, wanted, rtol=50 * eps, atol=50 * eps, msg=name)
+
+
+@pytest.mark.parametrize(
+    "length", [33, *(pytest.param(n, marks=pytest.mark.marathon) for n in (1, 7, 8, 9, 100))]
+)
+def test_sorts(length):
+    """Of equal numbers the first goes first, as in a stable sort of torch."""
+    x = (3 * numbers(4, length)).round() * 0.5
+
+    def function(x: Tensor) -> Tensor:
+        found = [x.sort(1), x.sort(1, descending=True), x.T.contiguous().sort(0), x.topk(length, 1)]
+        return torch.cat([part.flatten() for pair in found for part in pair])
+
+    pairs = [x.sort(dim=1, descending=down, stable=True) for down in (False, True)]
+    turned = [part.T.flatten() for part in pairs[0]]
+    wanted = [*(y.flatten() for p in pairs for y in p), *turned, *(y.flatten() for y in pairs[1])]
+    assert torch.equal(printed(function, x), torch.cat(wanted))
+
+
+@pytest.mark.slow
+def test_sorts_and_extremes_of_special_numbers():
+    """NaN is the largest number, and the largest and the smallest of any; the first of equal ones
+    is taken.
+    """
+    x = torch.tensor([[0.0, math.nan, -math.inf, 1.0, math.nan], [-0.0, 0.0, 5.0, 5.0, math.inf]])
+    x = x.to(torch.float64)
+
+    def function(x: Tensor) -> Tensor:
+        found = [x.sort(1), x.sort(1, descending=True), x.max(1), x.min(1), (x.argmax(1),)]
+        return torch.cat([part.flatten().to(x.dtype) for pair in found for part in pair])
+
+    torch.testing.assert_close(printed(function, x), function(x), rtol=0, atol=0, equal_nan=True)
+
+
+def matrices(x: Tensor, rows: int) -> Tensor:
+    """Matrices whose pivots are not on the diagonal."""
+    count = x.numel() // rows**2
+    return x.flatten()[: count * rows**2].view(count, rows, rows) + 2 * torch.eye(rows).to(x).flip(
+        0
+    )
+
+
+FACTORED: dict[str, Callable[[Tensor], Tensor]] = {
+    "determinants": lambda x: torch.cat([torch.linalg.det(matrices(x, n)) for n in (1, 2, 3, 4)]),
+    "determinants of transposes": lambda x: (
+        torch.linalg.det(matrices(x, 3).mT) * torch.linalg.slogdet(matrices(x, 3).mT).logabsdet
+    ),
+    "their logarithms": lambda x: (
+        torch.linalg.slogdet(matrices(x, 3)).logabsdet * torch.linalg.slogdet(matrices(x, 3)).sign
+    ),
+    "inverses": lambda x: torch.linalg.inv(matrices(x, 4)) + torch.linalg.inv(matrices(x, 4).mT),
+    "determinant of one": lambda x: torch.linalg.det(matrices(x, 5)[0]) * x[0],
+    "solutions": lambda x: torch.linalg.solve(matrices(x, 4), x.flatten()[:16].view(4, 4)),
+    "of one side": lambda x: torch.linalg.solve(matrices(x, 3), x[:3, :3].unsqueeze(0)),
+    "of vectors": lambda x: torch.linalg.solve(matrices(x, 3), x[:8, :3].clone()),
+    "from the right": lambda x: torch.linalg.solve(
+        matrices(x, 3), x.flatten()[:48].view(8, 2, 3), left=False
+    ),
+    "convolutions": lambda x: (
+        F.conv1d(x.view(2, 4, 10), x.flatten()[:60].view(5, 4, 3), x[0, :5], padding=1).sum(-1)
+        + F.conv1d(x.view(2, 4, 10), x.flatten()[:60].view(5, 4, 3), stride=2, dilation=2).sum(-1)
+    ),
+    "their transposes": lambda x: F.conv_transpose1d(
+        x.view(2, 4, 10), x.flatten()[:60].view(4, 5, 3), x[0, :5], 2, 1, 1, 1, 3
+    ),
+    "norms": lambda x: F.group_norm(x, 2, 2 * x[0], 2 * x[1]),
+    "norms of weights": lambda x: torch._weight_norm(x, x[:, :1] + 3, 0),
+    "products of all": lambda x: (1 + 0.1 * x).prod(1) * (1 + 0.1 * x).prod(),
+}  # fmt: skip
+
+
+# Torch's determinant has no derivative in float32 where float64 is the default.
+IN_FLOAT64 = ("determinants", "determinants of transposes", "determinant of one")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float64, marks=pytest.mark.slow),
+        pytest.param(torch.float32, marks=pytest.mark.marathon),
+    ],
+)
+def test_small_systems_and_convolutions_with_their_derivatives(dtype):
+    """Several roundings each, of matrices whose condition is at most a few hundred."""
+    x = numbers(8, 10, dtype=dtype, seed=4)
+    names = [name for name in FACTORED if dtype == torch.float64 or name not in IN_FLOAT64]
+    functions = [lambda x, f=FACTORED[name]: with_slope(f, x) for name in names]
+    found = printed(lambda x: torch.cat([f(x) for f in functions]), x)
+    parts = found.split([len(f(x)) for f in functions])
+    for name, function, part in zip(names, functions, parts, strict=True):
+        wanted = function(x)
+        size = 1000 * torch.finfo(dtype).eps * wanted.abs().max()
+        torch.testing.assert_close(part, wanted, rtol=0, atol=float(size), msg=name)
+
+
+@pytest.mark.marathon
+def test_second_derivatives_of_systems_and_convolutions_are_printed():
+    names = ("their logarithms", "inverses", "of vectors", "convolutions", "norms of weights")
+
+    def function(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            total = torch.stack([FACTORED[name](y).square().sum() for name in names]).sum()
+            (slope,) = torch.autograd.grad(total, y, create_graph=True)
+            return torch.autograd.grad(slope.cos().sum(), y)[0]
+
+    x = 0.3 * numbers(8, 10, seed=4)
+    found, wanted = printed(function, x), function(x)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12 * float(wanted.abs().max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["inverses", "convolutions"])
+def test_exact_loops_call_the_libraries_of_torch(name):
+    """Their last bits are not printed."""
+    x = numbers(8, 10, seed=4)
+    function = lambda x: FACTORED[name](x).sum() + x  # noqa: E731
+    loop, path, _ = compile_loop(
+        spec(function), nullcontext, Constants(torch.tensor(1), (x,)), (x,),
+        exact=True, short=False, what="a test",
+    )  # fmt: skip
+    assert path.startswith("C++, and torch for")
+    torch.testing.assert_close(loop(Constants(torch.tensor(1), (x,)), (x,))[0][0], function(x))
+
+
+def test_singular_matrices_are_refused():
+    singular = (torch.arange(3.0) * torch.ones(2, 3, 3)).to(torch.float64)
+    run, path = run_of(lambda m: torch.linalg.solve(m, m[:1]) + torch.linalg.inv(m), singular)
+    assert path == "C++"
+    with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        run()
+
+
 # Odd powers and the two sides of zero, infinities, and the ends of exp's range.
 SPECIAL = [
     0.0,

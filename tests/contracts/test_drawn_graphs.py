@@ -54,6 +54,23 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "chosen": lambda x, y: torch.where(x > y, x, 0.3 * y),
     "addcmul": lambda x, y: torch.addcmul(x, x.sin(), y, value=0.3),
 }
+
+
+def solved(x: Tensor, a: int) -> Tensor:
+    """Solve systems whose matrices have a condition of at most three."""
+    y = x.movedim(a, -1)
+    n = y.shape[-1]
+    coupled = torch.tanh(y.unsqueeze(-1) * y.unsqueeze(-2)) / (2 * n)
+    return torch.linalg.solve(coupled + torch.eye(n, dtype=x.dtype), y)
+
+
+def convolved(x: Tensor, a: int) -> Tensor:
+    y = x.movedim(a, -1)
+    rows = y.reshape(-1, 1, y.shape[-1])
+    kernel = torch.tensor([[[0.2, 0.5, -0.3]]], dtype=x.dtype)
+    return torch.nn.functional.conv1d(rows, kernel, padding=1).view(y.shape)
+
+
 # Operations along an axis, which a tensor of one axis at least has.
 ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
     "sum": lambda x, a: x.sum(a) / x.shape[a],
@@ -67,6 +84,9 @@ ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
     "roll": lambda x, a: x.roll(1, a),
     "scan": lambda x, a: x.cumsum(a) / x.shape[a],
     "sort": lambda x, a: x.sort(a).values,
+    "running product": lambda x, a: (1 + 0.1 * torch.tanh(x)).cumprod(a),
+    "solution": solved,
+    "convolution": convolved,
     "part": lambda x, a: x.narrow(a, 0, max(1, x.shape[a] - 1)),
     "every second": lambda x, a: x[(slice(None),) * a + (slice(0, None, 2),)],
     "entry": lambda x, a: x.select(a, x.shape[a] - 1),

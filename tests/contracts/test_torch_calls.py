@@ -38,7 +38,7 @@ def seen_as_complex(y: Tensor) -> Tensor:
     """A view of memory of the loop, which is used again before the view is read."""
     z = torch.view_as_complex((2 * y).reshape(3, 2, 2))
     other = (3 * y).sin().reshape(3, 4)
-    other = (other @ SQUARE).cos() + other.cumsum(1)
+    other = (other @ SQUARE).cos() + other.cummax(1).values
     return torch.view_as_real(z * z + other.sum()).reshape(3, 4)
 
 
@@ -57,6 +57,7 @@ OPERATIONS = {
     "roll and flip": lambda y: torch.roll(y, 1, 1) * y.flip(1),
     "sort": lambda y: y.sort(1).values * torch.arange(4.0),
     "cumsum, cumprod": lambda y: y.cumsum(1) + y.cumprod(0),
+    "cummax, median": lambda y: y.cummax(1).values + y.median(),
     "max, min": lambda y: y.max(1, keepdim=True).values * y + y.min(),
     "amax over two axes": lambda y: y.amax((0, 1)) * y,
     "products": lambda y: (
@@ -160,11 +161,11 @@ def test_equal_to_torch(name):
 
 
 def test_the_operations_and_their_lines_are_named():
-    _, run = gradients("cumsum, cumprod", DirectAdjoint(), True)
+    _, run = gradients("cummax, median", DirectAdjoint(), True)
     path = run.stats["compiled_forward"]
-    assert path.startswith("C++, and torch for cumsum.default (")
+    assert path.startswith("C++, and torch for cummax.default (")
     assert "test_torch_calls.py:" in path
-    assert "cumprod.default" in path
+    assert "median.default" in path
     assert "mul" not in path
 
 
@@ -176,7 +177,7 @@ class Ranked(nn.Module):
         self.k = parameter(1.3)
 
     def forward(self, position):
-        return (self.k * position.flatten(-2).cumsum(-1) ** 2).sum(-1)
+        return (self.k * position.flatten(-2).cummax(-1).values ** 2).sum(-1)
 
 
 def test_exact_runs_come_back():
@@ -205,7 +206,7 @@ def test_a_signal_inside_a_loop_ends_the_run(number):
         raise KeyboardInterrupt("a handler")
 
     def slow(x: Tensor) -> Tensor:
-        return (x.unsqueeze(-1) * torch.arange(40_000.0)).sin().sum(-1).cumsum(0) * 1e-9
+        return (x.unsqueeze(-1) * torch.arange(40_000.0)).sin().sum(-1).cummax(0).values * 1e-9
 
     run, path = run_of(slow, numbers(4), steps=100_000)
     assert path != "C++"
@@ -270,7 +271,7 @@ def test_places_out_of_range_are_refused(name, place):
         lambda x: PLACE[name](x, torch.full_like(x, place).to(torch.int64) + (0 * x).long()),
         numbers(13),
     )
-    assert ("scatter" in path) == (name == "scatter")
+    assert path == "C++"
     with pytest.raises((RuntimeError, IndexError), match=r"out of (bounds|range)"):
         run()
 
