@@ -102,6 +102,8 @@ BASES = {
 ELSEWHERE = {
     # tests/interface/test_copies.py and test_copies_of_estimators.py
     "Comparison", "Final", "GradientEstimate", "OdeResult", "Simulation", "TimeAverage",
+    # tests/interface/test_confidence.py, tests/gradients/test_steady_state.py
+    "Confidence", "SteadyState",
     # tests/contracts/test_mace.py, where the model is installed
     "MACEPotential",
 }  # fmt: skip
