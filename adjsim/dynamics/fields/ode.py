@@ -9,7 +9,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_tensor, describe_type, refuse_uncalled_class
+from adjsim.core.arguments import (
+    as_tensor,
+    describe_type,
+    leave_to_python,
+    refuse_uncalled_class,
+)
 from adjsim.core.autocast import under_autocast
 from adjsim.core.layout import number_on
 from adjsim.core.state import AnyState, FieldState, as_state, check_fields, in_transform, is_finite
@@ -104,6 +109,10 @@ class FieldDynamics(Dynamics[Any]):
             if not is_finite(rate):
                 raise ValueError(f"{description} has NaN or infinite entries at the start.")
         return named
+
+
+# Its checks read values, each of which ends a graph of torch.compile.
+leave_to_python(FieldDynamics.init)
 
 
 def register_function(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
