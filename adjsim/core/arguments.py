@@ -178,3 +178,15 @@ def outside_inference_mode() -> Generator[None, None, None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def leave_to_python(function: Any) -> None:
+    """Keep torch.compile from a function and from what it calls.
+
+    It is what ``torch.compiler.disable`` does, without a second of imports.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "adjsim compiles its own loops: simulate(compile=True)"

@@ -15,6 +15,13 @@ def autocast_state() -> AutocastState:
     return _dtype_on("cpu"), _dtype_on("cuda")
 
 
+def under_autocast(remedy: str) -> str:
+    """Return a sentence for an error about a dtype: empty without autocast."""
+    if all(dtype is None for dtype in autocast_state()):
+        return ""
+    return f" torch.autocast is on, and makes such numbers of float32: {remedy}"
+
+
 def restored_autocast(state: AutocastState) -> ExitStack:
     """Make a context with a former state of autocast."""
     stack = ExitStack()

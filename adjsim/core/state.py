@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_tensor
+from adjsim.core.autocast import under_autocast
 from adjsim.core.typing import Positions, Vectors
 
 
@@ -166,6 +167,7 @@ def check_fields(state: AnyState) -> None:
         raise ValueError(
             f"{name} is {first.dtype}; a state is float32 or float64, since sums over steps lose "
             "their digits in fewer bits. A network may compute in fewer inside of its forward."
+            f"{under_autocast(f'give the start {name}.float().')}"
         )
     for other, value in zip(state._fields, state, strict=True):
         if value.dtype != first.dtype or value.device != first.device:

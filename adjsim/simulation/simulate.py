@@ -20,6 +20,7 @@ from adjsim.core.arguments import (
     as_flag,
     as_number,
     describe_type,
+    leave_to_python,
     outside_inference_mode,
     refuse_uncalled,
 )
@@ -172,19 +173,7 @@ def simulate(
     return run(dynamics, state, ts, solver, adjoint, record, noise, *options)
 
 
-def _leave_to_python(function: Any) -> None:
-    """Keep torch.compile from a function and from what it calls.
-
-    It is what ``torch.compiler.disable`` does, without a second of imports.
-    """
-    frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "adjsim.simulate compiles its own loops: compile=True"
-
-
-_leave_to_python(simulate)
+leave_to_python(simulate)
 
 
 @outside_inference_mode()

@@ -34,7 +34,7 @@ def test_sessions_print_what_the_page_shows():
 @pytest.mark.parametrize(
     "page",
     slow_but(
-        lambda page: page in ("index", "coming_from", "scaling", "molecules"),
+        lambda page: page in ("index", "coming_from", "scaling", "molecules", "recipes"),
         [
             "index",
             "initial_value_problems",
@@ -44,6 +44,7 @@ def test_sessions_print_what_the_page_shows():
             "constraints",
             "constant_pressure",
             "vector_fields",
+            "recipes",
             "coming_from",
             "scaling",
         ],

@@ -10,7 +10,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_tensor, describe_type, refuse_uncalled_class
+from adjsim.core.arguments import (
+    as_tensor,
+    describe_type,
+    leave_to_python,
+    refuse_uncalled_class,
+)
+from adjsim.core.autocast import under_autocast
 from adjsim.core.layout import number_on
 from adjsim.core.state import AnyState, FieldState, as_state, check_fields, in_transform, is_finite
 from adjsim.core.typing import Seed
@@ -119,6 +125,10 @@ class FieldDynamics(Dynamics[Any]):
         return named
 
 
+# Its checks read values, each of which ends a graph of torch.compile.
+leave_to_python(FieldDynamics.init)
+
+
 def register_function(
     module: nn.Module, name: str, function: Callable[..., Any], args: tuple[Any, ...] = ()
 ) -> None:
@@ -188,7 +198,7 @@ def refuse_shape(what: str, name: str, value: Tensor, expected: tuple[int, ...],
     if value.dtype != y.dtype:
         raise ValueError(
             f"{what} maps {name} of {y.dtype} to {value.dtype}: give the start and the module the "
-            "same dtype."
+            f"same dtype.{under_autocast(f'return the value of {what} as value.to(y.dtype).')}"
         )
 
 
