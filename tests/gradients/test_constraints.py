@@ -217,7 +217,9 @@ def test_constraints_may_be_made_inside_of_transforms():
         pytest.param(
             MixedClusters, "BAOAB", adjsim.CheckpointAdjoint(), marks=pytest.mark.marathon
         ),
-        pytest.param(MixedClusters, "BAOAB", adjsim.ReversibleAdjoint(), marks=pytest.mark.slow),
+        pytest.param(
+            MixedClusters, "BAOAB", adjsim.ReversibleAdjoint(), marks=pytest.mark.marathon
+        ),
         pytest.param(
             ClustersWithMemory, "BAGAB", adjsim.ReversibleAdjoint(), marks=pytest.mark.marathon
         ),

@@ -144,7 +144,7 @@ def test_rows_of_events_of_columns_and_of_complex_states():
             torch.func.jacrev(fun)(P)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_many_stiff_states_have_rows_in_blocks(monkeypatch):
     monkeypatch.setattr(adjsim.ivp.sweep, "MAX_COLLOCATION_SIZE", 32)
     matrix = -torch.diag(torch.linspace(1, 50, 34))
@@ -214,7 +214,7 @@ def test_no_derivative_is_lost_in_silence():
         torch.vmap(states)(P.expand(2, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 @pytest.mark.parametrize("method", ["RK45", "Radau"])
 def test_25_rows_cost_at_most_five_backward_passes(method):
     p = P.clone().requires_grad_()

@@ -119,7 +119,7 @@ def test_events_of_samples():
     ("solver", "adjoint", "compile"),
     [
         (RungeKutta("rk4", 0.1), CheckpointAdjoint(), False),
-        pytest.param(Coupled("rk4", 0.1), ReversibleAdjoint(), True, marks=pytest.mark.slow),
+        pytest.param(Coupled("rk4", 0.1), ReversibleAdjoint(), True, marks=pytest.mark.marathon),
     ],
 )
 def test_arguments_of_an_equation(solver, adjoint, compile):

@@ -27,8 +27,13 @@ def solved(method, k, times=(60.0,), **options):
     ).y
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["Radau", "BDF"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("Radau", marks=pytest.mark.slow),
+        pytest.param("BDF", marks=pytest.mark.marathon),
+    ],
+)
 def test_pollu_has_its_known_end_and_three_gradients_agree(method):
     options = {"rtol": 1e-8, "atol": 1e-13}
     k = pollu_rates().requires_grad_()

@@ -70,7 +70,8 @@ def solver_of(scheme, dt):
             ("overdamped", "sde milstein", 1),
         ],
         marathon=lambda name, scheme, order: (
-            scheme in ("BAO", "BAGAB") or (scheme == "sde midpoint" and name != "overdamped")
+            scheme in ("BAO", "BAOAB", "BAGAB")
+            or (scheme == "sde midpoint" and name != "overdamped")
         ),
     ),
 )

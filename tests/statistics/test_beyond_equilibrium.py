@@ -367,7 +367,7 @@ def test_sharp_first_passage():
     within(estimate, value, {BARRIER: (up - down) / (2 * h)})
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_a_long_run_has_the_mean_first_passage_time():
     """Without a horizon <T> = dt int (1 - K)^-1 (start, y) dy. After 24 time units a share of
     exp(-24/5) is still to come.

@@ -12,6 +12,7 @@ from torch import nn
 
 import adjsim
 from tests.constraints import WATER_LENGTHS, tensor, waters
+from tests.problems import slow_but
 
 KT = 0.7
 
@@ -105,8 +106,10 @@ def equilibrated():
     return path.final.position
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", THERMOSTATS)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(lambda name: False, THERMOSTATS, marathon=lambda name: name in ("Bussi", "Andersen")),
+)
 def test_thermostats_give_all_degrees_of_freedom_their_kinetic_energy(name):
     scheme, numbers = THERMOSTATS[name]
     dynamics = in_trap(name, **numbers)

@@ -200,7 +200,7 @@ def period_average(mu):
     return (states[-1, 2] - states[-2, 2]) / (times[-1] - times[-2])
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_a_limit_cycle_has_the_derivative_of_its_period_average():
     dynamics = ODE(Oscillator())
 
@@ -263,7 +263,7 @@ def test_intervals_cover_on_a_hyperbolic_map():
     assert float(rates) == pytest.approx(2 * math.log((1 + math.sqrt(5)) / 2), rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_a_conserved_quantity_is_said():
     """Lorenz' equations beside a constant c: the exponent of c is zero."""
 
