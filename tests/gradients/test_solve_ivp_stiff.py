@@ -83,8 +83,14 @@ def test_stiff_robertson(method, error, adjoint):
             assert float(grad) == pytest.approx(answer, rel=error)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "error"), [("Radau", 1e-6), ("BDF", 1e-5), ("LSODA", 1e-5)])
+@pytest.mark.parametrize(
+    ("method", "error"),
+    slow_but(
+        lambda method, error: False,
+        [("Radau", 1e-6), ("BDF", 1e-5), ("LSODA", 1e-5)],
+        marathon=lambda method, error: method != "Radau",
+    ),
+)
 def test_robertson_at_many_times(method, error):
     """Each of 25 times is a jump. That of y[1] is almost all of what decays within 1e-3 of the time
     to the next.

@@ -28,7 +28,7 @@ def test_reversible_is_flat_in_the_number_of_steps():
 
 
 @pytest.mark.parametrize(
-    "problem", ["langevin", pytest.param("generalised", marks=pytest.mark.slow)]
+    "problem", ["langevin", pytest.param("generalised", marks=pytest.mark.marathon)]
 )
 def test_reversible_is_flat_under_friction_too(problem):
     """A checkpoint of 0.2 MB (0.3 with memory) every few hundred steps; all states take 118 MB."""

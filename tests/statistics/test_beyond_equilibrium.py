@@ -483,8 +483,10 @@ def test_control_pathwise_is_the_difference_quotient(case):
         torch.testing.assert_close(one.grad[name], two.grad[name], rtol=0, atol=1e-7 * largest)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CONTROLLED)
+@pytest.mark.parametrize(
+    "case",
+    slow_but(lambda case: False, CONTROLLED, marathon=lambda case: case == "OBABO"),
+)
 def test_control_girsanov_agrees_with_pathwise(case):
     """Steps that are long against the clock of the control, so that a force taken a step early or
     late would be seen.

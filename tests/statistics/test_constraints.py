@@ -26,8 +26,13 @@ class Fixman(nn.Module):
         return KT / 2 * torch.log(4 - cosine**2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize(
+    "corrected",
+    [
+        pytest.param(False, marks=pytest.mark.marathon),
+        pytest.param(True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_trimer_of_rods_has_its_density_and_temperature(corrected):
     potential = Fixman() if corrected else adjsim.Harmonic(0.0)
     rods = adjsim.DistanceConstraints([[0, 1], [1, 2]], 1.0)

@@ -56,8 +56,13 @@ def test_the_fractions_of_a_bath_keep_the_temperature(dt):
         assert mine[1, 1] == pytest.approx(plain[1, 1], rel=2e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["BAOAB", "BAGAB"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("BAOAB", marks=pytest.mark.slow),
+        pytest.param("BAGAB", marks=pytest.mark.marathon),
+    ],
+)
 def test_averages_of_a_double_well(name):
     """<q^2>, <q^4> by quadrature, and <p^2>, within four standard errors."""
     dt, kT, mass = 0.05, 0.6, 1.4

@@ -163,6 +163,7 @@ SDE_ROWS = [
             if method == "srk"
             or (method == "heun" and name != "overdamped")
             or (method == "midpoint" and name != "overdamped")
+            or (name, method) == ("generalised-2", "euler")
             else pytest.mark.slow
         ),
     )
