@@ -28,7 +28,7 @@ the layer in :math:`Z_s` is of order :math:`\tau / h`. The next steps account fo
 terms :math:`\varphi u` at the step ends cancel. (The polynomial itself does not approximate the
 layer, and must not be evaluated between the points.)
 
-**Errors.** Collocation at four points gives a second result, of order 7. It takes A and B from
+**Errors.** Collocation at three points gives a second result, of order 5. It takes A and B from
 the polynomials through their values at :math:`t_0` and the s points, so it needs no further
 evaluations. Where z hardly changes, the difference of the two results is that of two quadrature
 formulas on these six points. The error estimate is the part of the differences :math:`e_0` of z and
@@ -61,12 +61,12 @@ def _radau(stages: int) -> tuple[Array, Array]:
     return points, (points[:, None] * powers / np.arange(1, stages + 1)) @ np.linalg.inv(powers)
 
 
-STAGES, LOW_STAGES = 5, 4
+STAGES, LOW_STAGES = 5, 3
 # Order of the difference of the two results in the step size.
 ORDER = 2 * LOW_STAGES
 POINTS, WEIGHTS = _radau(STAGES)
 LOW_POINTS, LOW_WEIGHTS = _radau(LOW_STAGES)
-# Evaluation times of a step, and the matrix that interpolates from them to the four points.
+# Evaluation times of a step, and the matrix that interpolates from them to the three points.
 TIMES = np.append(0.0, POINTS)
 INTERPOLATION = np.vander(LOW_POINTS, STAGES + 1) @ np.linalg.inv(np.vander(TIMES, STAGES + 1))
 # Number of steps over which a difference is propagated.
@@ -77,7 +77,7 @@ class Step:
     """A collocation step of size h, negative backward in time, from k rows ``start`` ``(n, k)``.
 
     ``matrices`` are the matrices A at :data:`TIMES`, ``(s + 1, n, n)``. ``values`` are those at the
-    s points ``(s, n, k)``, of which the last is the result, and ``low_values`` those at four
+    s points ``(s, n, k)``, of which the last is the result, and ``low_values`` those at three
     points.
     """
 

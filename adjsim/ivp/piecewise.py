@@ -93,7 +93,8 @@ class Piece:
                 sweep.integrate(now, until, states_of, abs(until - self.begin))
                 now = until
         add_used()
-        return [torch.as_tensor(sweep.adjoint), *sweep.integral.sums]
+        # A complex view of real numbers may have strides that torch does not take.
+        return [torch.as_tensor(sweep.adjoint.copy()), *sweep.integral.sums]
 
 
 @dataclass

@@ -49,13 +49,8 @@ from adjsim.ivp.rhs import SMALLEST_RTOL, Array, Graph, RightHandSide
 
 # Largest ratio of a collocation step to the one before.
 GROW = 30.0
-# Largest ratio of the sizes of a collocation step that is rejected again. In a boundary layer that
-# is not resolved, the error does not shrink with the step as its order says.
-AGAIN = 0.4
-# Largest ratio of the first sizes behind two jumps.
-GROW_AT_JUMP = 5.0
 # Power of the tolerance that is required of the difference of two collocation results. The
-# difference is of order 8 in the step size and the error of order 10. The power 8 / 10 would be too
+# difference is of order 6 in the step size and the error of order 10. The power 6 / 10 would be too
 # lax where the integrand jumps, since the difference is then about as large as the error.
 POWER = 0.85
 # Largest number of real state entries for which the adjoint of a stiff problem is solved by
@@ -230,14 +225,10 @@ class CollocationSweep(Sweep):
         self.integral = Integral(self.rhs.parameter_leaves, len(adjoint), self.rtol)
         # The time at which the last step has ended, with the matrix and the graph there.
         self.last: tuple[float, Array, list[Graph]] | None = None
-        # The adjoint where the last pass has ended, and the size of the first step behind a jump.
-        self.ended, self.first = adjoint, float(np.inf)
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
         now, marks = begin, _forward_steps_between(begin, end, path)
-        z, jumped = _as_real(self.adjoint).T, self.adjoint is not self.ended
-        if jumped and self.step is not None:
-            self.step = min(self.step, GROW_AT_JUMP * self.first)
+        z = _as_real(self.adjoint).T
         if self.last is None or self.last[0] != now:
             self.last = (now, *self._matrices(np.array([begin]), path))
         while now != end:
@@ -245,12 +236,9 @@ class CollocationSweep(Sweep):
             farthest = marks[STRIDE - 1] if len(marks) >= STRIDE else end
             now, step = self._step(now, farthest, z, path, remaining + abs(end - farthest))
             z = step.values[-1]
-            if jumped:
-                jumped = False
-                self.first = abs(step.h) if now != end or self.step is None else self.step
             while marks and (end - begin) * (marks[0] - now) <= 0:
                 marks, self.rejections = marks[1:], 0
-        self.adjoint = self.ended = _as_state_type(z.T, self.adjoint)
+        self.adjoint = _as_state_type(z.T, self.adjoint)
 
     def _step(
         self, now: float, farthest: float, z: Array, path: OdeSolution, beyond: float
@@ -260,7 +248,7 @@ class CollocationSweep(Sweep):
         _, matrix, graph = self.last
         smallest = 10 * float(np.spacing(abs(now)))
         size = min(self.step or np.inf, self.settings.options.get("max_step", np.inf))
-        atol, most = self._absolute() * self.settings.rtol ** (POWER - 1), 1.0
+        atol = self._absolute() * self.settings.rtol ** (POWER - 1)
         while True:
             size = max(size, smallest)
             cut = size >= abs(farthest - now)
@@ -281,7 +269,7 @@ class CollocationSweep(Sweep):
                 break
             if abs(step.h) <= smallest:
                 raise adjoint_error(now, OdeSolver.TOO_SMALL_STEP)
-            size, most = abs(step.h) * next_factor(error, ORDER, most), AGAIN
+            size = abs(step.h) * next_factor(error, ORDER)
         wanted = abs(step.h) * next_factor(error, ORDER, GROW)
         # If the step was cut short, the next one need not be as short.
         self.step = max(wanted, size) if cut else wanted

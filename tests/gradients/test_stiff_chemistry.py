@@ -78,5 +78,5 @@ def test_ten_read_times_of_twenty_species_take_few_products(method, monkeypatch)
     y = solved(method, k, np.linspace(6, 60, 10), rtol=1e-6, atol=1e-9)
     monkeypatch.setattr(torch.autograd, "grad", counted)
     y.sum().backward()
-    # 174 to 215, of about 18 steps and collocation points a read time.
-    assert len(calls) < 250
+    # 309 to 344; a comparison with fewer points took 215, and lost the accuracy of jumps.
+    assert len(calls) < 400
