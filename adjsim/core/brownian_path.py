@@ -17,7 +17,7 @@ from adjsim.core.noise import ELEMENTS, SEED_BITS, Noise
 
 # Intervals of 2^TOP tol are independent; shorter ones are parts of them.
 TOP = 32
-# How far from a multiple of tol, as a part of tol, a time may be by rounding.
+# How far from a multiple of tol, as a part of tol, a time may be.
 ROUNDING = 1e-6
 
 
@@ -82,8 +82,10 @@ class BrownianPath:
 
     def ticks(self, name: str, t: float) -> int:
         """Return a time in units of ``tol``."""
-        found = round(t / self.tol)
-        if abs(t / self.tol - found) > ROUNDING:
+        ratio = t / self.tol
+        found = round(ratio)
+        # The time and tol are rounded, and far from zero a ratio has few digits after the point.
+        if abs(ratio - found) > max(ROUNDING, 2 * math.ulp(ratio)):
             raise ValueError(
                 f"a BrownianPath is read at multiples of its tol = {self.tol:g}, and {name} = "
                 f"{t:g} is not one: give a tol that divides all steps and starts, such as dt/2^10."
@@ -113,6 +115,9 @@ class _Reversed(BrownianPath):
 
     def reader(self, first: int, count: int) -> Reader:
         return _ReversedReader(self, first, count)
+
+    def reversed(self) -> BrownianPath:
+        return BrownianPath(self.seed, self.tol)
 
 
 class Reader:

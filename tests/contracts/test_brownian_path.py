@@ -60,6 +60,14 @@ def test_increments_are_independent_gaussians(size):
     assert abs(float(products.mean())) * math.sqrt(len(products)) < 3.5
 
 
+def test_a_path_that_runs_back_twice_is_itself():
+    back = PATH.reversed()
+    assert torch.equal(back.increments([-1.0, -0.5], (3,)), PATH.increments([1.0, 0.5], (3,)))
+    assert back.reversed() == PATH
+    # A ratio of 10^12 has no digits left for a part of 10^-6.
+    assert adjsim.BrownianPath(0, 1e-9).increments([1000.3, 1000.7]).shape == (1,)
+
+
 def test_entries_do_not_depend_on_how_many_there_are():
     few, many = (PATH.increments([0.0, 0.5, 1.0], (n, 7)) for n in (2, 90))
     assert torch.equal(few, many[:, :2])
