@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, all_finite, in_transform
 from adjsim.core.trajectory import RunEnd, step_numbers
 from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.buffer import BufferGrowth
 from adjsim.dynamics.copies import Copies
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
@@ -207,6 +208,19 @@ class StepPlan:
         return FloatingPointError(f"the simulation reached NaN or infinity {where}{why}")
 
 
+@runtime_checkable
+class ByStepSize(Protocol):
+    """What depends on the size of a step, where steps differ in size."""
+
+    def coefficients(self, h: float) -> dict[str, Coefficients]:
+        """Return the coefficients of a step of size h, by letter."""
+        ...
+
+    def growth(self, plan: StepPlan, clock: VaryingClock) -> BufferGrowth | None:
+        """Return how the buffers of an exact run fill; None for any other run."""
+        ...
+
+
 class SteppingSolver(ABC):
     """The base class of solvers that take steps, on a lattice if ``exact``."""
 
@@ -278,8 +292,8 @@ class SteppingSolver(ABC):
             )
         return path.steps(t, self.dt)
 
-    def varying(self, state: AnyState) -> Any:
-        """Return the VaryingCoupling of steps that differ in size; None if all have one size."""
+    def varying(self, state: AnyState) -> ByStepSize | None:
+        """Return what depends on the size of a step; None if all steps have one size."""
         return None
 
     def report_choices(self, report: RunReport) -> None:

@@ -21,10 +21,9 @@ from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.masses import HeatLimit
 from adjsim.dynamics.sources import Coefficients
 from adjsim.dynamics.starts import describe_force_not_finite, describe_time
-from adjsim.solvers.base import StepContext, SteppingSolver, StepPlan
+from adjsim.solvers.base import ByStepSize, StepContext, SteppingSolver, StepPlan
 from adjsim.solvers.clock import Clock, VaryingClock
 from adjsim.solvers.implicit.newton import UnsolvedStepError
-from adjsim.solvers.reversible.varying_coupling import VaryingCoupling
 from adjsim.solvers.run import Run
 
 # Steps between finiteness checks.
@@ -120,7 +119,7 @@ class Stepper:
     kind: type[Any]
     noise: StepNoise | None = None
     buffer_growth: BufferGrowth | None = None
-    varying: VaryingCoupling | None = None
+    varying: ByStepSize | None = None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to_lattice(self, state: AnyState) -> AnyState:

@@ -60,7 +60,7 @@ class Milstein(PathSteps):
                 f"the diffusion of {name} depends on other entries too: use EulerMaruyama(dt)."
             )
 
-    def refuse(self, dynamics: Dynamics[Any]) -> SDE:
+    def equation(self, dynamics: Dynamics[Any]) -> SDE:
         if not isinstance(dynamics, SDE):
             raise misfit(self, "SDE", dynamics)
         if dynamics.matrix:

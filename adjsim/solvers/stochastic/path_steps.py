@@ -16,6 +16,7 @@ from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.sde import SDE
 from adjsim.dynamics.sources import Coefficients
 from adjsim.solvers.base import LETTER, StepPlan
+from adjsim.solvers.clock import VaryingClock
 from adjsim.solvers.runge_kutta.adaptive_steps import Adaptive, RecordedTimes, StepTimes, error_norm
 from adjsim.solvers.stochastic.drift_move import drift_plan
 from adjsim.solvers.varying_steps import VaryingSteps
@@ -33,7 +34,7 @@ class StepSize:
         # A number for Python, so it stays on the CPU.
         return {LETTER: {"h": torch.tensor(h, dtype=torch.float64)}}
 
-    def growth(self, plan: StepPlan, clock: object) -> None:
+    def growth(self, plan: StepPlan, clock: VaryingClock) -> None:
         """No buffer grows: the steps have no inverse."""
 
 
@@ -52,15 +53,15 @@ class PathSteps(VaryingSteps):
     loses: ClassVar[str]
 
     @abstractmethod
-    def refuse(self, dynamics: Dynamics[Any]) -> SDE:
-        """Return the dynamics, an SDE that the steps are for, or raise."""
+    def equation(self, dynamics: Dynamics[Any]) -> SDE:
+        """Return the dynamics, or raise if it is no SDE that the steps are for."""
 
     @abstractmethod
     def step(self, sde: SDE, h: float, t: Any, at: Any, dW: Tensor) -> tuple[Tensor, ...]:
         """Return the fields after a step of size h."""
 
     def plain_plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
-        sde, steps = self.refuse(dynamics), self.steps
+        sde, steps = self.equation(dynamics), self.steps
         if isinstance(steps, Adaptive):
             raise TypeError(f"{self!r} has no steps before a run: see resolved().")
         varying = isinstance(steps, StepTimes)
@@ -91,7 +92,7 @@ class PathSteps(VaryingSteps):
     ) -> PathSteps:
         if self.one_size:
             return self
-        sde = self.refuse(dynamics)
+        sde = self.equation(dynamics)
         if path is None:
             raise TypeError(
                 f"the noise of a seed belongs to steps of one size, and those of {self!r} differ: "

@@ -44,7 +44,7 @@ class StochasticHeun(PathSteps):
     evaluations = 2
     loses = "the state inside of the step"
 
-    def refuse(self, dynamics: Dynamics[Any]) -> SDE:
+    def equation(self, dynamics: Dynamics[Any]) -> SDE:
         if not isinstance(dynamics, SDE):
             raise misfit(self, "SDE", dynamics, "RungeKutta('heun', dt), ")
         return dynamics
