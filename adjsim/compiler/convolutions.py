@@ -57,8 +57,9 @@ def _transposed(grad: Tensor, weight: Tensor, length: int, steps: _Steps) -> Ten
     return found[..., steps.padding : steps.padding + length].contiguous()
 
 
-def _is_printed(x: Tensor, weight: Tensor, outputs: int, groups: int) -> bool:
-    small = len(x) * weight.numel() * outputs <= LARGEST
+def _is_printed(x: Tensor, weight: Tensor, groups: int) -> bool:
+    # The number of multiplications with stride one and without padding.
+    small = len(x) * x.shape[-1] * weight.numel() <= LARGEST
     known = x.dtype in (torch.float64, torch.float32) and x.device.type == "cpu"
     return x.ndim == 3 and groups == 1 and small and known and x.numel() > 0
 
@@ -67,7 +68,7 @@ def _convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes, dilation: Sizes,
     transposed: bool, output_padding: Sizes, groups: int,
 ) -> Tensor:  # fmt: skip
-    if not _is_printed(x, weight, x.shape[-1], groups):
+    if not _is_printed(x, weight, groups):
         return NotImplemented
     steps = _Steps(stride[0], padding[0], dilation[0])
     reach = steps.dilation * (weight.shape[-1] - 1) + 1 - 2 * steps.padding
@@ -84,7 +85,7 @@ def _convolution_backward(
     padding: Sizes, dilation: Sizes, transposed: bool, output_padding: Sizes, groups: int,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    if not _is_printed(x, weight, x.shape[-1], groups):
+    if not _is_printed(x, weight, groups):
         return NotImplemented
     steps = _Steps(stride[0], padding[0], dilation[0])
     # A transposed convolution has the places of x and of its result exchanged.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from adjsim.compiler.calls import Call, Operators, in_order, pointer_to
+from adjsim.compiler.torch_calls import SINGULAR
 from adjsim.compiler.values import TYPES, Store, Value
 
 # Rows of the largest matrices. Torch's calls of LAPACK take longer than loops up to this size.
@@ -248,7 +249,8 @@ class _CheckCall(Call):
         count = self.inputs[0].numel
         return [
             f"*{token} = 0;",
-            f"for (int64_t i = 0; i < {count}; ++i) if ({info}[i] && !*refused) *refused = 6;",
+            f"for (int64_t i = 0; i < {count}; ++i) "
+            f"if ({info}[i] && !*refused) *refused = {SINGULAR};",
         ]
 
 

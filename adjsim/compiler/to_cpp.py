@@ -23,7 +23,7 @@ from adjsim.compiler.library import compiled, debugging
 from adjsim.compiler.mathematics import CHECKED, scalar_functions
 from adjsim.compiler.nests import Task
 from adjsim.compiler.rows import fitting_buffer, new_rows, stored_examples
-from adjsim.compiler.torch_calls import FAILED, Run, TorchCall, described, has_effect
+from adjsim.compiler.torch_calls import FAILED, SINGULAR, Run, TorchCall, described, has_effect
 from adjsim.compiler.values import (
     TYPES,
     Body,
@@ -48,7 +48,7 @@ STATUS: dict[int, tuple[type[BaseException], str]] = {
     2: (ZeroDivisionError, "a compiled step divided an integer by zero."),
     3: (IndexError, "a compiled step indexed a tensor out of range."),
     4: (ValueError, "exclusions have an atom that position does not have."),
-    6: (torch.linalg.LinAlgError, "a compiled step inverted a singular matrix."),
+    SINGULAR: (torch.linalg.LinAlgError, "a compiled step inverted or solved a singular matrix."),
     FAILED: (KeyboardInterrupt, "a signal handler raised an error inside a compiled loop."),
 }
 

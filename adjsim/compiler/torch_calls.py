@@ -23,7 +23,7 @@ from adjsim.compiler.values import TYPES, Store, UnprintableError, Value
 Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
 # The status of a loop in which a called function raised an error, and what a function returns that
 # did not. (What ctypes returns for a function that raises is not defined.)
-FAILED, DONE = 5, 1_234_567
+FAILED, SINGULAR, DONE = 5, 6, 1_234_567
 
 
 class Run:

@@ -19,7 +19,7 @@ def under_autocast(remedy: str) -> str:
     """Return a sentence for an error about a dtype: empty without autocast."""
     if all(dtype is None for dtype in autocast_state()):
         return ""
-    return f" torch.autocast is on, and makes such numbers of float32: {remedy}"
+    return f" torch.autocast is on, and lowers float32 results to fewer bits: {remedy}"
 
 
 def restored_autocast(state: AutocastState) -> ExitStack:

@@ -76,13 +76,17 @@ class BrownianPath:
         if times.ndim != 1 or len(times) < 2:
             raise ValueError(f"times must be two numbers or more; got shape {tuple(times.shape)}.")
         ticks = [self.ticks(f"times[{i}]", t) for i, t in enumerate(times.tolist())]
-        read = self.reader(0, math.prod(shape))
+        read = self.reader(math.prod(shape))
         rows = [read(a, b) if a <= b else -read(b, a) for a, b in pairwise(ticks)]
         return torch.from_numpy(np.stack(rows)).reshape(len(rows), *shape)
 
     def ticks(self, name: str, t: float) -> int:
         """Return a time in units of ``tol``."""
         ratio = t / self.tol
+        if not abs(ratio) < 2**53:
+            raise ValueError(
+                f"{name} must be a time within 2^53 tol = {2**53 * self.tol:g} of zero; got {t:g}."
+            )
         found = round(ratio)
         # The time and tol are rounded, and far from zero a ratio has few digits after the point.
         if abs(ratio - found) > max(ROUNDING, 2 * math.ulp(ratio)):
@@ -92,9 +96,9 @@ class BrownianPath:
             )
         return found
 
-    def reader(self, first: int, count: int) -> Reader:
-        """Return the function that reads increments of ``count`` entries from number ``first``."""
-        return Reader(self, first, count)
+    def reader(self, count: int) -> Reader:
+        """Return the function that reads increments of ``count`` entries."""
+        return Reader(self, count)
 
     def steps(self, begin: float, dt: float) -> PathNoise:
         """Return the noise of steps of size dt from the time ``begin``."""
@@ -113,25 +117,26 @@ class BrownianPath:
 class _Reversed(BrownianPath):
     """A path that runs back in time."""
 
-    def reader(self, first: int, count: int) -> Reader:
-        return _ReversedReader(self, first, count)
+    def reader(self, count: int) -> Reader:
+        return _ReversedReader(self, count)
 
     def reversed(self) -> BrownianPath:
         return BrownianPath(self.seed, self.tol)
 
+    def __repr__(self) -> str:
+        return f"{self.reversed()!r}.reversed()"
+
 
 class Reader:
-    """Reads increments of a range of entries, in units of the grid, and keeps the last intervals.
+    """Reads increments of all entries, in units of the grid, and keeps the last intervals.
 
     For each level the two halves of the last interval are kept, so neighbouring steps, forward or
     backward, draw each interval once.
     """
 
-    def __init__(self, path: BrownianPath, first: int, count: int) -> None:
+    def __init__(self, path: BrownianPath, count: int) -> None:
         self._path, self._count = path, count
-        column, self._offset = divmod(first, ELEMENTS)
-        columns = range(column, (first + max(count, 1) - 1) // ELEMENTS + 1)
-        self._tiles = [_Tile(path.seed, column) for column in columns]
+        self._tiles = [_Tile(path.seed, k) for k in range((max(count, 1) - 1) // ELEMENTS + 1)]
         self._halves: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
 
     def __call__(self, begin: int, end: int) -> np.ndarray:
@@ -156,7 +161,7 @@ class Reader:
 
     def _drawn(self, level: int, index: int) -> np.ndarray:
         drawn = [tile(level, index) for tile in self._tiles]
-        return np.concatenate(drawn)[self._offset : self._offset + self._count]
+        return np.concatenate(drawn)[: self._count]
 
 
 class _ReversedReader(Reader):
@@ -192,6 +197,8 @@ def _dyadic(begin: int, end: int) -> Iterator[tuple[int, int]]:
 class PathNoise(Noise):
     """The increments of a path over the steps of a run, as standard normal numbers."""
 
+    continues = False
+
     def __init__(self, path: BrownianPath, tick: Callable[[int], int]) -> None:
         super().__init__(path.seed)
         self._path, self._tick = path, tick
@@ -210,7 +217,9 @@ class PathNoise(Noise):
 
     def _rows(self, step: int, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         entries = math.prod(shape)
-        read = self._readers.setdefault(entries, self._path.reader(0, entries))
+        read = self._readers.get(entries)
+        if read is None:
+            read = self._readers[entries] = self._path.reader(entries)
         steps = list(pairwise(self._tick(step + i) for i in range(count + 1)))
         rows = [read(a, b) / math.sqrt((b - a) * self._path.tol) for a, b in steps]
         drawn = torch.from_numpy(np.stack(rows))

@@ -12,7 +12,7 @@ float32 or GPU run gets the same noise.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -69,6 +69,9 @@ class Noise:
             is a part of a larger one.
         stream: the use of the numbers.
     """
+
+    # Whether the numbers of its first replica and step say how it goes on after a run.
+    continues: ClassVar[bool] = True
 
     def __init__(
         self, seed: int, first: int = 0, begin: int = 0, stream: NoiseStream = NoiseStream.STEPS

@@ -40,8 +40,10 @@ def pulled_rows(
     if count > 1:
         try:
             return list(torch.vmap(pull)(*rows))
-        except (RuntimeError, NotImplementedError):
-            # The loop raises what is no matter of vmap.
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            # An operation without a rule for vmap. The loop below raises any other error again.
             pass
     found = [pull(*(x[k] for x in rows)) for k in range(count)]
     return [torch.stack(parts) for parts in zip(*found, strict=True)]

@@ -156,7 +156,7 @@ class Trajectory(Generic[State]):
         extension: Any = None,
     ) -> None:
         self.times, self.record, self.final, self.stats = times, record, final, stats
-        self._states, self.end, self.extension = states, end, extension
+        self._states, self.end, self._extension = states, end, extension
 
     def at(self, t: Any) -> State:
         """Return the state at times within the run, between its steps too, with its gradient.
@@ -175,14 +175,14 @@ class Trajectory(Generic[State]):
                 apart; a time between steps of dynamics other than an ODE; a trajectory with a
                 record, or one that was pickled or deep-copied.
         """
-        if self.record is not None or self.extension is None:
+        if self.record is not None or self._extension is None:
             why = "has a record and no states" if self.record is not None else "is a copy"
             raise ValueError(
                 f"at(t) reads the states of a run and its equation, and this trajectory {why}: "
                 "call it on the trajectory that simulate returns without record=."
             )
         times = torch.as_tensor(t, dtype=torch.float64, device="cpu")
-        return self.extension(times)
+        return self._extension(times)
 
     def __getattr__(self, name: str) -> Tensor:
         # During unpickling there is no final state yet.
@@ -200,11 +200,11 @@ class Trajectory(Generic[State]):
         record = None if self.record is None else self.record.detach()
         states = None if self._states is None else detached(self._states)
         changed = {"record": record, "final": detached(self.final), "_states": states}
-        return {**vars(self), **changed, "extension": None}
+        return {**vars(self), **changed, "_extension": None}
 
     def __copy__(self) -> Trajectory[State]:
         states, others = self._states, (self.record, self.final, self.stats, self.end)
-        return Trajectory(self.times, states, *others, self.extension)
+        return Trajectory(self.times, states, *others, self._extension)
 
     def __repr__(self) -> str:
         kept = "states" if self._states is not None else "record"

@@ -159,9 +159,12 @@ def simpler_products(factor: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tens
     return n, d
 
 
-@lru_cache(1024)
+@lru_cache(2**16)
 def _product(factor: float, n: int, d: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Search products of fractions near the square root, as a scale has the error of both n."""
+    """Search two fractions near the square root of the factor, of small numerators.
+
+    A scale by a fraction is off by up to its numerator, in units of the lattice.
+    """
     allowed = 1e-7 * min(abs(1 - factor), factor)
     for limit in (2**k for k in range(8, (n // 4).bit_length()) if n > SIMPLE_NUMERATOR):
         for j in range(1, 5):

@@ -67,8 +67,9 @@ def interpolated(
     states = run.at(between.rounded)
     frames = [type(states)._make(x) for x in zip(*states, strict=True)]
     saved = None if record is None else torch.stack([record(x) for x in frames])
-    kept = None if record is not None else states
-    return Trajectory(times, kept, saved, frames[-1], run.stats, extension=run.extension)
+    if record is not None:
+        return Trajectory(times, None, saved, frames[-1], run.stats)
+    return Trajectory(times, states, None, frames[-1], run.stats, extension=run._extension)
 
 
 @dataclass(frozen=True, eq=False)

@@ -205,8 +205,8 @@ def run(
         settings = record, path, progress, compile, store, continues
         found = run(back, state, -times, solver, adjoint, *settings)
         found.times = times
-        if found.extension is not None:
-            found.extension = replace(found.extension, sign=-1.0)
+        if found._extension is not None:
+            found._extension = replace(found._extension, sign=-1.0)
         if "step_times" in found.stats:
             found.stats["step_times"] = -found.stats["step_times"]
         return found

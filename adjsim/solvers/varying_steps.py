@@ -28,8 +28,7 @@ class VaryingSteps(SteppingSolver):
         self.steps = dt if isinstance(dt, Adaptive | StepTimes) else check_dt(dt)
 
     def __repr__(self) -> str:
-        steps = self.steps if self.one_size else repr(self.steps)
-        return f"{type(self).__name__}(dt={steps})"
+        return f"{type(self).__name__}(dt={self.steps!r})"
 
     @property
     def one_size(self) -> bool:

@@ -105,6 +105,8 @@ def test_what_is_refused():
         run(sde, start, StochasticHeun(Adaptive()), generator=3)
     with pytest.raises(FloatingPointError, match="smaller tol"):
         run(sde, start, Milstein(Adaptive(1e-6, 1e-6)), generator=BrownianPath(3, 2.0**-8))
+    with pytest.raises(ValueError, match=r"ts\[0\] = 0 is not the end of a step"):
+        run(sde, start, StochasticHeun(StepTimes([0.125, 0.25, 0.5])))
     with pytest.raises(ValueError, match="multiples of its tol"):
         run(sde, start, StochasticHeun(Adaptive(1e-2, 1e-2)), ts=[0.0, 0.1])
     with pytest.raises(TypeError, match="differ in size"):

@@ -160,14 +160,16 @@ def test_a_molecule_follows_one_path_with_every_step():
     """Noise of BAOAB on a path: runs with two steps come together, with seeds they do not."""
     dynamics = adjsim.Langevin(adjsim.Harmonic(1.0), 1.0, 1.0, friction=0.5)
     start = dynamics.init(torch.ones(200, 1, 1, dtype=DTYPE), generator=0)
-    ends = {
-        dt: adjsim.simulate(dynamics, start, [0, 4], solver=adjsim.BAOAB(dt), generator=PATH).final
-        for dt in (2.0**-4, 2.0**-7, 2.0**-9)
-    }
-    far, near = (
-        (ends[dt].position - ends[2.0**-9].position).square().mean().sqrt()
-        for dt in (2.0**-4, 2.0**-7)
-    )
+
+    def distance(dt, generator):
+        ends = [
+            adjsim.simulate(dynamics, start, [0, 4], solver=adjsim.BAOAB(h), generator=generator)
+            for h in (dt, 2.0**-9)
+        ]
+        return (ends[0].final.position - ends[1].final.position).square().mean().sqrt()
+
+    far, near = (distance(dt, PATH) for dt in (2.0**-4, 2.0**-7))
+    assert distance(2.0**-7, 3) > 0.1
     assert near < far / 4 < 0.025
 
 
@@ -191,6 +193,9 @@ def test_what_a_path_is_not_for():
     at = heavy.init(torch.ones(1, 1, dtype=DTYPE))
     with pytest.raises(TypeError, match="one increment a step"):
         run(adjsim.LeimkuhlerMatthews(2.0**-4), dynamics=heavy, at=at)
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"must be a time within 2\^53 tol"):
+            PATH.increments([0.0, wrong])
     first = run(adjsim.EulerMaruyama(2.0**-4))
     with pytest.raises(TypeError, match="reads the same path"):
         run(adjsim.EulerMaruyama(2.0**-4), (1.0, 2.0), None, at=None, continues=first)

@@ -132,11 +132,36 @@ def test_gradients():
     assert float(direct[1]) == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-7)
 
 
+def test_it_runs_back_on_its_path():
+    """Two systems and more, since the field of the divergence draws no numbers."""
+    latent = Latent()
+    sde = latent.equation().logqp(latent.h)
+    settings = {"solver": adjsim.StochasticHeun(2.0**-8), "generator": PATH}
+    with torch.no_grad():
+        there = adjsim.simulate(sde, sde.init(start()), TS, **settings)
+        back = adjsim.simulate(sde, there.final, TS[::-1], **settings)
+    # The distances that the method has for the plain equation, and for the divergence.
+    assert float((back.y[-1] - start()).abs().max()) < 1e-4
+    assert float(back.logqp[-1].abs().max()) < 1e-2
+
+
+def test_an_entry_without_noise_counts_nothing_where_the_drifts_agree():
+    def drift(t, y):
+        return torch.stack([-y[..., 0], y[..., 1]], -1)
+
+    sde = adjsim.SDE(drift, lambda t, y: torch.tensor([0.0, 0.5], dtype=DTYPE).expand_as(y))
+    more = sde.logqp(lambda t, y: torch.stack([-y[..., 0], 0 * y[..., 1]], -1))
+    at = more.init(torch.ones(2, 2, dtype=DTYPE))
+    torch.testing.assert_close(more.drift(0.0, at).logqp, torch.full((2, 1), 2.0, dtype=DTYPE))
+
+
 def test_what_is_refused():
     latent = Latent()
     sde = latent.equation()
     with pytest.raises(TypeError, match="prior"):
         sde.logqp(lambda y: y)
+    with pytest.raises(TypeError, match="on the SDE itself"):
+        sde.logqp(latent.h).logqp(latent.h)
     with pytest.raises(TypeError, match="one tensor"):
         sde.logqp(latent.h).init(Pair(start(), start()))
     wrong = sde.logqp(lambda t, y: y[..., :1])

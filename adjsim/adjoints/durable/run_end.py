@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.sweep.stepper import Stepper
-from adjsim.core.brownian_path import PathNoise
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import RunEnd, check_times
 from adjsim.solvers.base import SteppingSolver
@@ -26,7 +25,7 @@ def run_end(
     """
     clock, noise = stepper.clock, run.noise
     lattice, growth = stepper.plan.lattice, stepper.buffer_growth
-    if isinstance(clock, VaryingClock) or isinstance(noise, PathNoise):
+    if isinstance(clock, VaryingClock) or not (noise is None or noise.continues):
         return None
     known, box = run.state._fields, run.dynamics.reference_box
     box = None if box is None else box.detach().clone()

@@ -113,8 +113,9 @@ class SDE(FieldDynamics):
         the end is the Kullback-Leibler divergence of the law of the paths from the law with the
         drift ``prior`` and the same diffusion (Girsanov), the prior term of a latent SDE. For
         scalar, additive and general noise u is the least-squares solution, and a difference that
-        the diffusion does not span, whose divergence is infinite, is left out. The path of y is
-        that without logqp, number by number.
+        the diffusion does not span, whose divergence is infinite, is left out. An entry of diagonal
+        noise that is zero counts nothing where the drifts agree. The path of y is that without
+        logqp, number by number.
 
         Args:
             prior: maps ``(t, y)`` to the other drift, of the shape of y.
@@ -123,7 +124,9 @@ class SDE(FieldDynamics):
 
     def in_reverse(self) -> SDE:
         drift, diffusion = Reversed(self, "drift_fun", -1), Reversed(self, "diffusion_fun", 1)
-        return SDE(drift, diffusion, noise=self.noise)
+        back = SDE(drift, diffusion, noise=self.noise)
+        back.quiet = self.quiet
+        return back
 
     def amplitudes(self, t: Any, state: AnyState) -> tuple[Tensor, ...]:
         """Evaluate the diffusion, by field."""
@@ -218,6 +221,9 @@ class PathDivergence(SDE):
         drift = _DriftAndRate(sde, prior)
         super().__init__(drift, drift.diffusion, noise=sde.noise)
 
+    def logqp(self, prior: Callable[..., Any]) -> SDE:
+        raise TypeError("the equation has a divergence already: call logqp on the SDE itself.")
+
     def init(self, y: Any, momentum: None = None, generator: Seed = None) -> PathState:
         """Make a start from y, ``(*batch, n)``, with no divergence."""
         start = super().init(y, momentum, generator)
@@ -244,7 +250,9 @@ class _DriftAndRate(nn.Module):
         refuse_shape("prior", "y", prior, tuple(state.y.shape), state.y)
         (g,) = self.sde.amplitudes(t, at)
         if self.sde.noise == "diagonal":
-            control = (drift - prior) / g
+            difference = drift - prior
+            agree = (g == 0) & (difference == 0)
+            control = torch.where(agree, 0.0, difference) / torch.where(agree, 1.0, g)
         else:
             columns = g if self.sde.matrix else g.unsqueeze(-1)
             control = (torch.linalg.pinv(columns) @ (drift - prior).unsqueeze(-1)).squeeze(-1)

@@ -13,7 +13,7 @@ from adjsim.core.arguments import as_positive, as_whole, describe_type
 from adjsim.core.reading import read
 from adjsim.core.second_derivative import once_differentiable
 from adjsim.dynamics.fields.ode import ODE
-from adjsim.solvers.implicit.field import COUPLED, Linear, jacobian, largest
+from adjsim.solvers.implicit.field import Linear, jacobian, largest
 
 # Halvings of a Newton step that makes the rates larger.
 HALVINGS = 30
@@ -22,7 +22,7 @@ TIMES = (0.0, 1.0, 17.3)
 Rates = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SteadyState:
     """A steady state and its stability. A copy, and one from a file, have no gradient.
 
@@ -162,7 +162,10 @@ def _linear(rates: Rates, x: Tensor) -> tuple[Tensor, Tensor]:
     matrix = jacobian(rate, point)
     unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     if x.ndim > 1 and bool(Linear(point, rate, unit - matrix).coupled(1.0)):
-        raise ValueError(COUPLED)
+        raise ValueError(
+            "a steady state is found for each system of the batch alone, and in this field systems "
+            "depend on each other: put them into one system, along the last axis."
+        )
     return rate.detach(), matrix
 
 

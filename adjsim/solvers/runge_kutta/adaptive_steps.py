@@ -39,6 +39,9 @@ class Adaptive:
     is also the size of the next step. This is the controller of SciPy's solvers. A batch shares its
     steps, so its most demanding system sets them. Steps end exactly at the save times.
 
+    On a :class:`~adjsim.BrownianPath` (:class:`~adjsim.StochasticHeun`, :class:`~adjsim.Milstein`)
+    the difference is that from two steps of half the size, and sizes are halved or doubled.
+
     Args:
         rtol, atol: relative and absolute tolerance of the error of one step. The error of the run
             is larger where errors grow.
@@ -107,6 +110,12 @@ class StepTimes:
 
     def clock(self, saves: Tensor) -> VaryingClock:
         """Return the clock of a run with these save times."""
+        numbers = self.numbers(saves)
+        first, steps = int(numbers[0]), (numbers - numbers[0]).tolist()
+        return VaryingClock(self.times[first : first + steps[-1] + 1], tuple(steps))
+
+    def numbers(self, saves: Tensor) -> Tensor:
+        """Return the number of steps before each of these times, ends of steps."""
         numbers = torch.searchsorted(self.times, saves).clamp(max=len(self.times) - 1)
         away = (self.times[numbers] != saves).nonzero()
         if len(away):
@@ -116,8 +125,7 @@ class StepTimes:
                 f"given step times are {float(self.times[max(n - 1, 0)]):.17g} and "
                 f"{float(self.times[n]):.17g}. Give save times that are among them."
             )
-        first, steps = int(numbers[0]), (numbers - numbers[0]).tolist()
-        return VaryingClock(self.times[first : first + steps[-1] + 1], tuple(steps))
+        return numbers
 
 
 @dataclass(frozen=True, eq=False, repr=False)

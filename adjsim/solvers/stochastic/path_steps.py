@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_right
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
@@ -114,7 +115,7 @@ class PathSteps(VaryingSteps):
             return super().on_path(path, dynamics, state, t)
         times = self.steps.times.tolist()
         ticks = [path.ticks(f"times[{i}]", x) for i, x in enumerate(times)]
-        first = times.index(t)
+        (first,) = self.steps.numbers(torch.tensor([t], dtype=torch.float64)).tolist()
         return path.steps_between(ticks[first:])
 
     @torch.no_grad()
@@ -131,7 +132,7 @@ class PathSteps(VaryingSteps):
         if adaptive.first is not None:
             level = max(1, int(adaptive.first / path.tol).bit_length() - 1)
         while at < saves[-1]:
-            end = next(save for save in saves if save > at)
+            end = saves[bisect_right(saves, at)]
             aligned = (at & -at).bit_length() - 1 if at else largest
             level = min(level, aligned, (end - at).bit_length() - 1)
             t, half = at * path.tol, 2 ** (level - 1) if level else 0
@@ -164,7 +165,7 @@ class _Increments:
 
     def __init__(self, path: BrownianPath, sde: SDE, t: float, state: AnyState) -> None:
         self._shape = (*sde.batch_shape(state), *sde.draw_shape(t, state))
-        self._read, self._like = path.reader(0, torch.Size(self._shape).numel()), state[0]
+        self._read, self._like = path.reader(torch.Size(self._shape).numel()), state[0]
 
     def __call__(self, begin: int, end: int) -> Tensor:
         return torch.from_numpy(self._read(begin, end)).to(self._like).reshape(self._shape)
