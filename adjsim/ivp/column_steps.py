@@ -133,6 +133,12 @@ class MassMatrix(Protocol):
         """Return the matrices ``(n, n, columns)``."""
         ...
 
+    def refuse_inconsistent(
+        self, t: Tensor, y: Tensor, marked: Tensor, tolerance: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Refuse states of ``marked`` columns that are off the algebraic equations."""
+        ...
+
 
 class EventSearch(Protocol):
     """The search for events in steps; see :mod:`adjsim.ivp.column_events`."""
@@ -171,6 +177,10 @@ class ColumnStepper:
         """The right-hand side, which is the rate without a mass matrix."""
         return self.rate if self.mass is None else self.mass.field
 
+    def tolerance(self, y: Tensor) -> Tensor:
+        """Return the tolerated errors of states."""
+        return self.atol + self.rtol * y.abs()
+
     def step(self, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None) -> Step:
         """Take one step."""
         if self.mass is None:
@@ -182,7 +192,7 @@ class ColumnStepper:
         rate = self.rate(t, y)
         wrong = (~rate.isfinite()).any(0)
         if wrong.any():
-            column = _first(wrong)
+            column = first_of(wrong)
             raise ValueError(
                 f"fun is not finite in column {column} at its start, t = {float(t[column]):.9g}; "
                 f"{int(wrong.sum())} of {len(t)} columns start so."
@@ -244,7 +254,7 @@ class ColumnStepper:
 
     def _refuse_too_short(self, state: ColumnState, wrong: Tensor) -> None:
         if wrong.any():
-            column = _first(wrong)
+            column = first_of(wrong)
             raise RuntimeError(
                 f"{self.method.name} failed in column {column} at t = "
                 f"{float(state.t[column]):.9g}: the required step size is less than the spacing "
@@ -269,7 +279,8 @@ def interpolate(y: Tensor, coefficients: Sequence[Tensor], x: Tensor) -> Tensor:
     return y + change
 
 
-def _first(marked: Tensor) -> int:
+def first_of(marked: Tensor) -> int:
+    """Return the number of the first of some ``marked`` columns."""
     return int(marked.nonzero()[0, 0])
 
 
