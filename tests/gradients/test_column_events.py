@@ -222,6 +222,28 @@ def test_events_read_tensors_with_a_graph_and_modules():
         torch.testing.assert_close(x, y, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("high", [50.0, 20.0])
+def test_no_derivative_of_an_event_is_needed_where_it_does_not_happen(high):
+    """A ball so high that the roots are NaN, or have an infinite derivative."""
+    e, g, height = tensor(0.1), tensor(9.81), torch.tensor([1.0, high], dtype=torch.float64)
+
+    def fall(t, y, e, g):
+        return torch.stack([y[1], torch.where(y[0] < 10, -g, 0 * g) + 0 * y[1]])
+
+    def floor(t, y, e, g):
+        return y[0] * (1 + (20 - y[0]).sqrt() * g)
+
+    floor.direction = -1
+    floor.reset = lambda t, y, e, g: torch.stack([y[0], -e * (20 - y[0]).sqrt() * y[1]])
+    grads = []
+    for columns in (height, height[:1]):
+        start = torch.stack([columns, 0 * columns])
+        found = adjsim.solve_ivp(fall, (0, 0.5), start, events=floor, args=(e, g), rtol=1e-6)
+        grads.append(torch.autograd.grad(found.y[:, -1, 0].sum(), [e, g]))
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=0)
+
+
 def constant(rate):
     return lambda t, y: torch.full_like(y, rate)
 
