@@ -106,7 +106,7 @@ class ColumnState(NamedTuple):
     """Everything that the next attempt depends on.
 
     Attributes:
-        rate: the rates at the states, if the method needs them.
+        rate: the right-hand side at the states, if the method needs it.
         size: the step sizes that are tried next ``(batch,)``, positive.
         retry: the columns whose last attempt was rejected ``(batch,)``.
         events: None without events.
@@ -203,7 +203,8 @@ class ColumnStepper:
             else torch.full_like(t, first_step).minimum((self.end - t).abs())
         )
         events = None if self.events is None else self.events.start(t, y)
-        return ColumnState(t, y, rate, size, torch.zeros_like(t, dtype=torch.bool), events)
+        known = rate if self.mass is None else None
+        return ColumnState(t, y, known, size, torch.zeros_like(t, dtype=torch.bool), events)
 
     def active(self, state: ColumnState) -> Tensor:
         """Tell which columns have not reached their ends."""
