@@ -88,11 +88,14 @@ class Mass:
         inverse = torch.linalg.pinv(first, rtol=RANK)
         change = now - first
         lost = change - change @ inverse @ first
-        if bool(lost.detach().abs().amax() > FIXED * first.detach().abs().amax()):
+        sizes, known = (x.detach().abs().amax((1, 2)) for x in (lost, first))
+        wrong = sizes > FIXED * known
+        if wrong.any():
+            column = first_of(wrong)
             raise ValueError(
                 "the null space of mass_matrix changes in time, between the start and t = "
-                f"{float(t.detach()[0]):.9g}. Multiply the equation so that its algebraic rows "
-                "stay, or take new unknowns."
+                f"{float(t.detach()[column]):.9g} (column {column}). Multiply the equation so that "
+                "its algebraic rows stay, or take new unknowns."
             )
         unit = torch.eye(len(y), dtype=y.dtype, device=y.device)
         solved = torch.linalg.solve(unit + change @ inverse, rates.T.unsqueeze(-1))

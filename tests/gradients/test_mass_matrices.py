@@ -241,3 +241,14 @@ def test_a_reset_satisfies_the_algebraic_equations(columns):
     torch.testing.assert_close(solve(1.0, 1.0), known.expand(2), rtol=1e-5, atol=0)
     with pytest.raises(ValueError, match=r"leaves column 0 off its algebraic equations by 1: ret"):
         solve(1.0, 0.0)
+
+
+def test_the_null_space_of_each_column_is_compared_with_its_own_matrix():
+    def matrix(t):
+        zero = 0 * t
+        large, small = torch.stack([1e10 + zero, zero]), torch.stack([zero + 1, t])
+        return torch.stack([torch.where(torch.tensor([True, False]), large, small), 0 * small])
+
+    start = torch.zeros(2, 2, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"null space .* changes in time.* \(column 1\)"):
+        adjsim.solve_ivp(lambda t, y: 1 - y, (0, 1), start, "Rodas4", mass_matrix=matrix)
