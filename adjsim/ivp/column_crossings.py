@@ -23,7 +23,7 @@ from adjsim.core.parameters import leaves
 from adjsim.core.rows import pulled
 from adjsim.ivp.column_steps import interpolate
 from adjsim.ivp.events import event_settings
-from adjsim.ivp.rhs import RightHandSide
+from adjsim.ivp.rhs import RightHandSide, describe_shape
 
 
 class Slope(NamedTuple):
@@ -55,10 +55,9 @@ class ColumnEvent:
         dtype = self.rhs.like.dtype
         value = self.rhs.called(self.function, t.to(dtype), y.to(dtype))
         if not isinstance(value, Tensor) or value.shape != t.shape:
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
                 f"event {self.number} must return a tensor with one value for each of the "
-                f"{len(t)} columns; got {got}."
+                f"{len(t)} columns; got {describe_shape(value)}."
             )
         return value.double()
 
@@ -69,8 +68,10 @@ class ColumnEvent:
         found = self.rhs.called(self.reset, t.to(dtype), y.to(dtype))
         found = torch.stack(tuple(found)) if isinstance(found, list | tuple) else found
         if not isinstance(found, Tensor) or found.shape != y.shape:
-            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"reset returned shape {got} for a state of shape {tuple(y.shape)}.")
+            raise ValueError(
+                f"reset returned shape {describe_shape(found)} for a state of shape "
+                f"{tuple(y.shape)}."
+            )
         return found.double()
 
     def reset_state(self, t: Tensor, y: Tensor) -> Tensor:

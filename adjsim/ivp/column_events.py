@@ -33,16 +33,18 @@ from adjsim.ivp.rhs import RightHandSide
 class ColumnEvents:
     """Events of the steps of columns. With a ``tolerance`` events without a derivative are refused.
 
-    ``tolerance`` takes states to their tolerated errors; None: no gradient is wanted.
+    ``tolerance`` takes states to their tolerated errors; None: no gradient is wanted. Columns begin
+    at the times ``begin``.
     """
 
     def __init__(
         self,
         events: Sequence[ColumnEvent],
         rhs: RightHandSide,
+        begin: Tensor,
         tolerance: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        self.events, self.rhs, self.tolerance = events, rhs, tolerance
+        self.events, self.rhs, self._begin, self.tolerance = events, rhs, begin, tolerance
         self._unit = 16 * rhs.eps
 
     def start(self, t: Tensor, y: Tensor) -> EventState:
@@ -55,7 +57,6 @@ class ColumnEvents:
                     "reset: set its direction, which determines whether the event happens at the "
                     "start."
                 )
-        self._begin = t
         left = torch.stack([torch.full_like(t, x.terminal or torch.inf) for x in self.events])
         never = torch.full_like(left, torch.nan)
         return EventState(

@@ -52,9 +52,10 @@ class Step(ABC):
 
     @abstractmethod
     def __init__(
-        self, rate: Rate, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None, *mass: Tensor
-    ) -> None:
-        """Take the step, with a mass matrix if the method takes one."""
+        self, rate: Rate, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None,
+        mass: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Take the step; ``mass`` is a mass matrix, which an explicit method does not take."""
 
     @abstractmethod
     def error(self) -> Tensor:

@@ -119,7 +119,9 @@ def solve_columns(
     if wants_gradient:
         start = rhs.with_start_time(start, begin, stepper.rate(first, start.detach().double()))
     if marks:
-        stepper.events = ColumnEvents(marks, rhs, stepper.tolerance if wants_gradient else None)
+        stepper.events = ColumnEvents(
+            marks, rhs, first, stepper.tolerance if wants_gradient else None
+        )
     keeps_all = dense_output or adjoint == "interpolate"
     history = StoredSteps() if keeps_all else CheckpointedSteps(stepper)
     solution = ColumnSolution(rhs, stepper, first, start, history, marks, mass)
