@@ -101,7 +101,7 @@ def confidence(
                 f"{name} must be a tensor that requires grad, as in the fit; got "
                 f"{describe_type(x)}."
             )
-    measured = as_tensor("data", data).to(predicted.detach()).double()
+    measured = as_tensor("data", data).detach().to(predicted.device, torch.float64)
     if measured.shape != predicted.shape:
         raise ValueError(
             f"data must have the shape {tuple(predicted.shape)} of the predictions; got "
@@ -131,16 +131,20 @@ def confidence(
     residuals = (predicted.detach().double() - measured).reshape(count, 1)
     jacobian, residuals = _whitened(jacobian, residuals, sigma, measured)
     entries = [f"{n}[{k}]" for n, s in zip(names, sizes, strict=True) for k in range(s)]
-    inverse = _inverse(jacobian, entries)
+    eps = torch.finfo(predicted.dtype).eps
+    inverse = _inverse(jacobian, entries, eps)
     chi_squared = float(residuals.square().sum())
     covariance = inverse if absolute_sigma else inverse * (chi_squared / dof)
     errors = covariance.diagonal().sqrt()
     step = (inverse @ (jacobian.T @ residuals)).squeeze(1)
-    if bool((step.abs() > UNFITTED * errors).any()):
+    values = torch.cat([x.detach().double().flatten() for x in tensors])
+    # The errors of a fit to data without noise are rounding, and so are its steps.
+    far = (step.abs() > UNFITTED * errors) & (step.abs() > 16 * eps * values.abs())
+    if bool(far.any()):
         warnings.warn(
             "the parameters are not those of the least squares: a step towards these moves one by "
-            f"{float((step.abs() / errors).max()):.2g} standard errors. Fit on before the errors "
-            "are taken.",
+            f"{float((step.abs() / errors)[far].max()):.2g} standard errors. Fit on before the "
+            "errors are taken.",
             stacklevel=2,
         )
     half = (1 + level) / 2
@@ -150,7 +154,6 @@ def confidence(
         parts = zip(x.split(sizes), tensors, strict=True)
         return tree_unflatten([part.reshape(p.shape).to(p.detach()) for part, p in parts], tree)
 
-    values = torch.cat([x.detach().double().flatten() for x in tensors])
     return Confidence(
         in_tree(values), in_tree(errors), in_tree(values - quantile * errors),
         in_tree(values + quantile * errors), covariance, covariance / errors / errors[:, None],
@@ -185,14 +188,14 @@ def _whitened(
     return jacobian / each, residuals / each
 
 
-def _inverse(jacobian: Tensor, entries: list[str]) -> Tensor:
-    """Return ``(J^T J)^-1``, and refuse a direction of the parameters that has no effect."""
+def _inverse(jacobian: Tensor, entries: list[str], eps: float) -> Tensor:
+    """Return ``(J^T J)^-1``, and refuse a direction without effect, to the precision of J."""
     lengths = jacobian.norm(dim=0)
     unused = [name for name, x in zip(entries, lengths.tolist(), strict=True) if x == 0]
     if unused:
         raise ValueError(f"the data do not determine {', '.join(unused[:8])}: fix it.")
     _, sizes, right = torch.linalg.svd(jacobian / lengths, full_matrices=False)
-    least = torch.finfo(torch.float64).eps * max(jacobian.shape) * sizes[0]
+    least = 8 * len(entries) * eps * sizes[0]
     if len(jacobian) < len(entries) or bool(sizes[-1] <= least):
         weights = torch.linalg.svd(jacobian / lengths)[2][-1] / lengths
         weights = weights / weights[weights.abs().argmax()]

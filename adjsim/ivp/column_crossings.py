@@ -23,7 +23,7 @@ from adjsim.core.parameters import leaves
 from adjsim.core.rows import pulled
 from adjsim.ivp.column_steps import interpolate
 from adjsim.ivp.events import event_settings
-from adjsim.ivp.rhs import RightHandSide
+from adjsim.ivp.rhs import RightHandSide, describe_shape
 
 
 class Slope(NamedTuple):
@@ -55,10 +55,9 @@ class ColumnEvent:
         dtype = self.rhs.like.dtype
         value = self.rhs.called(self.function, t.to(dtype), y.to(dtype))
         if not isinstance(value, Tensor) or value.shape != t.shape:
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
                 f"event {self.number} must return a tensor with one value for each of the "
-                f"{len(t)} columns; got {got}."
+                f"{len(t)} columns; got {describe_shape(value)}."
             )
         return value.double()
 
@@ -69,8 +68,10 @@ class ColumnEvent:
         found = self.rhs.called(self.reset, t.to(dtype), y.to(dtype))
         found = torch.stack(tuple(found)) if isinstance(found, list | tuple) else found
         if not isinstance(found, Tensor) or found.shape != y.shape:
-            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"reset returned shape {got} for a state of shape {tuple(y.shape)}.")
+            raise ValueError(
+                f"reset returned shape {describe_shape(found)} for a state of shape "
+                f"{tuple(y.shape)}."
+            )
         return found.double()
 
     def reset_state(self, t: Tensor, y: Tensor) -> Tensor:
@@ -149,7 +150,8 @@ class Crossing:
         times, states, at = [], [], t + h
         for root in self.roots:
             inside, begin = interpolate(y, coefficients, root.x), t + root.x * h
-            value = events[root.event](begin, inside)
+            event = events[root.event]
+            value = event(*_regular(event, begin, inside, root.columns))
             time = begin - torch.where(root.columns, (value - value.detach()) / root.speed, 0.0)
             state = inside + root.flow * (time - begin)
             times.append(time[root.columns])
@@ -160,7 +162,27 @@ class Crossing:
         for root in self.roots:
             columns = root.columns & (self.stop == root.event) & self.again
             if columns.any():
-                moved = events[root.event].after(at, end)
+                reset = events[root.event].after
+                moved = reset(*_regular(reset, at, end, columns))
                 moved = moved + self.shift - self.flow * (at - at.detach())
                 found = torch.where(columns, moved, found)
         return found, times, states
+
+
+def _regular(
+    function: Callable[[Tensor, Tensor], Tensor], t: Tensor, y: Tensor, wanted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Replace times and states of columns that are not ``wanted`` where there is no derivative.
+
+    Autograd would multiply an infinite derivative by the cotangent zero, and the gradient of a
+    parameter would be NaN. These columns get the time and the state of a wanted one.
+    """
+    at, x = t.detach().requires_grad_(), y.detach().requires_grad_()
+    value = function(at, x)
+    slopes = pulled([value], [at, x], [torch.ones_like(value)])
+    known = [x.isfinite().reshape(-1, len(t)).all(0) for x in (value, *slopes)]
+    wrong = ~(wanted | torch.stack(known).all(0))
+    if not wrong.any():
+        return t, y
+    k = wanted.nonzero()[0]
+    return torch.where(wrong, t[k].detach(), t), torch.where(wrong, y[:, k].detach(), y)

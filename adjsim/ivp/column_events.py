@@ -17,7 +17,14 @@ from torch import Tensor
 
 from adjsim.ivp.column_crossings import ColumnEvent, Crossing, Root, Slope
 from adjsim.ivp.column_roots import find_minima, find_roots
-from adjsim.ivp.column_steps import ColumnState, ColumnStepper, EventState, Step, interpolate
+from adjsim.ivp.column_steps import (
+    ColumnState,
+    ColumnStepper,
+    EventState,
+    Step,
+    first_of,
+    interpolate,
+)
 from adjsim.ivp.events import ACCURACY, FINE, GrazingError
 from adjsim.ivp.piecewise import ZENO
 from adjsim.ivp.rhs import RightHandSide
@@ -26,16 +33,18 @@ from adjsim.ivp.rhs import RightHandSide
 class ColumnEvents:
     """Events of the steps of columns. With a ``tolerance`` events without a derivative are refused.
 
-    ``tolerance`` takes states to their tolerated errors; None: no gradient is wanted.
+    ``tolerance`` takes states to their tolerated errors; None: no gradient is wanted. Columns begin
+    at the times ``begin``.
     """
 
     def __init__(
         self,
         events: Sequence[ColumnEvent],
         rhs: RightHandSide,
+        begin: Tensor,
         tolerance: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        self.events, self.rhs, self.tolerance = events, rhs, tolerance
+        self.events, self.rhs, self._begin, self.tolerance = events, rhs, begin, tolerance
         self._unit = 16 * rhs.eps
 
     def start(self, t: Tensor, y: Tensor) -> EventState:
@@ -44,11 +53,10 @@ class ColumnEvents:
         for event, value in zip(self.events, values, strict=True):
             if event.reset is not None and event.direction == 0 and bool((value == 0).any()):
                 raise ValueError(
-                    f"column {_first(value == 0)} starts at event {event.number}, which has a "
+                    f"column {first_of(value == 0)} starts at event {event.number}, which has a "
                     "reset: set its direction, which determines whether the event happens at the "
                     "start."
                 )
-        self._begin = t
         left = torch.stack([torch.full_like(t, x.terminal or torch.inf) for x in self.events])
         never = torch.full_like(left, torch.nan)
         return EventState(
@@ -134,6 +142,8 @@ class ColumnEvents:
                     torch.where(here, *x) for x in zip(found, (flow, shift), strict=True)
                 )
         new = new + shift
+        if stepper.mass is not None:
+            stepper.mass.refuse_inconsistent(t, new, again, stepper.tolerance)
         near = (t - old.piece).abs() <= ZENO * (t - self._begin).abs()
         close = torch.where(near, old.close + 1, 0)
         self._refuse_zeno(again & (close > len(self.events)), stop, t)
@@ -199,14 +209,14 @@ class ColumnEvents:
         lost = columns & (speed == 0) & (slope.by_state == 0).all(0)
         if lost.any():
             raise ValueError(
-                f"event {number} at t = {float(t[lost][0]):g} in column {_first(lost)} does not "
+                f"event {number} at t = {float(t[lost][0]):g} in column {first_of(lost)} does not "
                 "depend on t or y in a way that has a derivative."
             )
         uncertain = (slope.by_state.abs() * self.tolerance(y)).sum(0)
         grazing = columns & (speed.square() <= 2 * curvature * uncertain)
         if grazing.any():
             raise GrazingError(
-                f"the solution of column {_first(grazing)} touches event {number} at t = "
+                f"the solution of column {first_of(grazing)} touches event {number} at t = "
                 f"{float(t[grazing][0]):g} and hardly crosses it (rate "
                 f"{float(speed[grazing][0]):.3g}), so its time has no derivative."
             )
@@ -316,13 +326,13 @@ class ColumnEvents:
         if rest.any():
             raise RuntimeError(
                 f"the reset of event {number} at t = {float(t[rest][0]):.9g} leaves column "
-                f"{_first(rest)} at rest on the event, which would happen again without end. Let "
+                f"{first_of(rest)} at rest on the event, which would happen again without end. Let "
                 "the event end the solution (terminal), or reset to a state that moves away from "
                 "it."
             )
         side = stepper.direction * torch.where(happened, new, -old)
-        tiny = torch.finfo(t.dtype).tiny * torch.where(side < 0, -1.0, 1.0)
-        return torch.where(close, tiny, slope.value)
+        tiny = torch.full_like(t, torch.finfo(t.dtype).tiny)
+        return torch.where(close, torch.where(side < 0, -tiny, tiny), slope.value)
 
     def _rounding(self, t: Tensor, y: Tensor, slope: Slope, rate: Tensor, unit: Any) -> Tensor:
         """Estimate the error of an event's value due to rounding of time and state."""
@@ -331,7 +341,7 @@ class ColumnEvents:
     def _refuse_sliding(self, wrong: Tensor, event: ColumnEvent, t: Tensor) -> None:
         if wrong.any():
             raise RuntimeError(
-                f"the solution of column {_first(wrong)} slides along event {event.number} from "
+                f"the solution of column {first_of(wrong)} slides along event {event.number} from "
                 f"t = {float(t[wrong][0]):.9g} on: fun points at the surface from both sides. Let "
                 "the event end the solution (terminal), or switch to an equation of the sliding "
                 "motion in the reset."
@@ -339,7 +349,7 @@ class ColumnEvents:
 
     def _refuse_zeno(self, wrong: Tensor, stop: Tensor, t: Tensor) -> None:
         if wrong.any():
-            column = _first(wrong)
+            column = first_of(wrong)
             raise RuntimeError(
                 f"resets of event {int(stop[column])} accumulate at t = {float(t[column]):.9g} in "
                 f"column {column} (Zeno): there is no solution beyond this time. End the time span "
@@ -371,12 +381,8 @@ def _refuse_touched(
         wrong = columns & (x <= limit)
         if wrong.any():
             raise GrazingError(
-                f"the solution of column {_first(wrong)} touches event {number} near t = "
+                f"the solution of column {first_of(wrong)} touches event {number} near t = "
                 f"{float(t[wrong][0]):g}, or crosses it twice within a step, so its time has no "
                 "derivative. If it does cross, use a smaller max_step or rtol to resolve both "
                 "crossings."
             )
-
-
-def _first(marked: Tensor) -> int:
-    return int(marked.nonzero()[0, 0])

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Bisection of a step to the smallest number takes fewer iterations.
-MOST_ITERATIONS = 3_000
+from adjsim.ivp.events import MOST_ITERATIONS
+
 # Iterations of the search for a minimum, to 1e-5 of the interval as in SciPy.
 GOLDEN_ITERATIONS = 25
 

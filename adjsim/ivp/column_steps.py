@@ -52,9 +52,10 @@ class Step(ABC):
 
     @abstractmethod
     def __init__(
-        self, rate: Rate, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None, *mass: Tensor
-    ) -> None:
-        """Take the step, with a mass matrix if the method takes one."""
+        self, rate: Rate, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None,
+        mass: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Take the step; ``mass`` is a mass matrix, which an explicit method does not take."""
 
     @abstractmethod
     def error(self) -> Tensor:
@@ -106,7 +107,7 @@ class ColumnState(NamedTuple):
     """Everything that the next attempt depends on.
 
     Attributes:
-        rate: the rates at the states, if the method needs them.
+        rate: the right-hand side at the states, if the method needs it.
         size: the step sizes that are tried next ``(batch,)``, positive.
         retry: the columns whose last attempt was rejected ``(batch,)``.
         events: None without events.
@@ -131,6 +132,12 @@ class MassMatrix(Protocol):
 
     def constant(self) -> Tensor:
         """Return the matrices ``(n, n, columns)``."""
+        ...
+
+    def refuse_inconsistent(
+        self, t: Tensor, y: Tensor, marked: Tensor, tolerance: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Refuse states of ``marked`` columns that are off the algebraic equations."""
         ...
 
 
@@ -171,6 +178,10 @@ class ColumnStepper:
         """The right-hand side, which is the rate without a mass matrix."""
         return self.rate if self.mass is None else self.mass.field
 
+    def tolerance(self, y: Tensor) -> Tensor:
+        """Return the tolerated errors of states."""
+        return self.atol + self.rtol * y.abs()
+
     def step(self, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None) -> Step:
         """Take one step."""
         if self.mass is None:
@@ -182,7 +193,7 @@ class ColumnStepper:
         rate = self.rate(t, y)
         wrong = (~rate.isfinite()).any(0)
         if wrong.any():
-            column = _first(wrong)
+            column = first_of(wrong)
             raise ValueError(
                 f"fun is not finite in column {column} at its start, t = {float(t[column]):.9g}; "
                 f"{int(wrong.sum())} of {len(t)} columns start so."
@@ -193,7 +204,8 @@ class ColumnStepper:
             else torch.full_like(t, first_step).minimum((self.end - t).abs())
         )
         events = None if self.events is None else self.events.start(t, y)
-        return ColumnState(t, y, rate, size, torch.zeros_like(t, dtype=torch.bool), events)
+        known = rate if self.mass is None else None
+        return ColumnState(t, y, known, size, torch.zeros_like(t, dtype=torch.bool), events)
 
     def active(self, state: ColumnState) -> Tensor:
         """Tell which columns have not reached their ends."""
@@ -244,7 +256,7 @@ class ColumnStepper:
 
     def _refuse_too_short(self, state: ColumnState, wrong: Tensor) -> None:
         if wrong.any():
-            column = _first(wrong)
+            column = first_of(wrong)
             raise RuntimeError(
                 f"{self.method.name} failed in column {column} at t = "
                 f"{float(state.t[column]):.9g}: the required step size is less than the spacing "
@@ -269,7 +281,8 @@ def interpolate(y: Tensor, coefficients: Sequence[Tensor], x: Tensor) -> Tensor:
     return y + change
 
 
-def _first(marked: Tensor) -> int:
+def first_of(marked: Tensor) -> int:
+    """Return the number of the first of some ``marked`` columns."""
     return int(marked.nonzero()[0, 0])
 
 

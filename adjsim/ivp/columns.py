@@ -113,17 +113,15 @@ def solve_columns(
         at = to_numpy(begin), to_numpy(start)
         rhs.check_differentiable(*at)
     stepper = _stepper(rate, method, last, direction, start, options)
-
-    def tolerance(y: Tensor) -> Tensor:
-        return stepper.atol + stepper.rtol * y.abs()
-
     if mass is not None:
-        start = mass.consistent(start, begin, tolerance)
+        start = mass.consistent(start, begin, stepper.tolerance)
         stepper.mass, stepper.rate = mass, mass.rate
     if wants_gradient:
         start = rhs.with_start_time(start, begin, stepper.rate(first, start.detach().double()))
     if marks:
-        stepper.events = ColumnEvents(marks, rhs, tolerance if wants_gradient else None)
+        stepper.events = ColumnEvents(
+            marks, rhs, first, stepper.tolerance if wants_gradient else None
+        )
     keeps_all = dense_output or adjoint == "interpolate"
     history = StoredSteps() if keeps_all else CheckpointedSteps(stepper)
     solution = ColumnSolution(rhs, stepper, first, start, history, marks, mass)

@@ -27,9 +27,7 @@ class DormandPrince(Step):
 
     name, error_order = "RK45", 4
 
-    def __init__(
-        self, rate: Rate, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None, *mass: Tensor
-    ) -> None:
+    def __init__(self, rate: Rate, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None) -> None:
         self._rate, self._t, self._h = rate, t, h
         self._rates = [rate(t, y) if first is None else first]
         for c, row in zip(_TIMES[1:], _PAIR.a[1:], strict=True):

@@ -32,6 +32,7 @@ the states of a single problem are one column.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -242,9 +243,10 @@ class ColumnJumpCheck(JumpSearch):
         assert after.came is not None
         moved, t, y, crossing = after.t != before.t, after.t, after.y, after.came.crossing
         h, rate = torch.where(moved, after.came.h, 1.0), self._rate_of(after)
+        polynomial = cache(step.polynomial)
 
         def inside(time: Tensor) -> Tensor:
-            return interpolate(before.y, step.polynomial(), (time - before.t) / h)
+            return interpolate(before.y, polynomial(), (time - before.t) / h)
 
         new, known = moved & False, rate
         if crossing is not None and bool((crossing.stop >= 0).any()):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from adjsim.core.parameters import leaves
 from adjsim.core.rows import pulled_rows
-from adjsim.ivp.column_steps import Rate
+from adjsim.ivp.column_steps import Rate, first_of
 from adjsim.ivp.rhs import RightHandSide
 from adjsim.ivp.rodas4 import derivatives
 
@@ -37,6 +37,9 @@ RANK = 1e-10
 # Smallest ratio of the singular values of S in an equation of index one.
 REGULAR = 1e-12
 NEWTON_STEPS = 25
+# Tolerances of a state by which a reset may leave it off the algebraic equations. The interpolant
+# before it is off them by up to six.
+OFF = 30
 # Change of the null space, relative to M, that counts as rounding.
 FIXED = 1e-8
 
@@ -85,11 +88,14 @@ class Mass:
         inverse = torch.linalg.pinv(first, rtol=RANK)
         change = now - first
         lost = change - change @ inverse @ first
-        if bool(lost.detach().abs().amax() > FIXED * first.detach().abs().amax()):
+        sizes, known = (x.detach().abs().amax((1, 2)) for x in (lost, first))
+        wrong = sizes > FIXED * known
+        if wrong.any():
+            column = first_of(wrong)
             raise ValueError(
                 "the null space of mass_matrix changes in time, between the start and t = "
-                f"{float(t.detach()[0]):.9g}. Multiply the equation so that its algebraic rows "
-                "stay, or take new unknowns."
+                f"{float(t.detach()[column]):.9g} (column {column}). Multiply the equation so that "
+                "its algebraic rows stay, or take new unknowns."
             )
         unit = torch.eye(len(y), dtype=y.dtype, device=y.device)
         solved = torch.linalg.solve(unit + change @ inverse, rates.T.unsqueeze(-1))
@@ -152,6 +158,27 @@ class Mass:
 
         return self.rhs.connected(y.to(start.dtype), start, pull, more=[*self.reads, begin])
 
+    def refuse_inconsistent(
+        self, t: Tensor, y: Tensor, marked: Tensor, tolerance: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Refuse states of ``marked`` columns that a reset leaves off the algebraic equations.
+
+        Newton's step to them changes the algebraic unknowns alone. It may not exceed :data:`OFF`
+        times the ``tolerance`` of states.
+        """
+        with torch.no_grad():
+            right = self._residual(t, y, y).T.unsqueeze(-1)
+            step = torch.linalg.solve_ex(self._system(t, y, refuse=False), right)[0].squeeze(-1).T
+            allowed = OFF * tolerance(y) + 16 * self.rhs.eps * y.abs()
+        wrong = marked & ~(step.abs() <= allowed).all(0)
+        if wrong.any():
+            column = first_of(wrong)
+            raise ValueError(
+                f"the reset at t = {float(t[column]):.9g} leaves column {column} off its algebraic "
+                f"equations by {float(step[:, column].abs().max()):.3g}: return a state that "
+                "satisfies them."
+            )
+
     def _system(self, t: Tensor, y: Tensor, refuse: bool = True) -> Tensor:
         """Return the matrices S, ``(batch, n, n)``, of an equation of index one."""
         with torch.no_grad():
@@ -163,7 +190,7 @@ class Mass:
             raise ValueError(
                 "the equation with this mass_matrix is not of index one at the start: its "
                 "algebraic equations do not determine the algebraic unknowns (column "
-                f"{int(wrong.nonzero()[0, 0])}). Differentiate constraints with respect to time "
+                f"{first_of(wrong)}). Differentiate constraints with respect to time "
                 "until they do."
             )
         return found

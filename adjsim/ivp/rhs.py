@@ -255,6 +255,11 @@ class RightHandSide:
         return not self.inputs.named <= read
 
 
+def describe_shape(value: Any) -> str:
+    """Describe what a function of the user's returned, by its shape or its type."""
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
 def to_numpy(x: Tensor) -> Array:
     """Convert a tensor to a double precision array, as SciPy uses."""
     with outside_transforms():

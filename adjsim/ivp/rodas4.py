@@ -67,9 +67,8 @@ class Rodas4(Step):
         h: Tensor,
         y: Tensor,
         first: Tensor | None,
-        *masses: Tensor,
+        mass: Tensor | None = None,
     ) -> None:
-        mass = masses[0] if masses else None
         start, jacobian, by_time = derivatives(rate, t, y)
         if mass is None:
             inverse = _inverse(h * _GAMMA * jacobian)

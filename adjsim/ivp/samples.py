@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from adjsim.ivp.column_solution import DenseColumns
 from adjsim.ivp.piecewise import OdeResult
-from adjsim.ivp.rhs import RightHandSide, as_times
+from adjsim.ivp.rhs import RightHandSide, as_times, describe_shape
 
 
 class SampleRightHandSide(RightHandSide):
@@ -39,11 +39,10 @@ class SampleRightHandSide(RightHandSide):
             args = [next(row)[None] if of else x for x, of in zip(found, own, strict=True)]
             value = function(time, state[None], *tree_unflatten(args, structure))
             if not isinstance(value, Tensor) or value.shape[:1] != (1,):
-                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
                     "with batch_first=True a function of states (batch, n) must return a tensor "
                     f"whose first axis is the batch; for one sample (1, {len(state)}) it returned "
-                    f"{got}. Tensors with one row a sample go into args."
+                    f"{describe_shape(value)}. Tensors with one row a sample go into args."
                 )
             return value[0]
 
@@ -56,14 +55,15 @@ class SampleRightHandSide(RightHandSide):
         return self.called(lambda t, _, *args: self.mass(t, *args)[None], t, self.like)
 
     def check_samples(self, t: Tensor, y: Tensor) -> None:
-        """Refuse a function that gives samples other rates one by one than all at once."""
-        at, dtype = t[0].to(self.like.dtype), self.like.dtype
+        """Refuse a function that gives samples other rates alone than all at once, at one time."""
+        at = t.to(self.like.dtype)
         with torch.no_grad():
             known = self.inputs.evaluate(at, y.T.contiguous(), *self.own_args)
-            found = self.evaluate(at.expand(len(t)), y.to(dtype)).T
+            found = self.evaluate(at.expand(y.shape[1]), y).T
         if not isinstance(known, Tensor) or known.shape != found.shape:
-            got = tuple(known.shape) if isinstance(known, Tensor) else type(known).__name__
-            raise ValueError(f"fun returned {got} for states of shape {tuple(y.T.shape)}.")
+            raise ValueError(
+                f"fun returned {describe_shape(known)} for states of shape {tuple(y.T.shape)}."
+            )
         wrong = (known - found).abs() > self.eps**0.5 * known.abs().amax()
         if wrong.any():
             raise ValueError(

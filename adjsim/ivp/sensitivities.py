@@ -39,7 +39,7 @@ class Sensitivities(CollocationSweep):
         self, settings: AdjointSettings, path: OdeSolution, start: Array, along: Sequence[Tensor]
     ) -> None:
         self.along, self.rows = along, len(start)
-        ends, self.scales = (float(path.ts[0]), float(path.ts[-1])), np.ones(len(start))
+        ends = float(path.ts[0]), float(path.ts[-1])
         rates = [settings.rhs.linearised(t, path(t), along)[1] for t in np.linspace(*ends, SAMPLES)]
         driven = abs(ends[1] - ends[0]) * np.abs(rates).max((0, 1))
         sizes = np.maximum(np.abs(start).max(1, initial=0.0), driven)

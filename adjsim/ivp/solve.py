@@ -208,7 +208,7 @@ def solve_ivp(
     settings = t_eval, dense_output, adjoint, marks, options
     if batch_first:
         rhs = SampleRightHandSide(fun, tuple(args or ()), params, start, mass=mass_matrix)
-        begin = as_times(t_span[0], start).detach().reshape(-1)[:1].expand(start.shape[1])
+        begin = as_times(t_span[0], start).detach().reshape(-1)[0]
         rhs.check_samples(begin, start.detach())
         return samples_first(solve_columns(rhs, t_span, start, method, *settings))
     if not columns and (mass_matrix is not None or method in COLUMN_METHODS.keys() - METHODS):
@@ -269,8 +269,8 @@ def solve_ivp(
 def _refuse_forward_mode(what: str, present: bool) -> None:
     if present and in_forward_mode():
         raise ValueError(
-            f"{what} are not differentiated by torch.func (jacrev, jacfwd, jvp, grad) and not "
-            "forward: use torch.autograd.grad, with is_grads_batched=True for a Jacobian."
+            f"torch.func (jacrev, jacfwd, jvp, grad) and forward-mode tensors do not take {what}: "
+            "use torch.autograd.grad, with is_grads_batched=True for a Jacobian."
         )
 
 

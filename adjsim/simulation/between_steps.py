@@ -122,7 +122,8 @@ class Extension:
         # At a frame the rates have no weight, but for the derivative by the time.
         needed = inside | times.requires_grad
         used = sorted({*first[needed].tolist(), *(first[needed] + 1).tolist()})
-        row = torch.tensor([used.index(k) if k in used else 0 for k in range(len(self.times))])
+        row = torch.zeros(len(self.times), dtype=torch.int64)
+        row[used] = torch.arange(len(used))
         found = []
         for states, rates in zip(self.states, self._rates(used), strict=True):
             place = first.to(states.device)

@@ -84,6 +84,13 @@ def test_equilibrium_network_has_the_gradient_of_a_long_run_and_of_differences()
     assert float(grads[0][0, 1]) == pytest.approx((values[0] - values[1]) / (2 * h), rel=1e-6)
 
 
+def test_the_value_does_not_depend_on_recorded_gradients():
+    field = adjsim.ODE(Brusselator([1.1, 1.3], [1.5, 1.7]))
+    recorded = steady_state(field, torch.ones(2, 2), tol=1e-3).y
+    with torch.no_grad():
+        assert torch.equal(steady_state(field, torch.ones(2, 2), tol=1e-3).y, recorded)
+
+
 def test_rows_of_a_jacobian_in_one_backward_pass():
     network = Brusselator(1.2, 2.0)
     y = steady_state(adjsim.ODE(network), torch.ones(2)).y

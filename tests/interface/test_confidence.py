@@ -113,3 +113,21 @@ def test_errors(predicted, data, options, message):
 def test_a_fit_that_has_not_converged_is_told():
     with pytest.warns(UserWarning, match=r"moves one by 0\.31 standard"):
         confidence(P[2] + 0 * P[0] + T * P[0] + T**2 * P[1], DATA, P)
+
+
+def test_rounding_of_float32_is_known():
+    p, x = P.detach().float().requires_grad_(), T.float()
+    with pytest.raises(ValueError, match=r"change together along .*\[0\] .*\[2\]"):
+        confidence(p[0] * torch.exp(-p[1] * x) * torch.exp(p[2]), DATA, p)
+    # Data that single precision does not tell from the predictions.
+    one = torch.tensor([1.0], dtype=torch.float32, requires_grad=True)
+    found = confidence(one * torch.full_like(x, 1e4), 1e4 + 1e-3 * NOISE, one)
+    assert found.chi_squared == pytest.approx(float((1e-3 * NOISE).square().sum()), rel=1e-6)
+
+
+def test_a_fit_to_data_without_noise_does_not_warn(recwarn):
+    for a in torch.linspace(1.5, 1.6, 5):
+        p = torch.tensor([a, 0.8, 0.3], dtype=torch.float32, requires_grad=True)
+        exact = decay(T.numpy(), *p.tolist())
+        confidence(p[0] * torch.exp(-p[1] * T.float()) + p[2], exact, p)
+    assert not recwarn

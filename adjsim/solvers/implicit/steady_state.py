@@ -103,7 +103,7 @@ def steady_state(ode: Any, y: Any, *, tol: float = 1e-10, max_iterations: int = 
     if torch.is_grad_enabled():
         # Equal to x, with the derivative of the theorem: x and J are constants here.
         moved = once_differentiable(rates(x), "the gradient of a steady state has a linear system")
-        x = x - torch.linalg.solve(matrix, moved)
+        x = x - torch.linalg.solve(matrix, moved - moved.detach())
     values = torch.linalg.eigvals(matrix)
     # Of a pair with equal real parts, rounding does not decide.
     order = values.real + torch.finfo(values.real.dtype).eps * values.imag.sign() * values.abs()
