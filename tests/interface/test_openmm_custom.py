@@ -75,10 +75,38 @@ def test_gradients_against_differences(name):
             assert mine == pytest.approx(found, rel=1e-6, abs=1e-9 * scale), key
 
 
-def test_offsets():
+@pytest.mark.parametrize("method", ["CutoffPeriodic", "LJPME"])
+def test_offsets(method):
     # Kernels take seconds to compile.
     with patch.object(base, "unsupported", lambda *_: Refusal("left out")):
-        check_offsets("CutoffPeriodic")
+        check_offsets(method)
+
+
+def test_a_well_that_grows_from_zero():
+    force = openmm.NonbondedForce()
+    for _ in range(9):
+        force.addParticle(0.0, 0.2, 0.4)
+    force.addException(6, 8, 0.0, 0.25, 0.0)
+    force.addGlobalParameter("steric", 0.0)
+    force.addExceptionParameterOffset("steric", 0, 0.0, 0.0, 0.6)
+    system, positions = system_with(force, 9), sites(9)
+    potential, structure = from_openmm(system, positions)
+    for value in (0.0, 0.5):
+        force = system.getForce(0)
+        force.setGlobalParameterDefaultValue(0, value)
+        with torch.no_grad():
+            potential.steric.fill_(value)
+        assert_equal(potential, structure.position, system, positions)
+    written = to_openmm(potential, system)
+    assert_equal(potential, structure.position, written, positions)
+    assert written.getForce(0).getExceptionParameters(0)[3]._value == pytest.approx(0.25)
+
+
+def test_a_well_that_grows_needs_a_length():
+    force = offsets("CutoffPeriodic")
+    force.addParticleParameterOffset("steric", 11, 0.0, 0.0, 0.5)
+    with pytest.raises(ValueError, match="particle 11 has epsilon 0 eV with sigma 0 angstrom"):
+        from_openmm(system_with(force), sites())
 
 
 @pytest.mark.slow
