@@ -65,7 +65,7 @@ class CustomCentroid(CompoundTerm):
                 )
             joined, sizes = torch.cat(atoms), torch.tensor([len(x) for x in atoms])
             check_range("groups", joined, MOST_ATOMS)
-            check_range("index", self.index, len(atoms))
+            check_range("index", self.index, len(atoms), "group")
             if any(x.requires_grad or not (x.sum() > 0 and x.min() >= 0) for x in rows):
                 raise ValueError(
                     "weights must not be negative, nor all zero in a group, nor require grad."
