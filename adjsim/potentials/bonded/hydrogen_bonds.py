@@ -43,6 +43,7 @@ class CustomHydrogenBond(CompoundTerm):
         ValueError: see :class:`~adjsim.potentials.CustomCompound`; no pair that is not excluded.
     """
 
+    within_molecules = False
     functions: ClassVar[Mapping[str, int]] = {}
     omitted_arguments = ("index", "types")
 
