@@ -252,7 +252,7 @@ def test_terms_between_molecules_need_a_box(between):
     q = fluid()
     state, pairs = adjsim.PhaseState(q, q), adjsim.LennardJones(cutoff=2.0, box=SIDES)
     assert adjsim.pressure(adjsim.Hamiltonian(pairs + between(box=SIDES)), state).isfinite()
-    with pytest.raises(ValueError, match="Custom.* has none: make it, or its nonbonded parts"):
+    with pytest.raises(ValueError, match=r"Custom.* has none: make it, or its nonbonded"):
         adjsim.pressure(adjsim.Hamiltonian(pairs + between()), state)
 
 
