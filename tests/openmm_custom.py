@@ -158,9 +158,13 @@ def offsets(method: str) -> Any:
     force = openmm.NonbondedForce()
     rng = np.random.default_rng(2)
     for k in range(12):
-        force.addParticle(rng.normal(), 0.2 + 0.02 * (k % 3), 0.0 if k == 4 else 0.4)
+        # The last atom has no well, and so needs no length.
+        sigma = 0.0 if k == 11 else 0.2 + 0.02 * (k % 3)
+        force.addParticle(rng.normal(), sigma, 0.0 if k in (4, 11) else 0.4)
     for k in range(5):
         force.addException(k, k + 1, 0.2 * k, 0.25, 0.1 * (k % 2))
+    # This pair has no well, and so needs no length either.
+    force.addException(7, 9, 0.1, 0.0, 0.0)
     force.addGlobalParameter("electric", 0.3)
     force.addGlobalParameter("unused", 2.0)
     force.addGlobalParameter("steric", 0.0)
@@ -173,4 +177,5 @@ def offsets(method: str) -> Any:
     force.setNonbondedMethod(getattr(openmm.NonbondedForce, method))
     force.setCutoffDistance(0.9)
     force.setPMEParameters(4.0, 24, 24, 24)
+    force.setLJPMEParameters(4.0, 16, 16, 16)
     return force

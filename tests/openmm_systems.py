@@ -12,6 +12,7 @@ import torch
 from ase import units
 from openmm import app, unit
 
+import adjsim
 from adjsim.io._openmm.library import ENERGY, LENGTH
 
 DATA = Path(__file__).resolve().parents[1] / "examples" / "data"
@@ -41,6 +42,24 @@ def reference(system: Any, positions: Any, groups: Any = -1) -> tuple[float, np.
     energy = state.getPotentialEnergy().value_in_unit(unit.kilojoule_per_mole)
     forces = state.getForces(asNumpy=True).value_in_unit(unit.kilojoule_per_mole / unit.nanometer)
     return energy * ENERGY, np.array(forces) * ENERGY / LENGTH
+
+
+def energy_and_forces(potential: Any, position: torch.Tensor) -> tuple[float, np.ndarray]:
+    """Return energy and forces of a potential."""
+    with torch.no_grad():
+        return potential(position).item(), adjsim.force(potential, position).numpy()
+
+
+def assert_openmm_agrees(
+    system: Any, positions: Any, potential: Any, position: torch.Tensor, rtol: float
+) -> None:
+    """Assert that energy and forces of a potential are those of OpenMM's Reference platform."""
+    energy, forces = energy_and_forces(potential, position)
+    expected, expected_forces = reference(system, positions)
+    scale = np.abs(expected_forces).max()
+    # The energy may be small where large terms cancel: a force over an angstrom is its scale.
+    assert abs(energy - expected) <= rtol * max(abs(expected), scale)
+    assert np.abs(forces - expected_forces).max() <= rtol * scale
 
 
 def velocity_verlet(

@@ -81,7 +81,8 @@ def parameter_changes(
         changes.save("changes.csv")
 
     Args:
-        before: the potential as it was, or its numbers by name, such as ``potential.state_dict()``.
+        before: the potential as it was, or its numbers by name, such as ``potential.state_dict()``
+            of a potential without parametrisations. A state has other names for what these make.
         after: the fitted potential. Rows of a part are named by its ``labels``, if it has any.
         errors: standard errors by name, of the shape of the parameter or of one number; any of the
             parameters may be left out.
@@ -96,6 +97,11 @@ def parameter_changes(
         raise ValueError(
             f"errors has {sorted(unknown)[0]!r}, which is no parameter: the names are "
             f"{', '.join(new)}."
+        )
+    if isinstance(before, nn.Module) and (lost := old.keys() - new.keys()):
+        raise ValueError(
+            f"{sorted(lost)[0]} is a parameter before and none after: give the potential as it was "
+            "before the fit, such as copy.deepcopy(potential)."
         )
     for name, value in new.items():
         if name not in old or old[name].shape != value.shape:
@@ -135,14 +141,15 @@ def _numbers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    seen = set[int]()
+    # A parametrisation makes a tensor at each reading, whose id others have once it is dropped.
+    seen = dict[int, Tensor]()
     for path, part in module.named_modules():
         if "parametrizations" in path.split("."):
             continue
         for name in (*part._parameters, *getattr(part, "parametrizations", ())):
             value = getattr(part, name)
             if value is not None and id(value) not in seen:
-                seen.add(id(value))
+                seen[id(value)] = value
                 yield f"{path}.{name}" if path else name, value
 
 

@@ -15,8 +15,9 @@ from xml.etree.ElementTree import Element
 import torch
 
 from adjsim.core.durable.files import replacing
-from adjsim.io._openmm.force_field_files import Slot, Use, made, merged, slots_of, uses_of
+from adjsim.io._openmm.force_field_files import Slot, Use, make_system, merged, slots_of, uses_of
 from adjsim.io._openmm.library import forces, openmm
+from adjsim.io._openmm.maps import map_values
 from adjsim.io._openmm.solvent import read_solvent
 from adjsim.io.openmm import to_openmm
 from adjsim.potentials.bonded.maps import TorsionMap
@@ -84,7 +85,7 @@ def write_force_field(
         )
     names = [files] if isinstance(files, (str, Path)) else list(files)
     root = merged(names)
-    system = made(root, topology, options)
+    system = make_system(root, topology, options)
     try:
         wanted = to_openmm(potential, system)
     except ValueError as error:
@@ -108,7 +109,8 @@ def write_force_field(
     ElementTree.indent(root, " ")
     with replacing(Path(path)) as temporary:
         ElementTree.ElementTree(root).write(temporary, encoding="utf-8")
-        _check(made(ElementTree.parse(temporary).getroot(), topology, options), wanted, parts)
+        found = make_system(ElementTree.parse(temporary).getroot(), topology, options)
+        _check(found, wanted, parts)
 
 
 def _write_rows(root: Element, uses: dict[int, list[Use]], types: list[str]) -> None:
@@ -181,7 +183,7 @@ def _one_row(row: Element, slot: Slot, uses: tuple[Use, Use]) -> ValueError:
 def _write_scales(root: Element, parts: dict[str, Any]) -> None:
     """Write the factors of 1-4 pairs."""
     for name, part in SCALES.items():
-        found = [force for force in root.iterfind("NonbondedForce") if part in parts]
+        found = list(root.iterfind("NonbondedForce")) if part in parts else []
         if not found:
             continue
         value = parts[part].scale.item()
@@ -198,10 +200,9 @@ def _write_maps(root: Element, part: TorsionMap | None, wanted: Any) -> None:
     force = forces(wanted, "CMAPTorsionForce")[0]
     for k, element in enumerate(root.iterfind("CMAPTorsionForce/Map")):
         text = (element.text or "").split()
-        values = [getattr(x, "_value", x) for x in force.getMapParameters(k)[1]]
         element.text = " ".join(
             old if math.isclose(float(old), new, rel_tol=ROUNDING) else repr(new)
-            for old, new in zip(text, values, strict=True)
+            for old, new in zip(text, map_values(force, k), strict=True)
         )
 
 

@@ -67,7 +67,6 @@ class Expression:
 
     Attributes:
         names: the names that are neither functions nor defined.
-        calls: the functions that it calls.
 
     Raises:
         ValueError: text that cannot be read, with its place.
@@ -91,9 +90,8 @@ class Expression:
             self.definitions[key] = _within(scope, found)
             scope[name.strip()] = key
         self.formula = _within(scope, self._read(*first))
-        parts = list(self._parts(self.formula))
+        parts = self._parts(self.formula)
         self.names: AbstractSet[str] = frozenset(x for x in parts if isinstance(x, str))
-        self.calls: AbstractSet[str] = {x.function for x in parts if isinstance(x, Call)}
 
     def __call__(
         self,

@@ -533,8 +533,14 @@ BAD = [
     (lambda: ParticleMeshEwald([1.0], box=[3.0] * 3, cutoff=1.0, order=3), "from 4 to 10"),
     (lambda: ewald()(torch.zeros(3, 3)), "charge is for 12 atoms"),
     (lambda: mesh().force(torch.zeros(12, 2)), "in three dimensions"),
-    (lambda: ewald(exclusions=[[0, 40]]), "40"),
+    (lambda: ewald(exclusions=[[0, 40]]), "name atom 40, and the potential is for 12 atoms"),
 ]  # fmt: skip
+
+
+def test_charges_have_no_species():
+    for kind in (Ewald, ParticleMeshEwald):
+        with pytest.raises(TypeError, match="takes no species"):
+            kind([1.0, -1.0], box=[3.0] * 3, cutoff=1.0, species=[0, 1])
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -121,11 +121,37 @@ def test_tables_outside_of_their_range():
     assert all(bool(f[-1].isnan()) for f in (whole, natural, wrapped(at)))
 
 
+@pytest.mark.parametrize("periodic", [False, True])
+def test_a_table_whose_settings_change(periodic):
+    """The function is that of a table made with the present settings."""
+    at = torch.linspace(0, 2.9, 7, dtype=torch.float64)
+    for wanted in (
+        ContinuousFunction([2.0, 1.0, 4.0], 0.0, 3.0, periodic=periodic),
+        ContinuousFunction([2.0, 1.0, 4.0, 3.0, 0.0], 0.0, 3.0, periodic=periodic),
+    ):
+        table = ContinuousFunction([2.0, 1.0, 4.0], 0.0, 3.0, periodic=not periodic)
+        assert not torch.allclose(table(at), wanted(at))
+        table.periodic, table.values = periodic, wanted.values
+        torch.testing.assert_close(table(at), wanted(at), rtol=0, atol=0)
+
+
+CONSTANT = DiscreteFunction([1.0, 2.0])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: ContinuousFunction([1.0], 0, 1), "at least 2 entries"),
         (lambda: ContinuousFunction([1.0, 2.0], 1, 0), "high must be above low; got 0 and 1"),
+        (lambda: ContinuousFunction(torch.ones(2, 2, 2), (0, 1), 2), "of the 3 arguments; got 2"),
+        (
+            lambda: CustomBond([[0, 1]], "f*f(r)", {"f": 1.0}, tables={"f": CONSTANT}),
+            "'f' is a number and a table",
+        ),
+        (
+            lambda: CustomHydrogenBond([[0]], [[1]], "distance(d1,a1)", exclusions=[[-1, 0]]),
+            r"exclusions\[0\] names donor -1, and donors are counted from 0 to 0",
+        ),
         (lambda: CustomExternal([[0, 1]], "x"), "index must be"),
         (lambda: CustomExternal([0], "distance(p1,p1)"), "place 0: distance is no function"),
         (

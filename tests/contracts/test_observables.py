@@ -241,6 +241,21 @@ def test_what_pressure_needs():
         adjsim.pressure(adjsim.Hamiltonian(boxed + other), state)
 
 
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda **o: adjsim.potentials.CustomCentroid([[0], [1]], [[0, 1]], "distance(g1,g2)", **o),
+        lambda **o: adjsim.potentials.CustomHydrogenBond([[0]], [[1]], "distance(d1,a1)", **o),
+    ],
+)
+def test_terms_between_molecules_need_a_box(between):
+    q = fluid()
+    state, pairs = adjsim.PhaseState(q, q), adjsim.LennardJones(cutoff=2.0, box=SIDES)
+    assert adjsim.pressure(adjsim.Hamiltonian(pairs + between(box=SIDES)), state).isfinite()
+    with pytest.raises(ValueError, match=r"Custom.* has none: make it, or its nonbonded"):
+        adjsim.pressure(adjsim.Hamiltonian(pairs + between()), state)
+
+
 def angles_of(q, angles=(1.0, 2.0), box=SIDES, cutoff=1.6, width=0.1, start=None):
     return adjsim.angular_distribution(
         q, list(angles), box, cutoff=cutoff, width=width, start=start

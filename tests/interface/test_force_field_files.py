@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from openmm import app
+from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
 import adjsim
@@ -327,5 +328,20 @@ def test_a_table_of_changes(toy, tmp_path):
         parameter_changes(before, potential, {"bond.k": 1.0})
     with pytest.raises(ValueError, match=r"bonds.k has shape .* absent before"):
         parameter_changes({}, potential)
+    with pytest.raises(ValueError, match="is a parameter before and none after"):
+        parameter_changes(before, potential.bonds)
     with pytest.raises(ValueError, match=r"the error of bonds.length has shape \(3,\)"):
         parameter_changes(before, potential, {"bonds.length": np.ones(3)})
+
+
+def test_every_number_that_parametrisations_make_is_listed():
+    module = nn.Module()
+    for k in range(8):
+        module.register_parameter(f"x{k}", nn.Parameter(torch.ones(1, dtype=torch.float32)))
+        register_parametrization(module, f"x{k}", adjsim.Positive())
+    before = copy.deepcopy(module)
+    with torch.no_grad():
+        for x in module.parameters():
+            x.add_(0.1)
+    names = [row.parameter for row in parameter_changes(before, module).rows]
+    assert names == [f"x{k}" for k in range(8)]

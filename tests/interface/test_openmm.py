@@ -30,6 +30,8 @@ from tests.openmm_systems import (
     GBN2,
     METHODS,
     OBC2,
+    assert_openmm_agrees,
+    energy_and_forces,
     flexible_water,
     molecule,
     random_system,
@@ -47,19 +49,9 @@ def displaced(positions, seed=0, size=0.005):
     return positions + size * np.random.default_rng(seed).standard_normal(positions.shape)
 
 
-def energy_and_forces(potential, position):
-    with torch.no_grad():
-        return potential(position).item(), adjsim.force(potential, position).numpy()
-
-
 def assert_equal_to_openmm(system, positions, topology=None, rtol=ROUNDING):
     potential, structure = from_openmm(system, positions, topology)
-    energy, forces = energy_and_forces(potential, structure.position)
-    expected, expected_forces = reference(system, positions)
-    scale = np.abs(expected_forces).max()
-    # The energy may be small where large terms cancel: a force over an angstrom is its scale.
-    assert abs(energy - expected) <= rtol * max(abs(expected), scale)
-    assert np.abs(forces - expected_forces).max() <= rtol * scale
+    assert_openmm_agrees(system, positions, potential, structure.position, rtol)
     return potential, structure
 
 
@@ -408,13 +400,8 @@ def check_random_system(seed, method, scaled, tilted):
     assert all(isinstance(part, ScaledPairs) == scaled for part in pairs)
     assert pairs
     perturb(potential)
-    written = to_openmm(potential, system)
-    position = torch.from_numpy(10 * positions)
-    energy, forces = energy_and_forces(potential, position)
-    expected, expected_forces = reference(written, positions)
-    scale = np.abs(expected_forces).max()
-    assert abs(energy - expected) <= ROUNDING * max(abs(expected), scale)
-    assert np.abs(forces - expected_forces).max() <= ROUNDING * scale
+    written, position = to_openmm(potential, system), torch.from_numpy(10 * positions)
+    assert_openmm_agrees(written, positions, potential, position, ROUNDING)
 
 
 def perturb(potential, seed=0):
@@ -747,11 +734,14 @@ def unread(text):
     return make
 
 
-def smooth_table():
-    force = openmm.CustomNonbondedForce("f(r)")
-    force.addTabulatedFunction("f", openmm.Continuous1DFunction([0.0, 1.0, 0.0], 0.0, 1.0))
-    _ = [force.addParticle([]) for _ in range(2)]
-    return pair(force)
+def smooth_table(text):
+    def make():
+        force = openmm.CustomNonbondedForce(text)
+        force.addTabulatedFunction("f", openmm.Continuous1DFunction([0.0, 1.0, 0.0], 0.0, 1.0))
+        _ = [force.addParticle([]) for _ in range(2)]
+        return pair(force)
+
+    return make
 
 
 def wrong_pairs(text, *, computed=False):
@@ -791,7 +781,8 @@ NONBONDED = openmm.NonbondedForce
         (lambda: pair(openmm.CustomCVForce("r")), r"CustomCVForce 'r', .*removeForce\(1\)"),
         (unread("foo(r)"), r"'foo\(r\)' cannot be read at place 0: foo is no function"),
         (unread("index*r"), r"'index' has the name of an attribute"),
-        (smooth_table, r"'f\(r\)' of .* at place 0: the table f is a Continuous1DFunc"),
+        (smooth_table("2*f(r)"), r"table f of .* is a Continuous1DFunction.*f\(r\)' calls it .* 2"),
+        (smooth_table("r"), r"table f of .* is a Continuous1DFunction.*'r' does not call it"),
         (wrong_pairs("q1*q2", computed=True), r"CustomNonbondedForce has computed values"),
         (wrong_pairs("q1*p2/r"), r"exchanging the two atoms changes the expression 'q1\*p2/r'"),
         (wrong_pairs("f(t1,t2)*f;f=3"), r"a table and another number of the name f"),

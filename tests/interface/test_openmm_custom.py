@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-import numpy as np
 import openmm
 import pytest
 import torch
@@ -15,15 +14,17 @@ from adjsim.io import from_openmm, to_openmm
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.pairs import base
 from tests.openmm_custom import FORCES, offsets, sites, steep, system_with
-from tests.openmm_systems import reference
+from tests.openmm_systems import assert_openmm_agrees
 
 
 def assert_equal(potential, position, system, positions):
-    energy, forces = potential(position).item(), adjsim.force(potential, position).detach()
-    expected, expected_forces = reference(system, positions)
-    scale = np.abs(expected_forces).max()
-    assert energy == pytest.approx(expected, rel=1e-9, abs=1e-9 * scale)
-    assert np.abs(forces.numpy() - expected_forces).max() <= 1e-9 * scale
+    assert_openmm_agrees(system, positions, potential, position, 1e-9)
+
+
+def equal_to_openmm(system, positions):
+    potential, structure = from_openmm(system, positions)
+    assert_equal(potential, structure.position, system, positions)
+    return potential, structure
 
 
 @pytest.mark.parametrize("periodic", [False, True])
@@ -34,8 +35,7 @@ def test_read_and_written(name, periodic):
     if periodic:
         # Atoms apart by whole boxes. Groups, and Cartesian coordinates, stay where they are.
         positions[0 if name != "centroid" else 7] += (2.0, 0.0, -2.2)
-    potential, structure = from_openmm(system, positions)
-    assert_equal(potential, structure.position, system, positions)
+    potential, structure = equal_to_openmm(system, positions)
     with torch.no_grad():
         for key, parameter in potential.named_parameters():
             if not key.endswith(".t"):
@@ -75,10 +75,43 @@ def test_gradients_against_differences(name):
             assert mine == pytest.approx(found, rel=1e-6, abs=1e-9 * scale), key
 
 
-def test_offsets():
-    # Kernels take seconds to compile.
+@pytest.fixture
+def no_kernels():
+    """Kernels take seconds to compile."""
     with patch.object(base, "unsupported", lambda *_: Refusal("left out")):
-        check_offsets("CutoffPeriodic")
+        yield
+
+
+@pytest.mark.parametrize("method", ["CutoffPeriodic", "LJPME"])
+def test_offsets(method, no_kernels):
+    check_offsets(method)
+
+
+def test_a_well_that_grows_from_zero(no_kernels):
+    force = openmm.NonbondedForce()
+    for _ in range(9):
+        force.addParticle(0.0, 0.2, 0.4)
+    force.addException(6, 8, 0.0, 0.25, 0.0)
+    force.addGlobalParameter("steric", 0.0)
+    force.addExceptionParameterOffset("steric", 0, 0.0, 0.0, 0.6)
+    system, positions = system_with(force, 9), sites(9)
+    potential, structure = from_openmm(system, positions)
+    for value in (0.0, 0.5):
+        force = system.getForce(0)
+        force.setGlobalParameterDefaultValue(0, value)
+        with torch.no_grad():
+            potential.steric.fill_(value)
+        assert_equal(potential, structure.position, system, positions)
+    written = to_openmm(potential, system)
+    assert_equal(potential, structure.position, written, positions)
+    assert written.getForce(0).getExceptionParameters(0)[3]._value == pytest.approx(0.25)
+
+
+def test_a_well_that_grows_needs_a_length():
+    force = offsets("CutoffPeriodic")
+    force.addParticleParameterOffset("steric", 11, 0.0, 0.0, 0.5)
+    with pytest.raises(ValueError, match="particle 11 has epsilon 0 eV with sigma 0 angstrom"):
+        from_openmm(system_with(force), sites())
 
 
 @pytest.mark.slow
@@ -90,8 +123,7 @@ def test_offsets_in_kernels():
 def check_offsets(method):
     """Numbers at any value of the global ones are OpenMM's, with the gradient of the energy."""
     system, positions = system_with(offsets(method)), sites()
-    potential, structure = from_openmm(system, positions)
-    assert_equal(potential, structure.position, system, positions)
+    potential, structure = equal_to_openmm(system, positions)
     assert not hasattr(potential, "unused")
     with torch.no_grad():
         for parameter in potential.parameters():
@@ -116,16 +148,14 @@ def test_external_forces_of_harmonic_form():
     """A restraint, unless another force has its stiffness: then the number is one of both."""
     for periodic in (False, True):
         system, positions = system_with(steep(periodic)), sites()
-        potential, structure = from_openmm(system, positions)
+        potential, _ = equal_to_openmm(system, positions)
         assert [name for name, _ in potential.named_children()] == ["restraints"]
-        assert_equal(potential, structure.position, system, positions)
         bond = openmm.CustomBondForce("k*r^2")
         bond.addGlobalParameter("k", 300.0)
         bond.addBond(0, 1)
         system.addForce(bond)
-        potential, structure = from_openmm(system, positions)
+        potential, _ = equal_to_openmm(system, positions)
         assert potential.custom_externals.k is potential.custom_bonds.k
-        assert_equal(potential, structure.position, system, positions)
         system.getForce(1).setGlobalParameterDefaultValue(0, 2.0)
         with pytest.raises(ValueError, match="number k with the defaults 2 and 300"):
             from_openmm(system, positions)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from adjsim.io._openmm.custom import global_numbers, global_parameters
+from adjsim.io._openmm.custom import global_numbers, global_parameters, numbered
 from adjsim.io._openmm.library import (
     ENERGY,
     LENGTH,
@@ -31,7 +31,7 @@ KIND = "CustomNonbondedForce"
 def read_custom_pairs(system: Any, shared: dict[str, nn.Parameter]) -> dict[str, Potential]:
     """Read the custom nonbonded forces of a system, by the names of their parts."""
     found: dict[str, Potential] = {}
-    for part, force in _parts(system):
+    for force, part in numbered(forces(system, KIND), "custom_pairs"):
         found[part] = pairs = _read(system, force, shared)
         if pairs.box is not None and force.getUseLongRangeCorrection():
             name = part.replace("custom_pairs", "long_range")
@@ -41,7 +41,7 @@ def read_custom_pairs(system: Any, shared: dict[str, nn.Parameter]) -> dict[str,
 
 def write_custom_pairs(parts: dict[str, nn.Module], system: Any) -> None:
     """Write the numbers of custom pairs into the forces of a system."""
-    for part, force in _parts(system):
+    for force, part in numbered(forces(system, KIND), "custom_pairs"):
         pairs = parts.get(part)
         if not isinstance(pairs, CustomPairs):
             raise ValueError(
@@ -128,11 +128,6 @@ def _groups(force: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def _parts(system: Any) -> list[tuple[str, Any]]:
-    found = forces(system, KIND)
-    return [(f"custom_pairs{f'_{k + 1}' if k else ''}", force) for k, force in enumerate(found)]
-
-
 def _tables(force: Any) -> dict[str, tuple[int, tuple[int, int]]]:
     """Return the place and the shape of each table of two types, by name."""
     found: dict[str, tuple[int, tuple[int, int]]] = {}
@@ -141,10 +136,10 @@ def _tables(force: Any) -> dict[str, tuple[int, tuple[int, int]]]:
         if type(table).__name__ != "Discrete2DFunction":
             text = force.getEnergyFunction()
             call = re.search(rf"\b{name}\s*\(", text)
+            calls = f"calls it at place {call.start()}" if call else "does not call it: remove it"
             raise ValueError(
-                f"the expression {text!r} of the {KIND} cannot be read at place "
-                f"{call.start() if call else 0}: the table {name} is a {type(table).__name__}, and "
-                "pairs have a Discrete2DFunction of their types alone."
+                f"the table {name} of the {KIND} is a {type(table).__name__}, and pairs have a "
+                f"Discrete2DFunction of their types alone. The expression {text!r} {calls}."
             )
         rows, columns, _ = table.getFunctionParameters()
         found[name] = k, (rows, columns)

@@ -104,7 +104,7 @@ def _trees(files: Sequence[str | Path]) -> Iterator[Element]:
                 left.append(wanted)
 
 
-def made(root: Element, topology: Any, options: dict[str, Any]) -> Any:
+def make_system(root: Element, topology: Any, options: dict[str, Any]) -> Any:
     """Make the system of a topology by the force field of an element."""
     field = application().ForceField(io.BytesIO(ElementTree.tostring(root)))
     return field.createSystem(topology, **options)
@@ -155,7 +155,7 @@ def uses_of(
     for kind in marked.iterfind("AtomTypes/Type"):
         kind.set("mass", repr(MARK + names.setdefault(kind.attrib["name"], len(names))))
     options = {name: value for name, value in options.items() if name != "hydrogenMass"}
-    found = made(marked, topology, options)
+    found = make_system(marked, topology, options)
     uses: dict[int, list[Use]] = {}
     for force, wanted in zip(found.getForces(), system.getForces(), strict=True):
         for (atoms, marks), (_, values) in zip(_terms(force), _terms(wanted), strict=True):

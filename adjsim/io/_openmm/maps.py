@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,11 @@ def _force(system: Any) -> Any:
 
 def _values(force: Any, k: int) -> np.ndarray:
     """Return a map by its first and its second angle. In OpenMM the first one runs fastest."""
-    size, values = force.getMapParameters(k)
-    plain = [getattr(x, "_value", x) for x in values]
-    return np.array(plain, dtype=np.float64).reshape(size, size).T * ENERGY
+    values = map_values(force, k)
+    size = math.isqrt(len(values))
+    return np.array(values, dtype=np.float64).reshape(size, size).T * ENERGY
+
+
+def map_values(force: Any, k: int) -> list[float]:
+    """Return the values of a map as OpenMM stores them, in its units."""
+    return [getattr(x, "_value", x) for x in force.getMapParameters(k)[1]]

@@ -79,6 +79,19 @@ class Particles(NamedTuple):
             *(charge, sigma, epsilon, self.pairs, product, pair_sigma, pair_epsilon), self.offsets
         )
 
+    def with_lengths(self) -> Particles:
+        """Return the numbers with a length as the sigma of atoms and pairs without a well.
+
+        Such a sigma has no effect. A well that is zero now may have an offset.
+        """
+        offsets = self.offsets
+        wells = (self.epsilon != 0) | offsets.particles[..., 2].any(0)
+        pair_wells = (self.pair_epsilon != 0) | offsets.pairs[..., 2].any(0)
+        return self._replace(
+            sigma=np.where(wells | (self.sigma > 0), self.sigma, 1.0),
+            pair_sigma=np.where(pair_wells, self.pair_sigma, 1.0),
+        )
+
     def scales(self) -> tuple[float, float] | None:
         """Return the factors of all 1-4 pairs, of charges and of epsilon, if there are any.
 
@@ -130,7 +143,7 @@ def read_nonbonded(
         return {}, {}, {}
     force = found[0]
     _check(force)
-    base = Particles.of(force, shared)
+    base = Particles.of(force, shared).with_lengths()
     particles, offsets = base.with_offsets(), base.offsets
     box = box_of_system(system) if force.usesPeriodicBoundaryConditions() else None
     parts: dict[str, Any] = {}
@@ -178,15 +191,14 @@ def _lennard_jones(
     force: Any, base: Particles, names: Names, options: dict[str, Any]
 ) -> tuple[Types, Any]:
     particles, scales = base.with_offsets(), base.offsets.particles[..., 1:]
-    bad = np.flatnonzero((particles.epsilon != 0) & (particles.sigma <= 0))
+    bad = np.flatnonzero(particles.sigma <= 0)
     if len(bad):
         raise ValueError(
             f"particle {bad[0]} has epsilon {particles.epsilon[bad[0]]:g} eV with sigma "
-            f"{particles.sigma[bad[0]]:g} angstrom: set a positive sigma, or epsilon to zero."
+            f"{particles.sigma[bad[0]]:g} angstrom: set a positive sigma, or epsilon and its "
+            "offsets to zero."
         )
-    # The sigma of an atom without a well has no effect; zero would not be a length.
-    sigma = np.where((particles.epsilon == 0) & (particles.sigma <= 0), 1.0, particles.sigma)
-    numbers = np.stack([particles.epsilon, sigma], 1)
+    numbers = np.stack([particles.epsilon, particles.sigma], 1)
     # Atoms of a species have the same offsets.
     symbols = [None] * len(numbers) if names.names is None else names.symbols
     rows = [(*scales[:, k].flat, base.epsilon[k], base.sigma[k]) for k in range(len(numbers))]
@@ -260,8 +272,8 @@ def _pairs(
         return {}
     index, scales = torch.from_numpy(particles.pairs[at]), particles.scales()
     if scales is None:
-        sigma = np.where(particles.pair_epsilon == 0, 1.0, particles.pair_sigma)
-        numbers = np.stack([particles.pair_epsilon, sigma, particles.product], 1)[at]
+        columns = particles.pair_epsilon, particles.pair_sigma, particles.product
+        numbers = np.stack(columns, 1)[at]
         # Offsets are those of pairs, so pairs with offsets have no types.
         offsets, each = base.offsets, base.offsets.pairs[:, at]
         terms = index.tolist()

@@ -79,14 +79,14 @@ class Offsets(NamedTuple):
             return
         register_parametrization(part, name, Offset(self.numbers, torch.from_numpy(scales.copy())))
         with torch.no_grad():
-            _list_of(part, name).original.copy_(torch.from_numpy(base))
+            _parametrisations_of(part, name).original.copy_(torch.from_numpy(base))
 
 
 def without_offsets(part: nn.Module, name: str) -> Tensor:
     """Return a parameter of a part, without what offsets add."""
     value: Tensor = getattr(part, name)
-    if is_parametrized(part, name) and isinstance(_list_of(part, name)[0], Offset):
-        value = _list_of(part, name).original
+    if is_parametrized(part, name) and isinstance(_parametrisations_of(part, name)[0], Offset):
+        value = _parametrisations_of(part, name).original
     return value
 
 
@@ -102,6 +102,6 @@ def write_numbers(parts: Mapping[str, Any], force: Any) -> None:
             force.setGlobalParameterDefaultValue(k, float(found[name].detach()))
 
 
-def _list_of(part: nn.Module, name: str) -> Any:
+def _parametrisations_of(part: nn.Module, name: str) -> Any:
     lists: Any = part.parametrizations
     return lists[name]

@@ -36,28 +36,21 @@ def write_tables(part: nn.Module, force: Any) -> None:
         if smooth and function.periodic:
             values = np.pad(values, [(0, 1)] * count, mode="wrap")
         sizes = values.shape if count > 1 else ()
-        _, _, limits, _ = _parts(table)
+        _, limits, _ = _parts(table)
         table.setFunctionParameters(*sizes, values.flatten("F").tolist(), *limits)
 
 
 def _tables(force: Any) -> list[tuple[str, Any]]:
     if not hasattr(force, "getNumTabulatedFunctions"):
         return []
-    found = [
+    return [
         (force.getTabulatedFunctionName(k), force.getTabulatedFunction(k))
         for k in range(force.getNumTabulatedFunctions())
     ]
-    for name, table in found:
-        if type(table).__name__ not in KINDS:
-            raise ValueError(
-                f"the table {name} of the {type(force).__name__} is a {type(table).__name__}; "
-                f"{', '.join(KINDS)} are provided."
-            )
-    return found
 
 
-def _parts(table: Any) -> tuple[tuple[int, ...], np.ndarray, list[float], bool]:
-    """Return sizes, values, limits (low and high of each axis) and whether it is periodic."""
+def _parts(table: Any) -> tuple[np.ndarray, list[float], bool]:
+    """Return values, limits (low and high of each axis) and whether it is periodic."""
     smooth, count = KINDS[type(table).__name__]
     given = table.getFunctionParameters()
     # One that has values alone is given without a list around them.
@@ -66,11 +59,11 @@ def _parts(table: Any) -> tuple[tuple[int, ...], np.ndarray, list[float], bool]:
     values, *limits = rows
     values = np.array(plain(values), dtype=np.float64).reshape(sizes, order="F")
     periodic = bool(table.getPeriodic()) if smooth else False
-    return sizes, values, [float(plain(x)) for x in limits[: 2 * count]], periodic
+    return values, [float(plain(x)) for x in limits[: 2 * count]], periodic
 
 
 def _read(table: Any) -> TabulatedFunction:
-    _, values, limits, periodic = _parts(table)
+    values, limits, periodic = _parts(table)
     if periodic:
         # The last value of each axis is the first one.
         values = values[(slice(-1),) * values.ndim]

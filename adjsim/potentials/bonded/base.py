@@ -53,6 +53,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
         coordinate: the internal coordinate of these displacements, by default the distance, see
             :mod:`adjsim.core.coordinates`.
         stretches: whether the displacements stretch with the box.
+        fixed_reason: what does not move with the box, in terms whose displacements do not stretch.
 
     Raises:
         ValueError: an index of another shape, negative or too large, a term that names an atom
@@ -63,6 +64,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
     coordinate: ClassVar[type[Coordinate]] = Distance
     within_molecules = True
     stretches: bool = True
+    fixed_reason: ClassVar[str] = ""
 
     box: Tensor | None
 
@@ -95,8 +97,13 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
 
         return self._join(self._pulls(x, slope, rounding), position, rounding), product
 
+    @property
+    def follows_box(self) -> bool:
+        """Whether there is a box, with which the displacements stretch."""
+        return self.box is not None and self.stretches
+
     def strained_energy(self, position: Positions, strain: Strain) -> Energies:
-        if self.box is None or not self.stretches:
+        if not self.follows_box:
             return super().strained_energy(position, strain)
         return self.element(self.coordinate(*self._stretched(position, strain)).value).sum((-1, -2))
 
@@ -107,7 +114,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
     ) -> Forced:
-        if self.box is None or not self.stretches:
+        if not self.follows_box:
             return super().strained_force(position, strain, rounding, virial_rounding)
         return self._in_boxes(position, strain, rounding, virial_rounding)[0]
 
@@ -119,7 +126,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
         rounding: Rounding = UNROUNDED,
         virial_rounding: Rounding = UNROUNDED,
     ) -> tuple[Forced, StrainedPullback]:
-        if self.box is None or not self.stretches:
+        if not self.follows_box:
             return super().strained_vjp(position, strain, parameters, rounding, virial_rounding)
         with torch.no_grad():
             values, product = self._in_boxes(position, strain, rounding, virial_rounding)
@@ -183,7 +190,12 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
         """Compute ``sum of F_k b_k`` over terms and displacements, ``(*batch, dim, dim)``.
 
         F_k is minus the derivative of the energy with respect to the displacement b_k.
+
+        Raises:
+            TypeError: displacements that do not stretch with the box.
         """
+        if not self.stretches:
+            raise TypeError(f"{type(self).__name__} has no virial(position): {self.fixed_reason}.")
         b = self.displacements(position)
         x = self.coordinate(*b)
         pulls = self._pulls(x, self.slope(x.value), UNROUNDED)

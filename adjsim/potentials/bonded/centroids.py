@@ -41,8 +41,9 @@ class CustomCentroid(CompoundTerm):
             that is not there, weights that are negative or of other lengths.
     """
 
+    within_molecules = False
     shares: Tensor
-    later: Tensor
+    is_not_first: Tensor
     letter = "g"
 
     def __init__(
@@ -65,7 +66,7 @@ class CustomCentroid(CompoundTerm):
                 )
             joined, sizes = torch.cat(atoms), torch.tensor([len(x) for x in atoms])
             check_range("groups", joined, MOST_ATOMS)
-            check_range("index", self.index, len(atoms))
+            check_range("index", self.index, len(atoms), "group")
             if any(x.requires_grad or not (x.sum() > 0 and x.min() >= 0) for x in rows):
                 raise ValueError(
                     "weights must not be negative, nor all zero in a group, nor require grad."
@@ -76,9 +77,9 @@ class CustomCentroid(CompoundTerm):
             )
             self.atom_of = Selection(joined, int(joined.max()) + 1)
             self.register_buffer("shares", shares, persistent=False)
-            later = torch.ones(len(joined))
-            later[sizes.cumsum(0) - sizes] = 0.0
-            self.register_buffer("later", later, persistent=False)
+            is_not_first = torch.ones(len(joined))
+            is_not_first[sizes.cumsum(0) - sizes] = 0.0
+            self.register_buffer("is_not_first", is_not_first, persistent=False)
 
     def check_position(self, position: Tensor) -> None:
         if position.shape[-2] < self.atom_of.count:
@@ -101,7 +102,7 @@ class CustomCentroid(CompoundTerm):
         parts = self.group_of(forces) * self.shares.to(forces)
         if rounding.rounds:
             # The first atom of a group has the rest, so that sums are exact.
-            parts = rounding.round(parts) * self.later.to(forces)
+            parts = rounding.round(parts) * self.is_not_first.to(forces)
             rest = forces - self.group_of.transpose(parts)
-            parts = parts + self.group_of(rest) * (1 - self.later.to(forces))
+            parts = parts + self.group_of(rest) * (1 - self.is_not_first.to(forces))
         return self.atom_of.transpose(parts, like.shape[-2]).transpose(-1, -2)

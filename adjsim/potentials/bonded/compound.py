@@ -13,7 +13,7 @@ from adjsim.core.arguments import as_indices, as_positive
 from adjsim.core.coordinates import Angle, Coordinate, Dihedral, Distance, Vector, subtracted
 from adjsim.core.layout import is_tracing
 from adjsim.core.rounding import Rounding
-from adjsim.core.typing import Array, Positions
+from adjsim.core.typing import Array
 from adjsim.potentials.bonded.custom import CustomTerm
 from adjsim.potentials.expressions import Expression
 from adjsim.potentials.products import derivative, with_fewer_axes
@@ -56,6 +56,7 @@ class CompoundTerm(CustomTerm):
     functions: ClassVar[Mapping[str, int]] = {name: count for name, (count, _) in OF_POINTS.items()}
     letter: ClassVar[str] = "p"
     width: ClassVar[int | None] = None
+    fixed_reason = "its expression reads Cartesian coordinates, which do not move with the box"
 
     def __init__(
         self, index: Array, *arguments: Any, length_unit: float = 1.0, **options: Any
@@ -158,14 +159,6 @@ class CompoundTerm(CustomTerm):
             return kind(*super(CompoundTerm, self)._to_nearest(b, box)).value
 
         return value
-
-    def virial(self, position: Positions) -> Tensor:
-        if not self.stretches:
-            raise TypeError(
-                f"{type(self).__name__} has no virial(position): its expression reads Cartesian "
-                "coordinates, which do not move with the box."
-            )
-        return super().virial(position)
 
     def _vectors(self, joined: Tensor) -> list[Vector]:
         """Split the entries of all displacements."""

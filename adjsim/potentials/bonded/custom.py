@@ -37,7 +37,8 @@ class CustomTerm(BondedPotential):
 
     Raises:
         ValueError: an expression that cannot be read, a name without a number, a number whose name
-            the potential or its coordinate has already, a table with another number of arguments.
+            the potential, its coordinate or a table has already, a table with another number of
+            arguments.
     """
 
     variable: ClassVar[str] = "r"
@@ -60,6 +61,8 @@ class CustomTerm(BondedPotential):
         super().__init__(index, **options)
         self.expression = found
         self.unit = as_positive("unit", unit)
+        if both := (numbers or {}).keys() & (tables or {}).keys():
+            raise ValueError(f"{min(both)!r} is a number and a table: rename one of them.")
         for name, value in {**(numbers or {}), **(tables or {})}.items():
             if hasattr(self, name) or name in self.coordinate_names():
                 raise ValueError(

@@ -13,7 +13,7 @@ from adjsim.core.coordinates import Distance
 from adjsim.core.parameters import register
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.compound import CompoundTerm
-from adjsim.potentials.bonded.selection import Selection
+from adjsim.potentials.bonded.selection import Selection, check_range
 
 
 class CustomHydrogenBond(CompoundTerm):
@@ -43,6 +43,7 @@ class CustomHydrogenBond(CompoundTerm):
         ValueError: see :class:`~adjsim.potentials.CustomCompound`; no pair that is not excluded.
     """
 
+    within_molecules = False
     functions: ClassVar[Mapping[str, int]] = {}
     omitted_arguments = ("index", "types")
 
@@ -136,12 +137,8 @@ def _pairs(donors: int, acceptors: int, exclusions: Array | None) -> tuple[Tenso
         left_out = as_indices("exclusions", exclusions)
         if left_out.ndim != 2 or left_out.shape[1] != 2:
             raise wrong_shape("exclusions", "(n, 2), a donor and an acceptor each", left_out)
-        for column, count in zip(left_out.unbind(-1), (donors, acceptors), strict=True):
-            if not bool(((column >= 0) & (column < count)).all()):
-                raise ValueError(
-                    f"exclusions name {int(column.max())}, and there are {donors} donors and "
-                    f"{acceptors} acceptors, counted from 0."
-                )
+        for column, (noun, count) in enumerate((("donor", donors), ("acceptor", acceptors))):
+            check_range("exclusions", left_out[:, column], count, noun)
         held[left_out[:, 0], left_out[:, 1]] = False
     if not bool(held.any()):
         raise ValueError("all pairs of a donor and an acceptor are excluded.")

@@ -23,6 +23,8 @@ class Restraint(BondedPotential):
 
     members = 1
     steps = ((-1, 0),)
+    stretches = False
+    fixed_reason = "its points do not move with the box"
     shapes_of_declared = "a number, one for each restrained atom or one for each type"
 
     k: Tensor = declared("stiffness, energy / length^2")
@@ -66,14 +68,6 @@ class Restraint(BondedPotential):
         points = self.position.to(places[0]).T
         rows = points.split([part.shape[-2] for part in places])
         return self._to_nearest([subtracted(places, rows)], self.image_box)
-
-    # Points do not move with the box.
-    stretches = False
-
-    def virial(self, position: Positions) -> Tensor:
-        raise TypeError(
-            f"{type(self).__name__} has no virial(position): its points do not move with the box."
-        )
 
 
 class PositionRestraint(Restraint, HarmonicTerm):

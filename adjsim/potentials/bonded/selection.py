@@ -75,13 +75,13 @@ def as_members(
     return found
 
 
-def check_range(name: str, index: Tensor, atoms: int) -> None:
-    """Refuse indices that are not those of an atom."""
-    outside = (index < 0) | (index >= atoms)
+def check_range(name: str, index: Tensor, count: int, noun: str = "atom") -> None:
+    """Refuse indices that are not those of a noun, of which there is a count."""
+    outside = (index < 0) | (index >= count)
     if bool(outside.any()):
         raise ValueError(
-            f"{name}[{int(outside.nonzero()[0, 0])}] names atom {int(index[outside][0])}, and "
-            f"atoms are counted from 0 to {atoms - 1}."
+            f"{name}[{int(outside.nonzero()[0, 0])}] names {noun} {int(index[outside][0])}, "
+            f"and {noun}s are counted from 0 to {count - 1}."
         )
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import cache, reduce
 from operator import add, mul
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_flag, as_number, outside_inference_mode
+from adjsim.core.arguments import as_flag, as_number
 from adjsim.core.derived import derived
 from adjsim.core.parameters import Shape, register
 from adjsim.core.typing import Number
@@ -85,7 +86,8 @@ class ContinuousFunction(TabulatedFunction):
         periodic: whether the function has the period ``high - low`` along each axis.
 
     Raises:
-        ValueError: fewer values, or ``high`` that is not above ``low``.
+        ValueError: fewer values, or ``high`` that is not above ``low``; other numbers of them than
+            of arguments.
     """
 
     least = 2
@@ -102,13 +104,16 @@ class ContinuousFunction(TabulatedFunction):
         self.low, self.high = (_ends(name, x) for name, x in (("low", low), ("high", high)))
         self.periodic = as_flag("periodic", periodic)
         super().__init__(values)
-        with outside_inference_mode():
-            for axis, size in enumerate(self.values.shape):
-                self.register_buffer(f"spline{axis}", self._spline(size), persistent=False)
 
     def validate(self) -> None:
         """Refuse a table with too few values, or a range without length."""
         super().validate()
+        for name, ends in (("low", self.low), ("high", self.high)):
+            if len(ends) not in (1, self.count):
+                raise ValueError(
+                    f"{name} must be a number, or one for each of the {self.count} arguments; got "
+                    f"{len(ends)}."
+                )
         for axis in range(self.count):
             low, high = self._range(axis)
             if not low < high:
@@ -151,29 +156,31 @@ class ContinuousFunction(TabulatedFunction):
         found = total([])
         return reduce(lambda f, beyond: torch.where(beyond, 0.0, f), outside, found)
 
-    @derived("values")
+    @derived("values", "periodic")
     def coefficients(self) -> Tensor:
         """The coefficients of the B-splines."""
         c = self.values
         for axis in range(self.count):
-            spline: Tensor = getattr(self, f"spline{axis}")
-            c = (c.movedim(axis, -1) @ spline.to(c).T).movedim(-1, axis)
+            spline = torch.from_numpy(_spline(c.shape[axis], self.periodic)).to(c)
+            c = (c.movedim(axis, -1) @ spline.T).movedim(-1, axis)
         return c
 
     def _range(self, axis: int) -> tuple[float, float]:
         return self.low[axis % len(self.low)], self.high[axis % len(self.high)]
 
-    def _spline(self, size: int) -> Tensor:
-        """Compute the matrix from values along an axis to coefficients."""
-        if self.periodic:
-            ring = torch.eye(size, dtype=torch.float64)
-            return torch.linalg.inv((4 * ring + ring.roll(1, 0) + ring.roll(-1, 0)) / 6)
-        middle, end = torch.tensor([[1, 4, 1], [6, -12, 6]], dtype=torch.float64) / 6
-        rows = torch.zeros(size + 2, size + 2, dtype=torch.float64)
-        for k in range(size):
-            rows[k + 1, k : k + 3] = middle
-        rows[0, :3] = rows[-1, -3:] = end
-        return torch.linalg.inv(rows)[:, 1:-1].contiguous()
+
+@cache
+def _spline(size: int, periodic: bool) -> np.ndarray:
+    """Compute the matrix from values along an axis to coefficients."""
+    if periodic:
+        ring = np.eye(size)
+        return np.linalg.inv((4 * ring + np.roll(ring, 1, 0) + np.roll(ring, -1, 0)) / 6)
+    middle, end = np.array([[1, 4, 1], [6, -12, 6]]) / 6
+    rows = np.zeros((size + 2, size + 2))
+    for k in range(size):
+        rows[k + 1, k : k + 3] = middle
+    rows[0, :3] = rows[-1, -3:] = end
+    return np.ascontiguousarray(np.linalg.inv(rows)[:, 1:-1])
 
 
 def _flat(places: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:

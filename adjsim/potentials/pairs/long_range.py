@@ -56,7 +56,7 @@ class LongRangeCorrection(UniformCorrection):
         found = [getattr(self.custom, name) for name in self.custom.operand_names()]
         found += [] if self.custom.species is None else [self.custom.species]
         values = [x.detach().double().flatten() for x in found]
-        return torch.cat([*values, torch.zeros(1, dtype=torch.float64)])
+        return torch.cat([*values, self._new([0.0])])
 
     @property
     def formula(self) -> tuple[object, ...]:
@@ -76,7 +76,7 @@ class LongRangeCorrection(UniformCorrection):
                 f"the pairs have numbers of {max(map(len, columns))} atoms, and atoms is "
                 f"{self.atoms}."
             )
-        columns.append(torch.zeros(self.atoms, dtype=torch.float64))
+        columns.append(self._new([0.0]).expand(self.atoms))
         return torch.unique(torch.stack(columns, 1), dim=0, return_inverse=True)[1]
 
     @derived("classes")
@@ -112,7 +112,7 @@ class LongRangeCorrection(UniformCorrection):
     def product(self) -> Tensor:
         """The energy times the volume at the present numbers."""
         pairs = self._of_classes()
-        far = torch.tensor([1e2, 1e8], dtype=torch.float64) * self.cutoff
+        far = self._new([1e2 * self.cutoff, 1e8 * self.cutoff])
         near, beyond = (self._energies(pairs, far) * far**3).abs().mT
         if bool((beyond > 10**-1.5 * near).any()):
             raise ValueError(
@@ -128,13 +128,18 @@ class LongRangeCorrection(UniformCorrection):
     def _integrated(self) -> Tensor:
         pairs, cutoff = self._of_classes(), self.cutoff
         begin = self.custom.truncation.begin(cutoff)
-        r, weight = quadrature(cutoff, math.inf)
+        r, weight = map(self._new, quadrature(cutoff, math.inf))
         total = (self._energies(pairs, r) * (weight * r**2)).sum(-1)
         if begin < cutoff:
-            r, weight = quadrature(begin, cutoff)
+            r, weight = map(self._new, quadrature(begin, cutoff))
             missing = self._energies(pairs, r) - self._energies(pairs, r, truncated=True)
             total = total + (missing * (weight * r**2)).sum(-1)
         return 4 * math.pi * self.atoms / (self.atoms + 1) * (self.share * total).sum()
+
+    def _new(self, values: Tensor | list[float]) -> Tensor:
+        """Return numbers on the device of the pairs."""
+        assert self.custom.box is not None
+        return torch.as_tensor(values, dtype=torch.float64, device=self.custom.box.device)
 
     def _of_classes(self) -> CustomPairs:
         """Return the custom pairs with the numbers of pairs of classes."""

@@ -277,7 +277,7 @@ class PairOperator:
             self.pair,
             {name: None if x is None else x.detach().to("meta") for name, x in tensors.items()},
         )
-        # Nor can those that torch's parametrisations compute.
+        # A trace cannot read parametrised values either, so the parametrisations are left out.
         submodules = {k: x for k, x in bare._modules.items() if k != "parametrizations"}
         vars(bare)["_modules"] = submodules
 

@@ -82,7 +82,9 @@ class EwaldSum(Declaring, Periodic, Potential):
         name = type(self).__name__
         for what, value in (("box", box), ("cutoff", cutoff)):
             if value is None:
-                raise ValueError(f"{name} needs a {what}: its charges are periodic.")
+                raise ValueError(f"{name} needs a {what}: its atoms are periodic.")
+        if species is not None and "species" in self.omitted_arguments:
+            raise TypeError(f"{name} takes no species; only LennardJonesMesh does.")
         with outside_inference_mode():
             self.store(given, partial(register, self))
             index = None if species is None else as_indices("species", species)

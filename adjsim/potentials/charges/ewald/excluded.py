@@ -160,8 +160,8 @@ def places_of(index: Tensor, atoms: int) -> Tensor:
     """List the places of each atom among first and second atoms of pairs, ``(most, atoms)``."""
     if len(index) and int(index.max()) >= atoms:
         raise ValueError(
-            f"exclusions name atom {int(index.max())}, and charge is for {atoms} atoms, "
-            "numbered from 0."
+            f"exclusions name atom {int(index.max())}, and the potential is for {atoms} "
+            "atoms, numbered from 0."
         )
     order, counts = index.argsort(stable=True), index.bincount(minlength=atoms)
     rank = torch.arange(len(index), device=index.device) - (counts.cumsum(0) - counts)[index[order]]

@@ -117,7 +117,7 @@ def _decay(square: Tensor, alpha: float, power: int) -> tuple[Tensor, Tensor, Te
     inverse = 1 / (square + origin) - origin
     if power == 1:
         return torch.exp(-beta * square) * inverse - beta * origin, inverse + beta, inverse**2
-    # A root of zero has no derivative, and that of n = 0 is zero.
+    # Avoid sqrt(0), whose derivative is infinite: b of the wave n = 0 is zero.
     b = (beta * (square + origin)).sqrt() * (1 - origin)
     factor = math.sqrt(math.pi) * alpha**3 / 12
     # Beyond this the exponential is zero, and a ratio of scaled functions would lose its digits.
