@@ -548,3 +548,19 @@ def test_charges_have_no_species():
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_operators_of_a_mesh_return_the_strides_that_they_declare():
+    """Compilers may lay out positions by columns, and rely on the strides of results."""
+    potential, (_, position, charge) = mesh(), problem()
+    position, charge = position.T.contiguous().T, charge.detach()
+    sums = potential.reciprocal(position)
+    sizes = sums.to_mesh, list(sums.shape), sums.order
+    force, product = torch.ops.adjsim.mesh_force, torch.ops.adjsim.mesh_product
+    given = position, charge, sums.influence(), *sizes
+    _, _, *kept = force(*given)
+    for operator, args in (
+        (force, given),
+        (product, (position, charge, *kept, torch.ones_like(position), sums.influence(), *sizes)),
+    ):
+        torch.library.opcheck(operator.default, args, test_utils="test_faketensor")

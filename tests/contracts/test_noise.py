@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 from scipy import stats
 
-from adjsim.core.noise import ELEMENTS, STEPS, Noise, seed_from
+from adjsim.core.noise import ELEMENTS, SEED_BITS, STEPS, Noise, NoiseStream, seed_from
+from adjsim.core.tiles_on_device import normal_tiles
 
 LIKE = torch.zeros((), dtype=torch.float64)
 
@@ -51,6 +54,26 @@ def test_float32_sees_the_same_numbers():
     single = Noise(4)(9, (3, 5), torch.zeros((), dtype=torch.float32))
     assert single.dtype == torch.float32
     assert torch.equal(single, Noise(4)(9, (3, 5), LIKE).float())
+
+
+@pytest.mark.parametrize("stream", [NoiseStream.STEPS, NoiseStream.PISTON])
+def test_tiles_of_a_device_have_the_bits_of_numpy(stream):
+    """Forty tiles have about ninety attempts in the tail."""
+    noise = Noise(2**SEED_BITS - 5, stream=stream)
+    for block, steps, first in ((0, STEPS, 0), (7, 1, 900)):
+        columns = range(first, first + 40)
+        tiles = [noise._tile(block, column, steps) for column in columns]
+        drawn = noise._on_device(block, columns, steps, torch.device("cpu"))
+        assert np.array_equal(drawn.numpy(), np.concatenate(tiles, axis=1))
+
+
+def test_the_first_word_of_tiles_may_be_in_the_tail():
+    """Of two thousand tiles some begin with each kind of attempt, and some end in one."""
+    keys = torch.arange(2000)
+    drawn = normal_tiles(3, keys, 2).numpy()
+    for key, row in zip(keys.tolist(), drawn, strict=True):
+        source = np.random.Philox(key=np.array([3, key], dtype=np.uint64))
+        assert np.array_equal(np.random.Generator(source).standard_normal(2), row)
 
 
 def test_the_seed_comes_from_the_generator():

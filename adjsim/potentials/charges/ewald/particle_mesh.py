@@ -319,7 +319,8 @@ def mesh_force(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute force, W, waves and the potential on the mesh, see :class:`Mesh`."""
     mesh = Mesh(lambda: influence, to_mesh, tuple(shape), order)
-    return mesh.forces(position, charge)
+    force, along, waves, phi = (x.contiguous() for x in mesh.forces(position, charge))
+    return force, along, waves, phi
 
 
 @torch.library.custom_op("adjsim::mesh_product", mutates_args=())
@@ -329,7 +330,9 @@ def mesh_product(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the products of the forces' derivatives with cotangents, see :class:`Mesh`."""
     mesh = Mesh(lambda: influence, to_mesh, tuple(shape), order)
-    return mesh.product(position, charge, waves, phi, v, None)
+    found = mesh.product(position, charge, waves, phi, v, None)
+    of_position, along, of_charge = (x.contiguous() for x in found)
+    return of_position, along, of_charge
 
 
 @mesh_force.register_fake
@@ -341,7 +344,8 @@ def _(
     x, y, z = shape
     waves = position.new_empty((batch.numel(), x, y, z // 2 + 1, 2))
     along = position.new_empty((*batch, 1, influence.shape[-2] - 1))
-    return torch.empty_like(position), along, waves, position.new_empty((batch.numel(), *shape))
+    force = position.new_empty(position.shape)
+    return force, along, waves, position.new_empty((batch.numel(), *shape))
 
 
 @mesh_product.register_fake
