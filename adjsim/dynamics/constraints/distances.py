@@ -147,10 +147,14 @@ class DistanceConstraints(nn.Module):
         end = q + h * w * half
         return end, self.project(c, end, half)
 
-    def at_lengths(self, c: Mapping[str, Tensor], q: Tensor) -> Tensor:
-        """Move positions by ``M^-1 G^T x`` to where all distances are right."""
-        d, w = self.differences(q), c["1/m"]
-        x = self.length_multipliers(c, d, d, 1.0)
+    def at_lengths(self, c: Mapping[str, Tensor], q: Tensor, start: Tensor | None = None) -> Tensor:
+        """Move positions by ``M^-1 G^T x``, with G at a start, to where all distances are right.
+
+        Without a start G is that of the positions.
+        """
+        u, w = self.differences(q), c["1/m"]
+        d = u if start is None else self.differences(start)
+        x = self.length_multipliers(c, u, d, 1.0)
         return q + w * self.forces(x, d, w, q.shape[-2])
 
     def check_atoms(self, atoms: int) -> None:

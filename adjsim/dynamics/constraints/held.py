@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from adjsim.dynamics.bodies import Bodies
+from adjsim.dynamics.constraints.diffusion import ConstrainedDiffusion
 from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.dynamics.constraints.memory import ConstrainedBath
 from adjsim.dynamics.constraints.terms import (
@@ -37,3 +38,6 @@ class Held(NamedTuple):
 
     def colliding(self, term: Term[Any]) -> Term[Any]:
         return ConstrainedCollisions(term, *self)
+
+    def diffusing(self, term: Any) -> Term[Any]:
+        return ConstrainedDiffusion(term, *self)
