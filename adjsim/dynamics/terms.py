@@ -47,6 +47,14 @@ class Holder(Protocol):
         """Return :class:`~adjsim.dynamics.thermostats.overdamped.Diffuse` along constraints."""
         ...
 
+    def gliding(self, term: Term[Any]) -> Term[Any]:
+        """Return :class:`~adjsim.dynamics.esh.Glide` along constraints."""
+        ...
+
+    def turning(self, term: Any) -> Term[Any]:
+        """Return :class:`~adjsim.dynamics.esh.Turn` by the projected force."""
+        ...
+
 
 class Term(Generic[State]):
     """One summand of the equations of motion.

@@ -68,7 +68,8 @@ class Constrained(Dynamics[Any]):
             Andersen all atoms of a molecule collide together. Or
             :class:`~adjsim.OverdampedLangevin`, with any frictions, which are then the masses of
             the constraints: see
-            :class:`~adjsim.dynamics.constraints.diffusion.ConstrainedDiffusion`.
+            :class:`~adjsim.dynamics.constraints.diffusion.ConstrainedDiffusion`. Or
+            :class:`~adjsim.ESH`, with ``dof``.
         constraints: the fixed distances.
 
     Raises:
@@ -118,7 +119,7 @@ class Constrained(Dynamics[Any]):
                     f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}: "
                     f"{found.reason}. Use Hamiltonian, Langevin, GeneralizedLangevin, "
                     "LangevinPiston, NoseHooverChain, NoseHooverPiston, Bussi, Andersen, "
-                    "Berendsen, VelocityRescale or OverdampedLangevin."
+                    "Berendsen, VelocityRescale, OverdampedLangevin or ESH."
                 )
         # Without masses the frictions are the metric, and may differ.
         for name in ("friction", "rate") if hasattr(inner, "mass") else ():

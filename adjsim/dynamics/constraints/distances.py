@@ -14,7 +14,11 @@ from adjsim.core.layout import outside_tracing
 from adjsim.core.parameters import register
 from adjsim.core.typing import Array, Number
 from adjsim.dynamics.bodies import Bodies
-from adjsim.dynamics.constraints.multipliers import LengthMultipliers, tangent_multipliers
+from adjsim.dynamics.constraints.multipliers import (
+    LengthMultipliers,
+    Solution,
+    tangent_multipliers,
+)
 from adjsim.dynamics.constraints.ordering import clusters, ordered, refuse_repeated
 from adjsim.dynamics.constraints.systems import diagonals, places, products, window
 from adjsim.dynamics.masses import Masses
@@ -111,6 +115,14 @@ class DistanceConstraints(nn.Module):
         for k in range(len(self.groups)):
             ends, starts, length = self._group(k, u, d, c["length"])
             found.append(LengthMultipliers.apply(ends, starts, h * c[f"S{k}"], length))
+        return torch.cat([x.flatten(-2) for x in found], -1)
+
+    def length_slopes(self, c: Mapping[str, Tensor], e: Tensor, d: Tensor, v: Tensor) -> Tensor:
+        """Compute dx/dn of :meth:`length_multipliers` at ``u + n v`` and h = 1, with its ends e."""
+        found: list[Tensor] = []
+        for k in range(len(self.groups)):
+            ends, starts, changes = self._group(k, e, d, v)
+            found.append(-Solution.apply(ends, starts, c[f"S{k}"], (ends * changes).sum(-3)))
         return torch.cat([x.flatten(-2) for x in found], -1)
 
     def tangent_multipliers(self, c: Mapping[str, Tensor], d: Tensor, v: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from adjsim.dynamics.bodies import Bodies
 from adjsim.dynamics.constraints.diffusion import ConstrainedDiffusion
 from adjsim.dynamics.constraints.distances import DistanceConstraints
+from adjsim.dynamics.constraints.glide import ConstrainedGlide, ConstrainedTurn
 from adjsim.dynamics.constraints.memory import ConstrainedBath
 from adjsim.dynamics.constraints.terms import (
     ConstrainedCollisions,
@@ -41,3 +42,9 @@ class Held(NamedTuple):
 
     def diffusing(self, term: Any) -> Term[Any]:
         return ConstrainedDiffusion(term, *self)
+
+    def gliding(self, term: Term[Any]) -> Term[Any]:
+        return ConstrainedGlide(term, *self)
+
+    def turning(self, term: Any) -> Term[Any]:
+        return ConstrainedTurn(term, *self)
