@@ -136,6 +136,13 @@ def test_other_steps_and_adjoints_are_refused(options, message):
         adjsim.simulate(dynamics, start, [0.0, DT], **given)
 
 
+def test_each_atom_has_a_friction():
+    system = DiffusingClusters()
+    dynamics = system.constrained(system.leaves | {"friction": tensor([1.0] * 8)})
+    with pytest.raises(ValueError, match="friction has 8 entries and the state 9 atoms"):
+        dynamics.init(system.leaves["position"])
+
+
 def test_the_density_is_declared_without_frictions_that_vary():
     rods, well = adjsim.DistanceConstraints([[0, 1]], 1.0), adjsim.Harmonic(1.0)
 

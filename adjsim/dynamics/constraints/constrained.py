@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import describe_type
 from adjsim.core.derived import has_values
+from adjsim.core.parameters import check_count
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, position_of
 from adjsim.core.typing import Array, Energies, PositionsLike, Seed
@@ -191,6 +192,8 @@ class Constrained(Dynamics[Any]):
                 "has none: give its potential the box."
             )
         held.check_atoms(at.shape[-2])
+        for name in self.dynamics.per_atom:
+            check_count(name, getattr(self.dynamics, name), at.shape[-2])
         c = held.coefficients(self.masses, at)
         if has_values():
             self._refuse_far(at, MENDED, "Start closer to them")
