@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim.core.derived import has_values
 from adjsim.dynamics.constraints.terms import ConstrainedTerm
 from adjsim.dynamics.esh import Turn
 from adjsim.dynamics.moves import GeneralFlow, Move
@@ -30,7 +31,8 @@ class ConstrainedGlide(ConstrainedTerm):
     |p'|/|p_half|. It is its own inverse under u -> -u. It keeps volumes of (q, p): the drifts over
     different times are canonical maps, the Hamiltonian of their change with the time is
     |p_half|^2/2, and the time is a function of |p_half|, with which it commutes. The direction u
-    stays a unit vector with G u = 0.
+    stays a unit vector with G u = 0. A chord longer than about half of the shortest length may have
+    no multipliers, which is an error.
     """
 
     advances_time = True
@@ -73,7 +75,13 @@ class ConstrainedGlide(ConstrainedTerm):
         n, _ = newton(n)
         n, excess = newton(n)
         enough = torch.finfo(q.dtype).eps ** 0.5 * h * h
-        n = torch.where(excess.detach().abs() <= enough, n, torch.nan)
+        found = excess.detach().abs() <= enough
+        if has_values() and not bool(found.all()):
+            raise FloatingPointError(
+                f"constraints: no chord of the length {abs(h):g} was found along the constraints. "
+                "Use a smaller dt: a chord may have about half of the shortest length."
+            )
+        n = torch.where(found, n, torch.nan)
         pull, _ = pulled(n)
         moved = n * u + pull
         end = q + moved
