@@ -5,6 +5,7 @@ Continuous solvers sum the drifts of the terms, and splittings compose their flo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, Protocol, cast
 
 import torch
@@ -26,7 +27,7 @@ from adjsim.core.state import (
 from adjsim.core.typing import Energies, PositionsLike, Seed
 from adjsim.dynamics.density import StationaryDensity
 from adjsim.dynamics.forces import add_to
-from adjsim.dynamics.masses import HeatLimit
+from adjsim.dynamics.masses import HeatLimit, Masses
 from adjsim.dynamics.starts import as_start, check_potential
 from adjsim.dynamics.terms import Term
 from adjsim.potentials.evaluated import as_module
@@ -111,6 +112,15 @@ class Dynamics(nn.Module, Generic[State]):
     def draw_shape(self, t: float, state: AnyState) -> torch.Size:
         """Return the shape of one draw of noise for one system: that of the first field."""
         return state[0].shape[-self.system_axes :]
+
+    @property
+    def metric(self) -> Masses | None:
+        """The masses M by which constraints project, with G M^-1 G^T; None: none can hold it."""
+        return None
+
+    def projected(self, state: State, project: Callable[[Tensor], Tensor]) -> State:
+        """Return the state with its momenta, if it has any, projected along constraints."""
+        return state
 
     def drift(self, t: Any, state: State) -> State:
         """Compute dy/dt without the noise, as a state of rates."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,6 +38,13 @@ class MassiveDynamics(Dynamics[MomentumState]):
     def masses(self) -> Masses:
         """The masses: ``masses(like)`` is a scalar or ``(atoms, 1)``."""
         return Masses(self.mass)
+
+    @property
+    def metric(self) -> Masses:
+        return self.masses
+
+    def projected(self, state: MomentumState, project: Callable[[Tensor], Tensor]) -> MomentumState:
+        return state._replace(momentum=project(state.momentum))
 
     @property
     def motion(self) -> dict[str, Term[Any]]:

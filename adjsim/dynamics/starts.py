@@ -52,6 +52,16 @@ def check_shape(state: AnyState, name: str, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {shape}; it must be {expected}.")
 
 
+def check_dof(dof: float | None, position: Tensor) -> None:
+    """Refuse more degrees of freedom than a system has coordinates."""
+    coordinates = position.shape[-2:].numel()
+    if dof is not None and dof > coordinates:
+        raise ValueError(
+            f"dof is {dof:g}, more than atoms x dim = {coordinates} of one system: give "
+            f"at most {coordinates}, or None."
+        )
+
+
 def standard_normal(
     position: Tensor,
     generator: Seed,

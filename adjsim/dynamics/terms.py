@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,18 @@ class Holder(Protocol):
         """Return collisions of the atoms of a cluster together, projected likewise."""
         ...
 
+    def diffusing(self, term: Any) -> Term[Any]:
+        """Return :class:`~adjsim.dynamics.thermostats.overdamped.Diffuse` along constraints."""
+        ...
+
+    def gliding(self, term: Term[Any]) -> Term[Any]:
+        """Return :class:`~adjsim.dynamics.esh.Glide` along constraints."""
+        ...
+
+    def turning(self, term: Any) -> Term[Any]:
+        """Return :class:`~adjsim.dynamics.esh.Turn` by the projected force."""
+        ...
+
 
 class Term(Generic[State]):
     """One summand of the equations of motion.
@@ -50,12 +62,14 @@ class Term(Generic[State]):
     ``advances_time`` marks the term whose flow advances the time: the streaming of positions.
     ``draws`` is the number of fields of standard normal numbers, each of the shape of position,
     that its flow takes. ``no_equation`` says why continuous solvers cannot take the term, which is
-    not a drift with noise that is independent of the state; None if they can.
+    not a drift with noise that is independent of the state; None if they can. ``solved_by`` names
+    the solvers that can.
     """
 
     advances_time = False
     draws = 0
     no_equation: Refusal | None = None
+    solved_by: ClassVar[str] = "a splitting"
 
     def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
         """Compute the rates of change that the term contributes, by field."""

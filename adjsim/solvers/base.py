@@ -328,8 +328,8 @@ def refuse_no_equation(solver: object, dynamics: Dynamics[Any], *, noise: bool =
     for letter, term in dynamics.terms.items():
         if term.no_equation is not None:
             raise TypeError(
-                f"{solves} cannot take term {letter!r} of {name}: {term.no_equation.reason}. Use a "
-                "splitting."
+                f"{solves} cannot take term {letter!r} of {name}: {term.no_equation.reason}. Use "
+                f"{term.solved_by}."
             )
     if dynamics.stochastic and not noise:
         steps = ", EulerMaruyama(dt) or StochasticHeun(dt)"

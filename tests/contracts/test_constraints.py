@@ -427,8 +427,8 @@ def test_other_dynamics_are_refused_by_name():
     rods = adjsim.DistanceConstraints([[0, 1]], 1.0)
     with pytest.raises(TypeError, match="'D' of Mechanics, ViscousDamping: it does not say how"):
         adjsim.Constrained(adjsim.Mechanics(FREE, damping=0.1), rods)
-    with pytest.raises(TypeError, match="dynamics with masses"):
-        adjsim.Constrained(adjsim.OverdampedLangevin(FREE), rods)
+    with pytest.raises(TypeError, match="dynamics with masses or frictions; got ODE"):
+        adjsim.Constrained(adjsim.ODE(lambda t, y: -y), rods)
     with pytest.raises(TypeError, match=r"DistanceConstraints\(index, length\)"):
         adjsim.Constrained(adjsim.Langevin(FREE), [[0, 1]])
     with pytest.raises(ValueError, match=r"atoms 0 and 1, .* have the friction 1 and 2, which"):

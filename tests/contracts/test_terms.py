@@ -88,7 +88,7 @@ def test_esh_turn_is_the_published_one():
         along = (u * e).sum()
         Z = torch.cosh(delta) + along * torch.sinh(delta)
         turned = (u + e * (torch.sinh(delta) + along * (torch.cosh(delta) - 1))) / Z
-        found, speed = turn(h, -g, u, r)
+        found, speed = turn(h / d, -g, u, r)
         torch.testing.assert_close(found, turned, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(speed, r + torch.log(Z), rtol=1e-12, atol=1e-14)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import describe_type
 from adjsim.core.derived import has_values
+from adjsim.core.parameters import check_count
 from adjsim.core.refusal import Refusal
-from adjsim.core.state import AnyState, momentum_of, position_of
+from adjsim.core.state import AnyState, position_of
 from adjsim.core.typing import Array, Energies, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics, StateLimit
 from adjsim.dynamics.constraints.distances import DistanceConstraints
@@ -20,7 +22,6 @@ from adjsim.dynamics.constraints.held import Held
 from adjsim.dynamics.density import StationaryDensity
 from adjsim.dynamics.forces import FORCE
 from adjsim.dynamics.masses import HeatLimit, Masses
-from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.pressure.terms import InBox, Piston
 from adjsim.dynamics.starts import as_start
 from adjsim.dynamics.terms import Term
@@ -65,7 +66,11 @@ class Constrained(Dynamics[Any]):
             :class:`~adjsim.NoseHooverChain`, :class:`~adjsim.NoseHooverPiston`,
             :class:`~adjsim.Bussi`, :class:`~adjsim.Berendsen` or :class:`~adjsim.VelocityRescale`,
             with ``dof``, the degrees of freedom without the constraints (:meth:`dof`). Under
-            Andersen all atoms of a molecule collide together.
+            Andersen all atoms of a molecule collide together. Or
+            :class:`~adjsim.OverdampedLangevin`, with any frictions, which are then the masses of
+            the constraints: see
+            :class:`~adjsim.dynamics.constraints.diffusion.ConstrainedDiffusion`. Or
+            :class:`~adjsim.ESH`, with ``dof``.
         constraints: the fixed distances.
 
     Raises:
@@ -98,13 +103,16 @@ class Constrained(Dynamics[Any]):
 
     @property
     def masses(self) -> Masses:
-        return self.dynamics.masses
+        """The masses, or the frictions of overdamped dynamics, by which constraints project."""
+        return self.dynamics.metric
 
     def validate(self) -> None:
         """Refuse dynamics that cannot be constrained."""
         inner, name = self.dynamics, type(self.dynamics).__name__
-        if not isinstance(inner, MassiveDynamics):
-            raise TypeError(f"constraints need dynamics with masses; got {describe_type(inner)}.")
+        if not isinstance(inner, Dynamics) or inner.metric is None:
+            raise TypeError(
+                f"constraints need dynamics with masses or frictions; got {describe_type(inner)}."
+            )
         for letter, term in inner.terms.items():
             found = term.constrained(self._held)
             if isinstance(found, Refusal):
@@ -112,9 +120,10 @@ class Constrained(Dynamics[Any]):
                     f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}: "
                     f"{found.reason}. Use Hamiltonian, Langevin, GeneralizedLangevin, "
                     "LangevinPiston, NoseHooverChain, NoseHooverPiston, Bussi, Andersen, "
-                    "Berendsen or VelocityRescale."
+                    "Berendsen, VelocityRescale, OverdampedLangevin or ESH."
                 )
-        for name in ("friction", "rate"):
+        # Without masses the frictions are the metric, and may differ.
+        for name in ("friction", "rate") if hasattr(inner, "mass") else ():
             self._refuse_unequal(name, getattr(inner, name, None))
         if getattr(inner, "dof", 0) is None:
             raise ValueError(
@@ -183,6 +192,8 @@ class Constrained(Dynamics[Any]):
                 "has none: give its potential the box."
             )
         held.check_atoms(at.shape[-2])
+        for name in self.dynamics.per_atom:
+            check_count(name, getattr(self.dynamics, name), at.shape[-2])
         c = held.coefficients(self.masses, at)
         if has_values():
             self._refuse_far(at, MENDED, "Start closer to them")
@@ -194,8 +205,7 @@ class Constrained(Dynamics[Any]):
                 text = f"init moved an atom by {largest:.3g} to satisfy the constraints."
                 warnings.warn(text, stacklevel=2)
         fields = self.dynamics.started(moved, p, generator, **more)
-        state = self.state_type._make(fields)
-        state = state._replace(momentum=held.project(c, moved, state.momentum))
+        state = self._projected(c, self.state_type._make(fields))
         self.check(state)
         return state
 
@@ -206,7 +216,7 @@ class Constrained(Dynamics[Any]):
     @torch.no_grad()
     def check(self, state: AnyState) -> None:
         self.dynamics.check(state)
-        q, p, held = position_of(state), momentum_of(state), self.constraints
+        q, held = position_of(state), self.constraints
         held.check_atoms(q.shape[-2])
         if not has_values():
             return
@@ -221,12 +231,13 @@ class Constrained(Dynamics[Any]):
         self._refuse_far(q, tolerance, remedy)
         c = held.coefficients(self.masses, q)
         held.refuse_dependent(c, q)
-        removed = float((p - held.project(c, q, p)).abs().max())
-        if removed > max(MOMENTUM_TOLERANCE, tolerance) * float(p.abs().max()):
-            raise ValueError(
-                f"momenta at the start change the constrained distances: a part of {removed:g} is "
-                "along constraints. Make the start by init, which takes it out."
-            )
+        for p, kept in zip(state, self._projected(c, state), strict=True):
+            removed = float((p - kept).abs().max())
+            if removed > max(MOMENTUM_TOLERANCE, tolerance) * float(p.abs().max()):
+                raise ValueError(
+                    "momenta at the start change the constrained distances: a part of "
+                    f"{removed:g} is along constraints. Make the start by init, which takes it out."
+                )
 
     @torch.no_grad()
     def _refuse_far(self, q: Tensor, tolerance: float, remedy: str) -> None:
@@ -291,8 +302,13 @@ class Constrained(Dynamics[Any]):
         """Return the state on the constraints that is nearest to a start."""
         held, q = self.constraints, start.position
         c = held.coefficients(self.masses, q)
-        q = held.at_lengths(c, q)
-        return start._replace(position=q, momentum=held.project(c, q, start.momentum))
+        return self._projected(c, start._replace(position=held.at_lengths(c, q)))
+
+    def _projected(self, c: Mapping[str, Tensor], state: Any) -> Any:
+        """Return the state with tangent momenta."""
+        return self.dynamics.projected(
+            state, lambda p: self.constraints.project(c, state.position, p)
+        )
 
     def draw_shape(self, t: float, state: AnyState) -> torch.Size:
         return self.dynamics.draw_shape(t, state)
@@ -310,9 +326,17 @@ class Constrained(Dynamics[Any]):
         """Declare the density of the dynamics, on the constraints.
 
         A length or a mass that requires grad is refused: the measure on the constraints,
-        det(G M^-1 G^T)^(1/2), depends on it.
+        det(G M^-1 G^T)^(1/2), depends on it. So are frictions of atoms, which are the masses of
+        diffusion along constraints.
         """
-        for name, value in (("length", self.constraints.length), ("mass", self.dynamics.mass)):
+        metric = self.masses.mass
+        named = {"length": self.constraints.length}
+        if hasattr(self.dynamics, "mass"):
+            named["mass"] = metric
+        elif metric.numel() > 1:
+            # One number changes the measure by a factor alone, and diffusion has no momenta.
+            named["friction"] = metric
+        for name, value in named.items():
             if value.requires_grad:
                 raise TypeError(
                     f"the {name} of Constrained requires grad, and the measure on the constraints "

@@ -14,7 +14,11 @@ from adjsim.core.layout import outside_tracing
 from adjsim.core.parameters import register
 from adjsim.core.typing import Array, Number
 from adjsim.dynamics.bodies import Bodies
-from adjsim.dynamics.constraints.multipliers import LengthMultipliers, tangent_multipliers
+from adjsim.dynamics.constraints.multipliers import (
+    LengthMultipliers,
+    Solution,
+    tangent_multipliers,
+)
 from adjsim.dynamics.constraints.ordering import clusters, ordered, refuse_repeated
 from adjsim.dynamics.constraints.systems import diagonals, places, products, window
 from adjsim.dynamics.masses import Masses
@@ -113,6 +117,14 @@ class DistanceConstraints(nn.Module):
             found.append(LengthMultipliers.apply(ends, starts, h * c[f"S{k}"], length))
         return torch.cat([x.flatten(-2) for x in found], -1)
 
+    def length_slopes(self, c: Mapping[str, Tensor], e: Tensor, d: Tensor, v: Tensor) -> Tensor:
+        """Compute dx/dn of :meth:`length_multipliers` at ``u + n v`` and h = 1, with its ends e."""
+        found: list[Tensor] = []
+        for k in range(len(self.groups)):
+            ends, starts, changes = self._group(k, e, d, v)
+            found.append(-Solution.apply(ends, starts, c[f"S{k}"], (ends * changes).sum(-3)))
+        return torch.cat([x.flatten(-2) for x in found], -1)
+
     def tangent_multipliers(self, c: Mapping[str, Tensor], d: Tensor, v: Tensor) -> Tensor:
         """Solve ``G M^-1 (p - G^T y) = 0`` for y, with the differences v of velocities M^-1 p."""
         found: list[Tensor] = []
@@ -147,10 +159,14 @@ class DistanceConstraints(nn.Module):
         end = q + h * w * half
         return end, self.project(c, end, half)
 
-    def at_lengths(self, c: Mapping[str, Tensor], q: Tensor) -> Tensor:
-        """Move positions by ``M^-1 G^T x`` to where all distances are right."""
-        d, w = self.differences(q), c["1/m"]
-        x = self.length_multipliers(c, d, d, 1.0)
+    def at_lengths(self, c: Mapping[str, Tensor], q: Tensor, start: Tensor | None = None) -> Tensor:
+        """Move positions by ``M^-1 G^T x``, with G at a start, to where all distances are right.
+
+        Without a start G is that of the positions.
+        """
+        u, w = self.differences(q), c["1/m"]
+        d = u if start is None else self.differences(start)
+        x = self.length_multipliers(c, u, d, 1.0)
         return q + w * self.forces(x, d, w, q.shape[-2])
 
     def check_atoms(self, atoms: int) -> None:

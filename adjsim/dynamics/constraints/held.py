@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from adjsim.dynamics.bodies import Bodies
+from adjsim.dynamics.constraints.diffusion import ConstrainedDiffusion
 from adjsim.dynamics.constraints.distances import DistanceConstraints
+from adjsim.dynamics.constraints.glide import ConstrainedGlide, ConstrainedTurn
 from adjsim.dynamics.constraints.memory import ConstrainedBath
 from adjsim.dynamics.constraints.terms import (
     ConstrainedCollisions,
@@ -37,3 +39,12 @@ class Held(NamedTuple):
 
     def colliding(self, term: Term[Any]) -> Term[Any]:
         return ConstrainedCollisions(term, *self)
+
+    def diffusing(self, term: Any) -> Term[Any]:
+        return ConstrainedDiffusion(term, *self)
+
+    def gliding(self, term: Term[Any]) -> Term[Any]:
+        return ConstrainedGlide(term, *self)
+
+    def turning(self, term: Any) -> Term[Any]:
+        return ConstrainedTurn(term, *self)

@@ -18,6 +18,7 @@ from adjsim.dynamics.masses import HeatLimit, Masses
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.moves import GeneralFlow
 from adjsim.dynamics.sources import Source
+from adjsim.dynamics.starts import check_dof
 from adjsim.dynamics.terms import Holder, Term
 
 
@@ -50,12 +51,7 @@ class Counting(Thermostat[MomentumState]):
 
     def check(self, state: AnyState) -> None:
         super().check(state)
-        coordinates = state[0].shape[-2:].numel()
-        if self.dof is not None and self.dof > coordinates:
-            raise ValueError(
-                f"dof is {self.dof:g}, more than atoms x dim = {coordinates} of one system: give "
-                f"at most {coordinates}, or None."
-            )
+        check_dof(self.dof, state[0])
 
     @property
     def bath(self) -> Bath:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from adjsim.core.parameters import register
+from adjsim.core.refusal import Refusal
 from adjsim.core.typing import Number, Positions, Seed
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.density import CanonicalPositions
-from adjsim.dynamics.masses import PER_ATOM, per_atom
-from adjsim.dynamics.terms import Term
+from adjsim.dynamics.masses import PER_ATOM, Masses, per_atom
+from adjsim.dynamics.moves import GeneralFlow, Move, Shear
+from adjsim.dynamics.sources import Force, Source
+from adjsim.dynamics.terms import Holder, Term
 from adjsim.potentials.base import force, force_vjp
 
 POWER_ITERATIONS = 30
@@ -26,10 +30,15 @@ class PositionState(NamedTuple):
 
 
 class Diffuse(Term[PositionState]):
-    """Diffusion, D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``, without a closed flow."""
+    """Diffusion, D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``, without a closed flow.
+
+    ``no_averaged_noise`` says why a step cannot average the noise of two steps; None if it can.
+    """
 
     draws = 1
     advances_time = True
+    solved_by = "EulerMaruyama(dt)"
+    no_averaged_noise: ClassVar[Refusal | None] = None
 
     def __init__(self, potential: nn.Module, kT: Tensor, friction: Tensor) -> None:
         self.potential, self.kT, self.friction = potential, kT, friction
@@ -45,8 +54,24 @@ class Diffuse(Term[PositionState]):
         )
 
     def diffusion(self, t: Any, state: PositionState) -> Mapping[str, Tensor]:
-        friction = per_atom(self.friction, state.position)
-        return {"position": torch.sqrt(2 * self.kT.to(state.position) / friction)}
+        q = state.position
+        # Two roots, so that infinite friction has the slope zero by kT.
+        return {"position": torch.sqrt(2 * self.kT.to(q)) * per_atom(self.friction, q).rsqrt()}
+
+    def euler_coefficients(self, dt: float, state: PositionState) -> dict[str, Tensor]:
+        """Compute the mobility and the noise of an Euler-Maruyama step, times dt and its root."""
+        noise = math.sqrt(dt) * self.diffusion(0.0, state)["position"]
+        return {"mobility": dt / per_atom(self.friction, state.position), "noise": noise}
+
+    def euler_moves(self, noise: Source) -> Sequence[Move]:
+        """List the moves of an Euler-Maruyama step with this noise."""
+        drift = GeneralFlow(
+            ("position",), lambda c, force, q: (q + c["mobility"] * force,), None, (Force(),)
+        )
+        return drift, Shear("position", noise, "noise")
+
+    def constrained(self, holder: Holder) -> Term[Any] | Refusal:
+        return holder.diffusing(self)
 
 
 class OverdampedLangevin(Dynamics[PositionState]):
@@ -86,6 +111,11 @@ class OverdampedLangevin(Dynamics[PositionState]):
         if p is not None:
             raise ValueError("OverdampedLangevin has no momentum; use Langevin if momenta matter.")
         return (position,)
+
+    @property
+    def metric(self) -> Masses:
+        """The frictions, which are the metric of diffusion along constraints."""
+        return Masses(self.friction)
 
     def stationary_density(self) -> CanonicalPositions:
         return CanonicalPositions(self)

@@ -11,10 +11,8 @@ from torch import Tensor
 from adjsim.core.state import AnyState, State, position_of
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.sde import SDE
-from adjsim.dynamics.masses import per_atom
-from adjsim.dynamics.moves import GeneralFlow, Shear
-from adjsim.dynamics.sources import Coefficients, Combination, Force, Random, Source
-from adjsim.dynamics.thermostats.overdamped import OverdampedLangevin
+from adjsim.dynamics.sources import Coefficients, Combination, Random, Source
+from adjsim.dynamics.thermostats.overdamped import Diffuse
 from adjsim.solvers.base import LETTER, Stage, SteppingSolver, StepPlan
 from adjsim.solvers.stochastic.drift_move import drift_plan
 
@@ -27,6 +25,9 @@ class EulerMaruyama(SteppingSolver):
     It is first order in averages (<x^2> of a harmonic well of stiffness k is too large by the
     factor 1/(1 - k dt/(2 friction))) and in the path. :class:`LeimkuhlerMatthews` costs the same
     and has better averages. A step has no inverse: use DirectAdjoint or CheckpointAdjoint.
+
+    With constraints (:class:`~adjsim.Constrained`) each step is projected: see
+    :class:`~adjsim.dynamics.constraints.diffusion.ConstrainedDiffusion`.
 
     It also solves an :class:`~adjsim.SDE` in the sense of Ito, for every noise::
 
@@ -47,14 +48,17 @@ class EulerMaruyama(SteppingSolver):
         takes_sde = type(self) is EulerMaruyama
         if takes_sde and isinstance(dynamics, SDE):
             return drift_plan(partial(self._step, dynamics), state, self.dt, self.order, noisy=True)
-        if not isinstance(dynamics, OverdampedLangevin):
+        term = dynamics.terms.get("D")
+        if not isinstance(term, Diffuse):
             raise misfit(self, f"OverdampedLangevin{' and SDE' if takes_sde else ''}", dynamics)
-        drift = GeneralFlow(
-            ("position",), lambda c, force, q: (q + c["mobility"] * force,), None, (Force(),)
-        )
         draws: tuple[Source, ...] = tuple(Random(i) for i in range(len(self.weights)))
-        noise = Shear("position", Combination("weights", draws), "noise")
-        stage = Stage("D", (drift, noise), 0.0, 0, len(draws))
+        if len(draws) > 1 and term.no_averaged_noise is not None:
+            raise TypeError(
+                f"{type(self).__name__} averages the noise of two steps, and for "
+                f"{type(dynamics).__name__} {term.no_averaged_noise.reason}."
+            )
+        moves = tuple(term.euler_moves(Combination("weights", draws)))
+        stage = Stage("D", moves, 0.0, 0, len(draws))
         return StepPlan((stage,), self.dt, self.order, draws=1, noise_steps=len(draws))
 
     def _step(
@@ -68,11 +72,9 @@ class EulerMaruyama(SteppingSolver):
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         if isinstance(dynamics, SDE):
             return {LETTER: {}}
-        assert isinstance(dynamics, OverdampedLangevin)
-        friction = per_atom(dynamics.friction, position_of(state))
-        noise = torch.sqrt(2 * dynamics.kT.to(position_of(state)) * self.dt / friction)
+        term: Any = dynamics.terms["D"]
         weights = torch.tensor(self.weights, dtype=torch.float64).to(position_of(state))
-        return {"D": {"mobility": self.dt / friction, "noise": noise, "weights": weights}}
+        return {"D": {**term.euler_coefficients(self.dt, state), "weights": weights}}
 
 
 class LeimkuhlerMatthews(EulerMaruyama):
@@ -83,7 +85,7 @@ class LeimkuhlerMatthews(EulerMaruyama):
     Stationary averages are second order, and exact for harmonic forces: BAOAB in the limit of large
     friction (Leimkuhler and Matthews 2013; Leimkuhler, Matthews and Tretyakov, Proc. R. Soc. A 470,
     20140120 (2014)). The path is of order 1/2, and averages from a start out of equilibrium are of
-    first order.
+    first order. Constraints, which project the noise at each position, are refused.
 
     Args:
         dt: the step, time.
