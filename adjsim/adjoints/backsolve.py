@@ -8,6 +8,7 @@ from torch import Tensor
 
 from adjsim.adjoints.base import Adjoint, Result
 from adjsim.core.arguments import as_positive
+from adjsim.core.rows import has_rows
 from adjsim.core.run_report import RunReport
 from adjsim.core.second_derivative import once_differentiable
 from adjsim.core.state import State
@@ -52,6 +53,8 @@ class BacksolveAdjoint(Adjoint):
         make = type(final)._make
 
         def once(x: Tensor) -> Tensor:
+            if x.requires_grad:
+                x.register_hook(_refuse_rows)
             why = "this gradient was swept backward in constant memory"
             return once_differentiable(x, why, "Use DirectAdjoint() without compile=True.")
 
@@ -64,3 +67,12 @@ class BacksolveAdjoint(Adjoint):
 
     def _options(self) -> dict[str, Any]:
         return {"rtol": self.rtol, "atol": self.atol}
+
+
+def _refuse_rows(cotangent: Tensor) -> None:
+    """Refuse several rows of cotangents at once, for which the solvers have one step size."""
+    if has_rows(cotangent):
+        raise RuntimeError(
+            "BacksolveAdjoint takes one cotangent at a time (not is_grads_batched=True, nor "
+            "torch.func.vmap): loop over the rows, or use CheckpointAdjoint() with RungeKutta."
+        )

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._vmap_internals import _vmap
+
+# Takes cotangents, None for those that are zero, to others.
+Pull = Callable[..., Sequence[Tensor | None]]
+# Torch has no public functions for these.
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+_core: Any = torch._C
+_torch: Any = torch
 
 
 def pulled(
@@ -47,3 +57,127 @@ def pulled_rows(
             pass
     found = [pull(*(x[k] for x in rows)) for k in range(count)]
     return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
+
+def pulled_together(
+    pull: Pull, cotangents: Sequence[Tensor | None], one_by_one: bool = False
+) -> list[Tensor | None]:
+    """Return ``pull(*cotangents)``, where torch may hide rows of cotangents.
+
+    ``torch.autograd.grad(..., is_grads_batched=True)`` and ``torch.func.vmap`` over cotangents hand
+    all rows to one backward pass, as tensors with a hidden axis. Here pull is called once for all
+    rows, or, ``one_by_one``, once for each. Operations that vmap does not know take the rows one by
+    one.
+    """
+    given = [x for x in cotangents if x is not None]
+    if not any(map(has_rows, given)):
+        return list(pull(*cotangents))
+    level, legacy = _depth(), any(map(_is_hidden, given))
+    if legacy:
+        count = max(len(_shown(x, level, 1)) for x in given)
+        rows = [_shown(x, level, count) for x in given]
+    else:
+        rows = [x[None] for x in given]
+    present: list[bool] = []
+
+    def pull_rows(*rows: Tensor) -> list[Tensor]:
+        parts = iter(rows)
+        whole = [None if x is None else next(parts) for x in cotangents]
+        with _outside_vmap():
+            found = _rows_of(pull, whole, one_by_one)
+        present[:] = [x is not None for x in found]
+        return [x for x in found if x is not None]
+
+    parts = iter(_Rows.apply(pull_rows, *rows))
+    found = [next(parts) if there else None for there in present]
+    if legacy:
+        return [None if x is None else _torch._add_batch_dim(x, 0, level) for x in found]
+    return [None if x is None else x[0] for x in found]
+
+
+def shown_rows(x: Tensor) -> Tensor:
+    """Return a tensor inside of ``pull`` with its hidden rows as first axis, any other as it is."""
+    return _shown(x, _depth(), 1) if _is_hidden(x) else x
+
+
+def has_rows(x: Tensor) -> bool:
+    """Return whether a cotangent has rows that torch hides."""
+    return _is_hidden(x) or _functorch.is_batchedtensor(x)
+
+
+def _rows_of(pull: Pull, rows: Sequence[Tensor | None], one_by_one: bool) -> list[Tensor | None]:
+    """Pull rows, all at once if possible, as ``is_grads_batched`` hides them.
+
+    The vmap of torch.func would forbid leaves inside, and let potentials take other ways than in
+    the forward run, with other rounding errors.
+    """
+    given = [x for x in rows if x is not None]
+    count = len(given[0])
+
+    def pull_row(*row: Tensor) -> tuple[Tensor | None, ...]:
+        parts = iter(row)
+        return tuple(pull(*(None if x is None else next(parts) for x in rows)))
+
+    if count > 1 and not one_by_one:
+        try:
+            return list(_vmap(pull_row, allow_none_pass_through=True)(*given))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            # An operation without a rule for vmap. The loop below raises any other error again.
+            pass
+    found = [pull_row(*(x[k] for x in given)) for k in range(count)]
+    columns = zip(*found, strict=True)
+    return [None if parts[0] is None else torch.stack(parts) for parts in columns]
+
+
+def _is_hidden(x: Tensor) -> bool:
+    return _functorch.is_legacy_batchedtensor(x)
+
+
+def _shown(x: Tensor, level: int, count: int) -> Tensor:
+    """Return a tensor with its hidden rows as first axis, ``count`` equal rows if it has none."""
+    return _torch._remove_batch_dim(x, level, count, 0)
+
+
+def _depth() -> int:
+    """Return how many vmaps of ``is_grads_batched`` are active, the level of the innermost."""
+    depth = _core._vmapmode_increment_nesting() - 1
+    _core._vmapmode_decrement_nesting()
+    return depth
+
+
+@contextmanager
+def _outside_vmap() -> Generator[None, None, None]:
+    """Let go of the vmaps of ``is_grads_batched``, in which no random number may be drawn."""
+    depth = _depth()
+    for _ in range(depth):
+        _core._vmapmode_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            _core._vmapmode_increment_nesting()
+
+
+class _Rows(torch.autograd.Function):
+    """A function of rows; each level of torch.func.vmap adds its rows to their first axis."""
+
+    @staticmethod
+    def forward(function: Callable[..., list[Tensor]], *rows: Tensor) -> tuple[Tensor, ...]:
+        return tuple(function(*rows))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        return
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        (function, *given), size = args, info.batch_size
+        rows = tuple(
+            x.expand(size, *x.shape) if axis is None else x.movedim(axis, 0)
+            for x, axis in zip(given, in_dims[1:], strict=True)
+        )
+        each = rows[0].shape[:2]
+        found = _Rows.apply(function, *(x.flatten(0, 1) for x in rows))
+        return tuple(x.unflatten(0, each) for x in found), (0,) * len(found)

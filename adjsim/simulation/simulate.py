@@ -196,8 +196,9 @@ def run(
     if in_transform() and not isinstance(adjoint, DirectAdjoint):
         raise RuntimeError(
             f"{type(adjoint).__name__} does not go through torch.func transforms (grad, vmap, "
-            "jvp): use DirectAdjoint() there. For many replicas, give the state a leading batch "
-            "axis instead of vmap."
+            "jvp, jacrev): use DirectAdjoint() there. For a Jacobian, run outside of them and use "
+            "torch.autograd.grad(..., is_grads_batched=True); for many replicas, give the state a "
+            "leading batch axis instead of vmap."
         )
     times, state = check_times(ts, either=True), as_state(state)
     if times[1] < times[0]:

@@ -34,6 +34,7 @@ from adjsim.adjoints.sweep.stepper import Inputs, Stepper, naming, prepare
 from adjsim.core.autocast import autocast_state, restored_autocast
 from adjsim.core.box import refuse_trained_box
 from adjsim.core.progress import with_progress
+from adjsim.core.rows import pulled_together
 from adjsim.core.run_report import RunReport
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import AnyState, State
@@ -150,6 +151,14 @@ class _SweptRun:
         if run.compile:
             self.runner = LoopRunner(stepper, inputs, run, report, history.block_length)
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether each of several rows of cotangents has a sweep of its own.
+
+        A compiled loop has the shapes of one, and a save belongs to the sweep of one.
+        """
+        return self.runner is not None or self.run.saving is not None
+
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """List the tensors that autograd sees: start, coefficients and trainable parameters."""
         coefficients = (inputs.coefficients[letter][name] for letter, name in self.keys)
@@ -261,6 +270,9 @@ class _SweptFunction(torch.autograd.Function):
             "Use DirectAdjoint() without compile=True.",
         )
         saved = ctx.saved_tensors
-        found = ctx.swept.backward(saved[: ctx.saved], saved[ctx.saved :], cotangents)
+        swept, flat, outputs = ctx.swept, saved[: ctx.saved], saved[ctx.saved :]
+        found = pulled_together(
+            lambda *row: swept.backward(flat, outputs, row), cotangents, swept.one_by_one
+        )
         wanted = zip(found, ctx.needs_input_grad[1:], strict=True)
         return (None, *(g if needed else None for g, needed in wanted))

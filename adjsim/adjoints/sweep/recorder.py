@@ -15,6 +15,7 @@ from adjsim.adjoints.base import ReconstructionError
 from adjsim.adjoints.durable.saves import AttributeState, Saves
 from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.durable.stateful import Entries
+from adjsim.core.rows import shown_rows
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import Record, TimeAverage, check_shape, floating, sum_dtype
 from adjsim.core.writes import version_of
@@ -140,15 +141,15 @@ class CotangentGrowth(AttributeState):
     field is no larger than the sum of their norms. The growth is the largest
     ``|lambda| / sum_i |c_i|`` of the sweep, for the field in which this ratio is smallest. Fields
     to which the outputs give nothing do not count. So units do not matter, and neither do the
-    number of outputs or the length of a time average. ``injected`` has the norms of the cotangents
-    that the fields begin with.
+    number of outputs or the length of a time average. Of several rows of cotangents the one that
+    grows most counts. ``injected`` has the norms of the cotangents that the fields begin with.
     """
 
     saved_attributes = ("injected", "largest")
 
     def __init__(self, injected: Mapping[str, Tensor]) -> None:
         self.injected = dict(injected)
-        self.largest = dict.fromkeys(injected, 0.0)
+        self.largest = {name: torch.zeros_like(shown_rows(x)) for name, x in injected.items()}
 
     def inject(self, name: str, size: Tensor) -> None:
         """Add the norm of a cotangent that an output gives to a field."""
@@ -157,15 +158,16 @@ class CotangentGrowth(AttributeState):
     def observe(self, cotangents: Cotangents) -> None:
         """Compare the cotangents of the fields with those that outputs have given to them."""
         for name, injected in self.injected.items():
-            size = float(injected)
-            if size > 0:
-                ratio = float(norm(cotangents[name])) / size
-                self.largest[name] = max(self.largest[name], ratio)
+            size, found = shown_rows(injected), shown_rows(norm(cotangents[name]))
+            ratio = torch.where(size > 0, found / size, 0.0)
+            self.largest[name] = torch.fmax(ratio, self.largest[name])
 
     def factor(self) -> float:
         """Return the growth, and warn if it is large."""
-        found = [self.largest[name] for name, size in self.injected.items() if size > 0]
-        growth = min(found, default=0.0)
+        sizes = torch.stack(torch.broadcast_tensors(*map(shown_rows, self.injected.values())))
+        least = torch.stack(torch.broadcast_tensors(*self.largest.values()))
+        least = torch.where(sizes > 0, least, torch.inf).amin(0)
+        growth = float(torch.where((sizes > 0).any(0), least, 0.0).amax())
         if growth > LARGEST_GROWTH:
             warnings.warn(
                 f"the cotangents of the state grew by a factor of {growth:.1e} in the backward "
