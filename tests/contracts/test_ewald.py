@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -17,7 +18,7 @@ from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
 from adjsim.potentials.charges.ewald.dispersion import LennardJonesMesh
 from adjsim.potentials.charges.ewald.excluded import boys, gammas
 from adjsim.potentials.products import derivative
-from tests.problems import parameter
+from tests.problems import parameter, slow_but
 from tests.suites import PotentialContract
 
 LENGTHS = [6.0, 5.5, 6.3]
@@ -85,8 +86,15 @@ POTENTIALS = {
 
 @pytest.mark.parametrize(
     ("potential", "position"),
-    [(make(), problem(tilted)[1]) for make, tilted in POTENTIALS.values()],
-    ids=list(POTENTIALS),
+    [
+        pytest.param(
+            make(),
+            problem(tilted)[1],
+            id=name,
+            marks=pytest.mark.slow if name == "mesh, no exclusions" else (),
+        )
+        for name, (make, tilted) in POTENTIALS.items()
+    ],
 )
 class TestEwald(PotentialContract):
     pass
@@ -479,8 +487,13 @@ def trajectory(kind, adjoint, exact=False, steps=20, **options):
     return run, charge.grad
 
 
-@pytest.mark.parametrize("kind", [Ewald, ParticleMeshEwald])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("exact", "kind"),
+    slow_but(
+        lambda exact, kind: exact == (kind is ParticleMeshEwald),
+        itertools.product((False, True), (Ewald, ParticleMeshEwald)),
+    ),
+)
 def test_adjoints_agree(kind, exact):
     _, expected = trajectory(kind, adjsim.DirectAdjoint(), exact)
     _, stored = trajectory(kind, adjsim.CheckpointAdjoint(), exact)

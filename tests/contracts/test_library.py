@@ -113,8 +113,10 @@ torch.testing.assert_close(y, x.sin() @ x.mT[:, :3], rtol=1e-13, atol=0)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize(
+    "wrong",
+    [pytest.param(False, marks=pytest.mark.marathon), pytest.param(True, marks=pytest.mark.slow)],
+)
 def test_a_debug_build_checks_bounds(wrong, tmp_path):
     """A wrong index of a statement ends the process with the name of the buffer."""
     made = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -15,6 +16,7 @@ from adjsim.core.box import checked_box, perpendicular_widths
 from adjsim.observables import neighbour_pairs
 from adjsim.observables.neighbours import pair_matrix
 from tests.contracts.test_observables import FCC, SIDES, TILTED, crystal
+from tests.problems import slow_but
 
 # Boxes of a liquid of 343 atoms at density 0.8, more atoms than the tree is used from.
 LARGE_BOXES = {
@@ -93,8 +95,13 @@ def test_atoms_on_the_faces_of_the_box():
     assert check_pairs(q, 4.0 * torch.eye(3), 1.0) == 3
 
 
-@pytest.mark.parametrize("box", LARGE_BOXES)
-@pytest.mark.parametrize("name", PAIR_OBSERVABLES)
+@pytest.mark.parametrize(
+    ("name", "box"),
+    slow_but(
+        lambda name, box: box == "sides" or name == "coordination",
+        itertools.product(PAIR_OBSERVABLES, LARGE_BOXES),
+    ),
+)
 def test_large_systems_are_as_all_pairs(name, box):
     """Transforms of torch.func take all pairs; the tree is exact beyond half the box too."""
     cell = LARGE_BOXES[box]

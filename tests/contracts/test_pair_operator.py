@@ -110,13 +110,12 @@ def assert_equal_to_torch(pair, position, tolerance=CLOSE):
 @pytest.mark.parametrize(
     ("kind", "limit"),
     [
-        ("cube", LISTED),
         ("tilted", LISTED),
         *(
             pytest.param(kind, limit, marks=pytest.mark.slow)
             for kind in ("cube", "just large enough", "slab", "tilted")
             for limit in (LISTED, DENSE)
-            if limit == DENSE or kind not in ("cube", "tilted")
+            if limit == DENSE or kind != "tilted"
         ),
     ],
 )
@@ -272,7 +271,7 @@ def test_any_box_cutoff_and_skin(listed, seed, tilt, sides, share, skin, tilted)
             torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("far", [1e5, 1e9, 1e30])
+@pytest.mark.parametrize("far", [1e5, pytest.param(1e9, marks=pytest.mark.slow), 1e30])
 @pytest.mark.parametrize("unit", [1.0, 1e-10])
 def test_a_cluster_and_an_atom_far_away(listed, far, unit):
     """Cells as wide as the system hold the cluster, and single precision would lose its pairs."""
@@ -326,7 +325,12 @@ def test_two_systems_of_one_size_alternate(listed):
 
 
 @pytest.mark.parametrize(
-    "name", ["number", "table of species", pytest.param("charges", marks=pytest.mark.marathon)]
+    "name",
+    [
+        pytest.param("number", marks=pytest.mark.slow),
+        "table of species",
+        pytest.param("charges", marks=pytest.mark.marathon),
+    ],
 )
 def test_threads_and_lists_do_not_change_bits(listed, name):
     """Nor those of gradients, also where all systems of a batch share the rows of a table."""

@@ -104,7 +104,12 @@ class Cubic(nn.Module):
 
 # Others of the table have numbers of every pair, and a force that is shifted, too.
 MARKS = dict.fromkeys(("yukawa, pairs", "wolf, ForceShifted"), pytest.mark.marathon)
-MARKS["kong"] = pytest.mark.slow
+# The formulas of these are parts of others: of pairs with numbers of their own, a power, a sum, a
+# field of charges, another truncation.
+MARKS |= dict.fromkeys(
+    ("kong", "morse", "soft sphere", "derived", "coulomb", "lennard-jones, ForceShifted"),
+    pytest.mark.slow,
+)
 
 
 # Two pairs of the square are at 1.15 and 1.2, others at 1.5: cutoffs of 1.45 exclude some.

@@ -34,11 +34,13 @@ TILTED = ["turned", *(f"turned {kind}" for kind in ("ewald", "mesh", "bonded", "
 
 def _marks(kind, axes):
     # One strain of all axes is that of each in a box that is turned too.
-    if axes == 1 and kind in TILTED[1:]:
+    if axes == 1 and kind in (*TILTED[1:], "custom", "dispersed"):
         return pytest.mark.marathon
     # The mesh has the waves of these sums, and other pairs have the kernels of an expression.
-    slow = kind in ("turned ewald", "turned graph", "custom", "dispersed")
-    return pytest.mark.slow if slow else []
+    slow = kind in ("turned ewald", "turned mesh", "turned graph", "custom", "dispersed")
+    # One strain of all axes: pairs and meshes have it in other rows.
+    one = axes == 1 and kind in ("mixture", "ewald", "dispersion", "sites")
+    return pytest.mark.slow if slow or one else []
 
 
 FORMS = [
@@ -108,10 +110,12 @@ def test_closed_forms_equal_automatic_differentiation(kind, batch, axes):
 
 @pytest.mark.parametrize(
     "kind",
-    # The parts of the others in float32 are those of these.
+    # Waves of charges have rows in float32 in test_ewald, and expressions in test_pairs.
     slow_but(
-        lambda kind: kind not in ("mixture", "ewald", *TILTED[1:]) or kind == "turned bonded",
+        lambda kind: kind in ("orthogonal", "own", "sum", "bonded", "graph", "network", "sites"),
         [*KINDS, *TILTED],
+        # Each has its rows without turns.
+        marathon=lambda kind: kind in ("turned ewald", "turned mesh", "turned graph"),
     ),
 )
 def test_float32_forms_equal_those_of_float64(kind):
@@ -214,7 +218,9 @@ def test_a_graph_is_evaluated_once_a_step_for_all_systems(precision):
     assert passes.count("forward") == 2
 
 
-@pytest.mark.parametrize(("tilted", "axes"), [(False, 3), (True, 1), (True, 3)])
+@pytest.mark.parametrize(
+    ("tilted", "axes"), [(False, 3), pytest.param(True, 1, marks=pytest.mark.slow), (True, 3)]
+)
 def test_lists_hold_all_pairs_in_boxes_that_move(tilted, axes):
     """A walk of box and positions, listed, against all pairs of each box: the same sums."""
     generator = torch.Generator().manual_seed(2)

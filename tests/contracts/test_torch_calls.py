@@ -146,7 +146,7 @@ def gradients(name, adjoint, compile):
 @pytest.mark.parametrize(
     "name",
     slow_but(
-        lambda name: name in ("assignment", "sort", "fft", "complex", "one place"),
+        lambda name: name in ("assignment", "fft", "one place"),
         OPERATIONS,
         marathon=lambda name: name in REPEATED,
     ),

@@ -53,6 +53,6 @@ def test_replayed_iterations_equal_steps(name, way):
 
 
 @pytest.mark.usefixtures("_by_replays")
-@pytest.mark.parametrize("way", ["direct", "exact"])
+@pytest.mark.parametrize("way", [pytest.param("direct", marks=pytest.mark.slow), "exact"])
 def test_a_loop_of_one_step(way):
     agree("langevin", way, steps=1)

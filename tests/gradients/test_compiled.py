@@ -72,12 +72,12 @@ def row(dynamics, scheme, potential, kind="saves", exact=False, mark="marathon")
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        row("hamiltonian", "BAB", "lennard-jones", mark=None),
+        row("hamiltonian", "BAB", "lennard-jones", mark="slow"),
         row("langevin", "BAOAB", "double-well", exact=True, mark=None),
         row("bussi", "BABR", "double-well", "average"),
         row("berendsen", "RBABR", "lennard-jones", "replicas", mark="slow"),
         row("hamiltonian", "ABA", "plain-module", "record"),
-        row("hamiltonian", "BAB", "lennard-jones", "replicas", mark="slow"),
+        row("hamiltonian", "BAB", "lennard-jones", "replicas"),
         row("chain-3", "NBABN", "double-well", mark="slow"),
         row("chain-3", "NBABN", "lennard-jones", "replicas"),
         row("generalised-2", "BAGAB", "lennard-jones", "replicas", exact=True),

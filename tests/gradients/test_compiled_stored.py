@@ -20,7 +20,7 @@ EULER = adjsim.EulerMaruyama(0.05)
 # The noise (None: an ODE), the solver, the saved data, whether the state is a named tuple, and the
 # batch, of which a large one is innermost in memory.
 ROWS = [
-    (None, RungeKutta("midpoint", 0.05), "saves", True, (4,)),
+    pytest.param(None, RungeKutta("midpoint", 0.05), "saves", True, (4,), marks=pytest.mark.slow),
     ("general", EULER, "average", False, (4,)),
     *(
         pytest.param(*row, marks=pytest.mark.marathon)

@@ -94,7 +94,7 @@ def test_all_adjoints_agree(case, kind):
 @pytest.mark.parametrize(
     "case",
     slow_but(
-        lambda case: case in FIRST.values(),
+        lambda case: by_default(case, "final") and case in FIRST.values(),
         [case for case in CASES if case.potential == "lennard-jones" or str(case) == PLAIN],
         # Schemes of the same dynamics: the longest of each stays.
         marathon=lambda case: case.scheme in ("ABA", "BA", "ANBNA", "BAN", "ABOBA", "BAO", "BAGAB"),

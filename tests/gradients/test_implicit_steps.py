@@ -225,7 +225,9 @@ def test_a_parameter_that_changes_before_backward_does_not_change_the_gradient()
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    "solver", [pytest.param(BackwardEuler, marks=pytest.mark.slow), ImplicitMidpoint]
+)
 def test_a_soft_cube_on_a_floor_with_friction(solver):
     """Contact, friction and damping around an implicit step, by the modulus and the friction."""
     mesh = meshes.box([1.0, 1.0, 1.0], [1, 1, 1])

@@ -71,6 +71,11 @@ def assert_same(found, expected, rtol=1e-10):
 
 # Each of its numbers is moved, which takes half a minute; its parts have rows of their own.
 LONG = ("turned bonded-each-chains",)
+# A run takes no more of a force than its products, and these have those in tests/contracts.
+OTHER_FORCES = (
+    *("mixture-isotropic", "dispersion-isotropic"),
+    *("turned mesh-each", "ewald-each"),
+)
 
 
 def rows(*short):
@@ -81,7 +86,7 @@ def rows(*short):
             id=name,
             marks=[]
             if name in short
-            else [pytest.mark.marathon if name in LONG else pytest.mark.slow],
+            else [pytest.mark.marathon if name in (*LONG, *OTHER_FORCES) else pytest.mark.slow],
         )
         for row, name in zip(ROWS, NAMES, strict=True)
     ]
@@ -99,7 +104,7 @@ def exact_and_plain(*short, marathons=()):
             *(row, exact),
             id=f"{name}-{exact}",
             marks=[]
-            if name in short
+            if name in short or f"{name}-{exact}" in short
             else [
                 pytest.mark.slow
                 if exact == (name in LATTICE) and name not in marathons
@@ -112,7 +117,8 @@ def exact_and_plain(*short, marathons=()):
 
 
 @pytest.mark.parametrize(
-    ("row", "exact"), exact_and_plain("orthogonal-each", "sum-each", "turned-each")
+    ("row", "exact"),
+    exact_and_plain("orthogonal-each", "turned-each", marathons=(*LONG, *OTHER_FORCES)),
 )
 def test_adjoints_agree(row, exact):
     expected = gradient(row, DirectAdjoint(), exact=exact)
@@ -124,8 +130,8 @@ def test_adjoints_agree(row, exact):
     ("row", "exact"),
     # Their compilation takes up to a minute.
     exact_and_plain(
-        "orthogonal-isotropic",
-        marathons=(*LONG, "turned mesh-each", "orthogonal-each-chains"),
+        "orthogonal-isotropic-True",
+        marathons=(*LONG, *OTHER_FORCES, "orthogonal-each-chains"),
     ),
 )
 def test_compiled_runs_agree(row, exact):

@@ -109,7 +109,7 @@ ROWS = {
 @pytest.mark.parametrize(
     ("name", "average"),
     slow_but(
-        lambda name, average: name in ("ode", "sde, many systems") and not average,
+        lambda name, average: name == "sde, many systems" and not average,
         itertools.product(ROWS, (False, True)),
         # How an average reads the states does not depend on the field.
         marathon=lambda name, average: (
@@ -131,7 +131,9 @@ def test_equal_to_eager_gradients(name, average):
             assert count == evaluations
 
 
-@pytest.mark.parametrize("limit", ["steps", "entries", "no entries"])
+@pytest.mark.parametrize(
+    "limit", ["steps", "entries", pytest.param("no entries", marks=pytest.mark.slow)]
+)
 def test_without_memory_for_them(limit, monkeypatch):
     """Long runs store states alone; of a step that saves too much, the first tensors are saved."""
     if limit == "steps":

@@ -147,7 +147,7 @@ OUTPUTS = ["saved", "last", "dense", "t_events", "y_events", "terminal", "reset"
 # times of events, which states at events contain, and the other adjoints have events, which enter
 # last.
 DEFAULT = {
-    ("RK45", "interpolate"): [output for output in OUTPUTS if output != "t_events"],
+    ("RK45", "interpolate"): [x for x in OUTPUTS if x not in ("t_events", "last", "dense")],
     ("Radau", "interpolate"): ["dense"],
     ("RK45", "checkpoint"): ["y_events"],
     ("RK45", "backsolve"): ["reset"],

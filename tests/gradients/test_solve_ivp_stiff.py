@@ -66,7 +66,7 @@ def robertson_variations() -> np.ndarray:
         ("Radau", 1e-6, "interpolate"),
         pytest.param("BDF", 1e-4, "checkpoint", marks=pytest.mark.slow),
         pytest.param("Radau", 1e-6, "checkpoint", marks=pytest.mark.slow),
-        pytest.param("BDF", 1e-4, "interpolate", marks=pytest.mark.slow),
+        pytest.param("BDF", 1e-4, "interpolate", marks=pytest.mark.marathon),
     ],
 )
 def test_stiff_robertson(method, error, adjoint):

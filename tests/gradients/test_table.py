@@ -30,7 +30,9 @@ def by_default(case, kind):
     with an average and a cutoff too.
     """
     both = case.dynamics in ("hamiltonian", "langevin")
-    return kind == "final" or (both and (kind == "average" or case.potential == "cutoff"))
+    # A chain of three and two modes have what one has.
+    first = kind == "final" and case.dynamics not in ("chain-1", "generalised-1")
+    return first or (both and (kind == "average" or case.potential == "cutoff"))
 
 
 def in_a_marathon(case, kind):

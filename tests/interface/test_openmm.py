@@ -244,7 +244,7 @@ def with_custom_pairs(box):
     return system, 0.5 * sites + 0.02 * rng.normal(size=(count, 3))
 
 
-@pytest.mark.parametrize("box", [False, True])
+@pytest.mark.parametrize("box", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_custom_pairs(box):
     system, positions = with_custom_pairs(box)
     potential, structure = assert_equal_to_openmm(system, positions)
@@ -866,6 +866,7 @@ def water(scale=1.0):
     return from_openmm(system, scale * displaced(positions))
 
 
+@pytest.mark.slow
 def test_pressure_of_a_liquid_of_whole_molecules():
     """Bonded forces of OpenMM have no box. Against differences as box and positions are scaled."""
     potential, structure = water()

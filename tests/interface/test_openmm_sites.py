@@ -225,9 +225,14 @@ def test_ten_steps_of_rigid_water_with_sites_equal_those_of_openmm():
     torch.testing.assert_close(mine, theirs[kept], rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:init moved an atom")
-@pytest.mark.parametrize("name", ["amber14/tip4pew.xml", "amber14/opc.xml"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("amber14/tip4pew.xml", marks=pytest.mark.slow),
+        pytest.param("amber14/opc.xml", marks=pytest.mark.marathon),
+    ],
+)
 def test_runs_at_300_kelvin_come_back(name):
     dynamics, start = started(*water(name, **PME))
     dt = 2 * FEMTOSECONDS

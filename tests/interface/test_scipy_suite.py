@@ -57,10 +57,15 @@ def load() -> ModuleType:
     return module
 
 
+# Tests of a second and more: Jacobians by differences, and arguments under all methods.
+LONG = ("test_integration_sparse_difference", "test_args")
+
+
 def rows(name: str, test: Any) -> list[Any]:
     """A test of SciPy's with each set of its parameters, and marked slow where SciPy does."""
     marks = getattr(test, "pytestmark", [])
-    slow = [pytest.mark.slow] if any(mark.name == "slow" for mark in marks) else []
+    long = name in LONG or any(mark.name == "slow" for mark in marks)
+    slow = [pytest.mark.slow] if long else []
     sets = [{}]
     for mark in (mark for mark in marks if mark.name == "parametrize"):
         sets = [{**one, mark.args[0]: value} for one in sets for value in mark.args[1]]

@@ -32,9 +32,9 @@ SOLVERS = [
             VelocityVerlet(0.01),
             ODESolver(),
             ODESolver("rk4", dt=0.01),
-            ODESolver("fixed_adams", dt=0.01),
         )
     ],
+    pytest.param("hamiltonian", ODESolver("fixed_adams", dt=0.01), marks=pytest.mark.slow),
     ("chain-3", Splitting("NBABN", 0.01)),
     ("esh", Splitting("EAE", 0.01)),
 ]
@@ -80,8 +80,13 @@ def test_the_path_does_not_depend_on_the_adjoint(adjoint):
 @pytest.mark.parametrize(
     ("name", "potential"),
     slow_but(
-        lambda name, potential: name == "hamiltonian" or potential == "lennard-jones",
+        lambda name, potential: (
+            (name == "hamiltonian" and potential in ("tilted", "mixture", "bonded", "plain-module"))
+            or potential == "lennard-jones"
+        ),
         itertools.product(["hamiltonian", "hamiltonian-masses", "chain-3", "esh"], POTENTIALS),
+        # No dynamics knows its potential.
+        marathon=lambda name, potential: name != "hamiltonian",
     ),
 )
 def test_a_batch_gives_the_numbers_of_its_replicas(name, potential):

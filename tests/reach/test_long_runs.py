@@ -222,7 +222,9 @@ def test_a_signal_ends_a_sweep_with_one_line(tmp_path, capfd, monkeypatch):
     assert numbers(run, dynamics) == expected
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_signals_end_a_run_with_one_line(number, tmp_path, capfd, monkeypatch):
     """The signal comes in the middle of a step, and the process would end after it."""
     expected = numbers(*run_of(500, "exact"))

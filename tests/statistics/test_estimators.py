@@ -237,9 +237,14 @@ def test_harmonic(make, k):
     assert not estimate.warnings
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", STATIONARY, ids=["score", "reweighting"])
-@pytest.mark.parametrize(("b", "exact"), [(0.0, -1.704272), (-0.67, -0.634558)])
+@pytest.mark.parametrize(
+    ("b", "exact"),
+    [
+        pytest.param(0.0, -1.704272, marks=pytest.mark.marathon),
+        pytest.param(-0.67, -0.634558, marks=pytest.mark.slow),
+    ],
+)
 def test_asymmetric_double_well(make, b, exact):
     """d<x>/db of the reference, at a = 1 and kT = 0.5, sampled across the barrier."""
     kT = 0.5

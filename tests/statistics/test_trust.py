@@ -171,7 +171,11 @@ def chained(kT, tau, generator, n):
     return dynamics, state._replace(bath_momentum=b)
 
 
-@pytest.mark.parametrize("estimator", STATIONARY, ids=["score", "reweighting"])
+@pytest.mark.parametrize(
+    "estimator",
+    [pytest.param(STATIONARY[0], marks=pytest.mark.slow), STATIONARY[1]],
+    ids=["score", "reweighting"],
+)
 def test_chain_momenta_have_a_temperature_and_a_relaxation_time(estimator):
     """<b_1^2> = dof kT^2 tau^2."""
     kT, tau = parameter(0.8), parameter(0.6)
