@@ -73,7 +73,9 @@ def solve_columns(
 ) -> OdeResult:
     """Solve initial value problems in the columns of a state; see :func:`solve_ivp`."""
     if rhs.mass is not None and method != "Rodas4":
-        raise ValueError(f'mass_matrix takes method="Rodas4"; got {method!r}.')
+        raise ValueError(
+            f'mass_matrix takes method="Rodas4", or "Radau" for one state; got {method!r}.'
+        )
     if method not in COLUMN_METHODS:
         raise ValueError(
             f"for y0 of shape (n, batch) method must be one of {', '.join(COLUMN_METHODS)}; got "

@@ -83,8 +83,9 @@ class InputTensors:
         with self._guard:
             return self._function(t, y, *args)
 
-    def refuse_undeclared(self, out: Tensor, state: Tensor) -> None:
-        """Refuse a rate whose graph has a leaf that is neither declared nor the state."""
+    def refuse_undeclared(self, out: Tensor, *known: Tensor) -> None:
+        """Refuse a rate whose graph has a leaf that is neither declared nor known."""
+        given = {id(x) for x in known}
         if has_tangent(out):
             raise undeclared("a tensor with a tangent, which")
         for node in graph_nodes(out):
@@ -96,7 +97,7 @@ class InputTensors:
                     "fun reads a tensor that was computed from a declared one before the solution: "
                     "compute it in fun, or declare it instead."
                 )
-            if leaf is not None and leaf is not state and id(leaf) not in self._leaves:
+            if leaf is not None and id(leaf) not in self._leaves | given:
                 raise undeclared(f"{_name_of(leaf, self._given)}, which requires grad and")
 
 

@@ -61,12 +61,12 @@ class Piece:
             return values
         path, pull = self.path, partial(self._backward, self.path, times, states)
         if not isinstance(path, StoredInterpolants) or np.iscomplexobj(states):
-            return rhs.connected(values, self.start, pull)
+            return rhs.completed(times, rhs.connected(values, self.start, pull))
 
         def push(*rows: Tensor) -> Tensor:
             return sensitivities(self.settings, path.solution(), times, rows).to(values)
 
-        return rhs.connected(values, self.start, pull, push)
+        return rhs.completed(times, rhs.connected(values, self.start, pull, push))
 
     def _backward(self, path: Path, times: Array, states: Array, rows: Tensor) -> list[Tensor]:
         """Return the rows of cotangents of the initial state and of the parameters.
@@ -172,7 +172,7 @@ class PiecewiseSolve:
         wants_gradient = self.wants_gradient or is_tracked(start)
         if wants_gradient and np.min(tolerances[0]) >= 1e-3:
             _warn_loose()
-        rate, batched_rate = self.rhs.rate, self.rhs.numpy
+        rate, batched_rate = self.rhs.smooth_rate, self.rhs.numpy
         if rate_after is not None:
             rate, batched_rate = (
                 _with_rate_at_start(rates, t0, to_numpy(start), rate_after)
@@ -188,7 +188,7 @@ class PiecewiseSolve:
         if eval_times is not None and self.times:
             # The time of a reset belongs to the piece before it.
             eval_times = eval_times[self.sign * eval_times.detach() > self.sign * t0]
-        known = {"vectorized": self.rhs.vectorized, **self.options}
+        known = {**self.rhs.solver_options(), **self.options}
         method: Any = self.method
         times = None if eval_times is None else to_numpy(eval_times)
         with outside_transforms():
