@@ -103,6 +103,7 @@ def solve_columns(
     _check_times(first, last, direction, None if t_eval is None else grid.detach())
     rate = _Rate(rhs)
     _check_function(rhs, rate, first, start.detach())
+    rhs.inputs.histories.close()
     mass = None if rhs.mass is None else Mass(rhs, first, rate)
     marks = [ColumnEvent(event, rhs, k) for k, event in enumerate(events or ())]
     _check_events(marks, first, start.detach())

@@ -248,6 +248,7 @@ def solve_ivp(
     if isinstance(rhs, MassRightHandSide):
         _refuse_forward_mode("mass_matrix", True)
         start = rhs.begin(start, begin, adjoint, user_events, settings.options)
+    rhs.inputs.histories.close()
     differentiable = [start, begin, end, *([] if times is None else [times]), *rhs.parameters]
     _refuse_forward_mode("events", bool(user_events))
     reads = [event.reads_gradient(begin, start) for event in user_events]
