@@ -107,6 +107,11 @@ class DenseColumns:
     polynomials: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Sequence[Tensor]]] = ()
     last: Tensor | None = None
 
+    @property
+    def has_resets(self) -> bool:
+        """Whether the states may jump."""
+        return False
+
     def __call__(self, t: Any) -> Tensor:
         times = as_times(t, self.start)
         rows = per_column(times.reshape(1) if times.ndim == 0 else times, self.begin, 2, "t")
@@ -122,6 +127,11 @@ class DenseColumns:
             order.argsort(0)[None], 1
         )
         return found[:, 0] if times.ndim == 0 else found
+
+    def breaks(self) -> list[float]:
+        """Return the times of the steps of the first column."""
+        ends = [(float(t[0]), float(end[0])) for t, _, _, end, _ in self._steps()]
+        return [*(t for t, _ in ends[:1]), *(end for _, end in ends)]
 
     def connected(self, times: Tensor, states: Tensor) -> Tensor:
         """Connect states ``(n, times, batch)`` to the start, the parameters and the times."""
@@ -165,6 +175,10 @@ class ColumnSolution(DenseColumns):
         self.hits: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         # The number of the hit that ended a column, or -1.
         self.ended_by = torch.full_like(self.steps, -1)
+
+    @property
+    def has_resets(self) -> bool:
+        return any(event.reset is not None for event in self.events)
 
     def solve(
         self, times: Tensor, first_step: float | None, store: bool, refuse_jumps: bool

@@ -73,7 +73,9 @@ def solve_columns(
 ) -> OdeResult:
     """Solve initial value problems in the columns of a state; see :func:`solve_ivp`."""
     if rhs.mass is not None and method != "Rodas4":
-        raise ValueError(f'mass_matrix takes method="Rodas4"; got {method!r}.')
+        raise ValueError(
+            f'mass_matrix takes method="Rodas4", or "Radau" for one state; got {method!r}.'
+        )
     if method not in COLUMN_METHODS:
         raise ValueError(
             f"for y0 of shape (n, batch) method must be one of {', '.join(COLUMN_METHODS)}; got "
@@ -101,6 +103,7 @@ def solve_columns(
     _check_times(first, last, direction, None if t_eval is None else grid.detach())
     rate = _Rate(rhs)
     _check_function(rhs, rate, first, start.detach())
+    rhs.inputs.histories.close()
     mass = None if rhs.mass is None else Mass(rhs, first, rate)
     marks = [ColumnEvent(event, rhs, k) for k, event in enumerate(events or ())]
     _check_events(marks, first, start.detach())

@@ -35,6 +35,7 @@ from adjsim.ivp.connection import (
     plain,
     undeclared,
 )
+from adjsim.ivp.histories import History, HistoryReader
 
 
 class InputTensors:
@@ -74,17 +75,22 @@ class InputTensors:
         stand_ins = {id(x): leaf_of[id(x)] for x in captured if id(x) in leaf_of}
         self._given, self._guard = fun, RefuseWrapped() if in_transform() else nullcontext()
         self._function = Rebound(function, stand_ins, (), ()) if stand_ins else function
-        self._leaves = {id(leaf) for leaf in self.leaves}
+        #: The solutions that the function reads, whose states become originals too.
+        self.histories = HistoryReader(self.originals, self.leaves)
+        for x in (*nodes, *tree_leaves(args)):
+            leaf = self.histories.add(x) if isinstance(x, History) else None
+            self.named |= set() if leaf is None else {id(leaf)}
         self._declared = {id(x): x.grad_fn for x in (*registered, *unregistered) if x.requires_grad}
         self._computed = {node for node in self._declared.values() if node is not None}
 
     def evaluate(self, t: Any, y: Any, *args: Any) -> Any:
         """Evaluate the function with the tensors of the run; ``args`` are those of the run."""
-        with self._guard:
+        with self._guard, self.histories.active():
             return self._function(t, y, *args)
 
-    def refuse_undeclared(self, out: Tensor, state: Tensor) -> None:
-        """Refuse a rate whose graph has a leaf that is neither declared nor the state."""
+    def refuse_undeclared(self, out: Tensor, *known: Tensor) -> None:
+        """Refuse a rate whose graph has a leaf that is neither declared nor known."""
+        given = {id(x) for x in (*known, *self.leaves)}
         if has_tangent(out):
             raise undeclared("a tensor with a tangent, which")
         for node in graph_nodes(out):
@@ -96,7 +102,7 @@ class InputTensors:
                     "fun reads a tensor that was computed from a declared one before the solution: "
                     "compute it in fun, or declare it instead."
                 )
-            if leaf is not None and leaf is not state and id(leaf) not in self._leaves:
+            if leaf is not None and id(leaf) not in given:
                 raise undeclared(f"{_name_of(leaf, self._given)}, which requires grad and")
 
 

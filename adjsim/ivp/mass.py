@@ -29,6 +29,7 @@ from torch import Tensor
 from adjsim.core.parameters import leaves
 from adjsim.core.rows import pulled_rows
 from adjsim.ivp.column_steps import Rate, first_of
+from adjsim.ivp.connection import is_tracked
 from adjsim.ivp.rhs import RightHandSide
 from adjsim.ivp.rodas4 import derivatives
 
@@ -105,19 +106,19 @@ class Mass:
         """Return the rates of the states ``(n, batch)``, without a graph."""
         with torch.no_grad():
             rates, jacobian, by_time = derivatives(self.field, t, y)
-            matrix, outside = self._matrices()
+            matrix, outside = self.matrices()
             system = matrix + outside @ jacobian.movedim(2, 0)
             right = rates.T.unsqueeze(-1) - outside @ (rates + by_time).T.unsqueeze(-1)
             return torch.linalg.solve(system, right).squeeze(-1).T
 
-    def _matrices(self) -> tuple[Tensor, Tensor]:
+    def matrices(self) -> tuple[Tensor, Tensor]:
         """Return M and R, ``(columns, n, n)``."""
         matrix = self.constant().movedim(2, 0)
         unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
         return matrix, unit - matrix @ torch.linalg.pinv(matrix, rtol=RANK)
 
     def _residual(self, t: Tensor, y: Tensor, start: Tensor) -> Tensor:
-        matrix, outside = self._matrices()
+        matrix, outside = self.matrices()
         found = matrix @ (y - start).T.unsqueeze(-1) + outside @ self.field(t, y).T.unsqueeze(-1)
         return found.squeeze(-1).T
 
@@ -137,7 +138,8 @@ class Mass:
                 right = self._residual(t, y, given).T.unsqueeze(-1)
                 step = torch.linalg.solve_ex(system, right)[0].squeeze(-1).T
                 y = y - step
-                done = bool((step.abs() <= 1e-4 * tolerance(y) + 4e-16 * y.abs()).all())
+                rounding = 8 * self.rhs.eps * y.abs().amax(0)
+                done = bool((step.abs() <= 1e-4 * tolerance(y) + rounding).all())
             if done or not y.isfinite().all():
                 break
         if not done:
@@ -145,18 +147,36 @@ class Mass:
                 "no consistent start was found: Newton's method on the algebraic equations does "
                 f"not converge from y0 = {given[:, 0].tolist()}. Give a y0 that satisfies them."
             )
+        pull = self._pull(t, y, given)
+        return self.rhs.connected(y.to(start.dtype), start, pull, more=[*self.reads, begin])
+
+    def completed(self, t: Tensor, states: Tensor) -> Tensor:
+        """Give states ``(n, times)`` with the derivatives of M y those of all unknowns."""
+        if not any(map(is_tracked, (states, *self.rhs.parameters))):
+            return states
+        given = states.detach().double()
+        pull = self._pull(t, given, given)
+        return self.rhs.connected(
+            states.detach(), states, lambda rows: pull(rows)[:-1], more=self.reads
+        )
+
+    def _pull(self, t: Tensor, y: Tensor, start: Tensor) -> Callable[[Tensor], list[Tensor]]:
+        """Return the products with the derivatives of consistent states, which are at y.
+
+        They are those with respect to the start, the parameters and the times.
+        """
         system = self._system(t, y)
 
         def pull(rows: Tensor) -> list[Tensor]:
             # Rows (k, n, batch) are the columns of the right-hand sides (batch, n, k).
             weights = torch.linalg.solve(system.mT, rows.double().permute(2, 1, 0))
             with torch.enable_grad():
-                first, at = given.clone().requires_grad_(), t.clone().requires_grad_()
+                first, at = start.clone().requires_grad_(), t.clone().requires_grad_()
                 residual = self._residual(at, y, first)
             inputs = [first, *self.rhs.parameter_leaves, *self.reads, at]
             return pulled_rows([residual], inputs, [-weights.permute(2, 1, 0)])
 
-        return self.rhs.connected(y.to(start.dtype), start, pull, more=[*self.reads, begin])
+        return pull
 
     def refuse_inconsistent(
         self, t: Tensor, y: Tensor, marked: Tensor, tolerance: Callable[[Tensor], Tensor]
@@ -182,15 +202,16 @@ class Mass:
     def _system(self, t: Tensor, y: Tensor, refuse: bool = True) -> Tensor:
         """Return the matrices S, ``(batch, n, n)``, of an equation of index one."""
         with torch.no_grad():
-            matrix, outside = self._matrices()
+            matrix, outside = self.matrices()
             found = matrix + outside @ derivatives(self.field, t, y)[1].movedim(2, 0)
             sizes = torch.linalg.svdvals(found)
         wrong = ~(sizes[:, -1] > REGULAR * sizes[:, 0])
         if refuse and wrong.any():
+            column = first_of(wrong)
             raise ValueError(
-                "the equation with this mass_matrix is not of index one at the start: its "
-                "algebraic equations do not determine the algebraic unknowns (column "
-                f"{first_of(wrong)}). Differentiate constraints with respect to time "
-                "until they do."
+                "the equation with this mass_matrix is not of index one at t = "
+                f"{float(t[column]):.9g}: its algebraic equations do not determine the algebraic "
+                f"unknowns (column {column}). Differentiate constraints with respect to time until "
+                "they do."
             )
         return found

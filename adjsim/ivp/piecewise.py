@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.integrate import OdeSolution
+from scipy.integrate import BDF, RK23, RK45, OdeSolution, Radau
 from scipy.optimize import OptimizeResult
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -25,6 +25,7 @@ from adjsim.ivp.forward_states import (
     StoredInterpolants,
     solution,
 )
+from adjsim.ivp.histories import History, Section
 from adjsim.ivp.jumps import DiscontinuityCheck
 from adjsim.ivp.march import March, check_times, march
 from adjsim.ivp.rhs import Array, as_state, as_times, to_numpy
@@ -34,6 +35,9 @@ from adjsim.ivp.sweep import AdjointSettings
 ADJOINTS = ("interpolate", "checkpoint", "backsolve")
 # Resets closer than this fraction of the time since the start count as accumulating.
 ZENO = 1e-10
+# Degrees of interpolants of SciPy's methods; others have the largest one of DOP853.
+INTERPOLANT_DEGREES = {RK23: 3, RK45: 4, Radau: 3, BDF: 5}
+MOST = 7
 
 Rates = Callable[[float, Array], Array]
 Path = StoredInterpolants | Checkpointed | Backsolved
@@ -61,12 +65,12 @@ class Piece:
             return values
         path, pull = self.path, partial(self._backward, self.path, times, states)
         if not isinstance(path, StoredInterpolants) or np.iscomplexobj(states):
-            return rhs.connected(values, self.start, pull)
+            return rhs.completed(times, rhs.connected(values, self.start, pull))
 
         def push(*rows: Tensor) -> Tensor:
             return sensitivities(self.settings, path.solution(), times, rows).to(values)
 
-        return rhs.connected(values, self.start, pull, push)
+        return rhs.completed(times, rhs.connected(values, self.start, pull, push))
 
     def _backward(self, path: Path, times: Array, states: Array, rows: Tensor) -> list[Tensor]:
         """Return the rows of cotangents of the initial state and of the parameters.
@@ -172,7 +176,7 @@ class PiecewiseSolve:
         wants_gradient = self.wants_gradient or is_tracked(start)
         if wants_gradient and np.min(tolerances[0]) >= 1e-3:
             _warn_loose()
-        rate, batched_rate = self.rhs.rate, self.rhs.numpy
+        rate, batched_rate = self.rhs.smooth_rate, self.rhs.numpy
         if rate_after is not None:
             rate, batched_rate = (
                 _with_rate_at_start(rates, t0, to_numpy(start), rate_after)
@@ -188,7 +192,7 @@ class PiecewiseSolve:
         if eval_times is not None and self.times:
             # The time of a reset belongs to the piece before it.
             eval_times = eval_times[self.sign * eval_times.detach() > self.sign * t0]
-        known = {"vectorized": self.rhs.vectorized, **self.options}
+        known = {**self.rhs.solver_options(), **self.options}
         method: Any = self.method
         times = None if eval_times is None else to_numpy(eval_times)
         with outside_transforms():
@@ -304,7 +308,7 @@ class OdeResult(OptimizeResult):
         return OdeResult, (fields,)
 
 
-class DenseSolution:
+class DenseSolution(History):
     """The solution as a differentiable function of time.
 
     Called with a time or times ``(k,)`` it returns the state ``(n,)`` or states ``(n, k)``. At the
@@ -322,7 +326,19 @@ class DenseSolution:
         self._sign = 1.0 if end >= begin else -1.0
         self.t_min, self.t_max = min(begin, end), max(begin, end)
 
+    def sections(self) -> tuple[list[Section], int]:
+        found = [
+            (inside.ts, lambda at, x=inside, y=piece: y.states(at, x(at)), piece.settings.method)
+            for inside, piece in self._pieces
+            if piece is not None and piece.path is not None and inside.ts[0] != inside.ts[-1]
+        ]
+        known = [d for m, d in INTERPOLANT_DEGREES.items() if found and issubclass(found[0][2], m)]
+        return [(times, states) for times, states, _ in found], max(known, default=MOST) + 1
+
     def __call__(self, t: Any) -> Tensor:
+        read = self.read(t)
+        if read is not None:
+            return read
         times = as_times(t, self._like)
         if times.ndim > 1:
             raise ValueError(f"t must be a time or times (k,); got shape {tuple(times.shape)}.")

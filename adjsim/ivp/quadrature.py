@@ -31,15 +31,21 @@ STRIDE = 8
 Integrand = Callable[[Array, Array, Array], list[list[Tensor]]]
 # The uncertainty of such a sum at times with weights, for each tensor and row.
 Uncertainty = Callable[[Array, Array], Array]
+# The size of each row of each tensor, ``(tensors, k)``.
+Largest = Callable[[Sequence[Tensor]], Array]
 
 
 class Integral:
     """An integral of rows ``(k, ...)``, as a sum over intervals by two quadrature formulas.
 
     Their allowed difference is relative to the sum of the absolute contributions of a row so far.
+    ``largest`` measures contributions; None: by their largest entries.
     """
 
-    def __init__(self, like: Sequence[Tensor], rows: int, allowed: float) -> None:
+    def __init__(
+        self, like: Sequence[Tensor], rows: int, allowed: float, largest: Largest | None = None
+    ) -> None:
+        self._largest = largest or largest_entries
         self.sums = [
             x.new_zeros((rows, *x.shape), dtype=torch.promote_types(x.dtype, torch.float64))
             for x in like
@@ -59,7 +65,8 @@ class Integral:
         ``smallest`` return differences that are allowed whatever the integral is, such as those of
         rounding. The next is called only if those before do not suffice.
         """
-        errors, allowed = largest(off), self.allowed * (self.sizes + largest(found))
+        errors = self._largest(off)
+        allowed = self.allowed * (self.sizes + self._largest(found))
         if not np.isfinite(errors).all():
             raise FloatingPointError(
                 "the derivative of fun with respect to a parameter is not finite near t = "
@@ -74,7 +81,7 @@ class Integral:
 
     def add(self, found: list[Tensor]) -> None:
         """Add the contribution of an interval."""
-        self.sizes = self.sizes + largest(found)
+        self.sizes = self.sizes + self._largest(found)
         for total, x in zip(self.sums, found, strict=True):
             total += x
 
@@ -86,10 +93,10 @@ class AdaptiveLobatto(Integral):
     2000). The integrand may change faster than the adjoint, whose step sizes do not account for it.
     """
 
-    def __init__(self, like: Sequence[Tensor], rows: int, rtol: float) -> None:
+    def __init__(self, like: Sequence[Tensor], rows: int, rtol: float, largest: Largest) -> None:
         # The error of the seven-point formula is much smaller than its difference from the
         # four-point formula; QUADPACK estimates it in the same way.
-        super().__init__(like, rows, max(rtol, rtol ** (2 / 3) / 200))
+        super().__init__(like, rows, max(rtol, rtol ** (2 / 3) / 200), largest)
         self.stride = 1
 
     def integrate(
@@ -136,7 +143,7 @@ def no_convergence(t: float) -> RuntimeError:
     )
 
 
-def largest(tensors: Sequence[Tensor]) -> Array:
+def largest_entries(tensors: Sequence[Tensor]) -> Array:
     """Return the largest absolute entry of each row of each tensor, ``(tensors, k)``."""
     rows = [x.detach().abs().unsqueeze(-1).flatten(1) for x in tensors]
     sizes = [x.amax(1) if x.shape[1] else x.sum(1) for x in rows]

@@ -152,6 +152,18 @@ class RightHandSide:
         """Return the rate at one state ``(n,)``."""
         return self.numpy(t, y[:, None]).reshape(-1) if self.vectorized else self.numpy(t, y)
 
+    def smooth_rate(self, t: float | Array, y: Array) -> Array:
+        """Return the rate at one state, without that of algebraic unknowns."""
+        return self.rate(t, y)
+
+    def solver_options(self) -> dict[str, Any]:
+        """Return the options of SciPy's solver that depend on the equation."""
+        return {"vectorized": self.vectorized}
+
+    def completed(self, times: Array, states: Tensor) -> Tensor:
+        """Give states ``(n, times)`` the derivatives of their algebraic unknowns."""
+        return states
+
     def jacobian(self, t: float, y: Array) -> Array:
         """Compute the Jacobian d fun_i / d y_j by automatic differentiation."""
         if self.uses_numpy:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from adjsim.ivp.column_solution import DenseColumns
+from adjsim.ivp.histories import History, Section
 from adjsim.ivp.piecewise import OdeResult
 from adjsim.ivp.rhs import RightHandSide, as_times, describe_shape
 
@@ -122,13 +123,20 @@ class OneRightHandSide(RightHandSide):
 
 
 @dataclass(eq=False)
-class DenseOne:
+class DenseOne(History):
     """The solution of one problem as a function of time, ``(n,)`` or ``(n, k)``."""
 
     columns: DenseColumns
 
     def __call__(self, t: Any) -> Tensor:
-        return self.columns(t).squeeze(-1)
+        read = self.read(t)
+        return self.columns(t).squeeze(-1) if read is None else read
+
+    def sections(self) -> tuple[list[Section], int]:
+        times = self.columns.breaks()
+        whole = (times, lambda at: self.columns(torch.as_tensor(at)).squeeze(-1))
+        # The degree of Rodas4's interpolant, and one more.
+        return [whole] if len(times) > 1 and not self.columns.has_resets else [], 4
 
 
 def one_of(found: OdeResult) -> OdeResult:

@@ -18,6 +18,7 @@ from adjsim.ivp.connection import in_forward_mode, is_tracked, outside_transform
 from adjsim.ivp.events import Event
 from adjsim.ivp.march import LSODA
 from adjsim.ivp.piecewise import ADJOINTS, DenseSolution, OdeResult, PiecewiseSolve
+from adjsim.ivp.radau import MassRadau, MassRightHandSide
 from adjsim.ivp.rhs import (
     SMALLEST_RTOL,
     RightHandSide,
@@ -115,9 +116,10 @@ def solve_ivp(
         batch_first: whether ``y0`` is ``(batch, n)``, and ``fun`` takes a time that is one number;
             see "Batches" below.
         mass_matrix: M of M dy/dt = fun(t, y), a tensor ``(n, n)`` or a function of (t, \*args), for
-            ``method="Rodas4"``. With columns a function of t returns ``(n, n, batch)``. M may be
-            singular if the equation has index one, and its null space must not depend on t. The
-            algebraic unknowns of ``y0`` are replaced by consistent ones. Gradients flow to M too.
+            ``method="Rodas4"``, or ``"Radau"`` for one state without resets. With columns a
+            function of t returns ``(n, n, batch)``. M may be singular if the equation has index
+            one, and its null space must not depend on t. The algebraic unknowns of ``y0`` are
+            replaced by consistent ones. Gradients flow to M too.
         options: SciPy's options ``rtol`` (1e-3), ``atol`` (1e-6), ``max_step``, ``first_step``,
             ``min_step``, ``jac``, ``jac_sparsity``, ``lband``, ``uband``. ``jac="autodiff"``
             computes the Jacobian by automatic differentiation. In addition: ``adjoint_rtol`` (a
@@ -211,17 +213,20 @@ def solve_ivp(
         begin = as_times(t_span[0], start).detach().reshape(-1)[0]
         rhs.check_samples(begin, start.detach())
         return samples_first(solve_columns(rhs, t_span, start, method, *settings))
-    if not columns and (mass_matrix is not None or method in COLUMN_METHODS.keys() - METHODS):
+    has_mass = mass_matrix is not None and not columns and method in ("Radau", Radau)
+    one = mass_matrix is not None or method in COLUMN_METHODS.keys() - METHODS
+    if one and not columns and not has_mass:
         _refuse_forward_mode("Rodas4", True)
         start = start[:, None]
         check_columns(start)
         rhs = OneRightHandSide(fun, tuple(args or ()), params, start, mass=mass_matrix)
         return one_of(solve_columns(rhs, t_span, start, method, *settings))
     several = vectorized and not columns
-    rhs = RightHandSide(fun, tuple(args or ()), params, start, several, mass_matrix)
+    made_by = MassRightHandSide if has_mass else RightHandSide
+    rhs = made_by(fun, tuple(args or ()), params, start, several and not has_mass, mass_matrix)
     if columns:
         return solve_columns(rhs, t_span, start, method, *settings)
-    solver = _solver(method)
+    solver = MassRadau if has_mass else _solver(method)
     if adjoint not in ADJOINTS:
         raise ValueError(f"adjoint must be one of {', '.join(ADJOINTS)}; got {adjoint!r}.")
     begin, end = (as_times(t, start).reshape(()) for t in t_span)
@@ -240,6 +245,10 @@ def solve_ivp(
         )
     with outside_transforms():
         rhs.check(first, to_numpy(start), torch.is_grad_enabled())
+    if isinstance(rhs, MassRightHandSide):
+        _refuse_forward_mode("mass_matrix", True)
+        start = rhs.begin(start, begin, adjoint, user_events, settings.options)
+    rhs.inputs.histories.close()
     differentiable = [start, begin, end, *([] if times is None else [times]), *rhs.parameters]
     _refuse_forward_mode("events", bool(user_events))
     reads = [event.reads_gradient(begin, start) for event in user_events]

@@ -25,6 +25,7 @@ and the graphs of ``fun``, and each row keeps the tolerances that it would have 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ from adjsim.ivp.quadrature import (
     STRIDE,
     AdaptiveLobatto,
     Integral,
-    largest,
+    largest_entries,
     no_convergence,
 )
 from adjsim.ivp.rhs import SMALLEST_RTOL, Array, Graph, RightHandSide
@@ -112,12 +113,16 @@ class Sweep(ABC):
         sizes[sizes == 0] = max(sizes.max(initial=0.0), np.finfo(float).tiny)
         return self.settings.atol * sizes
 
+    def _largest(self, sums: Sequence[Tensor]) -> Array:
+        """Return the largest entries of integrals, of which those of histories are smoothed."""
+        return largest_entries(self.rhs.inputs.histories.smoothed(sums))
+
     def _rounding(self, length: float, t: float, adjoint: Array, path: OdeSolution) -> Array:
         """Return the rounding error of the integral over an interval around a time."""
         weights = _without_cancellation(adjoint[..., None])
         graphs = self.rhs.graphs(np.array([t]), path(t)[:, None])
         sizes = self.rhs.parameter_vjp(graphs, weights)[0]
-        return ROUNDING * length * largest(sizes)
+        return ROUNDING * length * self._largest(sizes)
 
     def _uncertainty(self, times: Array, path: OdeSolution, weights: Array) -> Array:
         """Return the change of a weighted sum of the integrand if the states change.
@@ -137,7 +142,8 @@ class Sweep(ABC):
             for part in (0.0, 1.0, SHRUNK)
         )
         changes, less = (
-            largest([b - a for a, b in zip(here, sums, strict=True)]) for sums in (there, nearby)
+            self._largest([b - a for a, b in zip(here, sums, strict=True)])
+            for sums in (there, nearby)
         )
         small = less / SHRUNK
         return np.where((changes / 16 <= small) & (small <= 16 * changes), changes, 0.0)
@@ -151,7 +157,7 @@ class SolverSweep(Sweep):
         self.method = method
         rows = len(adjoint)
         self.integral = self.points = AdaptiveLobatto(
-            self.rhs.parameter_leaves, rows, settings.rtol
+            self.rhs.parameter_leaves, rows, settings.rtol, self._largest
         )
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
@@ -222,7 +228,7 @@ class CollocationSweep(Sweep):
     def __init__(self, settings: AdjointSettings, adjoint: Array) -> None:
         super().__init__(settings, adjoint)
         self.rtol, self.rejections = settings.rtol**POWER, 0
-        self.integral = Integral(self.rhs.parameter_leaves, len(adjoint), self.rtol)
+        self.integral = Integral(self.rhs.parameter_leaves, len(adjoint), self.rtol, self._largest)
         # The time at which the last step has ended, with the matrix and the graph there.
         self.last: tuple[float, Array, list[Graph]] | None = None
 

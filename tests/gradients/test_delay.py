@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -77,3 +79,86 @@ def test_a_solution_is_read_without_a_gradient():
         )
         second = adjsim.solve_ivp(lambda t, y: -first.sol(t - 1), (1, 2), first.y[:, -1], **TIGHT)
     assert float(second.y[0, -1]) == pytest.approx(-0.5, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "method", ["RK45", pytest.param("Radau", marks=pytest.mark.slow), "Rodas4"]
+)
+def test_a_later_function_reads_the_solution_with_its_gradient(method):
+    """y' = -k y(t - 1) from c is c sum_j (-k)^j (t - j + 1)^j / j!."""
+    k, c = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.7, 1.3))
+    options = {"method": method, "dense_output": True, "args": (k, c), **TIGHT}
+    found = adjsim.solve_ivp(lambda t, y, k, c: -k * c + 0 * y, (0, 1), c[None], **options)
+    for n in (1, 2):
+        found = adjsim.solve_ivp(
+            lambda t, y, k, c, past=found.sol: -k * past(t - 1),
+            (n, n + 1),
+            found.y[:, -1],
+            **options,
+        )
+    t = 2.6
+    terms = [(-k) ** j * (t - j + 1) ** j / math.factorial(j) for j in range(4)]
+    found, known = found.sol(t)[0], c * sum(terms)
+    torch.testing.assert_close(found, known, rtol=1e-7, atol=0)
+    grads = torch.autograd.grad(found, (k, c)), torch.autograd.grad(known, (k, c))
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=0)
+
+
+def swings(w, start, **options):
+    return adjsim.solve_ivp(
+        lambda t, y, w: torch.stack([w * y[1], -w * y[0] - 0.1 * y[1] ** 3]), (0, 1), start,
+        args=(w,), dense_output=True, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_delay_that_is_a_parameter():
+    """Two reads of another equation's solution, at times of their own, in three ways."""
+
+    def rate(t, y, w, delay, past):
+        return w * past(t - delay)[1] - y * past((t - delay) / 2)[0]
+
+    def solve(p, way="argument"):
+        past = swings(p[0], p[1:3], rtol=1e-7, atol=1e-9).sol
+
+        def captured(t, y, w, delay):
+            return rate(t, y, w, delay, past)
+
+        fun, args, params = {
+            "argument": (rate, (p[0], p[3], past), ()),
+            "captured": (captured, (p[0], p[3]), ()),
+            "declared": (captured, (p[0], p[3]), [past]),
+        }[way]
+        return adjsim.solve_ivp(
+            fun, (0.5, 1), p[4:], args=args, params=params, rtol=1e-7, atol=1e-9
+        ).y[0, -1]
+
+    p = torch.tensor([1.7, 1.0, 0.3, 0.4, 0.5], dtype=torch.float64, requires_grad=True)
+    along, h = torch.cos(torch.arange(5.0).double()), 1e-4
+    found, *others = (
+        torch.autograd.grad(solve(p, way), p)[0] for way in ("argument", "captured", "declared")
+    )
+    for x in others:
+        torch.testing.assert_close(x, found, rtol=1e-12, atol=0)
+    with torch.no_grad():
+        ends = [float(solve(p + s * h * along)) for s in (1, -1)]
+    assert (ends[0] - ends[1]) / (2 * h) == pytest.approx(float((found * along).sum()), rel=1e-6)
+
+
+def test_a_solution_that_cannot_be_read_with_a_gradient():
+    w = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
+
+    def low(t, y, w):
+        return y[0] - 0.2
+
+    low.direction, low.reset = -1, lambda t, y, w: y + 1
+    past = swings(w, [1.0, 0.3], rtol=1e-4).sol
+    jumps = swings(w, [1.0, 0.3], rtol=1e-4, events=low).sol
+    for end, fun, message in (
+        (1, lambda t, y: past(t)[:1] if t > 0.5 else -y, r"declare it by params=\[solution.sol\]"),
+        (2, lambda t, y: past(t)[:1], r"outside of its time span \[0, 1\]"),
+        (1, lambda t, y: jumps(t)[:1], "whose state jumps at t = "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adjsim.solve_ivp(fun, (0, end), [1.0], rtol=1e-4)

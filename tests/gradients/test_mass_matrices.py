@@ -33,13 +33,17 @@ def kinetics(t, y, k):
     return torch.stack([-rate, rate - last, last])
 
 
+METHODS = pytest.mark.parametrize("method", ["Rodas4", "Radau"])
+
+
 @pytest.mark.slow
-def test_robertson_as_an_algebraic_problem():
+@METHODS
+def test_robertson_as_an_algebraic_problem(method):
     """The third species by conservation of mass; its start is found."""
     k = tensor(0.04, 3e7, 1e4)
     options = {"t_eval": [0.4, 40.0], "args": (k,), "rtol": 1e-7, "atol": 1e-12}
     found = adjsim.solve_ivp(
-        robertson, (0, 40), [1.0, 0.0, 0.7], "Rodas4", mass_matrix=torch.diag(tensor(1, 1, 0)),
+        robertson, (0, 40), [1.0, 0.0, 0.7], method, mass_matrix=torch.diag(tensor(1, 1, 0)),
         dense_output=True, **options,
     )  # fmt: skip
     known = adjsim.solve_ivp(kinetics, (0, 40), [1.0, 0.0, 0.0], "Radau", **options)
@@ -59,12 +63,13 @@ def circuit(t, y, volt, r1, r2):
     return torch.stack([(volt - y[0]) / r1, -y[1] / r2])
 
 
-def test_an_electric_circuit():
+@METHODS
+def test_an_electric_circuit(method):
     """The voltage over the capacitor is V (1 - exp(-t / ((R1 + R2) C)))."""
     volt, r1, r2, c = given = [tensor(x)[0].detach().requires_grad_() for x in (5.0, 2.0, 1.0, 3.0)]
     start = torch.zeros(2, dtype=torch.float64)
     found = adjsim.solve_ivp(
-        circuit, (0, 6), start, "Rodas4", t_eval=[2.0, 6.0], args=(volt, r1, r2),
+        circuit, (0, 6), start, method, t_eval=[2.0, 6.0], args=(volt, r1, r2),
         mass_matrix=c * SHAPE, **TIGHT,
     )  # fmt: skip
     times = torch.tensor([2.0, 6.0], dtype=torch.float64)
@@ -82,7 +87,8 @@ def varying(t, c, *rest):
 
 
 @pytest.mark.slow
-def test_a_matrix_that_depends_on_time_and_parameters():
+@METHODS
+def test_a_matrix_that_depends_on_time_and_parameters(method):
     """C(t) dw/dt = (V - w) / (R1 + R2) for the voltage w over the capacitor."""
     c, volt, t1 = tensor(3.0, 1.3), tensor(5.0), tensor(1.5)
 
@@ -90,7 +96,7 @@ def test_a_matrix_that_depends_on_time_and_parameters():
         return circuit(t, y, volt[0], 2.0, 1.0)
 
     found = adjsim.solve_ivp(
-        fun, (0, t1[0]), torch.zeros(2).double(), "Rodas4", args=(c, volt), mass_matrix=varying,
+        fun, (0, t1[0]), torch.zeros(2).double(), method, args=(c, volt), mass_matrix=varying,
         adjoint="checkpoint", **TIGHT,
     )  # fmt: skip
     known = adjsim.solve_ivp(
@@ -114,7 +120,8 @@ POINTS = torch.diag(torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64)
 
 
 @pytest.mark.slow
-def test_a_pendulum_of_index_one():
+@METHODS
+def test_a_pendulum_of_index_one(method):
     """Against the equation of its angle; the tension at the start is found."""
     g, angle = tensor(9.81), tensor(1.0)
 
@@ -122,7 +129,7 @@ def test_a_pendulum_of_index_one():
         zero = torch.zeros_like(angle[0])
         start = torch.stack([torch.sin(angle[0]), -torch.cos(angle[0]), zero, zero, zero])
         return adjsim.solve_ivp(
-            pendulum, (0.0, 0.6), start, "Rodas4", args=(g[0],), mass_matrix=POINTS, **options
+            pendulum, (0.0, 0.6), start, method, args=(g[0],), mass_matrix=POINTS, **options
         )
 
     found = swing(g, angle, t_eval=[0.0, 0.6], **TIGHT)
@@ -136,6 +143,53 @@ def test_a_pendulum_of_index_one():
     torch.testing.assert_close(found.y[:2, -1], place, rtol=0, atol=1e-6)
     loss = lambda y: y[0] - 0.5 * y[1]  # noqa: E731
     agree(gradients(loss(found.y[:2, -1]), [g, angle]), gradients(loss(place), [g, angle]), 1e-5)
+
+
+def test_radau_resolves_an_algebraic_unknown_between_its_steps():
+    """z = sin(15 t) beside a slow x' = -k x, and z = sign(t - 1) there, which jumps."""
+    k = tensor(0.3)
+    times = torch.linspace(0, 2, 9, dtype=torch.float64)
+
+    def fast(t, y, k):
+        return torch.stack(
+            [-k[0] * y[0], y[1] - y[0] * torch.sin(15 * t), y[2] - torch.sign(t - 1.1)]
+        )
+
+    found = adjsim.solve_ivp(
+        fast, (0, 2), [1.0, 0.0, 0.0], "Radau", times, args=(k,), rtol=1e-6, atol=1e-8,
+        mass_matrix=torch.diag(torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)),
+    )  # fmt: skip
+    slow = torch.exp(-k * times)
+    known = torch.stack([slow, slow * torch.sin(15 * times), torch.sign(times - 1.1)])
+    torch.testing.assert_close(found.y, known, rtol=0, atol=1e-5)
+    agree(gradients(found.y[:2].sum(), [k]), gradients(known[:2].sum(), [k]), 1e-6)
+
+
+@pytest.mark.slow
+def test_radau_with_events_times_and_a_matrix_of_captured_tensors():
+    """The node behind the capacitor falls below a volt: all in closed form."""
+    c, r1, t0 = given = [x[0].detach().requires_grad_() for x in map(tensor, (0.7, 2.0, 0.1))]
+
+    def below(t, y, r1):
+        return y[1] - 1.0
+
+    below.terminal = True
+    grads = []
+    for adjoint in ("interpolate", "checkpoint"):
+        found = adjsim.solve_ivp(
+            lambda t, y, r1: circuit(t, y, 5.0, r1, 1.0), (t0, 9), [0.0, 0.0], "Radau",
+            args=(r1,), mass_matrix=lambda t, r1: c * SHAPE, events=below, dense_output=True,
+            adjoint=adjoint, rtol=1e-9, atol=1e-11,
+        )  # fmt: skip
+        time = found.t_events[0][0]
+        known = t0 + (r1 + 1) * c * torch.log(5 / (r1 + 1))
+        torch.testing.assert_close(time, known, rtol=1e-7, atol=0)
+        inside = found.sol(0.4)[1], 5 / (r1 + 1) * torch.exp(-(0.4 - t0) / ((r1 + 1) * c))
+        start = found.y[1, 0], 5 / (r1 + 1)
+        both = zip(*(inside, start, (time, known)), strict=True)
+        grads += [gradients(sum(parts), given) for parts in both]
+    agree(grads[0], grads[1], 1e-6)
+    agree(grads[2], grads[0], 1e-10)
 
 
 def test_columns_samples_events_and_checkpoints():
@@ -191,12 +245,21 @@ def free(t, y, g):
     return torch.stack([u, v, -tension * x, -tension * z - g, x * x + z * z - 1])
 
 
+def switching(t, y, g):
+    return y[0]
+
+
+switching.reset = lambda t, y, g: y
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"method": "RK45"}, "mass_matrix takes method=\"Rodas4\"; got 'RK45'"),
-        ({"method": "Radau"}, "mass_matrix takes method=\"Rodas4\"; got 'Radau'"),
-        ({"fun": free}, "is not of index one at the start.*Differentiate constraints"),
+        ({"method": "RK45"}, 'mass_matrix takes method="Rodas4", or "Radau" for one.*\'RK45\''),
+        ({"method": "Radau", "fun": free}, "is not of index one at t = 0:.*Differentiate"),
+        ({"method": "Radau", "adjoint": "backsolve"}, 'adjoint must be "interpolate" or "check'),
+        ({"fun": free}, "is not of index one at t = 0:.*Differentiate constraints"),
+        ({"method": "Radau", "events": switching}, "events have no reset"),
         ({"mass_matrix": POINTS[:4]}, r"mass_matrix must have shape \(5, 5\); got \(4, 5\)"),
         ({"mass_matrix": POINTS * torch.nan}, "mass_matrix must be finite"),
         (
