@@ -242,6 +242,19 @@ namespace {{ namespace math {{
 }} }}
 """
 
+
+def _two_chains(coefficients: Sequence[float], square: str = "z") -> str:
+    """Print ``even`` and ``odd``, polynomials in the square of the variable of a series.
+
+    A processor computes the two chains at the same time.
+    """
+    lines: list[str] = []
+    for name, chain in (("even", coefficients[::2]), ("odd", coefficients[1::2])):
+        lines.append(f"  double {name} = {chain[-1]!r};")
+        lines += [f"  {name} = fused({name}, {square}, {c!r});" for c in reversed(chain[:-1])]
+    return "\n".join(lines)
+
+
 # A vectorised function gives other last bits than the scalar one. Which of the two a compiler calls
 # depends on the loop, and on the place of an element in it. So the functions of an exact run are
 # scalar, or made of operations that IEEE 754 defines to the last bit.
@@ -260,7 +273,9 @@ REPRODUCIBLE = f"""
 namespace {{ namespace math {{
 {_defined(without=["exp", "log", "tanh", "erfc"])}
 {_TANH}
-inline double two_to(double shifted) {{
+// A function that is not inlined keeps its loop from being vectorised.
+#define INLINE __attribute__((always_inline)) inline
+INLINE double two_to(double shifted) {{
   int64_t bits;
   memcpy(&bits, &shifted, 8);
   bits = (bits + 1023) << 52;
@@ -268,21 +283,21 @@ inline double two_to(double shifted) {{
   memcpy(&result, &bits, 8);
   return result;
 }}
-inline double exp(double x) {{
+INLINE double exp(double x) {{
   // Adding 1.5 * 2^52 rounds a number to an integer, which is then in the last bits of the sum.
   const double shift = 0x1.8p52;
   x = x < -746 ? -746 : x > 710 ? 710 : x;
-  const double n = (x * {(1 / math.log(2)).hex()} + shift) - shift;
-  const double r = (x - n * 0x1.62e42fefp-1) - n * 0x1.473de6af278edp-34;
-  double series = {1 / math.factorial(13)!r};
-{chr(10).join(f"  series = series * r + {1 / math.factorial(k)!r};" for k in range(12, 1, -1))}
+  const double n = fused(x, {(1 / math.log(2)).hex()}, shift) - shift;
+  const double r = fused(n, -0x1.473de6af278edp-34, fused(n, -0x1.62e42fefp-1, x)), z = r * r;
+{_two_chains([1 / math.factorial(k) for k in range(2, 14)])}
+  const double series = fused(odd, r, even);
   const double first = n * 0.5 + shift;
   const double second = (n - (first - shift)) + shift;
-  return (1 + (r + r * r * series)) * two_to(first) * two_to(second);
+  return (1 + fused(z, series, r)) * two_to(first) * two_to(second);
 }}
 inline float exp(float x) {{ return ::expf(x); }}
 {_ERFC}
-inline double log(double x) {{
+INLINE double log(double x) {{
   const bool small = x < 0x1p-1022;
   const double normal = small ? x * 0x1p54 : x;
   int64_t bits, exponent, fraction;
@@ -298,10 +313,11 @@ inline double log(double x) {{
   n = (n - 0x1p52) - (small ? 1077 : 1023);
   f = f - 1;
   const double s = f / (2 + f), z = s * s, half = 0.5 * f * f;
-  double series = {2 / 23!r};
-{chr(10).join(f"  series = series * z + {2 / k!r};" for k in range(21, 2, -2))}
-  const double rest = s * (half + z * series) + n * 0x1.473de6af278edp-34;
-  const double value = n * 0x1.62e42fefp-1 - ((half - rest) - f);
+  const double fourth = z * z;
+{_two_chains([2 / k for k in range(3, 24, 2)], "fourth")}
+  const double series = fused(odd, z, even);
+  const double rest = fused(s, fused(z, series, half), n * 0x1.473de6af278edp-34);
+  const double value = fused(n, 0x1.62e42fefp-1, -((half - rest) - f));
   return x > 0 ? (x < INFINITY ? value : x) : x == 0 ? -INFINITY : NAN;
 }}
 inline float log(float x) {{ return ::logf(x); }}

@@ -39,13 +39,15 @@ class Coulomb(RadialPotential):
     constant: float = setting(CONSTANT, FINITE, 1.0)
 
     def radial_energy(self, r: Tensor) -> Tensor:
-        return self._products(r) / r
+        return self._products(r) * (1 / r)
 
     def radial_slope(self, r: Tensor) -> Tensor:
-        return -self._products(r) / (r * r)
+        inverse = 1 / r
+        return -self._products(r) * (inverse * inverse)
 
     def radial_curvature(self, r: Tensor) -> Tensor:
-        return 2 * self._products(r) / (r * r * r)
+        inverse = 1 / r
+        return 2 * self._products(r) * (inverse * inverse * inverse)
 
     def _products(self, r: Tensor) -> Tensor:
         """Compute constant q_i q_j of every pair."""

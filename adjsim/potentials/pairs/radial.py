@@ -36,11 +36,14 @@ class RadialPotential(PairPotential):
 
     def pair_slope(self, s: Tensor) -> Tensor:
         r = s.sqrt()
-        return self.radial_slope(r) / (2 * r)
+        return self.radial_slope(r) * (0.5 * (1 / r))
 
     def pair_curvature(self, s: Tensor) -> Tensor:
+        # One division, which takes longer than the products.
         r = s.sqrt()
-        return (self.radial_curvature(r) - self.radial_slope(r) / r) / (4 * s)
+        inverse = 1 / r
+        bend = self.radial_curvature(r) - self.radial_slope(r) * inverse
+        return 0.25 * inverse * inverse * bend
 
 
 class Morse(RadialPotential):

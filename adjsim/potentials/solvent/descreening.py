@@ -40,7 +40,10 @@ class Descreening:
         self.counts = torch.where(included, outer, 0.0) > rho
         # A sphere of negative radius has no logarithm where it does not count.
         outer = torch.where(self.counts, outer, inner)
-        self.far, self.near, self.inverse = 1 / outer, 1 / inner, 1 / r
+        # One division instead of three, which take longer than all that follows.
+        ends = outer * inner
+        share = 1 / (r * ends)
+        self.far, self.near, self.inverse = r * inner * share, r * outer * share, ends * share
         self.squares = self.far * self.far - self.near * self.near
         self.log = torch.log(inner * self.far)
 

@@ -9,7 +9,8 @@ of the descreening (descreening.py) and the necks (necks.py), s_ij = r_ij^2 and 
 
 The sum of the second term needs no c_i, and the third one is a sum over columns, since
 d_ji = -d_ij. So a force takes three passes over pairs: I and ``sum of dH_ij/ds d_ij``; E and the
-first term; the third term. An exponential and two logarithms of each pair are computed.
+first term; the third term. The first pass of a compiled step stores H and dH/ds, so that a pair
+of atoms in each order takes one logarithm and two exponentials.
 
 The force is a derivative, so its Jacobian is symmetric, and ``v^T dF/dq`` is the derivative of F
 along v. It takes the same passes, with s' = 2 d_ij . (v_i - v_j) of every pair::
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.box import differences
+from adjsim.core.layout import materialise
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.potentials.pairs.dense import (
     distinct,
@@ -50,6 +52,8 @@ NUMBERS = ("charge", "radius", "scale", "solute", "solvent", "surface", "offset"
 # Descreening sums are dimensionless, and rarely above ten. On multiples of this spacing they are
 # exact up to 128, and each contribution is rounded by at most 1e-14.
 SPACING = 2.0**-46
+# The largest matrix of pairs that a compiled step stores, 32 megabytes of float64.
+STORED = 2**22
 
 
 class BornPairs:
@@ -91,9 +95,11 @@ class BornPairs:
         shift = 0.0
         if self.cutoff is not None:
             shift = distinct(position).to(position) / self.cutoff
+        born, inverse = self.born.value, 1 / self.born.value
         self.polarisation = Polarisation(
             self.s,
-            self.born.value.unsqueeze(-1) * self.born.value.unsqueeze(-2),
+            born.unsqueeze(-1) * born.unsqueeze(-2),
+            inverse.unsqueeze(-1) * inverse.unsqueeze(-2),
             self.inside,
             self.outside,
             numbers.kappa,
@@ -105,7 +111,10 @@ class BornPairs:
     ) -> Tensor:
         """Compute H with its necks, or a derivative of it."""
         found = of_spheres(self.descreening)
-        return found if self.necks is None else found + self.neck * of_necks(self.necks)
+        if self.necks is not None:
+            found = found + self.neck * of_necks(self.necks)
+        # Rows of neighbours stay together in memory, as in the tables of the necks.
+        return materialise(found.mT).mT if found.numel() <= STORED else found
 
     def areas(self) -> Tensor:
         """Compute the area of every atom, ``(*batch, atoms)``."""

@@ -18,20 +18,21 @@ class Polarisation:
         dy/dP = (1 + x) exp(-x)    d2y/dP2 = x^2 exp(-x) / P
 
     ``inside`` is constant / solute, and ``outside`` constant / solvent. The shift, 1/cutoff, is
-    that of pairs, and zero for an atom with itself.
+    that of pairs, and zero for an atom with itself. ``reach`` is 1/P.
     """
 
     def __init__(
         self,
         s: Tensor,
         product: Tensor,
+        reach: Tensor,
         inside: Tensor,
         outside: Tensor,
         kappa: float,
         shift: Tensor | float,
     ) -> None:
-        self.reach = 1 / product
-        self.x = 0.25 * s * self.reach
+        self.reach = reach
+        self.x = 0.25 * s * reach
         self.decay = torch.exp(-self.x)
         square = s + product * self.decay
         self.inverse = torch.rsqrt(square)
