@@ -13,7 +13,7 @@ from adjsim.core.refusal import Refusal
 from adjsim.io import from_openmm, to_openmm
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.pairs import base
-from tests.openmm_custom import FORCES, offsets, sites, steep, system_with
+from tests.openmm_custom import FORCES, offsets, pair_tables, sites, steep, system_with
 from tests.openmm_systems import assert_openmm_agrees
 
 
@@ -80,6 +80,24 @@ def no_kernels():
     """Kernels take seconds to compile."""
     with patch.object(base, "unsupported", lambda *_: Refusal("left out")):
         yield
+
+
+@pytest.mark.parametrize("periodic", [False, True])
+def test_tables_in_pairs(periodic, no_kernels):
+    """Tables are functions, but those of one type of both atoms alone, which are numbers."""
+    system, positions = system_with(pair_tables(periodic)), sites()
+    potential, structure = equal_to_openmm(system, positions)
+    pairs = potential.custom_pairs
+    assert pairs.numbers == ("c", "k", "types", "q", "t", "u")
+    assert pairs.tables == ("f", "g", "h", "d")
+    with torch.no_grad():
+        for name, x in potential.named_parameters():
+            if not name.endswith((".t", ".u")):
+                x.mul_(1.03)
+    written = to_openmm(potential, system)
+    assert_equal(potential, structure.position, written, positions)
+    again, _ = from_openmm(written, positions)
+    assert again(structure.position).item() == potential(structure.position).item()
 
 
 @pytest.mark.parametrize("method", ["CutoffPeriodic", "LJPME"])
