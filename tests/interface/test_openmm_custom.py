@@ -132,6 +132,14 @@ def test_a_well_that_grows_needs_a_length():
         from_openmm(system_with(force), sites())
 
 
+def test_two_offsets_of_one_number_are_refused():
+    """OpenMM's Reference platform takes the last one, and its other platforms the sum."""
+    force = offsets("NoCutoff")
+    force.addParticleParameterOffset("steric", 2, 0.1, 0.0, 0.0)
+    with pytest.raises(ValueError, match="two offsets of particle 2 by steric"):
+        from_openmm(system_with(force), sites())
+
+
 @pytest.mark.slow
 def test_offsets_in_kernels():
     potential, structure = check_offsets("PME")
