@@ -123,6 +123,37 @@ def tables(periodic: bool) -> Any:
     return force
 
 
+def pair_tables(periodic: bool) -> Any:
+    """Every kind of table in pairs, and one by types of both atoms."""
+    force = openmm.CustomNonbondedForce(
+        "q1*q2*f(r) + h(t1)*h(t2)*g(r,q1*q2) + k(t1,t2)*f(2*r) + c*d(t1,t2,u1*u2) + types(t1,t2)/r"
+    )
+    rng = np.random.default_rng(4)
+    for name in ("q", "t", "u"):
+        force.addPerParticleParameter(name)
+    force.addGlobalParameter("c", 1.3)
+    line, grid, kinds = rng.normal(size=8), rng.normal(size=(5, 6)), rng.normal(size=(3, 3, 2))
+    line[-1], grid[-1], grid[:, -1] = line[0], grid[0], grid[:, 0]
+    grid[-1, -1] = grid[0, 0]
+    kinds += kinds.transpose(1, 0, 2)
+    flat = [x.flatten("F").tolist() for x in (line, grid, kinds[..., 0], kinds[..., 1], kinds)]
+    for name, table in (
+        ("f", openmm.Continuous1DFunction(flat[0], 0.05, 1.2, periodic)),
+        ("g", openmm.Continuous2DFunction(5, 6, flat[1], 0.0, 1.5, -4.0, 4.0, periodic)),
+        ("h", openmm.Discrete1DFunction(rng.normal(size=3).tolist())),
+        ("k", openmm.Discrete2DFunction(3, 3, flat[2])),
+        ("types", openmm.Discrete2DFunction(3, 3, flat[3])),
+        ("d", openmm.Discrete3DFunction(3, 3, 2, flat[4])),
+    ):
+        force.addTabulatedFunction(name, table)
+    for k in range(12):
+        force.addParticle([rng.normal(), k % 3, k % 2])
+    force.addExclusion(0, 1)
+    force.setCutoffDistance(0.7)
+    force.setNonbondedMethod(2 if periodic else 1)
+    return force
+
+
 def hydrogen_bonds(periodic: bool) -> Any:
     force = openmm.CustomHbondForce(
         "depth*q*p*(1/distance(d1,a1)^2 + angle(d2,d1,a1)^2) + f(distance(a1,d2))*q"

@@ -11,7 +11,7 @@ from adjsim.compiler.library import CompilerError, compiled
 from adjsim.compiler.loops import LoopSpec, clone, compile_loop, leaves, mapped
 from adjsim.compiler.mathematics import VECTOR_FUNCTIONS, scalar_functions
 from adjsim.compiler.nests import PARALLEL_WORK
-from adjsim.compiler.operations import print_on_vectors
+from adjsim.compiler.operations import lookup, print_on_vectors
 from adjsim.compiler.products import multiplications
 from adjsim.compiler.refusals import CompileError, Constant, NoCapture
 from adjsim.compiler.systems import (
@@ -28,6 +28,6 @@ __all__ = [
     "Call", "CompileError", "CompilerError", "Constant", "LoopSpec", "NoCapture", "Operators",
     "UnprintableError", "Value", "address_of", "cache_entries", "cache_folder", "clone",
     "compile_loop", "compiled", "dense_copy", "graph_of", "has_negative_eigenvalue",
-    "has_negative_eigenvalue_if", "in_order", "leaves", "mapped", "multiplications", "pointer_to",
-    "print_on_vectors", "scalar_functions", "solve", "trim_cache", "undetached",
+    "has_negative_eigenvalue_if", "in_order", "leaves", "lookup", "mapped", "multiplications",
+    "pointer_to", "print_on_vectors", "scalar_functions", "solve", "trim_cache", "undetached",
 ]  # fmt: skip

@@ -357,6 +357,11 @@ EXACT_FUNCTIONS
 {" ".join(f"ONE({name})" for name in FUNCTIONS)}
 {" ".join(f"TWO({name})" for name in FUNCTIONS_OF_TWO)}
 inline V pow(V a, REAL b) {{ return pow(a, V{{}} + b); }}
+inline V lookup(const REAL* values, V place) {{
+  V found;
+  for (int l = 0; l < W; ++l) found[l] = values[(int64_t)place[l]];
+  return found;
+}}
 }}
 inline V absolute(V x) {{ return math::fabs(x); }}
 inline Mask inverted(Mask x) {{ return ~x; }}

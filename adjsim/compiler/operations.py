@@ -13,7 +13,7 @@ and ``addcmul`` and similar operations, which torch's own kernels fuse.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from typing import Any
@@ -267,17 +267,39 @@ def pointwise(
     return printed(table[base], *args)
 
 
-def print_on_vectors(
-    graph: GraphModule, dtype: torch.dtype, chosen: Sequence[int] | None = None
-) -> str:
-    """Print a trace as the C++ function ``functions(s, operands, results)``.
+@torch.library.custom_op("adjsim::lookup", mutates_args=())
+def lookup(values: Tensor, place: Tensor) -> Tensor:
+    """Return the values at whole numbers, in a formula that is printed on vectors."""
+    return values.flatten()[place.long()]
 
-    Its results are the ``chosen`` outputs of the trace; None: all of them.
+
+@lookup.register_fake
+def _(values: Tensor, place: Tensor) -> Tensor:
+    return torch.empty_like(place)
+
+
+def print_on_vectors(
+    graph: GraphModule,
+    dtype: torch.dtype,
+    chosen: Sequence[int] | None = None,
+    tables: Collection[int] = (),
+) -> str:
+    """Print a trace as the C++ function ``functions(s, operands, tables, results)``.
+
+    Its results are the ``chosen`` outputs of the trace; None: all of them. ``tables`` are the
+    numbers of the inputs after the first one that :func:`lookup` reads.
     """
     lines: list[str] = []
     texts: dict[Node, str] = {}
     constants: set[Node] = set()
-    inputs = chain(["s"], (f"operands[{k}]" for k in count()))
+    vectors, pointers = count(), count()
+    inputs = chain(
+        ["s"],
+        (
+            f"tables[{next(pointers)}]" if k in tables else f"operands[{next(vectors)}]"
+            for k in count()
+        ),
+    )
     outputs: Any = graph.graph.output_node().args[0]
     results = outputs if chosen is None else [outputs[i] for i in chosen]
     needed = _needed(results)
@@ -298,7 +320,7 @@ def print_on_vectors(
     return "\n".join(
         [
             "static inline __attribute__((always_inline))",
-            "void functions(const V s, const V* operands, V* results) {",
+            "void functions(const V s, const V* operands, const REAL* const* tables, V* results) {",
             *lines,
             "}",
         ]
@@ -330,7 +352,13 @@ def _constant(graph: GraphModule, node: Node) -> str:
             f"its formulas read a tensor of shape {tuple(value.shape)} that is not a number or a "
             "parameter of pairs"
         )
-    return f"splat({float(value)!r})"
+    return _splat(value)
+
+
+def _splat(x: Any) -> str:
+    """Print a vector of equal numbers."""
+    x = float(x)
+    return f"splat({x!r})" if math.isfinite(x) else f"splat({literal(x, torch.float64)})"
 
 
 def _expression(node: Any, texts: Mapping[Node, str], dtype: torch.dtype) -> str:
@@ -339,12 +367,14 @@ def _expression(node: Any, texts: Mapping[Node, str], dtype: torch.dtype) -> str
     if not isinstance(meta, Tensor) or meta.dtype not in (dtype, torch.bool):
         raise UnprintableError(f"its formulas use {name}")
     tensors = [x for x in node.args if isinstance(x, Node)]
+    if node.target is lookup._opoverload:
+        return f"math::lookup({texts[tensors[0]]}, {texts[tensors[1]]})"
     masks = [x for x in tensors if x.meta["val"].dtype == torch.bool]
     if base in (*COPIES, "expand", "view") and meta.dtype == tensors[0].meta["val"].dtype:
         return texts[tensors[0]]
     number = filling(base, node.args)
     if number is not None and meta.dtype != torch.bool:
-        return f"splat({float(number)!r})"
+        return _splat(number)
     if masks and base == "_to_copy":
         return f"{texts[masks[0]]} ? splat(1) : splat(0)"
     # True is -1 in a vector of conditions, so conditions have no order.
@@ -359,7 +389,7 @@ def _expression(node: Any, texts: Mapping[Node, str], dtype: torch.dtype) -> str
 
     def operand(x: Any) -> Any:
         number = isinstance(x, (int, float)) and base != "pow"
-        return texts[x] if isinstance(x, Node) else f"splat({float(x)!r})" if number else x
+        return texts[x] if isinstance(x, Node) else _splat(x) if number else x
 
     factors = node.args[2:] if base in ("add", "sub", "rsub") else ()
     arguments = [*map(operand, node.args[: len(node.args) - len(factors)]), *factors]

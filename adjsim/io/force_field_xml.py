@@ -16,6 +16,14 @@ import torch
 
 from adjsim.core.durable.files import replacing
 from adjsim.io._openmm.force_field_files import Slot, Use, make_system, merged, slots_of, uses_of
+from adjsim.io._openmm.force_field_sections import (
+    LENNARD_JONES,
+    ROUNDING,
+    wells_of,
+    write_site_rows,
+    write_solvent_section,
+    write_wells,
+)
 from adjsim.io._openmm.library import forces, openmm
 from adjsim.io._openmm.maps import map_values
 from adjsim.io._openmm.solvent import read_solvent
@@ -23,8 +31,6 @@ from adjsim.io.openmm import to_openmm
 from adjsim.potentials.bonded.maps import TorsionMap
 from adjsim.potentials.force_field import ForceFieldPotential
 
-ROUNDING = 1e-13
-"""The relative difference that a change of units makes."""
 SAME = 1e-12
 """The relative difference of a system of the file from the potential that is allowed."""
 SCALES = {"coulomb14scale": "coulomb_14", "lj14scale": "lennard_jones_14"}
@@ -56,11 +62,20 @@ def write_force_field(
     has a row of its types beside it.
 
     Written are the numbers of bonds, angles, torsions, Urey-Bradley terms and custom bonded terms,
-    maps of torsions, charges (of types or of residues), sigma, epsilon and the two 1-4 scales, and
-    charges, radii and scales of a ``GBSAOBCForce``. Other numbers must be as they were: those of
-    ``implicit/*.xml``, which a script computes, of CHARMM's ``LennardJonesForce``, of virtual sites
-    and lengths of constraints. :func:`to_openmm` writes all of them into a system. Parts that were
-    added to the potential after it was read belong to no force of OpenMM, and are not written.
+    maps of torsions, charges (of types or of residues), sigma, epsilon and the two 1-4 scales,
+    virtual sites, and charges, radii and scales of a ``GBSAOBCForce``. Three are written so:
+
+    - A changed solvent of ``implicit/*.xml``, whose numbers a script computes, becomes a
+      ``CustomGBForce`` with a row for each type of the topology. Its expressions have the
+      settings of ``options`` in them: kappa, permittivities, the surface term and the cutoff.
+    - Changed wells of CHARMM's ``LennardJonesForce`` become sigma and epsilon of types, and an
+      ``NBFixPair`` of two types whose well is not the mixed one.
+    - Changed 1-4 wells of it become ``sigma14`` and ``epsilon14`` of types, if mixing gives them.
+      OpenMM takes an ``NBFixPair`` for 1-4 pairs of its types too.
+
+    Lengths of constraints must be as they were; :func:`to_openmm` writes them into a system. Parts
+    that were added to the potential after it was read belong to no force of OpenMM, and are not
+    written.
 
     The file is read by OpenMM before it is kept: the system that it makes of the topology has to
     have every number of the potential to 1e-12. It is written whole or not at all.
@@ -103,6 +118,10 @@ def write_force_field(
     parts: dict[str, Any] = dict(potential.named_children())
     _write_scales(root, parts)
     _write_maps(root, parts.get("maps"), wanted)
+    write_site_rows(root, system, wanted, types)
+    write_wells(root, system, wanted, types)
+    if parts.get("solvent") is not None and _is_custom(wanted) and _changed(system, parts):
+        write_solvent_section(root, wanted, types)
     origin = Element("Info")
     ElementTree.SubElement(origin, "Source").text = f"{', '.join(map(str, names))}: fitted"
     root.insert(0, origin)
@@ -110,7 +129,7 @@ def write_force_field(
     with replacing(Path(path)) as temporary:
         ElementTree.ElementTree(root).write(temporary, encoding="utf-8")
         found = make_system(ElementTree.parse(temporary).getroot(), topology, options)
-        _check(found, wanted, parts)
+        _check(found, wanted, parts, types)
 
 
 def _write_rows(root: Element, uses: dict[int, list[Use]], types: list[str]) -> None:
@@ -206,28 +225,48 @@ def _write_maps(root: Element, part: TorsionMap | None, wanted: Any) -> None:
         )
 
 
-def _check(found: Any, wanted: Any, parts: dict[str, Any]) -> None:
+def _is_custom(system: Any) -> bool:
+    return bool(forces(system, "CustomGBForce"))
+
+
+def _changed(system: Any, parts: dict[str, Any]) -> str | None:
+    """Return the first number of the solvent that a system has otherwise than the potential."""
+    solvent = read_solvent(system, None)
+    for name, x in {} if solvent is None else solvent.state_dict().items():
+        expected = attrgetter(name)(parts["solvent"]).detach().to(x)
+        if not torch.allclose(x, expected, rtol=SAME, atol=0):
+            return f"{name} of the solvent"
+    return None
+
+
+def _check(found: Any, wanted: Any, parts: dict[str, Any], types: Sequence[str]) -> None:
     """Refuse a system that has not the numbers of the potential."""
     write = openmm().XmlSerializer.serialize
     one, other = (ElementTree.fromstring(write(x)) for x in (found, wanted))
-    reason, solvent = _difference(one, other, ""), read_solvent(found, None)
-    if reason is None and solvent is not None:
-        for name, x in solvent.state_dict().items():
-            expected = attrgetter(name)(parts["solvent"]).detach().to(x)
-            if not torch.allclose(x, expected, rtol=SAME, atol=0):
-                reason = f"{name} of the solvent"
+    # A script adds its force after all others, and a section where it stands.
+    for part in (x for element in (one, other) for x in element.iterfind("Forces")):
+        for solvent in part.findall("Force[@type='CustomGBForce']"):
+            part.remove(solvent)
+    reason = _difference(one, other, "") or _changed(found, parts)
+    wells, expected = (wells_of(x, types) for x in (found, wanted))
+    for pair, well in expected.items():
+        if reason is None and not all(map(_near, wells[pair], well)):
+            reason = f"the well of the types {' and '.join(pair)}"
     if reason is not None:
         raise ValueError(
             f"the file cannot hold every number of the potential: {reason} would differ. Numbers "
-            "without a row in the file (of implicit/*.xml, LennardJonesForce, virtual "
-            "sites, constraints), and strengths of zero, cannot be written: hold them with "
+            "without a row in the file (lengths of constraints, wells of 1-4 pairs that no mixing "
+            "gives), and strengths of zero, cannot be written: hold them with "
             "requires_grad_(False), or write a system with to_openmm."
         )
 
 
 def _difference(found: Element, wanted: Element, where: str) -> str | None:
-    """Return the name of the first number that differs. Solvents have expressions of their own."""
-    if wanted.attrib.get("type") == "CustomGBForce":
+    """Return the name of the first number that differs.
+
+    Tables of types are compared by the wells in them.
+    """
+    if wanted.get("name") == LENNARD_JONES:
         return None
     where = f"{where} {wanted.attrib.get('type') or wanted.tag}".strip()
     if len(found) != len(wanted):
@@ -247,6 +286,10 @@ def _difference(found: Element, wanted: Element, where: str) -> str | None:
 
 def _close(x: str, y: str) -> bool:
     try:
-        return math.isclose(float(x), float(y), rel_tol=SAME)
+        return _near(float(x), float(y))
     except ValueError:
         return False
+
+
+def _near(x: float, y: float) -> bool:
+    return math.isclose(x, y, rel_tol=SAME)

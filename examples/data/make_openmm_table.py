@@ -50,6 +50,14 @@ CASES = [
         for name in ("hct", "obc1", "obc2", "gbn", "gbn2")
     ),
     ("charmm36.xml", "dipeptide.pdb"),
+    *(
+        (field, "DPPC.pdb")
+        for field in (
+            "amber14/lipid17.xml amber14/tip3p.xml",
+            "amber19/lipid21.xml amber19/tip3p.xml",
+            "charmm36.xml charmm36/water.xml",
+        )
+    ),
 ]
 
 

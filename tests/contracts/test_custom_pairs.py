@@ -8,8 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from adjsim.core import box
 from adjsim.core.rounding import UNROUNDED
-from adjsim.potentials import CustomPairs, ForceShifted, Yukawa
+from adjsim.potentials import (
+    ContinuousFunction,
+    CustomPairs,
+    DiscreteFunction,
+    ForceShifted,
+    Yukawa,
+)
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.pairs import dense
 from adjsim.potentials.pairs.long_range import LongRangeCorrection
@@ -91,6 +98,80 @@ def test_numbers_of_pairs_are_shifted_one_by_one():
 def test_groups_that_are_refused(groups, message):
     with pytest.raises(ValueError, match=message):
         yukawa(groups=groups)
+
+
+def tabulated(atoms, periodic=False, **options):
+    """Two reads of one spline, and values of atoms by whole numbers."""
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape):
+        return nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64))
+
+    tables = {
+        "f": ContinuousFunction(drawn(11), 0.3, 1.9, periodic=periodic),
+        "h": DiscreteFunction(drawn(3)),
+    }
+    kinds = (torch.arange(atoms) % 3).double()
+    numbers = {"k": parameter(0.7), "q": drawn(atoms), "t": kinds}
+    return CustomPairs("q1*q2*f(r)+k*f(r/2)^2*h(t1)*h(t2)", numbers, tables=tables, **options)
+
+
+@pytest.mark.parametrize(
+    ("atoms", "options", "path"),
+    [
+        pytest.param(
+            8,
+            {"cutoff": 1.4, "truncation": ForceShifted(), "periodic": True},
+            "all pairs",
+            marks=pytest.mark.marathon,
+        ),
+        pytest.param(
+            60,
+            {"cutoff": 1.4, "truncation": Unshifted(), "skin": 0.3},
+            "neighbour list",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_tables_in_kernels(atoms, options, path, monkeypatch):
+    """Energy, force, product and gradients are those of torch, also after a change of values."""
+    monkeypatch.setattr(box, "LISTED_WITHOUT_BOX", 50)
+    pairs = tabulated(atoms, **options)
+    generator = torch.Generator().manual_seed(5)
+    q = torch.rand(atoms, 3, generator=generator, dtype=torch.float64)
+    q *= 2 * (atoms / 8) ** (1 / 3)
+    assert pairs.path(q) == path
+    parameters, v = list(pairs.parameters()), q.cos()
+    for _ in range(2):
+        value, product = force_vjp(pairs, q, parameters)
+        along, grads = product(v)
+        expected, others = dense.force_vjp(pairs, q, parameters, UNROUNDED)
+        wanted, rest = others(v)
+        found = [value, along, *grads, *torch.autograd.grad(pairs(q), parameters)]
+        known = torch.autograd.grad(dense.energy(pairs, q), parameters)
+        for one, other in zip(
+            found, [expected, wanted, *rest.gradient(parameters), *known], strict=True
+        ):
+            size = float(other.abs().max())
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * size)
+        with torch.no_grad():
+            pairs.f.values.mul_(1.1)
+            pairs.h.values[1] += 0.3
+
+
+def test_tables_that_are_refused():
+    """A name of two, places beyond float32, and a correction beyond the cutoff."""
+    table = DiscreteFunction([1.0, 2.0])
+    with pytest.raises(ValueError, match="the number or table 'k' has the name of another one"):
+        CustomPairs("k*k(t1)*k(t2)", {"k": 1.0, "t": [0.0, 1.0]}, tables={"k": table})
+    with pytest.raises(ValueError, match=r"place 7: f takes 1 arguments, not 2"):
+        CustomPairs("f(r, r)", {}, tables={"f": table})
+    with pytest.raises(ValueError, match="changes the expression"):
+        CustomPairs("f(t1)*r", {"t": [0.0, 1.0]}, tables={"f": table})
+    with pytest.raises(ValueError, match="may have 16777216 entries; got 16777217"):
+        DiscreteFunction(torch.zeros(1).expand(2**24 + 1))
+    with pytest.raises(ValueError, match=r"calls the table f, .*LongRangeCorrection\(False\)"):
+        LongRangeCorrection(tabulated(ATOMS, cutoff=1.4, box=BOX), ATOMS)
 
 
 def exact(pairs, groups):

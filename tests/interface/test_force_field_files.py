@@ -19,7 +19,8 @@ from tests.openmm_systems import AMBER14, OBC2, reference, structure
 
 FREE = {"constraints": None, "rigidWater": False}
 # Numbers of each atom, which are one number in a row of a type.
-BY_ATOM = ("coulomb.charge", "solvent.charge", "solvent.radius", "solvent.scale")
+SHAPE = ("solvent.alpha", "solvent.beta", "solvent.gamma")
+BY_ATOM = ("coulomb.charge", "solvent.charge", "solvent.radius", "solvent.scale", *SHAPE)
 
 
 def change(potential, without=()):
@@ -35,6 +36,11 @@ def change(potential, without=()):
 def read(topology, positions, files, **options):
     system = app.ForceField(*map(str, files)).createSystem(topology, **options)
     return system, from_openmm(system, positions, topology)[0]
+
+
+def read_by_term(topology, positions, name):
+    system = app.ForceField(name).createSystem(topology)
+    return system, from_openmm(system, positions)[0]
 
 
 def plain(positions):
@@ -61,29 +67,28 @@ def assert_same_in_openmm(path, potential, positions, topology, system, **option
 
 
 @pytest.mark.parametrize(
-    ("files", "without"),
+    "files",
     [
-        ([AMBER14, OBC2], ["solvent."]),
-        pytest.param(
-            ["amber19/protein.ff19SB.xml", "implicit/gbn2.xml"],
-            ["solvent."],
-            marks=pytest.mark.slow,
-        ),
+        [AMBER14, OBC2],
+        pytest.param(["amber19/protein.ff19SB.xml", "implicit/gbn2.xml"], marks=pytest.mark.slow),
     ],
 )
-def test_a_fitted_dipeptide(files, without, tmp_path):
+def test_a_fitted_dipeptide(files, tmp_path):
     pdb, path = structure("dipeptide.pdb"), tmp_path / "fitted.xml"
     positions = plain(pdb.positions)
     system, potential = read(pdb.topology, positions, files, **FREE)
     before = copy.deepcopy(potential)
-    change(potential, without)
+    change(potential)
     write_force_field(path, potential, pdb.topology, files, **FREE)
     assert_same_in_openmm(path, potential, positions, pdb.topology, system, **FREE)
+    # A second fit starts from the file, in which the solvent has rows now.
+    again, more = read(pdb.topology, positions, [path], **FREE)
+    change(more)
+    write_force_field(tmp_path / "more.xml", more, pdb.topology, [path], **FREE)
+    assert_same_in_openmm(tmp_path / "more.xml", more, positions, pdb.topology, again, **FREE)
     # Every kind of number has changed.
     names = {row.parameter for row in parameter_changes(before, potential).rows}
-    assert names == {
-        name for name, _ in potential.named_parameters() if not name.startswith(tuple(without))
-    }
+    assert names == {name for name, _ in potential.named_parameters()}
     # The file serves a molecule with the same types, whose numbers change with those of the fit.
     other = structure("trialanine.pdb")
     new, old = (
@@ -231,17 +236,84 @@ def water(count=2):
 def test_rigid_water_with_sites(tmp_path):
     topology, positions = water()
     system, potential = read(topology, positions, ["tip4pew.xml"])
-    change(potential, ["sites."])
+    change(potential)
     path = tmp_path / "fitted.xml"
     write_force_field(path, potential, topology, ["tip4pew.xml"])
     assert_same_in_openmm(path, potential, positions, topology, system)
+
+
+@pytest.mark.parametrize(("name", "count"), [("tip5p.xml", 2), ("opc.xml", 1)])
+def test_rows_of_sites(name, count, tmp_path):
+    """Two sites of one type have a row each, found by the numbers that it had."""
+    pdb, path = structure("water.pdb"), tmp_path / "fitted.xml"
+    model = app.Modeller(pdb.topology, pdb.positions)
+    model.delete(list(pdb.topology.residues())[2:])
+    model.topology.setPeriodicBoxVectors(None)
+    model.addExtraParticles(app.ForceField(name))
+    positions = plain(model.positions)
+    system, potential = read(model.topology, positions, [name])
+    change(potential)
+    write_force_field(path, potential, model.topology, [name])
+    assert_same_in_openmm(path, potential, positions, model.topology, system)
+    assert path.read_text().count("<VirtualSite") == count
+    # Sites of one row with different numbers.
+    _, alone = read_by_term(model.topology, positions, name)
     with torch.no_grad():
-        potential.sites.three_particle_average.weight.mul_(1.01)
-    with pytest.raises(
-        ValueError, match=r"w1 of .*ThreeParticleAverageSite.* would differ.*virtual"
-    ):
-        write_force_field(tmp_path / "other.xml", potential, topology, ["tip4pew.xml"])
+        for group in alone.sites.groups:
+            for x in group.parameters():
+                x[0] *= 1.01
+    with pytest.raises(ValueError, match=r"sites . and . are of one row of the file"):
+        write_force_field(tmp_path / "other.xml", alone, model.topology, [name])
     assert not (tmp_path / "other.xml").exists()
+
+
+WELLS = (
+    '<NonbondedForce coulomb14scale="1" lj14scale="1"><UseAttributeFromResidue name="charge"/>'
+    '<Atom class="A" sigma="1" epsilon="0"/><Atom class="B" sigma="1" epsilon="0"/>'
+    '<Atom class="C" sigma="1" epsilon="0"/><Atom class="H" sigma="1" epsilon="0"/>'
+    '</NonbondedForce> <LennardJonesForce lj14scale="0.9" useDispersionCorrection="False">'
+    '<Atom class="A" sigma="0.3" epsilon="0.4" sigma14="0.29" epsilon14="0.2"/>'
+    '<Atom type="b" sigma="0.31" epsilon="0.5"/> <Atom type="c" sigma="0.32" epsilon="0.6"/>'
+    '<Atom type="h" sigma="0.2" epsilon="0"/>'
+    '<NBFixPair type1="a" type2="a" sigma="0.33" epsilon="0.7"/> </LennardJonesForce>'
+)
+
+
+def test_wells_of_types(toy, tmp_path):
+    """Wells that mixing gives are those of types, and others are of two types."""
+    path, topology, positions = toy
+    text = path.read_text()
+    begin, end = text.index("<NonbondedForce"), text.index("<GBSAOBCForce")
+    path.write_text(text[:begin] + WELLS + text[end:])
+    system, potential = read(topology, positions, [path])
+    fitted, pairs = tmp_path / "fitted.xml", potential.custom_pairs
+    wells_14 = potential.custom_bonds_2
+    with torch.no_grad():
+        pairs.acoef.mul_(1.1)
+        pairs.bcoef.mul_(1.05)
+        # An NBFixPair is that of the 1-4 pairs of its types too.
+        fixed = wells_14.sigma == 0.33
+        wells_14.sigma.mul_(torch.where(fixed, (1.1 / 1.05) ** (1 / 6), 1.02))
+        wells_14.epsilon[fixed] *= 1.05**2 / 1.1
+    write_force_field(fitted, potential, topology, [path])
+    assert_same_in_openmm(fitted, potential, positions, topology, system)
+    assert fitted.read_text().count("<NBFixPair") == 1
+    # A well of two types that are no 1-4 pair, in a second fit.
+    again, more = read(topology, positions, [fitted])
+    changed = more.custom_bonds_2
+    with torch.no_grad():
+        more.custom_pairs.acoef.mul_(1.01)
+        with pytest.raises(ValueError, match="wells of 1-4 pairs that no mixing gives"):
+            write_force_field(tmp_path / "other.xml", more, topology, [fitted])
+        fixed = torch.isclose(changed.sigma, wells_14.sigma[fixed].max())
+        changed.sigma[fixed] *= 1.01 ** (1 / 6)
+        changed.epsilon[fixed] /= 1.01
+    write_force_field(tmp_path / "more.xml", more, topology, [fitted])
+    assert_same_in_openmm(tmp_path / "more.xml", more, positions, topology, again)
+    with torch.no_grad():
+        more.custom_pairs.bcoef.mul_(-1)
+    with pytest.raises(ValueError, match="has no sigma and epsilon"):
+        write_force_field(tmp_path / "other.xml", more, topology, [fitted])
 
 
 @pytest.mark.parametrize(

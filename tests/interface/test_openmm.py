@@ -734,16 +734,6 @@ def unread(text):
     return make
 
 
-def smooth_table(text):
-    def make():
-        force = openmm.CustomNonbondedForce(text)
-        force.addTabulatedFunction("f", openmm.Continuous1DFunction([0.0, 1.0, 0.0], 0.0, 1.0))
-        _ = [force.addParticle([]) for _ in range(2)]
-        return pair(force)
-
-    return make
-
-
 def wrong_pairs(text, *, computed=False):
     def make():
         force = openmm.CustomNonbondedForce(text)
@@ -781,8 +771,6 @@ NONBONDED = openmm.NonbondedForce
         (lambda: pair(openmm.CustomCVForce("r")), r"CustomCVForce 'r', .*removeForce\(1\)"),
         (unread("foo(r)"), r"'foo\(r\)' cannot be read at place 0: foo is no function"),
         (unread("index*r"), r"'index' has the name of an attribute"),
-        (smooth_table("2*f(r)"), r"table f of .* is a Continuous1DFunction.*f\(r\)' calls it .* 2"),
-        (smooth_table("r"), r"table f of .* is a Continuous1DFunction.*'r' does not call it"),
         (wrong_pairs("q1*q2", computed=True), r"CustomNonbondedForce has computed values"),
         (wrong_pairs("q1*p2/r"), r"exchanging the two atoms changes the expression 'q1\*p2/r'"),
         (wrong_pairs("f(t1,t2)*f;f=3"), r"a table and another number of the name f"),

@@ -13,7 +13,7 @@ from adjsim.core.refusal import Refusal
 from adjsim.io import from_openmm, to_openmm
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.pairs import base
-from tests.openmm_custom import FORCES, offsets, sites, steep, system_with
+from tests.openmm_custom import FORCES, offsets, pair_tables, sites, steep, system_with
 from tests.openmm_systems import assert_openmm_agrees
 
 
@@ -82,6 +82,24 @@ def no_kernels():
         yield
 
 
+@pytest.mark.parametrize("periodic", [False, True])
+def test_tables_in_pairs(periodic, no_kernels):
+    """Tables are functions, but those of one type of both atoms alone, which are numbers."""
+    system, positions = system_with(pair_tables(periodic)), sites()
+    potential, structure = equal_to_openmm(system, positions)
+    pairs = potential.custom_pairs
+    assert pairs.numbers == ("c", "k", "types", "q", "t", "u")
+    assert pairs.tables == ("f", "g", "h", "d")
+    with torch.no_grad():
+        for name, x in potential.named_parameters():
+            if not name.endswith((".t", ".u")):
+                x.mul_(1.03)
+    written = to_openmm(potential, system)
+    assert_equal(potential, structure.position, written, positions)
+    again, _ = from_openmm(written, positions)
+    assert again(structure.position).item() == potential(structure.position).item()
+
+
 @pytest.mark.parametrize("method", ["CutoffPeriodic", "LJPME"])
 def test_offsets(method, no_kernels):
     check_offsets(method)
@@ -111,6 +129,14 @@ def test_a_well_that_grows_needs_a_length():
     force = offsets("CutoffPeriodic")
     force.addParticleParameterOffset("steric", 11, 0.0, 0.0, 0.5)
     with pytest.raises(ValueError, match="particle 11 has epsilon 0 eV with sigma 0 angstrom"):
+        from_openmm(system_with(force), sites())
+
+
+def test_two_offsets_of_one_number_are_refused():
+    """OpenMM's Reference platform takes the last one, and its other platforms the sum."""
+    force = offsets("NoCutoff")
+    force.addParticleParameterOffset("steric", 2, 0.1, 0.0, 0.0)
+    with pytest.raises(ValueError, match="two offsets of particle 2 by steric"):
         from_openmm(system_with(force), sites())
 
 

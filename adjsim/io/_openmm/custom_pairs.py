@@ -20,6 +20,7 @@ from adjsim.io._openmm.library import (
     per_particle_names,
     plain,
 )
+from adjsim.io._openmm.tables import read_tables, tables_of, write_tables
 from adjsim.potentials.base import Potential
 from adjsim.potentials.pairs.custom import CustomPairs
 from adjsim.potentials.pairs.long_range import LongRangeCorrection
@@ -53,9 +54,9 @@ def write_custom_pairs(parts: dict[str, nn.Module], system: Any) -> None:
         }
         for k, (name, _) in enumerate(global_numbers(force)):
             force.setGlobalParameterDefaultValue(k, float(values[name]))
-        for name, (k, shape) in _tables(force).items():
-            table = force.getTabulatedFunction(k)
-            table.setFunctionParameters(*shape, values[name].flatten().tolist())
+        for name, (table, _) in _by_types(force).items():
+            table.setFunctionParameters(*values[name].shape, values[name].flatten().tolist())
+        write_tables(pairs, force)
         names, rows = per_particle_names(force), particles_of(force)
         for column, name in enumerate(names):
             if name in values:
@@ -70,28 +71,19 @@ def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomPai
             f"the {KIND} has computed values, which are not provided: write them into its energy."
         )
     periodic = force.usesPeriodicBoundaryConditions()
-    values: dict[str, Any] = {}
     columns = dict(zip(per_particle_names(force), particles_of(force).T, strict=True))
-    text, tables = force.getEnergyFunction(), _tables(force)
+    text, by_types = force.getEnergyFunction(), _by_types(force)
+    values: dict[str, Any] = {}
     species = None
-    for name, (k, shape) in tables.items():
-        found = re.search(rf"\b{name}\s*\(\s*(\w+)1\s*,\s*(\w+)2\s*\)", text)
-        if found is None or found[1] != found[2] or found[1] not in columns:
-            raise ValueError(
-                f"the table {name} of the {KIND} is no function of a number of both atoms, such as "
-                f"{name}(type1, type2): {text!r}."
-            )
-        index = columns[found[1]]
-        if species is not None and not np.array_equal(species, index):
-            raise ValueError(f"the tables of the {KIND} are of different types of atoms.")
-        species = index
+    for name, (table, kind) in by_types.items():
+        species = columns[kind]
         if re.search(rf"\b{name}\b(?!\s*\()", text):
             raise ValueError(
                 f"the {KIND} has a table and another number of the name {name}: rename one of them."
             )
-        text = re.sub(rf"\b{name}\s*\(\s*{found[1]}1\s*,\s*{found[1]}2\s*\)", name, text)
-        _, _, entries = force.getTabulatedFunction(k).getFunctionParameters()
-        values[name] = np.array(entries, dtype=np.float64).reshape(shape)
+        text = re.sub(_call(name, kind), name, text)
+        rows, _, entries = table.getFunctionParameters()
+        values[name] = np.array(entries, dtype=np.float64).reshape(rows, rows)
     # A number that stands for a type alone is no number of the energy.
     used = re.findall(r"[A-Za-z_]\w*", text)
     values |= {name: x for name, x in columns.items() if {f"{name}1", f"{name}2"} & set(used)}
@@ -106,6 +98,7 @@ def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomPai
             **global_parameters(force, shared),
             **{name: nn.Parameter(torch.from_numpy(x.copy())) for name, x in values.items()},
         },
+        tables={name: x for name, x in read_tables(force).items() if name not in by_types},
         species=None if species is None else torch.tensor(species.astype(np.int64)),
         groups=_groups(force),
         unit=ENERGY,
@@ -128,19 +121,23 @@ def _groups(force: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def _tables(force: Any) -> dict[str, tuple[int, tuple[int, int]]]:
-    """Return the place and the shape of each table of two types, by name."""
-    found: dict[str, tuple[int, tuple[int, int]]] = {}
-    for k in range(force.getNumTabulatedFunctions()):
-        name, table = force.getTabulatedFunctionName(k), force.getTabulatedFunction(k)
-        if type(table).__name__ != "Discrete2DFunction":
-            text = force.getEnergyFunction()
-            call = re.search(rf"\b{name}\s*\(", text)
-            calls = f"calls it at place {call.start()}" if call else "does not call it: remove it"
-            raise ValueError(
-                f"the table {name} of the {KIND} is a {type(table).__name__}, and pairs have a "
-                f"Discrete2DFunction of their types alone. The expression {text!r} {calls}."
-            )
+def _by_types(force: Any) -> dict[str, tuple[Any, str]]:
+    """Return tables by name that are called by one type of both atoms alone, and its name."""
+    found: dict[str, tuple[Any, str]] = {}
+    text = force.getEnergyFunction()
+    for name, table in tables_of(force):
+        call = re.search(_call(name, r"\w+"), text)
+        if type(table).__name__ != "Discrete2DFunction" or call is None:
+            continue
         rows, columns, _ = table.getFunctionParameters()
-        found[name] = k, (rows, columns)
+        calls = (re.findall(x, text) for x in (rf"\b{name}\s*\(", _call(name, call[1])))
+        alone = len({len(found) for found in calls}) == 1
+        same = {kind for _, kind in found.values()} <= {call[1]}
+        if alone and same and rows == columns and call[1] in per_particle_names(force):
+            found[name] = table, call[1]
     return found
+
+
+def _call(name: str, kind: str) -> str:
+    """Return the pattern of a call by the numbers of this name of both atoms."""
+    return rf"\b{name}\s*\(\s*(?P<kind>{kind})1\s*,\s*(?P=kind)2\s*\)"

@@ -59,9 +59,17 @@ class Offsets(NamedTuple):
             ("Exception", force.getNumExceptions()),
         ):
             found = np.zeros((len(names), count, 3))
+            seen = set[tuple[str, int]]()
             for k in range(getattr(force, f"getNum{kind}ParameterOffsets")()):
                 name, place, *row = getattr(force, f"get{kind}ParameterOffset")(k)
-                found[names.index(name), place] += np.array(row) * (1.0, LENGTH, ENERGY)
+                if (name, place) in seen:
+                    raise ValueError(
+                        f"the NonbondedForce has two offsets of {kind.lower()} {place} by {name}. "
+                        "OpenMM's Reference platform takes the last one, and others add them: "
+                        "write one offset, with the sum."
+                    )
+                seen.add((name, place))
+                found[names.index(name), place] = np.array(row) * (1.0, LENGTH, ENERGY)
             scales.append(found)
         used = [bool(x.any() or y.any()) for x, y in zip(*scales, strict=True)]
         numbers = global_parameters(force, shared) if any(used) else {}

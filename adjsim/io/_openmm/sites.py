@@ -158,6 +158,20 @@ def _numbers(site: Any) -> list[float]:
     return _sums(site)[0][1][1:]
 
 
+def numbers_in_files(site: Any) -> tuple[list[str], list[float]]:
+    """Return the names and the values of the numbers of a site in OpenMM's files."""
+    kind = kind_of(site)
+    if kind == "OutOfPlaneSite":
+        numbers = [site.getWeight12(), site.getWeight13(), site.getWeightCross()]
+        return ["weight12", "weight13", "weightCross"], numbers
+    count = range(1, site.getNumParticles() + 1)
+    if kind != "LocalCoordinatesSite":
+        return [f"weight{k}" for k in count], _sums(site)[0][1]
+    names = [f"w{axis}{k}" for axis in "oxy" for k in count]
+    values = [weight for _, row, _ in _sums(site) for weight in row]
+    return [*names, "p1", "p2", "p3"], [*values, *plain(site.getLocalPosition())]
+
+
 def _sums(site: Any) -> list[tuple[str, list[float], int]]:
     """Return the weights of all atoms, their name, and what they have to sum to."""
     kind = kind_of(site)

@@ -24,13 +24,15 @@ KINDS = {
 
 def read_tables(force: Any) -> dict[str, TabulatedFunction]:
     """Read the tables of a force, with their values as parameters, by name."""
-    return {name: _read(table) for name, table in _tables(force)}
+    return {name: _read(table) for name, table in tables_of(force)}
 
 
 def write_tables(part: nn.Module, force: Any) -> None:
-    """Write the values of tables into those of a force."""
-    for name, table in _tables(force):
+    """Write the values of a part's functions into the tables of a force."""
+    for name, table in tables_of(force):
         function: Any = getattr(part, name)
+        if not isinstance(function, TabulatedFunction):
+            continue
         values = function.values.detach().cpu().double().numpy()
         smooth, count = KINDS[type(table).__name__]
         if smooth and function.periodic:
@@ -40,7 +42,8 @@ def write_tables(part: nn.Module, force: Any) -> None:
         table.setFunctionParameters(*sizes, values.flatten("F").tolist(), *limits)
 
 
-def _tables(force: Any) -> list[tuple[str, Any]]:
+def tables_of(force: Any) -> list[tuple[str, Any]]:
+    """Return the tables of a force by name."""
     if not hasattr(force, "getNumTabulatedFunctions"):
         return []
     return [

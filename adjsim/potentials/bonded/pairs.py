@@ -16,7 +16,8 @@ from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.selection import Selection
 from adjsim.potentials.pairs.base import PairPotential
-from adjsim.potentials.pairs.formula import Operand
+from adjsim.potentials.pairs.formula import Operand, kind_of, read_at
+from adjsim.potentials.pairs.kernels.kernel import FUNCTION
 
 
 class ScaledPairs(BondedPotential):
@@ -94,7 +95,7 @@ class ScaledPairs(BondedPotential):
         self._shapes = _shapes(pair)
         for name in pair.operand_names():
             value = pair.pair_table(name)
-            if value.numel() == 1:
+            if value.numel() == 1 or kind_of(value) == FUNCTION:
                 continue
             count, atoms = len(value), value.ndim == 1
             if (atoms or pair.species is None) and self._most >= count:
@@ -138,6 +139,9 @@ class ScaledPairs(BondedPotential):
         values: dict[str, Operand] = {}
         for name in self.potential.operand_names():
             value = self.potential.pair_table(name)
+            if kind_of(value) == FUNCTION:
+                values[name] = read_at(value)
+                continue
             if value.numel() == 1:
                 values[name] = value.reshape(())
                 continue
@@ -149,7 +153,7 @@ class ScaledPairs(BondedPotential):
 
 def _shapes(pair: PairPotential) -> dict[str, tuple[int, ...]]:
     """Return the shape of each operand of a potential, that of a number for one entry."""
-    found: dict[str, Tensor] = {name: getattr(pair, name) for name in pair.operand_names()}
+    found = {name: pair.pair_table(name) for name in pair.operand_names()}
     return {name: tuple(x.shape) if x.numel() > 1 else () for name, x in found.items()}
 
 

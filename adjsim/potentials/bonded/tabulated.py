@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, reduce
 from operator import add, mul
 from typing import ClassVar
@@ -19,6 +19,8 @@ from adjsim.potentials.bonded.maps import SPLINE
 from adjsim.potentials.bonded.torsions import polynomial
 
 SHAPES: tuple[Shape, ...] = (("n",), ("n", "m"), ("n", "m", "l"))
+# Places in a table are counted by floats, which float32 can do up to here.
+MOST = 2**24
 
 
 class TabulatedFunction(nn.Module):
@@ -39,11 +41,35 @@ class TabulatedFunction(nn.Module):
                 f"values must have at least {self.least} entries along each axis; got shape "
                 f"{tuple(self.values.shape)}."
             )
+        if self.values.numel() > MOST:
+            raise ValueError(
+                f"values may have {MOST} entries; got {self.values.numel()} of shape "
+                f"{tuple(self.values.shape)}."
+            )
 
     @property
     def count(self) -> int:
         """The number of arguments."""
         return self.values.ndim
+
+    @property
+    def coefficients(self) -> Tensor:
+        """The numbers that :meth:`interpolate` reads, ``values`` if the class has no others."""
+        return self.values
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        known = self.coefficients.to(arguments[0]).flatten()
+        return self.interpolate(arguments, lambda place: known[place.long()])
+
+    def interpolate(
+        self, arguments: Sequence[Tensor], coefficient: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Evaluate the function by the coefficients at places, in the order of ``coefficients``.
+
+        Places are whole numbers of the type of the arguments, and within the coefficients even
+        where arguments are not finite.
+        """
+        raise TypeError(f"{type(self).__name__} has no interpolate(arguments, coefficient).")
 
 
 class DiscreteFunction(TabulatedFunction):
@@ -56,12 +82,14 @@ class DiscreteFunction(TabulatedFunction):
         values: ``(n,)``, ``(n, m)`` or ``(n, m, l)``.
     """
 
-    def forward(self, *arguments: Tensor) -> Tensor:
+    def interpolate(
+        self, arguments: Sequence[Tensor], coefficient: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         shape = self.values.shape
         near = [torch.floor(x.detach() + 0.5) for x in arguments]
         held = [(x >= 0) & (x < n) for x, n in zip(near, shape, strict=True)]
         places = [torch.where(inside, x, 0.0) for x, inside in zip(near, held, strict=True)]
-        found = self.values.to(near[0]).flatten()[_flat([x.long() for x in places], shape)]
+        found = coefficient(_flat(places, shape))
         return torch.where(reduce(torch.logical_and, held), found, torch.nan)
 
 
@@ -119,14 +147,15 @@ class ContinuousFunction(TabulatedFunction):
             if not low < high:
                 raise ValueError(f"high must be above low; got {high:g} and {low:g}.")
 
-    def forward(self, *arguments: Tensor) -> Tensor:
-        sizes = self.coefficients.shape
+    def interpolate(
+        self, arguments: Sequence[Tensor], coefficient: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         outside: list[Tensor] = []
-        near: list[list[Tensor]] = []
+        first: list[Tensor] = []
         weights: list[list[Tensor]] = []
         for axis, x in enumerate(arguments):
             low, high = self._range(axis)
-            cells = self.values.shape[axis] - (not self.periodic)
+            cells = self._cells(axis)
             place = (x - low) * (cells / (high - low))
             if not self.periodic:
                 beyond = (x < low) | (x > high)
@@ -138,32 +167,37 @@ class ContinuousFunction(TabulatedFunction):
             # The index of a place that is not finite would be none of the table.
             whole = torch.where(cell.abs() < torch.inf, cell, 0.0)
             if self.periodic:
-                whole = torch.remainder(whole, cells)
-                around = [torch.remainder(whole + k, cells) for k in (-1, 0, 1, 2)]
-            else:
-                around = [whole + k for k in range(4)]
-            near.append([k.long() for k in around])
+                whole = (whole - cells * torch.floor(whole / cells)).clamp(0, cells - 1)
+            first.append(whole)
             weights.append([polynomial(place - cell, row) for row in SPLINE])
-        c = self.coefficients.to(arguments[0]).flatten()
+        sizes = [self._cells(axis) + 3 for axis in range(self.count)]
 
         def total(places: list[Tensor]) -> Tensor:
             axis = len(places)
             if axis == len(sizes):
-                return c[_flat(places, sizes)]
-            rows = [total([*places, k]) for k in near[axis]]
+                return coefficient(_flat(places, sizes))
+            rows = [total([*places, first[axis] + k]) for k in range(4)]
             return reduce(add, map(mul, weights[axis], rows))
 
         found = total([])
         return reduce(lambda f, beyond: torch.where(beyond, 0.0, f), outside, found)
 
     @derived("values", "periodic")
-    def coefficients(self) -> Tensor:
-        """The coefficients of the B-splines."""
+    def _splines(self) -> Tensor:
+        """The coefficients of the B-splines, along each axis three more than cells."""
         c = self.values
         for axis in range(self.count):
             spline = torch.from_numpy(_spline(c.shape[axis], self.periodic)).to(c)
             c = (c.movedim(axis, -1) @ spline.T).movedim(-1, axis)
         return c
+
+    @property
+    def coefficients(self) -> Tensor:
+        """The coefficients of the B-splines."""
+        return self._splines
+
+    def _cells(self, axis: int) -> int:
+        return self.values.shape[axis] - (not self.periodic)
 
     def _range(self, axis: int) -> tuple[float, float]:
         return self.low[axis % len(self.low)], self.high[axis % len(self.high)]
@@ -174,7 +208,8 @@ def _spline(size: int, periodic: bool) -> np.ndarray:
     """Compute the matrix from values along an axis to coefficients."""
     if periodic:
         ring = np.eye(size)
-        return np.linalg.inv((4 * ring + np.roll(ring, 1, 0) + np.roll(ring, -1, 0)) / 6)
+        c = np.linalg.inv((4 * ring + np.roll(ring, 1, 0) + np.roll(ring, -1, 0)) / 6)
+        return c[np.arange(-1, size + 2) % size]
     middle, end = np.array([[1, 4, 1], [6, -12, 6]]) / 6
     rows = np.zeros((size + 2, size + 2))
     for k in range(size):

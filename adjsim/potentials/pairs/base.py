@@ -181,7 +181,7 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
         "it has modules with tensors": any(
             own_tensors(part)
             for name, part in pair.named_modules()
-            if name and not name.startswith("parametrizations.")
+            if name and not name.startswith("parametrizations.") and name not in pair.tables
         ),
         "positions have more than three dimensions": position.shape[-1] > 3,
         f"positions are {kind.__name__}": kind not in (Tensor, nn.Parameter) and not is_tracing(),

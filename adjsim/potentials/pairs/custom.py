@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from adjsim.core.arguments import as_indices, as_positive, outside_inference_mod
 from adjsim.core.derived import derived
 from adjsim.core.parameters import register
 from adjsim.core.typing import Array, Number
+from adjsim.potentials.bonded.tabulated import TabulatedFunction
 from adjsim.potentials.expressions import Expression
-from adjsim.potentials.pairs.formula import check_symmetric
+from adjsim.potentials.pairs.formula import check_symmetric, read_at
 from adjsim.potentials.pairs.radial import RadialPotential
 
 
@@ -33,6 +35,10 @@ class CustomPairs(RadialPotential):
     the expression, and pairs run in kernels generated from it. Use a pair potential of the library
     where there is one: its derivatives are written out.
 
+    The expression may call functions of tables, as in ``"f(r) + k(type1, type2)"``. Kernels read
+    their coefficients, and sum gradients with respect to these, so a step takes as long with a
+    large table as with a small one.
+
     Without ``groups`` all pairs interact. With them a pair interacts once for each group of two
     sets that has one atom in its first set and the other one in its second set, as in OpenMM. The
     other pairs are visited all the same, so a group of few atoms takes the time of all pairs.
@@ -40,6 +46,8 @@ class CustomPairs(RadialPotential):
     Args:
         expression: see :class:`~adjsim.potentials.Expression`; the distance is ``r``.
         numbers: the other names of the expression.
+        tables: functions that the expression calls, by name, see
+            :class:`~adjsim.potentials.TabulatedFunction`. They are attributes too.
         species: ``(atoms,)`` integers, for tables of numbers.
         groups: pairs of sets, each ``(atoms,)`` booleans that say which atoms belong to it.
         unit, length_unit: the units of energy and length of the expression.
@@ -57,6 +65,7 @@ class CustomPairs(RadialPotential):
         expression: str,
         numbers: Mapping[str, Number],
         *,
+        tables: Mapping[str, TabulatedFunction] | None = None,
         species: Array | None = None,
         groups: Sequence[tuple[Array, Array]] = (),
         unit: float = 1.0,
@@ -67,14 +76,17 @@ class CustomPairs(RadialPotential):
         self.text = expression
         self.unit = as_positive("unit", unit)
         self.length_unit = as_positive("length_unit", length_unit)
-        for name, value in numbers.items():
+        for name, value in chain(numbers.items(), (tables or {}).items()):
             if hasattr(self, name) or name == "r":
                 raise ValueError(
-                    f"the number {name!r} has the name of an attribute of CustomPairs or of the "
-                    "distance: rename it in the expression."
+                    f"the number or table {name!r} has the name of another one, of an attribute of "
+                    "CustomPairs or of the distance: rename it in the expression."
                 )
-            register(self, name, value, finite=True)
-        self.numbers = tuple(numbers)
+            if isinstance(value, TabulatedFunction):
+                self.add_module(name, value)
+            else:
+                register(self, name, value, finite=True)
+        self.numbers, self.tables = tuple(numbers), tuple(tables or ())
         with outside_inference_mode():
             index = None if species is None else as_indices("species", species)
             self.register_buffer("species", index)
@@ -108,10 +120,18 @@ class CustomPairs(RadialPotential):
             )
         return tuple((first, second) for first, second in found)
 
-    @derived("text")
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of arguments of each table."""
+        return {name: self._table(name).count for name in self.tables}
+
+    @derived("text", "counts")
     def expression(self) -> Expression:
         """The expression, of ``r``, numbers, and numbers of both atoms."""
-        return Expression(self.text)
+        return Expression(self.text, (), self.counts)
+
+    def _table(self, name: str) -> TabulatedFunction:
+        return cast(TabulatedFunction, getattr(self, name))
 
     def validate(self) -> None:
         """Refuse an expression and numbers that the constructor would refuse."""
@@ -150,7 +170,8 @@ class CustomPairs(RadialPotential):
                 back |= {f"{name}1": second, f"{name}2": first}
             else:
                 forth[name] = back[name] = first
-        one, other = self.expression(forth), self.expression(back)
+        functions = {name: self._table(name) for name in self.tables}
+        one, other = self.expression(forth, functions), self.expression(back, functions)
         if not torch.allclose(one, other, rtol=1e-9, atol=0, equal_nan=True):
             raise ValueError(
                 f"exchanging the two atoms changes the expression {self.text!r}: write it such "
@@ -191,6 +212,17 @@ class CustomPairs(RadialPotential):
     def pair_curvature(self, s: Tensor) -> Tensor:
         return super().pair_curvature(self._interacting(s))
 
+    def _functions(self, r: Tensor) -> dict[str, Callable[..., Tensor]]:
+        """Return the functions of tables by name."""
+
+        def function(name: str) -> Callable[..., Tensor]:
+            # Kernels read coefficients by themselves.
+            operand = None if self._operands is None else self._operands[name]
+            read = read_at(self.pair_table(name).to(r)) if operand is None else operand
+            return lambda *x: self._table(name).interpolate(x, cast(Any, read))
+
+        return {name: function(name) for name in self.tables}
+
     def radial_energy(self, r: Tensor) -> Tensor:
         values = {"r": r / self.length_unit}
         for name in self.numbers:
@@ -198,7 +230,7 @@ class CustomPairs(RadialPotential):
                 values[f"{name}1"], values[f"{name}2"] = self.atom_parameter(name, r)
             else:
                 values[name] = self.pair_parameter(name, r)
-        energy = self.unit * self.expression(values)
+        energy = self.unit * self.expression(values, self._functions(r))
         if self.groups:
             energy = self._times(r) * energy
         return energy.expand(torch.broadcast_shapes(energy.shape, r.shape))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from adjsim.core.parameters import register
 from adjsim.core.refusal import Refusal
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.pairs.kernels.exclusions import checked_exclusions
-from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
+from adjsim.potentials.pairs.kernels.kernel import ATOM, FUNCTION, NUMBER, TABLE
 from adjsim.potentials.pairs.truncation import Shifted, Truncation
 from adjsim.potentials.products import derivative
 
@@ -27,8 +27,9 @@ SHIFTED = Shifted()
 # The rule of a number for each atom.
 ATOMS: dict[str, Any] = {"shapes": (("atoms",),), "each": "one number for each atom"}
 F = TypeVar("F", bound="PairFormula")
-# A number of each pair, or one of its first atom and one of its second atom.
-Operand = Tensor | tuple[Tensor, Tensor]
+# A number of each pair, one of its first atom and one of its second atom, or the coefficients of a
+# function at places.
+Operand = Tensor | tuple[Tensor, Tensor] | Callable[[Tensor], Tensor]
 
 
 class PairFormula(Declaring, Periodic):
@@ -50,6 +51,8 @@ class PairFormula(Declaring, Periodic):
     # Whether its functions cost more than they would gain in the loops of a compiled step, which
     # evaluate each pair at both of its atoms.
     costly: ClassVar[bool] = False
+    # The names of functions of tables that the formulas call. Their coefficients are operands.
+    tables: tuple[str, ...] = ()
     shapes_of_declared = "a number or ``(atoms, atoms)``, symmetric"
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -151,8 +154,10 @@ class PairFormula(Declaring, Periodic):
         """Return a parameter of pairs: a number, or a table with a row and a column a species.
 
         Without ``species`` every atom is a species of its own. A number for each atom is returned
-        as it is.
+        as it is, and the coefficients of a function as ``(1, 1, coefficients)``.
         """
+        if name in self.tables:
+            return getattr(self, name).coefficients.reshape(1, 1, -1)
         value: Tensor = getattr(self, name)
         if value.ndim == 2 and value.shape[0] == value.shape[1] > 1:
             # An optimiser may make a matrix asymmetric. A pair has one number, and one gradient.
@@ -162,7 +167,7 @@ class PairFormula(Declaring, Periodic):
     def pair_parameter(self, name: str, s: Tensor) -> Tensor:
         """Return a parameter of every pair, to broadcast against the squared distances s."""
         if self._operands is not None:
-            operand = self._operands[name]
+            operand: Any = self._operands[name]
             return (operand if isinstance(operand, Tensor) else operand[0]).to(s)
         value = self.pair_table(name)
         if value.ndim == 2 and self.species is not None:
@@ -180,7 +185,7 @@ class PairFormula(Declaring, Periodic):
     def atom_parameter(self, name: str, s: Tensor) -> tuple[Tensor, Tensor]:
         """Return a parameter ``(atoms,)`` of either atom of every pair, to broadcast against s."""
         if self._operands is not None:
-            first, second = self._operands[name]
+            first, second = cast(tuple[Tensor, Tensor], self._operands[name])
             return first.to(s), second.to(s)
         value: Tensor = getattr(self, name).to(s)
         if s.ndim and len(value) != s.shape[-1]:
@@ -196,7 +201,7 @@ class PairFormula(Declaring, Periodic):
             name
             for name, x in {**own_tensors(self), **parametrised}.items()
             if x.is_floating_point() and name not in ("box", "species")
-        ]
+        ] + list(self.tables)
 
     def with_operands(self: F, values: Mapping[str, Operand]) -> F:
         """Return a copy whose formulas read these values in place of its parameters.
@@ -239,7 +244,12 @@ def check_symmetric(name: str, value: Tensor) -> None:
 
 
 def kind_of(operand: Tensor) -> str:
-    """Return the kind of an operand: a number, one for each atom, or a table by species."""
+    """Return the kind of an operand: a number, one for each atom, or a table by species.
+
+    The coefficients of a function are ``(1, 1, coefficients)``.
+    """
+    if operand.ndim == 3:
+        return FUNCTION
     return NUMBER if operand.numel() == 1 else ATOM if operand.ndim == 1 else TABLE
 
 
@@ -256,6 +266,11 @@ def misshapen(species: Tensor | None, atoms: int, operands: Mapping[str, Tensor]
         if not square or (kind == ATOM and len(x) != atoms):
             return Refusal(f"{name} has shape {tuple(x.shape)} for {atoms} atoms")
     return None
+
+
+def read_at(coefficients: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the operand of a function, for torch operations."""
+    return lambda place: coefficients.flatten()[place.long()]
 
 
 # Up to this number of pairs, of all systems of a batch, all pairs take less time than a list on a

@@ -23,9 +23,16 @@ from adjsim.core.neighbour_list import NearestImages
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Energies, Positions
-from adjsim.potentials.pairs.formula import Operand, PairFormula, kind_of, misshapen, skin_of
+from adjsim.potentials.pairs.formula import (
+    Operand,
+    PairFormula,
+    kind_of,
+    misshapen,
+    read_at,
+    skin_of,
+)
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
-from adjsim.potentials.pairs.kernels.kernel import ATOM, TABLE
+from adjsim.potentials.pairs.kernels.kernel import ATOM, FUNCTION, TABLE
 from adjsim.potentials.products import DeferredVJP, Pullback, Tensors
 
 # The squared distances on which a formula is checked, in units of the squared cutoff, and those on
@@ -198,6 +205,8 @@ def _with_operands(pair: PairFormula, i: Tensor, j: Tensor, atoms: int) -> PairF
             # Autograd sums the two cotangents in the order in which they are selected here.
             second = value.index_select(0, j)
             values[name] = value.index_select(0, i), second
+        elif kind == FUNCTION:
+            values[name] = read_at(value)
         else:
             values[name] = value[a, b] if kind == TABLE else value.reshape(())
     return pair.with_operands(values)

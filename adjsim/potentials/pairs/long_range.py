@@ -34,14 +34,20 @@ class LongRangeCorrection(UniformCorrection):
         atoms: N.
 
     Raises:
-        ValueError: no cutoff or no box; at evaluation, an energy that does not fall faster than
-            about 1/r^3.3, numbers of other atoms.
+        ValueError: no cutoff or no box; pairs with functions of tables; at evaluation, an energy
+            that does not fall faster than about 1/r^3.3, numbers of other atoms.
     """
 
     def __init__(self, custom: CustomPairs, atoms: int) -> None:
         super().__init__()
         if custom.box is None or custom.cutoff is None:
             raise ValueError("the long-range correction needs a box and a cutoff.")
+        if custom.tables:
+            raise ValueError(
+                f"the expression {custom.text!r} calls the table {custom.tables[0]}, and the "
+                "integral beyond the cutoff is of smooth functions alone: leave the correction "
+                "out, with setUseLongRangeCorrection(False)."
+            )
         self.custom = custom
         self.atoms = as_whole("atoms", atoms)
 

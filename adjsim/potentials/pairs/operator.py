@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -24,13 +24,21 @@ from adjsim.core.layout import is_tracing
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.strain import Strain
-from adjsim.potentials.pairs.formula import Operand, PairFormula, kind_of, misshapen, skin_of
+from adjsim.potentials.pairs.formula import (
+    Operand,
+    PairFormula,
+    kind_of,
+    misshapen,
+    read_at,
+    skin_of,
+)
 from adjsim.potentials.pairs.kernels.formulas import OTHER, Slot, trace, trace_elementwise
 from adjsim.potentials.pairs.kernels.kernel import (
     ATOM,
     DIAGONAL,
     ENERGY,
     FORCE,
+    FUNCTION,
     NO_BOX,
     ORTHOGONAL,
     PRODUCT,
@@ -97,6 +105,7 @@ def form_of(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
         kinds=tuple(map(kind_of, operands.values())),
         gradients=(),
         excluded=pair.exclusions is not None,
+        lengths=tuple(x.numel() if kind_of(x) == FUNCTION else 0 for x in operands.values()),
     )
     # A formula may read the shapes of tensors, such as the number of atoms, but no exclusions.
     shapes = tuple(
@@ -161,7 +170,7 @@ class PairOperator:
     def printed(self) -> bool:
         """Whether all pairs are evaluated by loops of a compiled step, which are faster."""
         # The loops cannot sum gradients of a table over the pairs of two species.
-        small = self.form.spec.skin is None and TABLE not in self.form.spec.kinds
+        small = self.form.spec.skin is None and not {TABLE, FUNCTION} & {*self.form.spec.kinds}
         return small and is_tracing() and not self.pair.costly
 
     @property
@@ -248,26 +257,34 @@ class PairOperator:
         )
         # The operands of a pair with their kinds: two for a number of each atom.
         slots: dict[Slot, str] = {}
-        for name, kind in zip(self.form.names, spec.kinds, strict=True):
+        lengths: dict[Slot, int] = {}
+        for name, kind, length in zip(self.form.names, spec.kinds, spec.lengths, strict=True):
             slots[name, 0] = kind
+            if kind == FUNCTION:
+                lengths[name, 0] = length
             if kind == ATOM:
                 slots[name, 1] = OTHER
         graph = self.form.kernels.graph
         if graph is None:
-            graph = trace_elementwise([slope, energy, curvature], slots, spec.dtype)
+            graph = trace_elementwise([slope, energy, curvature], slots, spec.dtype, lengths)
             self.form.kernels.graph = graph
-        force = print_on_vectors(graph, spec.dtype, [0])
+        printed = partial(
+            print_on_vectors,
+            dtype=spec.dtype,
+            tables=[k for k, slot in enumerate(slots) if slot in lengths],
+        )
+        force = printed(graph, chosen=[0])
         wanted = [(self.form.names[k], 0) for k in spec.gradients]
         if not wanted:
             chosen = {FORCE: [0], PRODUCT: [0, 2], ENERGY: [1], SLOPES: []}[spec.mode]
-            return Kernel(spec, print_on_vectors(graph, spec.dtype, chosen), force)
+            return Kernel(spec, printed(graph, chosen=chosen), force)
         formulas, differentiated = {PRODUCT: ([slope, curvature], slope), SLOPES: ([], energy)}[
             spec.mode
         ]
-        graph = trace(
-            formulas, list(slots), spec.dtype, differentiated=differentiated, wanted=wanted
+        graph, places = trace(
+            formulas, list(slots), spec.dtype, lengths, differentiated=differentiated, wanted=wanted
         )
-        return Kernel(spec, print_on_vectors(graph, spec.dtype), force)
+        return Kernel(spec, printed(graph), force, places)
 
     def _formula(self, method: str) -> Any:
         # Potentials of one class share kernels. So the values of tensors other than operands
@@ -281,7 +298,7 @@ class PairOperator:
         submodules = {k: x for k, x in bare._modules.items() if k != "parametrizations"}
         vars(bare)["_modules"] = submodules
 
-        def formula(s: Tensor, values: Mapping[Slot, Tensor]) -> Tensor:
+        def formula(s: Tensor, values: Mapping[Slot, Any]) -> Tensor:
             operands: dict[str, Operand] = {
                 name: (x, values[name, 1]) if (name, 1) in values else x
                 for (name, end), x in values.items()
@@ -298,5 +315,11 @@ class PairOperator:
         for name, kind, value in zip(self.form.names, self.form.spec.kinds, operands, strict=True):
             if kind == TABLE and species is not None:
                 value = value[species.unsqueeze(-1), species]
-            values[name] = (value.unsqueeze(-1), value) if kind == ATOM else value
+            values[name] = (
+                read_at(value)
+                if kind == FUNCTION
+                else (value.unsqueeze(-1), value)
+                if kind == ATOM
+                else value
+            )
         return self.pair.with_operands(values)

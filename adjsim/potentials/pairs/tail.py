@@ -20,7 +20,7 @@ from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.pairs.base import PairPotential
 from adjsim.potentials.pairs.formula import kind_of
-from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER
+from adjsim.potentials.pairs.kernels.kernel import ATOM, FUNCTION, NUMBER
 from adjsim.potentials.pairs.noble import LennardJonesMixture
 from adjsim.potentials.products import DeferredVJP, Tensors
 from adjsim.potentials.strained import Forced, StrainedPullback
@@ -123,9 +123,9 @@ def _means(
     """Average u - v and its derivative at distances over all pairs of different atoms."""
     tables = {name: potential.pair_table(name) for name in potential.operand_names()}
     kinds, species = {kind_of(x) for x in tables.values()}, potential.species
-    if species is None and kinds <= {NUMBER}:
+    if species is None and kinds <= {NUMBER, FUNCTION}:
         return _missing(potential, r, truncated)
-    if species is not None and len(species) == atoms and ATOM not in kinds:
+    if species is not None and len(species) == atoms and not kinds & {ATOM, FUNCTION}:
         # Pairs of two species are equal, so each is evaluated once.
         of_species = potential.with_operands(tables)
         size = max((len(x) for x in tables.values() if x.ndim == 2), default=1)

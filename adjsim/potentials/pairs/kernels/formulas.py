@@ -7,26 +7,32 @@ tables by species, and numbers of either atom. It is traced on tensors with one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
-from adjsim.compiler import UnprintableError, graph_of, print_on_vectors
-from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
+from adjsim.compiler import UnprintableError, graph_of, lookup, print_on_vectors
+from adjsim.potentials.pairs.kernels.kernel import ATOM, FUNCTION, NUMBER, TABLE
 
 # The number of the second atom of a pair, where that of the first is of the kind ATOM.
 OTHER = "OTHER"
 # An operand of a pair: its name, and 1 for the number of the second atom, 0 for any other.
 Slot = tuple[str, int]
-Formula = Callable[[Tensor, Mapping[Slot, Tensor]], Tensor]
+# A function is an operand that returns its coefficients at places.
+Formula = Callable[[Tensor, Mapping[Slot, Any]], Tensor]
 # The length of a row of pairs, and of the axes of a matrix of pairs.
 _ROW, _AXIS = 8, 11
 
 
 def trace_elementwise(
-    formulas: Sequence[Formula], kinds: Mapping[Slot, str], dtype: torch.dtype
+    formulas: Sequence[Formula],
+    kinds: Mapping[Slot, str],
+    dtype: torch.dtype,
+    lengths: Mapping[Slot, int],
 ) -> GraphModule:
     """Trace formulas, and refuse those that depend on the shape of their operands.
 
@@ -34,9 +40,13 @@ def trace_elementwise(
     and for a matrix of pairs with axes of another length, where numbers are scalars.
     """
     shape = {NUMBER: (), TABLE: (_AXIS, _AXIS), ATOM: (_AXIS, 1), OTHER: (_AXIS,)}
-    shapes = [(_AXIS, _AXIS), *(shape[kind] for kind in kinds.values())]
-    row, matrix = (trace(formulas, list(kinds), dtype, shapes=x) for x in (None, shapes))
-    if print_on_vectors(row, dtype) != print_on_vectors(matrix, dtype):
+    shapes = {slot: shape[kind] for slot, kind in kinds.items() if kind != FUNCTION}
+    row, _ = trace(formulas, list(kinds), dtype, lengths)
+    matrix, _ = trace(formulas, list(kinds), dtype, lengths, shapes=shapes)
+    tables = [k for k, slot in enumerate(kinds) if slot in lengths]
+    if print_on_vectors(row, dtype, tables=tables) != print_on_vectors(
+        matrix, dtype, tables=tables
+    ):
         raise UnprintableError("its formulas depend on the shape of their operands")
     return row
 
@@ -45,33 +55,75 @@ def trace(
     formulas: Sequence[Formula],
     slots: Sequence[Slot],
     dtype: torch.dtype,
+    lengths: Mapping[Slot, int],
     *,
     differentiated: Formula | None = None,
     wanted: Sequence[Slot] = (),
-    shapes: Sequence[tuple[int, ...]] | None = None,
-) -> GraphModule:
+    shapes: Mapping[Slot, tuple[int, ...]] | None = None,
+) -> tuple[GraphModule, list[int]]:
     """Trace formulas, and the derivatives of one of them with respect to the operands wanted.
 
     The derivative with respect to a number of each atom is the sum over both: that of the second
-    has the two exchanged. Without ``shapes`` of squared distances and operands there is one row of
-    pairs.
-    """
+    has the two exchanged. That with respect to a function is zero here, and is followed, after all
+    derivatives, by each place at which the function is read and the derivative there. Without
+    ``shapes`` of operands of a matrix of pairs there is one row of pairs.
 
-    def derivative(s: Tensor, values: dict[Slot, Tensor], slot: Slot) -> Tensor:
+    Args:
+        lengths: the number of coefficients of each function.
+
+    Returns:
+        The trace, and for each place of functions the number of the function among those wanted.
+    """
+    places = list[int]()
+
+    def leaves_of(values: Mapping[Slot, Tensor]) -> dict[Slot, Any]:
+        return {
+            key: partial(lookup, x) if key in lengths else x.detach().requires_grad_()
+            for key, x in values.items()
+        }
+
+    def slopes(s: Tensor, leaves: Mapping[Slot, Any], of: Callable[[], list[Tensor]]) -> Any:
         assert differentiated is not None
-        leaves = {key: x.detach().requires_grad_() for key, x in values.items()}
         with torch.enable_grad():
             total = differentiated(s, leaves).sum()
+        zeros = [torch.zeros_like(s) for _ in of()]
         if not total.requires_grad:
-            return torch.zeros_like(s)
-        (found,) = torch.autograd.grad(total, leaves[slot], allow_unused=True)
-        return torch.zeros_like(s) if found is None else found.expand(s.shape)
+            return zeros
+        found = torch.autograd.grad(total, of(), allow_unused=True)
+        return [
+            zero if x is None else x.expand(s.shape) for zero, x in zip(zeros, found, strict=True)
+        ]
+
+    def derivative(s: Tensor, values: Mapping[Slot, Tensor], slot: Slot) -> Tensor:
+        leaves = leaves_of(values)
+        (found,) = slopes(s, leaves, lambda: [leaves[slot]])
+        return found
+
+    def at_places(s: Tensor, values: Mapping[Slot, Tensor], slot: Slot) -> list[Tensor]:
+        read: list[tuple[Tensor, Tensor]] = []
+
+        def recorded(place: Tensor) -> Tensor:
+            with torch.no_grad():
+                place = place.expand(s.shape)
+                leaf = lookup(values[slot], place)
+            read.append((place, leaf.requires_grad_()))
+            return read[-1][1]
+
+        found = slopes(s, {**leaves_of(values), slot: recorded}, lambda: [x for _, x in read])
+        return [x for (place, _), slope in zip(read, found, strict=True) for x in (place, slope)]
 
     def outputs(s: Tensor, *operands: Tensor) -> list[Tensor]:
-        values = dict(zip(slots, operands, strict=True))
+        values, last = dict(zip(slots, operands, strict=True)), list[Tensor]()
+        plain = {key: partial(lookup, x) if key in lengths else x for key, x in values.items()}
+        places.clear()
         with torch.no_grad():
-            found = [formula(s, values) for formula in formulas]
-            for slot in wanted:
+            found = [formula(s, plain) for formula in formulas]
+            for number, slot in enumerate(wanted):
+                if slot in lengths:
+                    found.append(torch.zeros_like(s))
+                    last += at_places(s, values, slot)
+                    places.extend([number] * (len(last) // 2 - len(places)))
+                    continue
                 grad, second = derivative(s, values, slot), (slot[0], 1)
                 if second in values:
                     exchanged = {
@@ -79,6 +131,7 @@ def trace(
                     }
                     grad = grad + derivative(s, exchanged, second)
                 found.append(grad)
+        found += last
         for x in found:
             if x.ndim > s.ndim or torch.broadcast_shapes(x.shape, s.shape) != s.shape:
                 raise UnprintableError("its formulas are not elementwise")
@@ -86,9 +139,11 @@ def trace(
 
     # A kernel may be made while a step is traced, which must not see this trace.
     with _disable_current_modes(), torch._C.DisableTorchFunction():
+        known = {slot: (length,) for slot, length in lengths.items()} | dict(shapes or {})
+        sizes = [known.get(slot, (_ROW,)) for slot in slots]
         examples = [
             torch.full(shape, 1.1, dtype=dtype, device="cpu")
-            for shape in shapes or [(_ROW,)] * (1 + len(slots))
+            for shape in ((_ROW,) if shapes is None else (_AXIS, _AXIS), *sizes)
         ]
         try:
             graph = graph_of(outputs, *examples)
@@ -101,4 +156,4 @@ def trace(
     # The derivative of abs is not finite at the distances of masked pairs.
     if any("sgn" in str(node.target) for node in graph.graph.nodes):
         raise UnprintableError("its formulas have derivatives of abs")
-    return graph
+    return graph, places

@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,10 @@ from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 
 FORCE, PRODUCT, ENERGY, SLOPES = "FORCE", "PRODUCT", "ENERGY", "SLOPES"
 NUMBER, TABLE, ATOM = "NUMBER", "TABLE", "ATOM"
+# The coefficients of a function, of which a formula computes the places that it reads.
+FUNCTION = "FUNCTION"
+# Sums of a function's coefficients are over so many parts of the pairs, whichever thread has them.
+PARTS = 16
 NO_BOX, ORTHOGONAL, TILTED = 0, 1, 2
 # What a kernel returns for a species without a row in tables, as a printed loop does, and for an
 # exclusion of an atom that there is not.
@@ -60,7 +65,7 @@ class KernelSpec:
     ``kinds`` are those of the operands, and ``gradients`` the operands with respect to which
     derivatives are computed. Without a ``skin`` all pairs are evaluated, and no neighbour list.
     ``strained``: systems have boxes of their own, and the virial is computed with the force, its
-    :data:`DIAGONAL` or :data:`WHOLE`.
+    :data:`DIAGONAL` or :data:`WHOLE`. ``lengths`` are those of functions, 0 for other operands.
     """
 
     mode: str
@@ -74,6 +79,7 @@ class KernelSpec:
     gradients: tuple[int, ...]
     excluded: bool
     strained: str | None = None
+    lengths: tuple[int, ...] = ()
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -129,12 +135,20 @@ class KernelSpec:
             "excluded": 0 if exclusions is None else exclusions.shape[0],
         }
 
-    def source(self, functions: str) -> str:
-        """Write the C++ source of the kernel around its formulas."""
+    def source(self, functions: str, lookups: Sequence[int] = ()) -> str:
+        """Write the C++ source of the kernel around its formulas.
+
+        ``lookups`` has, for each place at which the formulas read a function, the number of the
+        function among the gradients.
+        """
         numbers = (
             f"splat(c.operands[{k}][0])" if kind == NUMBER else "V{}"
             for k, kind in enumerate(self.kinds)
         )
+        functions_of_tables = [
+            f"call.operands[{k}]" for k, kind in enumerate(self.kinds) if kind == FUNCTION
+        ]
+        lengths = [self.lengths[k] for k in self.gradients]
         defined = {
             **{mode: number for number, mode in enumerate(OUTPUTS)},
             "MODE": self.mode,
@@ -149,8 +163,11 @@ class KernelSpec:
             "STRAINED": int(self.strained is not None),
             "VIRIAL": self.dim**2 if self.strained == WHOLE else self.dim,
             "OPERANDS": len(self.kinds),
-            "SLOTS": len(self.kinds) + self.kinds.count(ATOM),
+            "SLOTS": len(self.kinds) + self.kinds.count(ATOM) - self.kinds.count(FUNCTION),
             "GRADIENTS": len(self.gradients),
+            "LOOKUPS": len(lookups),
+            "PARTS": PARTS,
+            "FUNCTIONS": f"{{{', '.join([*functions_of_tables, 'nullptr'])}}}",
             "SQUARED_DISTANCE": " + ".join(f"d[{a}] * d[{a}]" for a in range(self.dim)),
             "LOAD_OPERANDS": self._loads(),
             "NUMBERS": f"{{{', '.join(numbers)}}}",
@@ -161,9 +178,13 @@ class KernelSpec:
                 scalar_functions(self.rounds),
                 declarations(self.dtype),
                 *(f"#define {name} {value}" for name, value in defined.items()),
-                "enum Kind { NUMBER, TABLE, ATOM };",
-                _array("KIND", self.kinds),
-                _array("GRADIENT_KIND", [self.kinds[k] for k in self.gradients]),
+                "enum Kind { NUMBER, TABLE, ATOM, FUNCTION };",
+                _array("Kind KIND", [*self.kinds, NUMBER]),
+                _array("Kind GRADIENT_KIND", [*(self.kinds[k] for k in self.gradients), NUMBER]),
+                # The lengths of functions with gradients, and where they begin one after the other.
+                _array("int64_t LENGTH", [*lengths, 0]),
+                _array("int64_t BEGIN", [0, *accumulate(lengths)]),
+                _array("int LOOKUP_GRADIENT", [*lookups, 0]),
                 *(
                     f"constexpr bool {kind}S = {str(kind in self.kinds).lower()};"
                     for kind in (TABLE, ATOM)
@@ -184,6 +205,8 @@ class KernelSpec:
             lanes, slot = "for (int l = 0; l < W; ++l)", len(statements)
             if kind == NUMBER:
                 statements.append(f"found[{slot}] = numbers[{k}];")
+            elif kind == FUNCTION:
+                continue
             elif kind == TABLE:
                 row, column = (f"operands.column[{side}[l]]" for side in ("mine", "other"))
                 entry = f"call.operands[{k}][call.kinds * {row} + {column}]"
@@ -196,8 +219,8 @@ class KernelSpec:
         return " ".join(statements)
 
 
-def _array(name: str, kinds: Sequence[str]) -> str:
-    return f"constexpr Kind {name}[] = {{{', '.join([*kinds, 'NUMBER'])}}};"
+def _array(name: str, entries: Iterable[Any]) -> str:
+    return f"constexpr {name}[] = {{{', '.join(map(str, entries))}}};"
 
 
 class Kernel:
@@ -206,9 +229,11 @@ class Kernel:
     ``slope``, the formula of the force alone, tells whether another kernel computes the same force.
     """
 
-    def __init__(self, spec: KernelSpec, functions: str, slope: str) -> None:
+    def __init__(
+        self, spec: KernelSpec, functions: str, slope: str, lookups: Sequence[int] = ()
+    ) -> None:
         self.spec, self._slope = spec, slope
-        source = spec.source(functions)
+        source = spec.source(functions, lookups)
         self._library = compiled(source, threads=True)
         #: The addresses of its function, and of those that provide and release lists, if any.
         self.address, self.list_addresses = _address(self._library.pairs), (0, 0)

@@ -110,13 +110,14 @@ struct Sums {
 
   // Add the pairs of W atoms with a neighbour each: d and w are the differences of positions and of
   // vectors, `valid` excludes the pair of an atom with itself.
+  // `rest` are the derivatives by operands, and those by the coefficients of functions at `place`.
   template <bool CHECKED>
-  inline void add(const V* d, const V* w, const V* operands, Mask valid, V cutoff, V grid, V virial_grid,
-                  V* rest) {
+  inline void add(const V* d, const V* w, const V* operands, const REAL* const* tables, Mask valid, V cutoff,
+                  V grid, V virial_grid, V* rest, V* place) {
     const V s = SQUARED_DISTANCE;
     const V zero = {};
-    V f[2 + GRADIENTS + 1];
-    functions(s, operands, f);
+    V f[2 + GRADIENTS + 2 * LOOKUPS + 1];
+    functions(s, operands, tables, f);
 #if CUTOFF
     const Mask in = CHECKED ? (s < cutoff) & valid : s < cutoff;
 #define INCLUDED(x) (in ? (x) : zero)
@@ -155,15 +156,24 @@ struct Sums {
             rest[g] = INCLUDED(-dw * f[2 + g]);
             if (GRADIENT_KIND[g] != TABLE) gradient[g] += rest[g];
           }
+          for (int k = 0; k < LOOKUPS; ++k) {
+            place[k] = f[2 + GRADIENTS + 2 * k];
+            rest[GRADIENTS + k] = INCLUDED(-dw * f[3 + GRADIENTS + 2 * k]);
+          }
         }
       }
     }
     if constexpr (MODE == ENERGY) energy += INCLUDED(f[0]);
-    if constexpr (MODE == SLOPES)
+    if constexpr (MODE == SLOPES) {
       for (int g = 0; g < GRADIENTS; ++g) {
         rest[g] = INCLUDED(f[g]);
         if (GRADIENT_KIND[g] != TABLE) gradient[g] += rest[g];
       }
+      for (int k = 0; k < LOOKUPS; ++k) {
+        place[k] = f[GRADIENTS + 2 * k];
+        rest[GRADIENTS + k] = INCLUDED(f[GRADIENTS + 2 * k + 1]);
+      }
+    }
   }
 };
 
@@ -195,6 +205,7 @@ struct System {
   REAL* const* gradients;  // of each atom, one row of kinds for a table
   REAL* energies;
   V numbers[OPERANDS + 1];
+  REAL* by_place;  // derivatives by the coefficients of functions
 #ifdef MASKED
   const uint8_t* left_out;  // see pairs()
 #endif
@@ -202,7 +213,9 @@ struct System {
   // Add a neighbour of each of W atoms, of which the first `live` count.
   template <bool CHECKED>
   inline void step(const int* mine, int live, const int* other, const V* x, const V* v, Sums& sums) const {
-    V y[3], u[3] = {}, d[3], w[3] = {}, found[SLOTS + 1], rest[GRADIENTS + 1];
+    V y[3], u[3] = {}, d[3], w[3] = {}, found[SLOTS + 1];
+    V rest[GRADIENTS + LOOKUPS + 1], place[LOOKUPS + 1];
+    const REAL* const tables[] = FUNCTIONS;
 #if LISTED
     gather(rows, other, y[0], y[1], y[2]);
     if constexpr (MODE == PRODUCT) gather(rows + 4, other, u[0], u[1], u[2]);
@@ -230,7 +243,13 @@ struct System {
     if constexpr (CHECKED)
       for (int l = 0; l < W; ++l) valid[l] = mine[l] == other[l] ? 0 : -1;
 #endif
-    sums.add<CHECKED>(d, w, found, valid, cutoff, grid, virial_grid, rest);
+    sums.add<CHECKED>(d, w, found, tables, valid, cutoff, grid, virial_grid, rest, place);
+    for (int k = 0; k < LOOKUPS; ++k)
+      for (int l = 0; l < live; ++l) {
+        const REAL x = rest[GRADIENTS + k][l];
+        by_place[BEGIN[LOOKUP_GRADIENT[k]] + (int64_t)place[k][l]] +=
+            MODE == SLOPES ? (REAL)0.5 * call.weight[number] * x : x;
+      }
     if constexpr (TABLES && GRADIENTS > 0)
       for (int g = 0; g < GRADIENTS; ++g)
         if (GRADIENT_KIND[g] == TABLE)
@@ -330,13 +349,20 @@ extern "C" int pairs(const Call* given) {
   // Sums over the neighbours of each atom: of one system after another, or a row of a table.
   const int64_t each = n * (ROWS && c.kinds > c.systems ? c.kinds : c.systems);
   Block<REAL> sums(GRADIENTS * each), energies(MODE == ENERGY ? c.systems * n : 0);
+  // The rows of a table have one sum an atom for all systems, which threads must not share, and
+  // which takes the systems in order.
+  const int64_t rounds = ROWS ? c.systems : 1, width = ROWS ? blocks : tasks;
+  // Threads must not share the sums of coefficients either, so each part of the tasks has its own.
+  const int64_t parts = LOOKUPS > 0 && width > PARTS ? PARTS : width;
+  Block<REAL> by_place(LOOKUPS > 0 ? parts * BEGIN[GRADIENTS] : 0);
   // Systems have their own order of places with a list, and one order without.
   const int64_t orders = LISTED ? c.systems : 1;
   Block<REAL> values(ATOMS ? orders * OPERANDS * n : 0);
   Block<int> columns(TABLES ? orders * n : 0);
   Block<Operands> operands(orders);
   Block<bool> lost(c.systems);  // Systems with a position that is not finite.
-  if (!sums.data || !energies.data || !values.data || !columns.data || !operands.data || !lost.data)
+  if (!sums.data || !energies.data || !values.data || !columns.data || !operands.data || !lost.data ||
+      !by_place.data)
     return 1;
   REAL* gradients[GRADIENTS + 1] = {};
   for (int g = 0; g < GRADIENTS; ++g) gradients[g] = sums.data + g * each;
@@ -389,12 +415,10 @@ extern "C" int pairs(const Call* given) {
       mine.atoms[k] = value;
     }
   }
-  // The rows of a table have one sum an atom for all systems, which threads must not share, and
-  // which takes the systems in order.
-  const int64_t rounds = ROWS ? c.systems : 1, width = ROWS ? blocks : tasks;
   for (int64_t round = 0; round < rounds; ++round)
 #pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1)
-    for (int64_t task = 0; task < width; ++task) {
+    for (int64_t part = 0; part < parts; ++part)
+    for (int64_t task = part * width / parts; task < (part + 1) * width / parts; ++task) {
       const int64_t b = ROWS ? round : task % c.systems, block = ROWS ? task : task / c.systems;
       if (lost.data[b]) continue;
       const V cutoff = splat((REAL)(c.cutoff * c.cutoff));
@@ -418,7 +442,7 @@ extern "C" int pairs(const Call* given) {
       const REAL* rows = packed.data + b * n * WIDTH;
 #endif
       const System system{c,      cell, operands.data[LISTED ? b : 0], b, atom, rows, cutoff, grid, virial_grid,
-                          stretch, gradients, energies.data, NUMBERS
+                          stretch, gradients, energies.data, NUMBERS, by_place.data + part * BEGIN[GRADIENTS]
 #ifdef MASKED
                           , left_out.data
 #endif
@@ -445,9 +469,17 @@ extern "C" int pairs(const Call* given) {
   for (int g = 0; g < GRADIENTS; ++g) {
     REAL* out = c.gradients[g];
     const Kind kind = GRADIENT_KIND[g];
-    const int64_t size = kind == NUMBER ? 1 : kind == ATOM ? n : c.kinds * c.kinds;
+    const int64_t size = kind == NUMBER     ? 1
+                         : kind == ATOM     ? n
+                         : kind == FUNCTION ? LENGTH[g]
+                                            : c.kinds * c.kinds;
     for (int64_t k = 0; k < size; ++k) out[k] = any_lost ? (REAL)NAN : 0;
     if (any_lost) continue;
+    if (kind == FUNCTION) {
+      for (int64_t part = 0; part < parts; ++part)
+        for (int64_t k = 0; k < size; ++k) out[k] += by_place.data[part * BEGIN[GRADIENTS] + BEGIN[g] + k];
+      continue;
+    }
     if (kind == TABLE) {
       for (int64_t i = 0; i < n; ++i)
         for (int64_t k = 0; k < c.kinds; ++k)

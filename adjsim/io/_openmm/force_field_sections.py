@@ -1,0 +1,257 @@
+"""Numbers of ForceField XML files that no row has as it is: sites, solvents and mixed wells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations_with_replacement
+from typing import Any
+from xml.etree.ElementTree import Element, SubElement
+
+import numpy as np
+
+from adjsim.io._openmm.library import forces, particles_of, per_particle_names
+from adjsim.io._openmm.sites import numbers_in_files
+from adjsim.io._openmm.tables import tables_of
+
+ROUNDING = 1e-13
+"""The relative difference that a change of units makes."""
+LENNARD_JONES = "LennardJones"
+"""OpenMM's name of the force that a LennardJonesForce makes; that of its 1-4 pairs ends in 14."""
+COMPUTED = ("SingleParticle", "ParticlePair", "ParticlePairNoExclusions")
+
+
+def write_site_rows(root: Element, system: Any, wanted: Any, types: Sequence[str]) -> None:
+    """Write the numbers of virtual sites into the rows of residues with the same numbers before."""
+    kinds: dict[str, list[Element]] = {}
+    for owner in root.iterfind("*/*"):
+        atoms = owner.findall("Atom")
+        for row in owner.findall("VirtualSite"):
+            name, place = row.get("siteName"), row.get("index")
+            found = next(x for k, x in enumerate(atoms) if name == x.get("name") or place == str(k))
+            kinds.setdefault(found.attrib["type"], []).append(row)
+    written: dict[Element, tuple[int, list[float]]] = {}
+    before: dict[Element, list[float]] = {}
+    for k in (k for k in range(system.getNumParticles()) if system.isVirtualSite(k)):
+        names, old = numbers_in_files(system.getVirtualSite(k))
+        _, new = numbers_in_files(wanted.getVirtualSite(k))
+        for row in kinds.get(types[k], []):
+            if set(names) - row.attrib.keys():
+                continue
+            if before.setdefault(row, [float(row.attrib[name]) for name in names]) != old:
+                continue
+            first, known = written.setdefault(row, (k, new))
+            if not _close(known, new):
+                raise ValueError(
+                    f"sites {first} and {k} are of one row of the file and have different "
+                    f"numbers, {known} and {new}: write one into both."
+                )
+            for name, x, y in zip(names, old, new, strict=True):
+                if not _close([x], [y]):
+                    row.set(name, repr(y))
+
+
+def write_solvent_section(root: Element, wanted: Any, types: Sequence[str]) -> None:
+    """Write a CustomGBForce with rows of types, in place of the script of ``implicit/*.xml``."""
+    for part in [x for x in root if x.tag == "CustomGBForce" or "customgbforces" in (x.text or "")]:
+        if part.tag == "Script":
+            # The script sets this too.
+            part.text = (
+                "\nfor force in sys.getForces():\n"
+                "    if hasattr(force, 'setReactionFieldDielectric'):\n"
+                "        force.setReactionFieldDielectric(1)\n"
+            )
+        else:
+            root.remove(part)
+    (force,) = forces(wanted, "CustomGBForce")
+    section, names = SubElement(root, "CustomGBForce"), per_particle_names(force)
+    for name in names:
+        SubElement(section, "PerParticleParameter", name=name)
+    of_residues = root.find("NonbondedForce/UseAttributeFromResidue[@name='charge']") is not None
+    if of_residues:
+        SubElement(section, "UseAttributeFromResidue", name="charge")
+    for name, table in tables_of(force):
+        rows, columns, values = table.getFunctionParameters()
+        SubElement(
+            section,
+            "Function",
+            {"name": name, "type": "Discrete2D", "xsize": str(rows), "ysize": str(columns)},
+        ).text = " ".join(map(repr, values))
+    for k in range(force.getNumComputedValues()):
+        name, text, kind = force.getComputedValueParameters(k)
+        SubElement(section, "ComputedValue", name=name, type=COMPUTED[kind]).text = text
+    for k in range(force.getNumEnergyTerms()):
+        text, kind = force.getEnergyTermParameters(k)
+        SubElement(section, "EnergyTerm", type=COMPUTED[kind]).text = text
+    kept = [k for k, name in enumerate(names) if name != "charge" or not of_residues]
+    seen: dict[str, tuple[int, list[float]]] = {}
+    for k, (kind, row) in enumerate(zip(types, particles_of(force).tolist(), strict=True)):
+        numbers = [row[i] for i in kept]
+        first, known = seen.setdefault(kind, (k, numbers))
+        for i, x, y in zip(kept, known, numbers, strict=True):
+            if not _close([x], [y]):
+                raise ValueError(
+                    f"{names[i]} of the solvent is {x:.9g} for atom {first} and {y:.9g} for atom "
+                    f"{k}, of the type {kind} both, and a type has one row: write one number into "
+                    "both, or write a system with to_openmm."
+                )
+        if first == k:
+            found = {names[i]: repr(x) for i, x in zip(kept, numbers, strict=True)}
+            SubElement(section, "Atom", {"type": kind, **found})
+
+
+def wells_of(system: Any, types: Sequence[str]) -> dict[tuple[str, str], tuple[float, float]]:
+    """Return a and b of ``a / r^12 - b / r^6`` by two types, of a LennardJonesForce."""
+    found: dict[tuple[str, str], tuple[float, float]] = {}
+    for force in _named(system, LENNARD_JONES, "CustomNonbondedForce"):
+        kinds = dict(zip(types, particles_of(force)[:, 0].astype(int), strict=True))
+        a, b = (
+            np.reshape(table.getFunctionParameters()[2], (-1, table.getFunctionParameters()[0]))
+            for _, table in tables_of(force)
+        )
+        for pair in combinations_with_replacement(sorted(kinds), 2):
+            m, n = (kinds[kind] for kind in pair)
+            found[pair] = float(a[n, m]), float(b[n, m])
+    return found
+
+
+def write_wells(root: Element, system: Any, wanted: Any, types: Sequence[str]) -> None:
+    """Write wells of types, and an NBFixPair for each two types whose well is not the mixed one."""
+    sections, old = list(root.iterfind("LennardJonesForce")), wells_of(system, types)
+    if not old:
+        return
+    section, wells = sections[-1], wells_of(wanted, types)
+    kinds, classes = sorted(set(types)), _classes(root)
+    fixes = {
+        pair: row
+        for part in sections
+        for row in part.iterfind("NBFixPair")
+        for pair in old
+        if _matches(row, pair, classes)
+    }
+    own: dict[str, Element] = {}
+    for kind in kinds:
+        *_, row = (
+            x
+            for part in sections
+            for x in part.iterfind("Atom")
+            if kind == x.get("type") or classes[kind] == x.get("class", "")
+        )
+        if "type" not in row.attrib:
+            # OpenMM takes the last row of a type.
+            row = SubElement(section, "Atom", {**row.attrib, "type": kind})
+            del row.attrib["class"]
+        own[kind] = row
+        pair = (kind, kind)
+        if pair not in fixes and not _close(old[pair], wells[pair]):
+            # The wells of 1-4 pairs stay.
+            for name in ("sigma", "epsilon"):
+                row.attrib.setdefault(f"{name}14", row.attrib[name])
+            _set_well(row, wells[pair])
+    for kind in kinds:
+        # Two equal types of an NBFixPair: their row has what mixing with another type gives.
+        others = ((other, _ordered(kind, other)) for other in kinds if other != kind)
+        for other, pair in others:
+            free = pair not in fixes and (other, other) not in fixes and wells[pair][0] > 0
+            if (kind, kind) in fixes and free and wells[pair][1] > 0:
+                if not _close(old[pair], wells[pair]):
+                    for name in ("sigma", "epsilon"):
+                        own[kind].attrib.setdefault(f"{name}14", own[kind].attrib[name])
+                    (a, b), mine = wells[pair], own[other].attrib
+                    sigma = 2 * (a / b) ** (1 / 6) - float(mine["sigma"])
+                    depth = (b * b / (4 * a)) ** 2 / float(mine["epsilon"])
+                    own[kind].attrib.update(sigma=repr(sigma), epsilon=repr(depth))
+                break
+    size = {kind: [float(own[kind].attrib[x]) for x in ("sigma", "epsilon")] for kind in kinds}
+    for pair, well in wells.items():
+        (s1, e1), (s2, e2) = (size[kind] for kind in pair)
+        sigma6, depth = ((s1 + s2) / 2) ** 6, 4 * math.sqrt(e1 * e2)
+        mixed = _close((depth * sigma6 * sigma6, depth * sigma6), well)
+        if pair in fixes:
+            if not _close(old[pair], well):
+                _set_well(fixes[pair], well)
+        elif not mixed:
+            fixes[pair] = SubElement(
+                section, "NBFixPair", type1=pair[0], type2=pair[1], sigma="1", epsilon="0"
+            )
+            _set_well(fixes[pair], well)
+    _write_wells_14(system, wanted, types, own, set(fixes))
+
+
+def _write_wells_14(
+    system: Any, wanted: Any, types: Sequence[str], own: dict[str, Element], fixed: set[Any]
+) -> None:
+    """Write the numbers of types from which the wells of 1-4 pairs are mixed."""
+    found: dict[tuple[str, str], tuple[float, float]] = {}
+    changed = False
+    for one, other in zip(
+        *(_named(x, f"{LENNARD_JONES}14", "CustomBondForce") for x in (system, wanted)), strict=True
+    ):
+        for k in range(one.getNumBonds()):
+            i, j, new = other.getBondParameters(k)
+            pair = _ordered(types[int(i)], types[int(j)])
+            changed |= not _close(one.getBondParameters(k)[2], new)
+            if pair not in fixed:
+                found[pair] = new
+    if not changed or not found:
+        return
+    kinds = sorted({kind for pair in found for kind in pair})
+    each = np.zeros((len(found), len(kinds)))
+    for row, pair in zip(each, found, strict=True):
+        for kind in pair:
+            row[kinds.index(kind)] += 0.5
+    for name, values in zip(("sigma", "epsilon"), zip(*found.values(), strict=True), strict=True):
+        start = [float(own[kind].get(f"{name}14", own[kind].attrib[name])) for kind in kinds]
+        target = np.array(values)
+        if name == "epsilon":
+            # Depths are mixed as the root of a product; those of zero stay.
+            with np.errstate(divide="ignore"):
+                start, target = np.log(start), np.log(target)
+        used = np.isfinite(target)
+        rest = target[used] - each[used] @ np.where(np.isfinite(start), start, 0.0)
+        new = start + np.linalg.lstsq(each[used], rest, rcond=None)[0]
+        for kind, x in zip(kinds, np.exp(new) if name == "epsilon" else new, strict=True):
+            own[kind].set(f"{name}14", repr(float(x)))
+
+
+def _set_well(row: Element, well: tuple[float, float]) -> None:
+    """Write sigma and epsilon of a well; one without depth keeps its sigma."""
+    a, b = well
+    if a == b == 0:
+        row.set("epsilon", "0")
+        return
+    if not (a > 0 and b > 0):
+        raise ValueError(
+            f"the well {a:.9g} / r^12 - {b:.9g} / r^6 of the row {row.attrib} has no sigma and "
+            "epsilon, which both numbers must be positive for: write a system with to_openmm."
+        )
+    row.set("sigma", repr((a / b) ** (1 / 6)))
+    row.set("epsilon", repr(b * b / (4 * a)))
+
+
+def _ordered(one: str, other: str) -> tuple[str, str]:
+    return (one, other) if one <= other else (other, one)
+
+
+def _classes(root: Element) -> dict[str, str]:
+    """Return the class of each type."""
+    return {x.attrib["name"]: x.attrib["class"] for x in root.iterfind("AtomTypes/Type")}
+
+
+def _matches(row: Element, pair: tuple[str, str], classes: dict[str, str]) -> bool:
+    """Return whether an NBFixPair is of two types, in either order."""
+
+    def holds(end: str, kind: str) -> bool:
+        given = row.get(f"type{end}"), row.get(f"class{end}")
+        return kind == given[0] or (given[0] is None and classes[kind] == given[1])
+
+    one, other = pair
+    return (holds("1", one) and holds("2", other)) or (holds("1", other) and holds("2", one))
+
+
+def _named(system: Any, name: str, kind: str) -> list[Any]:
+    return [x for x in forces(system, kind) if x.getName() == name]
+
+
+def _close(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(math.isclose(x, y, rel_tol=ROUNDING) for x, y in zip(one, other, strict=True))
