@@ -63,13 +63,13 @@ def words(first: int, second: Tensor, count: int) -> Tensor:
     """Return ``count`` words of each key ``(first, second[tile])``, as ``(tiles, count)``."""
     # NumPy increments the counter before it is used.
     counter = torch.arange(1, -(-count // 4) + 1, device=second.device)
-    keys = [first, second[:, None]]
+    left_key, right_key = first, second[:, None]
     x = [counter.expand(len(second), -1), *(torch.zeros_like(counter) for _ in range(3))]
     for _ in range(ROUNDS):
         left, right = (high(m, y) for m, y in zip(MULTIPLIERS, x[::2], strict=True))
         low_left, low_right = (signed(m) * y for m, y in zip(MULTIPLIERS, x[::2], strict=True))
-        x = [right ^ x[1] ^ keys[0], low_right, left ^ x[3] ^ keys[1], low_left]
-        keys = [signed(keys[0] + WEYL[0]), keys[1] + signed(WEYL[1])]
+        x = [right ^ x[1] ^ left_key, low_right, left ^ x[3] ^ right_key, low_left]
+        left_key, right_key = signed(left_key + WEYL[0]), right_key + signed(WEYL[1])
     return torch.stack(torch.broadcast_tensors(*x), -1).flatten(1)[:, :count]
 
 
