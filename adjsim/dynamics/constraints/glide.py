@@ -27,11 +27,11 @@ class ConstrainedGlide(ConstrainedTerm):
         q' = q + n u + G(q)^T x    |q'_i - q'_j| = L gives x    n^2 + |G^T x|^2 = h^2 gives n
         v  = P(q') (q' - q)/h      u' = v/|v|                   r' = r + log(h |v| / n)
 
-    With p = e^r u it is the drift of RATTLE in a time h/|p_half|: n/h and |v| are |p|/|p_half| and
-    |p'|/|p_half|. It is its own inverse under u -> -u. It keeps volumes of (q, p): the drifts over
-    different times are canonical maps, the Hamiltonian of their change with the time is
-    |p_half|^2/2, and the time is a function of |p_half|, with which it commutes. The direction u
-    stays a unit vector with G u = 0. A chord longer than about half of the shortest length may have
+    With p = e^r u and m the momentum at half the drift, it is the drift of RATTLE in a time
+    ``h/|m|``: n/h and the norm of v are ``|p|/|m|`` and ``|p'|/|m|``. It is its own inverse under
+    u -> -u. It keeps volumes of (q, p): the drifts over different times are canonical maps, the
+    Hamiltonian of their change with the time is ``|m|^2/2``, and the time is a function of ``|m|``,
+    with which it commutes. The direction u stays a unit vector with G u = 0. A chord longer than about half of the shortest length may have
     no multipliers, which is an error.
     """
 
