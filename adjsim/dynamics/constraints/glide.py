@@ -31,8 +31,8 @@ class ConstrainedGlide(ConstrainedTerm):
     ``h/|m|``: n/h and the norm of v are ``|p|/|m|`` and ``|p'|/|m|``. It is its own inverse under
     u -> -u. It keeps volumes of (q, p): the drifts over different times are canonical maps, the
     Hamiltonian of their change with the time is ``|m|^2/2``, and the time is a function of ``|m|``,
-    with which it commutes. The direction u stays a unit vector with G u = 0. A chord longer than about half of the shortest length may have
-    no multipliers, which is an error.
+    with which it commutes. The direction u stays a unit vector with G u = 0. A chord longer than
+    about half of the shortest length may have no multipliers, which is an error.
     """
 
     advances_time = True
