@@ -42,21 +42,12 @@ def pulled_rows(
 
     Operations that vmap does not know take the rows one by one.
     """
-    count = len(rows[0])
 
     def pull(*row: Tensor) -> list[Tensor]:
         return pulled(outputs, inputs, row)
 
-    if count > 1:
-        try:
-            return list(torch.vmap(pull)(*rows))
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            # An operation without a rule for vmap. The loop below raises any other error again.
-            pass
-    found = [pull(*(x[k] for x in rows)) for k in range(count)]
-    return [torch.stack(parts) for parts in zip(*found, strict=True)]
+    found = _of_each_row(pull, rows, torch.vmap(pull))
+    return [x for x in found if x is not None]
 
 
 def pulled_together(
@@ -72,7 +63,7 @@ def pulled_together(
     given = [x for x in cotangents if x is not None]
     if not any(map(has_rows, given)):
         return list(pull(*cotangents))
-    level, legacy = _depth(), any(map(_is_hidden, given))
+    level, legacy = vmap_depth(), any(map(are_hidden, given))
     if legacy:
         count = max(len(_shown(x, level, 1)) for x in given)
         rows = [_shown(x, level, count) for x in given]
@@ -91,18 +82,23 @@ def pulled_together(
     parts = iter(_Rows.apply(pull_rows, *rows))
     found = [next(parts) if there else None for there in present]
     if legacy:
-        return [None if x is None else _torch._add_batch_dim(x, 0, level) for x in found]
+        return [None if x is None else hide_rows(x, level) for x in found]
     return [None if x is None else x[0] for x in found]
 
 
 def shown_rows(x: Tensor) -> Tensor:
     """Return a tensor inside of ``pull`` with its hidden rows as first axis, any other as it is."""
-    return _shown(x, _depth(), 1) if _is_hidden(x) else x
+    return _shown(x, vmap_depth(), 1) if are_hidden(x) else x
+
+
+def hide_rows(x: Tensor, level: int) -> Tensor:
+    """Return a tensor whose first axis is hidden, as ``is_grads_batched`` hides it."""
+    return _torch._add_batch_dim(x, 0, level)
 
 
 def has_rows(x: Tensor) -> bool:
     """Return whether a cotangent has rows that torch hides."""
-    return _is_hidden(x) or _functorch.is_batchedtensor(x)
+    return are_hidden(x) or _functorch.is_batchedtensor(x)
 
 
 def _rows_of(pull: Pull, rows: Sequence[Tensor | None], one_by_one: bool) -> list[Tensor | None]:
@@ -112,26 +108,35 @@ def _rows_of(pull: Pull, rows: Sequence[Tensor | None], one_by_one: bool) -> lis
     the forward run, with other rounding errors.
     """
     given = [x for x in rows if x is not None]
-    count = len(given[0])
 
     def pull_row(*row: Tensor) -> tuple[Tensor | None, ...]:
         parts = iter(row)
         return tuple(pull(*(None if x is None else next(parts) for x in rows)))
 
-    if count > 1 and not one_by_one:
+    together = None if one_by_one else _vmap(pull_row, allow_none_pass_through=True)
+    return _of_each_row(pull_row, given, together)
+
+
+def _of_each_row(pull: Pull, rows: Sequence[Tensor], together: Pull | None) -> list[Tensor | None]:
+    """Pull each of the rows ``(k, ...)``, by one call of ``together`` if there is one."""
+    count = len(rows[0])
+    if count > 1 and together is not None:
         try:
-            return list(_vmap(pull_row, allow_none_pass_through=True)(*given))
+            return list(together(*rows))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
             # An operation without a rule for vmap. The loop below raises any other error again.
             pass
-    found = [pull_row(*(x[k] for x in given)) for k in range(count)]
-    columns = zip(*found, strict=True)
-    return [None if parts[0] is None else torch.stack(parts) for parts in columns]
+    found = [pull(*(x[k] for x in rows)) for k in range(count)]
+    return [
+        None if any(x is None for x in parts) else torch.stack([x for x in parts if x is not None])
+        for parts in zip(*found, strict=True)
+    ]
 
 
-def _is_hidden(x: Tensor) -> bool:
+def are_hidden(x: Tensor) -> bool:
+    """Return whether a tensor has rows that ``is_grads_batched`` hides."""
     return _functorch.is_legacy_batchedtensor(x)
 
 
@@ -140,7 +145,7 @@ def _shown(x: Tensor, level: int, count: int) -> Tensor:
     return _torch._remove_batch_dim(x, level, count, 0)
 
 
-def _depth() -> int:
+def vmap_depth() -> int:
     """Return how many vmaps of ``is_grads_batched`` are active, the level of the innermost."""
     depth = _core._vmapmode_increment_nesting() - 1
     _core._vmapmode_decrement_nesting()
@@ -150,7 +155,7 @@ def _depth() -> int:
 @contextmanager
 def _outside_vmap() -> Generator[None, None, None]:
     """Let go of the vmaps of ``is_grads_batched``, in which no random number may be drawn."""
-    depth = _depth()
+    depth = vmap_depth()
     for _ in range(depth):
         _core._vmapmode_decrement_nesting()
     try:

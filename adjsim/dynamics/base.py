@@ -57,6 +57,7 @@ class Dynamics(nn.Module, Generic[State]):
     system_axes = 2
     # Parameters that are one number, or one for each atom.
     per_atom: ClassVar[tuple[str, ...]] = ()
+    metric_name: ClassVar[str] = "mass"
     # Whether states between steps are those of an interpolation.
     interpolates = False
     damping_name = "friction"
@@ -115,7 +116,10 @@ class Dynamics(nn.Module, Generic[State]):
 
     @property
     def metric(self) -> Masses | None:
-        """The masses M by which constraints project, with G M^-1 G^T; None: none can hold it."""
+        """The masses M by which constraints project, with G M^-1 G^T; None: none can hold it.
+
+        ``metric_name`` is the name of the number that they are, ``"mass"`` unless declared.
+        """
         return None
 
     def projected(self, state: State, project: Callable[[Tensor], Tensor]) -> State:

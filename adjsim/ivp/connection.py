@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from adjsim.core.rows import are_hidden, hide_rows, shown_rows, vmap_depth
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import in_transform
 
@@ -36,8 +37,6 @@ NO_BATCH = (
 )
 # Torch has no public functions for these.
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-_core: Any = torch._C
-_torch: Any = torch
 
 
 def plain(x: Tensor) -> Tensor:
@@ -120,15 +119,12 @@ class _Connected(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         (cotangent,), likes = grad_outputs, ctx.saved_tensors
-        legacy = _functorch.is_legacy_batchedtensor(cotangent)
         if not in_transform():
             refuse_second_derivative(WHY)
-        if legacy:
-            # Of is_grads_batched: an older kind of vmap, which asks no function for its rule.
-            level = _core._vmapmode_increment_nesting() - 1
-            _core._vmapmode_decrement_nesting()
-            rows = ctx.pull(_torch._remove_batch_dim(cotangent, level, 1, 0))
-            found = [_torch._add_batch_dim(x, 0, level) for x in rows]
+        if are_hidden(cotangent):
+            # The older kind of vmap of is_grads_batched asks no function for its rule.
+            level = vmap_depth()
+            found = [hide_rows(x, level) for x in ctx.pull(shown_rows(cotangent))]
         else:
             found = [x[0] for x in _Rows.apply(ctx.pull, 1, cotangent[None], *likes)]
         return None, None, None, *(x.to(like) for x, like in zip(found, likes, strict=True))

@@ -122,9 +122,10 @@ class Constrained(Dynamics[Any]):
                     "LangevinPiston, NoseHooverChain, NoseHooverPiston, Bussi, Andersen, "
                     "Berendsen, VelocityRescale, OverdampedLangevin or ESH."
                 )
-        # Without masses the frictions are the metric, and may differ.
-        for name in ("friction", "rate") if hasattr(inner, "mass") else ():
-            self._refuse_unequal(name, getattr(inner, name, None))
+        for rate in ("friction", "rate"):
+            # Frictions that are the metric may differ.
+            if rate != inner.metric_name:
+                self._refuse_unequal(rate, getattr(inner, rate, None))
         if getattr(inner, "dof", 0) is None:
             raise ValueError(
                 f"constraints: {name} would count the degrees of freedom that constraints take. "
@@ -329,13 +330,11 @@ class Constrained(Dynamics[Any]):
         det(G M^-1 G^T)^(1/2), depends on it. So are frictions of atoms, which are the masses of
         diffusion along constraints.
         """
-        metric = self.masses.mass
+        metric, name = self.masses.mass, self.dynamics.metric_name
         named = {"length": self.constraints.length}
-        if hasattr(self.dynamics, "mass"):
-            named["mass"] = metric
-        elif metric.numel() > 1:
-            # One number changes the measure by a factor alone, and diffusion has no momenta.
-            named["friction"] = metric
+        # One friction changes the measure by a factor alone, and diffusion has no momenta.
+        if name == "mass" or metric.numel() > 1:
+            named[name] = metric
         for name, value in named.items():
             if value.requires_grad:
                 raise TypeError(

@@ -112,6 +112,8 @@ class OverdampedLangevin(Dynamics[PositionState]):
             raise ValueError("OverdampedLangevin has no momentum; use Langevin if momenta matter.")
         return (position,)
 
+    metric_name = "friction"
+
     @property
     def metric(self) -> Masses:
         """The frictions, which are the metric of diffusion along constraints."""
