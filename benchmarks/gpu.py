@@ -165,7 +165,7 @@ def lists(device: str, small: bool) -> list[Row]:
 
 
 def noise(device: str, small: bool) -> list[Row]:
-    """Replicas under BAOAB, whose noise is drawn on the CPU, beside the same without noise."""
+    """Replicas under BAOAB, beside the same without noise."""
     atoms, steps, replicas = (13, 10, 8) if small else (13, 200, 4096)
     position = lattice(atoms, replicas, device)[0]
     epsilon = nn.Parameter(torch.tensor(1.0, dtype=torch.float64, device=device))

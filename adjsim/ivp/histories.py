@@ -149,7 +149,7 @@ class HistoryReader:
     def __init__(self, originals: list[Tensor], leaves: list[Tensor]) -> None:
         self._originals, self._leaves = originals, leaves
         self._records, self._open = torch.is_grad_enabled(), True
-        self._known: dict[int, tuple[History, Tensor | None]] = {}
+        self._known: dict[History, Tensor | None] = {}
         #: For each stand-in of a history, by its number, the weights of its comparison.
         self.compared: dict[int, Tensor] = {}
 
@@ -175,8 +175,8 @@ class HistoryReader:
 
     def add(self, history: History) -> Tensor | None:
         """Return the stand-in of the states of a history; None: it has no gradient."""
-        if id(history) in self._known:
-            return self._known[id(history)][1]
+        if history in self._known:
+            return self._known[history]
         token, leaf = READER.set(None), None
         try:
             with torch.set_grad_enabled(self._records):
@@ -193,7 +193,7 @@ class HistoryReader:
                 self._leaves.append(leaf)
         finally:
             READER.reset(token)
-        self._known[id(history)] = history, leaf
+        self._known[history] = leaf
         return leaf
 
     def smoothed(self, sums: Sequence[Tensor]) -> list[Tensor]:
