@@ -135,7 +135,7 @@ def test_all_bonds_of_a_peptide_are_one_cluster(name):
     potential, atoms = from_openmm(system, positions, topology)
     dynamics, start = started(potential, atoms, atoms.constraints)
     bonds = topology.getNumBonds()
-    ((_, stop, size, width),) = dynamics.constraints.groups
+    ((_, stop, size, width, _),) = dynamics.constraints.groups
     assert stop == size == bonds
     assert width == 13
     assert dynamics.dof(start.position) == 3 * len(atoms.mass) - bonds

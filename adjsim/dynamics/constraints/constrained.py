@@ -118,9 +118,8 @@ class Constrained(Dynamics[Any]):
             if isinstance(found, Refusal):
                 raise TypeError(
                     f"constraints cannot hold term {letter!r} of {name}, {type(term).__name__}: "
-                    f"{found.reason}. Use Hamiltonian, Langevin, GeneralizedLangevin, "
-                    "LangevinPiston, NoseHooverChain, NoseHooverPiston, Bussi, Andersen, "
-                    "Berendsen, VelocityRescale, OverdampedLangevin or ESH."
+                    f"{found.reason}. Use dynamics of which every term declares how constraints "
+                    "hold it, such as Hamiltonian, Langevin or NoseHooverChain."
                 )
         for rate in ("friction", "rate"):
             # Frictions that are the metric may differ.

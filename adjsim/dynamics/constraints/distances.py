@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from adjsim.dynamics.bodies import Bodies
 from adjsim.dynamics.constraints.multipliers import (
     LengthMultipliers,
     Solution,
+    TriangleMultipliers,
     tangent_multipliers,
 )
-from adjsim.dynamics.constraints.ordering import clusters, ordered, refuse_repeated
+from adjsim.dynamics.constraints.ordering import around, clusters, ordered, refuse_repeated
 from adjsim.dynamics.constraints.systems import diagonals, places, products, window
 from adjsim.dynamics.masses import Masses
 from adjsim.potentials.bonded.selection import Selection, as_members, check_range
@@ -29,6 +30,16 @@ from adjsim.potentials.bonded.selection import Selection, as_members, check_rang
 DEPENDENT = 1e-8
 # Atoms of a cluster that an error names.
 NAMED = 12
+
+
+class Group(NamedTuple):
+    """Clusters of one form, in the order of the clusters: constraints start to stop."""
+
+    start: int
+    stop: int
+    size: int
+    width: int
+    triangular: int
 
 
 class DistanceConstraints(nn.Module):
@@ -51,6 +62,7 @@ class DistanceConstraints(nn.Module):
 
     index: Tensor
     order: Tensor
+    pairs: Tensor
     length: Tensor
 
     def __init__(self, index: Array, length: Number) -> None:
@@ -71,12 +83,14 @@ class DistanceConstraints(nn.Module):
         self.bodies = Bodies(labels)
         self.register_buffer("index", pairs, persistent=False)
         self.register_buffer("order", order, persistent=False)
-        self.ends = Selection(pairs[order].T.flatten(), count)
         changes = (forms.diff(dim=0) != 0).any(-1).nonzero().flatten() + 1
         ends = [0, *changes.tolist(), len(order)]
-        self.groups = tuple((a, b, *forms[a].tolist()) for a, b in pairwise(ends))
-        for k, (start, stop, size, width) in enumerate(self.groups):
-            i, j = pairs[order[start:stop]].reshape(-1, size, 2).unbind(-1)
+        self.groups = tuple(Group(a, b, *forms[a].tolist()) for a, b in pairwise(ends))
+        turned = pairs[order]
+        for k, (start, stop, size, width, triangular) in enumerate(self.groups):
+            if triangular:
+                turned[start:stop] = around(turned[start:stop].reshape(-1, 3, 2)).flatten(0, 1)
+            i, j = turned[start:stop].reshape(-1, size, 2).unbind(-1)
             columns = places(size, width)
             offset = columns - torch.arange(size).unsqueeze(-1)
             # Places outside of a cluster, which are kept within it, have no entry.
@@ -85,15 +99,17 @@ class DistanceConstraints(nn.Module):
             of_i = _same(i, along_i) - _same(i, along_j)
             of_j = _same(j, along_j) - _same(j, along_i)
             self.register_buffer(f"signs{k}", torch.stack([of_i, of_j]) * inside, persistent=False)
+        self.register_buffer("pairs", turned, persistent=False)
+        self.ends = Selection(turned.T.flatten(), count)
 
     def coefficients(self, masses: Masses, like: Tensor) -> dict[str, Tensor]:
         """Compute inverse masses, lengths, and the matrix S of each group of clusters."""
         w = 1 / masses(like)
-        i, j = self.index[self.order].unbind(-1)
+        i, j = self.pairs.unbind(-1)
         each = w.expand(like.shape[-2], 1)[:, 0]
         found = {"1/m": w, "length": self.length.to(like).expand(len(self.index))[self.order]}
         found["1/m of pairs"] = each[i] + each[j]
-        for k, (start, stop, size, _) in enumerate(self.groups):
+        for k, (start, stop, size, *_) in enumerate(self.groups):
             signs = getattr(self, f"signs{k}").to(like)
             ends = torch.stack([each[i[start:stop]], each[j[start:stop]]])
             found[f"S{k}"] = (ends.reshape(2, -1, size, 1) * signs).sum(0)
@@ -112,9 +128,10 @@ class DistanceConstraints(nn.Module):
     def length_multipliers(self, c: Mapping[str, Tensor], u: Tensor, d: Tensor, h: float) -> Tensor:
         """Solve ``|u + h B M^-1 G^T x| = length``, with G at the differences d, for x."""
         found: list[Tensor] = []
-        for k in range(len(self.groups)):
+        for k, group in enumerate(self.groups):
             ends, starts, length = self._group(k, u, d, c["length"])
-            found.append(LengthMultipliers.apply(ends, starts, h * c[f"S{k}"], length))
+            solution = TriangleMultipliers if group.triangular else LengthMultipliers
+            found.append(solution.apply(ends, starts, h * c[f"S{k}"], length))
         return torch.cat([x.flatten(-2) for x in found], -1)
 
     def length_slopes(self, c: Mapping[str, Tensor], e: Tensor, d: Tensor, v: Tensor) -> Tensor:
@@ -188,13 +205,13 @@ class DistanceConstraints(nn.Module):
     def refuse_dependent(self, c: Mapping[str, Tensor], q: Tensor) -> None:
         """Refuse clusters whose constraints do not have the full rank at a position."""
         least = max(DEPENDENT, 100 * torch.finfo(q.dtype).eps)
-        for k, (start, _, size, width) in enumerate(self.groups):
+        for k, (start, _, size, width, _) in enumerate(self.groups):
             (d,) = self._group(k, self.differences(q))
             found = _dependent(c[f"S{k}"] * products(d, d, width), least)
             wrong = found.reshape(-1, found.shape[-1]).any(0)
             if bool(wrong.any()):
                 first = start + size * int(wrong.nonzero()[0])
-                atoms = self.index[self.order[first : first + size]].unique().tolist()
+                atoms = self.pairs[first : first + size].unique().tolist()
                 more = f" and {len(atoms) - NAMED} more" if len(atoms) > NAMED else ""
                 raise ValueError(
                     f"the constraints of atoms {atoms[:NAMED]}{more} are not independent at the "
@@ -204,7 +221,7 @@ class DistanceConstraints(nn.Module):
 
     def _group(self, k: int, *values: Tensor) -> list[Tensor]:
         """Select the clusters of a group from values with a last axis of constraints."""
-        start, stop, size, _ = self.groups[k]
+        start, stop, size, *_ = self.groups[k]
         return [x[..., start:stop].unflatten(-1, (-1, size)) for x in values]
 
 

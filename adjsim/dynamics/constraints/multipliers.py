@@ -26,8 +26,10 @@ from adjsim.dynamics.constraints.systems import (
     products,
     quadratic_root,
     solve,
+    triangles_operator,
     window,
 )
+from adjsim.dynamics.constraints.triangles import triangle_multipliers
 
 
 class Solution(torch.autograd.Function):
@@ -122,6 +124,16 @@ class LengthMultipliers(torch.autograd.Function):
         e, (du, dd, dS, dlength) = u + along(S, x, d), tangents
         change = du + along(S, x, dd) + along(dS, x, d)
         return -Solution.apply(e, d, S, (e * change).sum(-3) - length * dlength)
+
+
+class TriangleMultipliers(LengthMultipliers):
+    """The same of triangles whose differences go around: a closed form and one iteration."""
+
+    @staticmethod
+    def forward(u: Tensor, d: Tensor, S: Tensor, length: Tensor) -> Tensor:
+        if is_tracing() and u.device.type == "cpu":
+            return triangles_operator(u, d, S, length)
+        return newton(u, d, S, length, triangle_multipliers(u, d, S, length))
 
 
 def _of_metric(z: Tensor, x: Tensor, e: Tensor, d: Tensor, S: Tensor) -> Tensor:

@@ -18,9 +18,10 @@ def ordered(pairs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         The order, in which clusters of one form follow each other, and for each constraint of it
-        the form of its cluster, ``(n, 2)``: its size, and the entries of a row.
+        the form of its cluster, ``(n, 3)``: its size, the entries of a row, and whether the cluster
+        is a triangle.
     """
-    _, cluster, sizes = labels[pairs[:, 0]].unique(return_inverse=True, return_counts=True)
+    first, cluster, sizes = labels[pairs[:, 0]].unique(return_inverse=True, return_counts=True)
     number, widths = torch.arange(len(pairs)), sizes.clone()
     rank, long = number, sizes[cluster] > DENSE
     if bool(long.any()):
@@ -35,9 +36,18 @@ def ordered(pairs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             f"entries in a row, and it may have {WIDEST}. Chains and trees of any length have "
             "few; nets have many. Leave out constraints of the net."
         )
-    forms = torch.stack([sizes, widths], -1)[cluster]
-    order = torch.from_numpy(np.lexsort((rank, cluster, forms[:, 1], forms[:, 0])))
+    triangular = (sizes == 3) & (labels.bincount()[first] == 3)
+    forms = torch.stack([sizes, widths, triangular], -1)[cluster]
+    order = torch.from_numpy(np.lexsort((rank, cluster, *forms.T.flip(0))))
     return order, forms[order]
+
+
+def around(pairs: Tensor) -> Tensor:
+    """Turn the pairs of triangles, ``(m, 3, 2)``, so that each ends where the next begins."""
+    total = pairs.sum(-1)
+    # The atom of a pair that the next one has too.
+    shared = (total + total.roll(-1, -1) - total.roll(1, -1)) // 2
+    return torch.stack([shared.roll(1, -1), shared], -1)
 
 
 def _near(pairs: Tensor, cluster: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from adjsim.compiler import TYPES, Call, Operators, UnprintableError, Value, in_
 from adjsim.core.derived import has_values
 from adjsim.core.layout import is_tracing
 from adjsim.dynamics.constraints.ordering import DENSE
+from adjsim.dynamics.constraints.triangles import triangle_multipliers
 
 Store = Callable[..., None]
 
@@ -138,13 +139,14 @@ def diagonals(matrix: Tensor) -> Tensor:
     return torch.where(inside.to(matrix.device), found, 0.0)
 
 
-def newton(u: Tensor, d: Tensor, S: Tensor, length: Tensor) -> Tensor:
-    """Solve ``|e_k| = L_k`` by Newton's method from x = 0."""
-    x, squares, readable = torch.zeros_like(u[..., 0, :, :]), length**2, has_values()
+def newton(u: Tensor, d: Tensor, S: Tensor, length: Tensor, near: Tensor | None = None) -> Tensor:
+    """Solve ``|e_k| = L_k`` by Newton's method from x = 0, or from a closed form of x."""
+    x = torch.zeros_like(u[..., 0, :, :]) if near is None else near
+    squares, readable = length**2, has_values()
     solved = torch.zeros_like(x, dtype=torch.bool)
     # The iteration after the one that finds half of the digits finds the others.
     enough = torch.finfo(u.dtype).eps ** 0.5
-    for _ in range(ITERATIONS):
+    for _ in range(ITERATIONS if near is None or readable else 1):
         e = u + along(S, x, d)
         excess = (e * e).sum(-3) - squares
         change = solve(e, d, S, excess / 2)
@@ -193,7 +195,14 @@ def lengths_operator(u: Tensor, d: Tensor, S: Tensor, length: Tensor) -> Tensor:
     return newton(u, d, S, length)
 
 
+@torch.library.custom_op("adjsim::constraint_triangles", mutates_args=())
+def triangles_operator(u: Tensor, d: Tensor, S: Tensor, length: Tensor) -> Tensor:
+    """Solve for the multipliers of triangles; see :mod:`triangles`."""
+    return newton(u, d, S, length, triangle_multipliers(u, d, S, length))
+
+
 @lengths_operator.register_fake
+@triangles_operator.register_fake
 def _(u: Tensor, d: Tensor, S: Tensor, length: Tensor) -> Tensor:
     return torch.empty(u[..., 0, :, :].shape).to(u)
 
@@ -201,7 +210,7 @@ def _(u: Tensor, d: Tensor, S: Tensor, length: Tensor) -> Tensor:
 class ClustersCall(Call):
     """A call for the clusters of one size in all systems of a batch."""
 
-    iterations: int
+    function: str
 
     def __init__(self, values: Sequence[Value], outputs: Sequence[Tensor], store: Store) -> None:
         first, _, S, _ = values
@@ -217,26 +226,37 @@ class ClustersCall(Call):
         template = f"{TYPES[self.dtype]}, {size}, {self.width}, {dim}"
         counts = f"{torch.Size(batch).numel()}, {clusters}"
         pointers = ", ".join(map(pointer_to, (*self.inputs, *self.outputs)))
-        return [f"constraints::solve<{template}>({counts}, {pointers}, {self.iterations});"]
+        return [f"constraints::{self.function}<{template}>({counts}, {pointers});"]
 
 
 class SolveCall(ClustersCall):
     """The solution of linear systems."""
 
-    iterations = 0
+    function = "solve"
 
 
 class LengthsCall(ClustersCall):
     """Newton's method."""
 
-    iterations = ITERATIONS
+    function = "lengths"
+
+
+class TrianglesCall(ClustersCall):
+    """Newton's method from the closed form of triangles."""
+
+    function = "triangles"
 
 
 @cache
 def _declarations() -> str:
-    return files("adjsim.dynamics.constraints").joinpath("clusters.cpp").read_text()
+    text = files("adjsim.dynamics.constraints").joinpath("clusters.cpp").read_text()
+    return text.replace("ITERATIONS", str(ITERATIONS))
 
 
 CONSTRAINT_OPERATORS = Operators(
-    {solve_operator._opoverload: SolveCall, lengths_operator._opoverload: LengthsCall}
+    {
+        solve_operator._opoverload: SolveCall,
+        lengths_operator._opoverload: LengthsCall,
+        triangles_operator._opoverload: TrianglesCall,
+    }
 )
