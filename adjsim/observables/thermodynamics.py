@@ -60,7 +60,8 @@ def kinetic_temperature(
     """Compute the kinetic temperature ``sum p^2/m / dof``, an energy (kT), ``(*batch,)``.
 
     The mass is one number, ``(atoms,)`` or ``(atoms, 1)``. The degrees of freedom, ``dof``, are
-    atoms x dim by default. Subtract dim if the total momentum is zero and stays zero.
+    atoms x dim by default. Subtract dim if the total momentum is zero and stays zero. Under
+    constraints they are :meth:`adjsim.Constrained.dof`.
     """
     p = as_tensor("momentum", momentum)
     m = _masses(as_tensor("mass", mass), p)
@@ -203,7 +204,7 @@ def heat_capacity(
         energy: ``(time, *batch)``, the potential energy U; or the total energy, with ``dof=0``.
         kT: the temperature, energy; one number or ``(*batch,)``. It may carry a gradient.
         dof: the degrees of freedom with a kinetic energy that is not in ``energy``: atoms x dim,
-            and less dim if the total momentum is zero.
+            and less dim if the total momentum is zero, or :meth:`adjsim.Constrained.dof`.
 
     Raises:
         ValueError: fewer than two frames, another shape, kT that is not positive, negative dof.

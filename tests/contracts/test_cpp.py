@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from fractions import Fraction
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjsim.compiler import LoopSpec, compile_loop, library
+from adjsim.compiler import LoopSpec, Operators, compile_loop, library
 from adjsim.compiler.invariants import transposed
 from adjsim.compiler.mathematics import FUNCTIONS, TANH
 from adjsim.compiler.to_cpp import new_rows
@@ -43,11 +43,23 @@ def spec(function: Callable[..., Tensor]) -> LoopSpec:
     )
 
 
-def printed(function: Callable[..., Tensor], *inputs: Tensor, exact: bool = False) -> Tensor:
+def printed(
+    function: Callable[..., Tensor],
+    *inputs: Tensor,
+    exact: bool = False,
+    operators: Sequence[Operators] = (),
+) -> Tensor:
     """Run the printed program of a function, all of it in C++."""
     constants, carry = Constants(torch.tensor(2), inputs), (torch.zeros_like(function(*inputs)),)
     loop, path, _ = compile_loop(
-        spec(function), nullcontext, constants, carry, exact=exact, short=False, what="a test"
+        spec(function),
+        nullcontext,
+        constants,
+        carry,
+        exact=exact,
+        short=False,
+        what="a test",
+        operators=operators,
     )
     assert path == "C++"
     return loop(constants, carry)[0][0]
