@@ -44,7 +44,9 @@ def is_package(module: str) -> bool:
 @cache
 def of_library(kind: type) -> bool:
     """Return whether a class is of the standard library or a known package."""
-    return is_library(kind.__module__)
+    # A class may define the attribute for its objects, and then has no name of its own.
+    module: object = kind.__module__
+    return isinstance(module, str) and is_library(module)
 
 
 @cache

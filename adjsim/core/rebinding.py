@@ -59,7 +59,8 @@ def _inside(x: Any) -> Iterable[Any]:
     if isinstance(x, dict):
         return (*x.keys(), *x.values())
     if isinstance(x, list | tuple | set | frozenset | deque):
-        return x
+        # Subclasses may have no length, such as the irreps of e3nn.
+        return iter(x)
     if isinstance(x, MethodType):
         return (x.__self__,)
     if isinstance(x, partial):

@@ -250,13 +250,13 @@ def test_smooth_at_the_cutoff():
     assert bool(torch.isfinite(potential.force(torch.zeros(8, 3))).all())
 
 
-def gradient(potential, adjoint, exact, start=None, steps=5):
+def gradient(potential, adjoint, exact, start=None, steps=5, compile=False):
     dynamics = adjsim.Hamiltonian(potential, mass=2.0)
     q = lattice() if start is None else start
     p = torch.randn(q.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     run = adjsim.simulate(
         dynamics, dynamics.init(q, p), [0.0, steps * 0.02],
-        solver=adjsim.Splitting("BAB", 0.02, exact=exact), adjoint=adjoint,
+        solver=adjsim.Splitting("BAB", 0.02, exact=exact), adjoint=adjoint, compile=compile,
     )  # fmt: skip
     end = run.final.position
     total = end.square().mean()
@@ -526,18 +526,87 @@ def test_transforms_are_refused():
         torch.func.vmap(graph())(lattice(batch=(2,)))
 
 
+def assert_compiled(potential, **settings):
+    """Compiled runs have the states and the gradients of eager ones."""
+    for name in ("reversible", "exact"):
+        adjoint, exact = ADJOINTS[name]
+        end, expected, _ = gradient(potential, adjoint, exact, **settings)
+        last, found, stats = gradient(potential, adjoint, exact, compile=True, **settings)
+        torch.testing.assert_close(last, end, rtol=0, atol=1e-13)
+        for key, y in expected.items():
+            x = found[key]
+            if y is None:
+                assert x is None or not x.any()
+                continue
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-11 * float(y.abs().max()))
+        if exact:
+            assert stats["reconstruction_error"] == 0
+
+
+@pytest.mark.parametrize(
+    "kind", ["cube", *(pytest.param(x, marks=pytest.mark.slow) for x in BOXES if x != "cube")]
+)
+def test_compiled_loops_have_the_same_gradients(kind):
+    potential = graph(BOXES[kind])
+    edges = len(potential.edges(lattice()).shifts)
+    assert_compiled(graph(BOXES[kind], capacity=edges + 30))
+
+
 @pytest.mark.slow
-def test_compiled_loops_are_refused():
-    dynamics = adjsim.Hamiltonian(graph())
-    with pytest.raises(CompileError, match="compile=False"):
-        adjsim.simulate(
-            dynamics,
-            dynamics.init(lattice(), torch.zeros(8, 3)),
-            [0.0, 3.0],
-            solver=adjsim.VelocityVerlet(0.01),
-            adjoint=adjsim.ReversibleAdjoint(),
-            compile=True,
-        )
+def test_compiled_batches_and_sums():
+    batch = lattice(batch=(3,))
+    potential = graph(BOXES["tilted"], capacity=600)
+    assert len(potential.edges(batch).shifts) < 600
+    assert_compiled(potential + adjsim.Harmonic(0.3), start=batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cube", "tilted"])
+def test_compiled_loops_in_a_box_that_a_state_carries(kind):
+    potential = graph(BOXES[kind], capacity=400)
+    dynamics = adjsim.LangevinPiston(
+        potential, mass=2.0, kT=0.3, friction=1.0, pressure=0.05, tau=0.5, piston_friction=1.0
+    )
+    start, found = dynamics.init(lattice(), generator=1), []
+    for compile in (False, True):
+        run = adjsim.simulate(
+            dynamics, start, [0.0, 0.2], generator=2, compile=compile,
+            solver=adjsim.Splitting("VBSAOASBV", 0.02), adjoint=adjsim.ReversibleAdjoint(),
+        )  # fmt: skip
+        loss = run.final.position.square().sum() + run.final.strain.sum()
+        slope = torch.autograd.grad(loss, potential.model.embedding.weight)[0]
+        found.append((loss.detach(), slope))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
+
+
+def test_the_capacity_of_compiled_loops():
+    with pytest.raises(CompileError, match="give the potential capacity="):
+        gradient(graph(), adjsim.ReversibleAdjoint(), False, compile=True)
+    edges = len(graph().edges(lattice()).shifts)
+    with pytest.raises(ValueError, match=f"{edges} edges does not fit into capacity=3"):
+        gradient(graph(capacity=3), adjsim.ReversibleAdjoint(), False, compile=True)
+    with pytest.raises(ValueError, match="capacity must be"):
+        graph(capacity=0)
+
+
+class Averaged(MessagePassing):
+    """A model that divides by the number of edges, which compiled loops cannot follow."""
+
+    def forward(self, position, edges, shifts, species):
+        return 100 / edges.shape[1] * super().forward(position, edges, shifts, species)
+
+
+@pytest.mark.slow
+def test_a_model_that_counts_edges_is_refused():
+    potential = GraphPotential(
+        Averaged(CUTOFF, hidden=6, basis=4),
+        CUTOFF,
+        species=[0] * 8,
+        box=BOXES["cube"],
+        capacity=400,
+    )
+    with pytest.raises(RuntimeError, match="from the same step without compilation"):
+        gradient(potential, adjsim.ReversibleAdjoint(), False, compile=True)
 
 
 def test_systems_that_are_not_finite():

@@ -401,3 +401,18 @@ def test_derived_values_are_made_where_a_source_differs():
     module.x.zero_()
     assert twin.table.tolist() == [2.0, 4.0]
     assert copy.deepcopy(module).table.tolist() == module.table.tolist() == [0.0, 0.0]
+
+
+class Lengthless(tuple):
+    """A container without a length, as the irreps of e3nn are."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_a_container_without_a_length_is_read():
+    potential = adjsim.Harmonic(nn.Parameter(torch.tensor(2.0, dtype=torch.float64)))
+    potential.kinds = Lengthless([potential.k])
+    reading = Reading(potential)
+    (copied,) = iter(reading.bound(reading.leaves()).kinds)
+    assert copied is not potential.k

@@ -255,10 +255,9 @@ class BranchesOnTracing(Quartic):
 @pytest.mark.usefixtures("own_loops")
 def test_a_step_that_is_another_one_while_it_is_traced_is_refused():
     dynamics = adjsim.Hamiltonian(BranchesOnTracing())
-    with torch.no_grad():
+    wrong = pytest.raises(RuntimeError, match="from the same step without compilation")
+    with torch.no_grad(), wrong:
         run(dynamics, True)
-        with pytest.raises(RuntimeError, match="from the same step without compilation"):
-            run(dynamics, True)
 
 
 class Network(nn.Module):

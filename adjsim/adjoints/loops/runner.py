@@ -276,7 +276,14 @@ class LoopRunner:
         key = self._key(kind, constants, carry)
         loop = cache.get(key)
         if loop is None or any(constant.changed() for constant in loop.constants):
-            if self._cache_key() != self.cache_key or any(used.stale for used in self.used):
+            changed = self._cache_key() != self.cache_key
+            if changed and not self.used:
+                raise CompileError(
+                    f"compile=True: values that {type(self.dynamics).__name__}, its potential or "
+                    "the record reads are made anew at each look, as those of scripted modules "
+                    "are, so a change of them could not be seen. Leave compile=True out."
+                )
+            if changed or any(used.stale for used in self.used):
                 raise RuntimeError(
                     f"a value that {type(self.dynamics).__name__}, its potential or the record "
                     "reads (a plain attribute, a mode, a global) has changed since the run, and "
@@ -284,7 +291,6 @@ class LoopRunner:
                 )
             loop = self._compile(kind, constants, carry)
             cache.put(key, loop)
-            # It needs no check in the run that compiles it.
             self.used.add(loop)
         return loop
 
@@ -297,8 +303,10 @@ class LoopRunner:
         fixed = (self.cache_key, kind, self.state_class, self.solver_key, self.reading.slots)
         return (*fixed, shapes, sizes, wanted, torch.get_num_threads())
 
-    def _check(self, loop: Loop, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
-        """Check a loop that an earlier run has compiled, and return it, or a new one."""
+    def _check_of(
+        self, loop: Loop, kind: LoopKind, constants: LoopConstants, carry: Any
+    ) -> LoopCheck:
+        """Return the check of a loop against the same step without compilation."""
         one, traced = constants._replace(steps=torch.ones_like(constants.steps)), self._traced()
         spec = (kind.uncompiled or kind.specify)(traced, Loop())
 
@@ -311,12 +319,16 @@ class LoopRunner:
                     k, after, _ = spec.body(given, k, after)
                 return leaves(after)
 
-        check = LoopCheck(loop, one, carry, uncompiled)
+        return LoopCheck(loop, one, carry, uncompiled)
+
+    def _check(self, loop: Loop, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
+        """Check a loop that an earlier run has compiled, and return it, or a new one."""
+        check = self._check_of(loop, kind, constants, carry)
         if check.agrees():
             return loop
         again = self._compile(kind, constants, carry)
         if check.agrees_with(again):
-            check.learn(self.what)
+            loop.rounding = again.rounding
             return loop
         for old in cache.drop(lambda key: key[0] == self.cache_key):
             old.stale = True
@@ -328,10 +340,10 @@ class LoopRunner:
                 "cannot be inspected). Run it again, and call backward before the next change."
             )
         cache.put(self._key(kind, constants, carry), again)
-        LoopCheck(again, one, carry, uncompiled).learn(self.what)
         return again
 
     def _compile(self, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
+        """Compile a loop, and compare one step of it with the step without compilation."""
         started, loop, traced = time.perf_counter(), Loop(), self._traced()
         capture = NoCapture([*self.reading.tensors, *self.fixed.parameters], loop.constants)
         loop.function, loop.path, loop.source = compile_loop(
@@ -346,6 +358,7 @@ class LoopRunner:
             capacity=self.capacity,
             operators=[PAIR_OPERATORS, CONSTRAINT_OPERATORS],
         )
+        self._check_of(loop, kind, constants, carry).learn(self.what)
         self.report.compile_seconds += time.perf_counter() - started
         return loop
 

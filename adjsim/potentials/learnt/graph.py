@@ -1,6 +1,8 @@
 """Message-passing models, which are given their edges by the library's neighbour list.
 
-Edges are in a fixed order, so they are a function of the position to the last bit.
+Edges are in a fixed order, so they are a function of the position to the last bit. A compiled loop
+holds a fixed number of edges. Those that it does not need join the first atom to itself at the
+cutoff, where messages vanish.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.arguments import as_indices, outside_inference_mode
+from adjsim.core.arguments import as_indices, as_whole, outside_inference_mode
 from adjsim.core.box import Periodic, rows_of
 from adjsim.core.declared import NOT_NEGATIVE, POSITIVE
 from adjsim.core.layout import is_tracing
@@ -51,46 +53,138 @@ def find_edges(
     box: Tensor | None = None,
     skin: float | None = None,
     strain: Strain | None = None,
+    capacity: int | None = None,
 ) -> Edges:
     """Find the edges of positions ``(*batch, atoms, dim)``, which may be outside of the box.
 
     At a strain the box of each system is stretched, and shifts are differentiable by the strain.
     The list is that of the positions in the box without strain, so that it outlives many steps.
+    A compiled loop gets ``capacity`` edges, the last of them without effect.
     """
-    if is_tracing() or in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        raise ValueError(
-            "a neighbour list depends on the values of positions, which compile=True and "
-            "transforms of torch.func hide: use compile=False and plain autograd."
-        )
-    with torch.no_grad():
-        q = position.detach()
-        skin = SKIN * cutoff if skin is None else skin
-        reach, rest = cutoff, q
-        if strain is not None:
-            back = torch.exp(-strain.value)
-            contraction = math.log(strain.longest(back.nan_to_num(1, 1, 1), q.shape[-1]))
-            reach *= math.exp(STEP * math.ceil(contraction / STEP))
-            rest = strain.dilated(q, back)
-        receiver, sender, moved, finite = AllImages(reach, skin, box).pairs(rest)
-        assert moved is not None
+    q, skin = position.detach(), SKIN * cutoff if skin is None else skin
+    value = rows = None
     if strain is not None:
-        factor = torch.exp(strain.value).expand(*q.shape[:-2], 1, -1).flatten(0, -2)
-        factor = factor.index_select(0, receiver // max(q.shape[-2], 1))
-        moved = strain.dilated(moved, factor)
-    with torch.no_grad():
-        # Coordinates first: the sum of squares is then elementwise, the same for an edge in either
-        # direction and at any place of the list.
-        flat = q.reshape(-1, q.shape[-1])
-        d = (flat.index_select(0, receiver) - flat.index_select(0, sender) + moved).T
-        near = ((d * d).sum(0) < cutoff**2).nonzero().squeeze(-1)
-        pairs = torch.stack([sender.index_select(0, near), receiver.index_select(0, near)])
-    shifts = moved.index_select(0, near)
+        value, rows = strain.value.detach(), None if strain.rows is None else strain.rows.detach()
+    known = q, None if box is None else box.detach(), value, rows, cutoff, skin
+    real: Tensor | None = None
+    if is_tracing():
+        _check_capacity(capacity, q)
+        pairs, shifts, finite, real = torch.ops.adjsim.graph_edges(*known, capacity)
+    elif in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        raise ValueError(
+            "a neighbour list depends on the values of positions, which transforms of torch.func "
+            "and torch.compile hide: use plain autograd."
+        )
+    else:
+        pairs, shifts, finite = _near(*known)
+    if strain is not None:
+        stretched = strain.dilated(shifts, _of_edges(torch.exp(strain.value), pairs[1], q))
+        shifts = stretched if real is None else torch.where(real, stretched, shifts)
     if box is not None and box.requires_grad:
         rows = rows_of(box).to(shifts)
         by_box = torch.round(shifts @ torch.linalg.inv(rows.detach())) @ rows
         # The same shifts, with the derivative of whole multiples of the rows of the box.
         shifts = shifts + (by_box - by_box.detach())
     return Edges(pairs, shifts, finite)
+
+
+@torch.no_grad()
+def _near(
+    q: Tensor,
+    box: Tensor | None,
+    strain: Tensor | None,
+    rows: Tensor | None,
+    cutoff: float,
+    skin: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the edges of positions, their shifts in the box without strain, and finite systems."""
+    reach, rest = cutoff, q
+    stretch = None if strain is None else Strain(strain, rows)
+    if stretch is not None:
+        back = torch.exp(-stretch.value)
+        contraction = math.log(stretch.longest(back.nan_to_num(1, 1, 1), q.shape[-1]))
+        reach *= math.exp(STEP * math.ceil(contraction / STEP))
+        rest = stretch.dilated(q, back)
+    receiver, sender, shifts, finite = AllImages(reach, skin, box).pairs(rest)
+    assert shifts is not None
+    moved = shifts
+    if stretch is not None:
+        moved = stretch.dilated(shifts, _of_edges(torch.exp(stretch.value), receiver, q))
+    # Coordinates first: the sum of squares is then elementwise, the same for an edge in either
+    # direction and at any place of the list.
+    flat = q.reshape(-1, q.shape[-1])
+    d = (flat.index_select(0, receiver) - flat.index_select(0, sender) + moved).T
+    near = ((d * d).sum(0) < cutoff**2).nonzero().squeeze(-1)
+    pairs = torch.stack([sender.index_select(0, near), receiver.index_select(0, near)])
+    return pairs, shifts.index_select(0, near), finite
+
+
+def _of_edges(factor: Tensor, receiver: Tensor, position: Tensor) -> Tensor:
+    """Return the factor of the system of each edge."""
+    factor = factor.expand(*position.shape[:-2], 1, -1).flatten(0, -2)
+    return factor.index_select(0, receiver // max(position.shape[-2], 1))
+
+
+def _check_capacity(capacity: int | None, position: Tensor) -> None:
+    if capacity is None:
+        raise ValueError(
+            "compile=True holds a fixed number of edges: give the potential capacity=, such as "
+            "1.3 times the number of edges at the start, which is len(potential.edges(position)"
+            ".shifts)."
+        )
+    if position.device.type != "cpu":
+        raise ValueError(
+            f"compiled loops on {position.device} hold no neighbour list of a graph: use "
+            "compile=False."
+        )
+
+
+@torch.library.custom_op("adjsim::graph_edges", mutates_args=())
+def edges_operator(
+    position: Tensor,
+    box: Tensor | None,
+    strain: Tensor | None,
+    rows: Tensor | None,
+    cutoff: float,
+    skin: float,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Find edges, at most ``capacity``, and which of them are real.
+
+    The others join the first atom to itself, at the distance of the cutoff.
+    """
+    pairs, shifts, finite = _near(position, box, strain, rows, cutoff, skin)
+    found = len(shifts)
+    if found > capacity:
+        raise ValueError(
+            f"a graph of {found} edges does not fit into capacity={capacity}: make the potential "
+            f"with a larger capacity."
+        )
+    all_pairs = pairs.new_zeros(2, capacity)
+    all_pairs[:, :found] = pairs
+    all_shifts = shifts.new_zeros(capacity, shifts.shape[-1])
+    all_shifts[:found], all_shifts[found:, 0] = shifts, cutoff
+    real = torch.arange(capacity, device=position.device).unsqueeze(-1) < found
+    return all_pairs, all_shifts, finite, real
+
+
+@edges_operator.register_fake
+def _(
+    position: Tensor,
+    box: Tensor | None,
+    strain: Tensor | None,
+    rows: Tensor | None,
+    cutoff: float,
+    skin: float,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *batch, _, dim = position.shape
+    return (
+        position.new_empty((2, capacity), dtype=torch.int64),
+        position.new_empty((capacity, dim)),
+        position.new_empty(batch, dtype=torch.bool),
+        position.new_empty((capacity, 1), dtype=torch.bool),
+    )
 
 
 class _GraphModel(Periodic):
@@ -108,10 +202,12 @@ class _GraphModel(Periodic):
         species: Array | None = None,
         box: Array | None = None,
         skin: float | None = None,
+        capacity: int | None = None,
     ) -> None:
         super().__init__()
         self.model, self.cutoff = as_module("model", model), POSITIVE("cutoff", cutoff)
         self.skin = None if skin is None else NOT_NEGATIVE("skin", skin)
+        self.capacity = None if capacity is None else as_whole("capacity", capacity, least=1)
         with outside_inference_mode():
             self.register_box(box)
             kinds = None if species is None else as_indices("species", species)
@@ -136,7 +232,8 @@ class _GraphModel(Periodic):
         if self.box is not None and len(self.box) != dim:
             raise ValueError(f"box has {len(self.box)} dimensions and position {dim}.")
         assert self.cutoff is not None
-        return find_edges(position, self.cutoff, self.image_box, self.skin, strain)
+        box, skin = self.image_box, self.skin
+        return find_edges(position, self.cutoff, box, skin, strain, self.capacity)
 
     def call(self, position: Tensor, edges: Tensor, shifts: Tensor, species: Any) -> Any:
         return self.model(position, edges, shifts, species)
@@ -205,8 +302,12 @@ class GraphPotential(_GraphModel, Potential):
     ``torch.use_deterministic_algorithms``. In float32 keep positions near the box.
 
     Forces and products come from automatic differentiation. A force costs one pass forward and one
-    back, and the product of an adjoint two to three times as much. Compiled loops cannot hold a
-    neighbour list that torch operations use: leave ``compile=True`` out.
+    back, and the product of an adjoint two to three times as much.
+
+    With ``compile=True`` the model is printed, and each step of the loop asks the list for its
+    edges. The loop holds ``capacity`` of them. Those that it does not need join the first atom to
+    itself at the distance of the cutoff, where the messages must vanish. A model that counts edges,
+    to divide by their number, is not right there.
 
     Args:
         model: returns ``(N,)`` or ``(N, 1)`` energies of atoms. For one system it may return the
@@ -214,6 +315,8 @@ class GraphPotential(_GraphModel, Potential):
         cutoff: edges are shorter than this distance, which may be larger than half the box.
         species: ``(atoms,)`` integers, such as types or atomic numbers; passed on.
         box, skin: see :class:`PairPotential`.
+        capacity: the number of edges, of all systems together, that a compiled loop holds; only
+            ``compile=True`` needs it. A graph with more is an error of the run.
 
     Raises:
         TypeError: a model that is not an ``nn.Module``, or does not return a tensor.
@@ -271,7 +374,7 @@ class GraphForce(_GraphModel, ForceField):
         model: its forces must not be derivatives that it takes itself, which it could not under
             ``torch.no_grad``, in which forward runs are made. Give the energy of such a model to
             :class:`GraphPotential`.
-        cutoff, species, box, skin: as for :class:`GraphPotential`.
+        cutoff, species, box, skin, capacity: as for :class:`GraphPotential`.
 
     Raises:
         TypeError, ValueError: as :class:`GraphPotential`.

@@ -24,8 +24,8 @@ class MACEPotential(GraphPotential):
     ``torch.load``; an ASE calculator has it as ``calculator.models[0]``, with equal energies and
     forces. Put it into eval mode, and call ``model.requires_grad_(False)`` to freeze its weights.
     Pretrained models are float32: convert them with ``model.double()``, or wrap the potential in
-    :class:`InPrecision`. Models that need charges, spins, fields or several heads at once are not
-    taken.
+    :class:`InPrecision`. Its scripted parts do not run in compiled loops. Models that need charges,
+    spins, fields or several heads at once are not taken.
 
     Args:
         model: its cutoff, ``model.r_max``, is that of the graph.
