@@ -80,7 +80,7 @@ class CustomPairs(RadialPotential):
             if hasattr(self, name) or name == "r":
                 raise ValueError(
                     f"the number or table {name!r} has the name of another one, of an attribute of "
-                    "CustomPairs or of the distance: rename it in the expression."
+                    f"CustomPairs or of the distance: rename it in the expression {expression!r}."
                 )
             if isinstance(value, TabulatedFunction):
                 self.add_module(name, value)
