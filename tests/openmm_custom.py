@@ -156,7 +156,7 @@ def pair_tables(periodic: bool) -> Any:
 
 def computed_values(periodic: bool) -> Any:
     """Numbers of atoms by expressions, of which one defines a name that is a number too."""
-    force = openmm.CustomNonbondedForce("w*c1*c2*k(t1,t2)/r^2; w=b1+b2+0.1*c1*c2")
+    force = openmm.CustomNonbondedForce("1e-3*w*c1*c2*k(t1,t2)/r^2; w=b1+b2+0.1*c1*c2")
     for name in ("t", "q"):
         force.addPerParticleParameter(name)
     force.addGlobalParameter("w", 1.4)

@@ -170,9 +170,7 @@ def test_tables_that_are_refused():
         CustomPairs("f(t1)*r", {"t": [0.0, 1.0]}, tables={"f": table})
     with pytest.raises(ValueError, match="may have 16777216 entries; got 16777217"):
         DiscreteFunction(torch.zeros(1).expand(2**24 + 1))
-    with pytest.raises(
-        ValueError, match=r"calls the table f at place 6, .*LongRangeCorrection\(False\)"
-    ):
+    with pytest.raises(ValueError, match=r"calls the table f at place 6, .*Correction\(False\)"):
         LongRangeCorrection(tabulated(ATOMS, cutoff=1.4, box=BOX), ATOMS)
 
 

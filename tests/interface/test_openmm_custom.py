@@ -201,7 +201,7 @@ def test_external_forces_of_harmonic_form():
         potential, _ = equal_to_openmm(system, positions)
         assert potential.custom_externals.k is potential.custom_bonds.k
         system.getForce(1).setGlobalParameterDefaultValue(0, 2.0)
-        with pytest.raises(ValueError, match="number k with the defaults 2 and 300.1"):
+        with pytest.raises(ValueError, match=r"number k with the defaults 2 and 300\.1"):
             from_openmm(system, positions)
 
 
