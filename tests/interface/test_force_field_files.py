@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import csv
 import re
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
-from openmm import app
+from openmm import app, unit
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
 import adjsim
 from adjsim.io import from_openmm, parameter_changes, to_openmm, write_force_field
-from tests.openmm_systems import AMBER14, OBC2, reference, structure
+from tests.openmm_systems import AMBER14, GBN2, OBC2, molecule, reference, structure
 
 FREE = {"constraints": None, "rigidWater": False}
 # Numbers of each atom, which are one number in a row of a type.
@@ -221,6 +222,41 @@ def test_every_kind_of_row(toy, tmp_path):
     rows = [re.sub(r"<Info>.*?</Info>\s*", "", text, flags=re.DOTALL) for text in texts]
     assert rows[0] == rows[1]
     assert again.getNumForces() == found.getNumForces()
+
+
+def test_numbers_of_a_solvent_that_differ_in_a_type(tmp_path):
+    """They are of residues: the radius of H is another one in NME, and so are its coefficients."""
+    files = [AMBER14, GBN2]
+    system, positions, topology = molecule("dipeptide.pdb", *files)
+    potential, _ = from_openmm(system, positions, topology)
+    atoms = [(atom.residue.name, atom.name) for atom in topology.atoms()]
+    with torch.no_grad():
+        for name in ("radius", "alpha", "beta", "gamma"):
+            getattr(potential.solvent, name)[atoms.index(("NME", "H"))] *= 1.1
+    path = tmp_path / "fitted.xml"
+    write_force_field(path, potential, topology, files, **FREE)
+    assert_same_in_openmm(path, potential, positions, topology, system, **FREE)
+    section = ElementTree.parse(path).find("CustomGBForce")
+    of_residues = {row.get("name") for row in section.iterfind("UseAttributeFromResidue")}
+    assert of_residues == {"charge", "or", "sr", "alpha", "beta", "gamma"}
+    # A second fit starts from the file.
+    again, more = read(topology, positions, [path], **FREE)
+    with torch.no_grad():
+        more.solvent.scale.mul_(0.99)
+    write_force_field(tmp_path / "more.xml", more, topology, [path], **FREE)
+    assert_same_in_openmm(tmp_path / "more.xml", more, positions, topology, again, **FREE)
+
+
+def test_one_row_of_a_solvent_has_one_number(tmp_path):
+    topology, positions = water()
+    topology = app.Modeller(topology, positions * unit.nanometer)
+    topology.delete([atom for atom in topology.topology.atoms() if atom.name == "M"])
+    files = ["amber14/tip3p.xml", OBC2]
+    _, potential = read(topology.topology, plain(topology.positions), files)
+    with torch.no_grad():
+        potential.solvent.radius[3] *= 1.01
+    with pytest.raises(ValueError, match=r"or of the solvent is .* atom 0 .* atom 3, which have"):
+        write_force_field(tmp_path / "no.xml", potential, topology.topology, files)
 
 
 def water(count=2):

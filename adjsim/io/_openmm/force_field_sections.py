@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations_with_replacement
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement
 
 import numpy as np
 
+from adjsim.io._openmm.force_field_files import ATOMS
 from adjsim.io._openmm.library import forces, particles_of, per_particle_names
 from adjsim.io._openmm.sites import numbers_in_files
 from adjsim.io._openmm.tables import tables_of
@@ -51,8 +52,14 @@ def write_site_rows(root: Element, system: Any, wanted: Any, types: Sequence[str
                     row.set(name, repr(y))
 
 
-def write_solvent_section(root: Element, wanted: Any, types: Sequence[str]) -> None:
-    """Write a CustomGBForce with rows of types, in place of the script of ``implicit/*.xml``."""
+def write_solvent_section(
+    root: Element, wanted: Any, types: Sequence[str], residues: Mapping[int, Sequence[Element]]
+) -> None:
+    """Write a CustomGBForce with rows of types, in place of the script of ``implicit/*.xml``.
+
+    ``residues`` has the rows of residues that each atom is from, which hold the numbers that differ
+    in a type, such as the radii of GBn2.
+    """
     for part in [x for x in root if x.tag == "CustomGBForce" or "customgbforces" in (x.text or "")]:
         if part.tag == "Script":
             # The script sets this too.
@@ -83,21 +90,47 @@ def write_solvent_section(root: Element, wanted: Any, types: Sequence[str]) -> N
     for k in range(force.getNumEnergyTerms()):
         text, kind = force.getEnergyTermParameters(k)
         SubElement(section, "EnergyTerm", type=COMPUTED[kind]).text = text
-    kept = [k for k, name in enumerate(names) if name != "charge" or not of_residues]
-    seen: dict[str, tuple[int, list[float]]] = {}
-    for k, (kind, row) in enumerate(zip(types, particles_of(force).tolist(), strict=True)):
-        numbers = [row[i] for i in kept]
-        first, known = seen.setdefault(kind, (k, numbers))
-        for i, x, y in zip(kept, known, numbers, strict=True):
-            if not _close([x], [y]):
+    kept = {k: name for k, name in enumerate(names) if name != "charge" or not of_residues}
+    _write_atoms_of_solvent(root, section, kept, particles_of(force), types, residues)
+
+
+def _write_atoms_of_solvent(
+    root: Element,
+    section: Element,
+    names: dict[int, str],
+    numbers: np.ndarray,
+    types: Sequence[str],
+    residues: Mapping[int, Sequence[Element]],
+) -> None:
+    """Write numbers into rows of types, and those that differ in a type into rows of residues."""
+    first = {kind: k for k, kind in reversed(list(enumerate(types)))}
+    differing = {
+        i: name
+        for i, name in names.items()
+        if not _close(numbers[:, i].tolist(), numbers[[first[x] for x in types], i].tolist())
+    }
+    for i, name in differing.items():
+        SubElement(section, "UseAttributeFromResidue", name=name)
+        for path in ATOMS:
+            for row in root.iterfind(f"*/{path}"):
+                if (k := first.get(row.get("type", ""))) is not None:
+                    row.set(name, repr(float(numbers[k, i])))
+        written: dict[Element, int] = {}
+        for k, kind in enumerate(types):
+            one = written.setdefault(residues[k][0], k) if k in residues else first[kind]
+            if not _close([numbers[one, i]], [numbers[k, i]]):
                 raise ValueError(
-                    f"{names[i]} of the solvent is {x:.9g} for atom {first} and {y:.9g} for atom "
-                    f"{k}, of the type {kind} both, and a type has one row: write one number into "
-                    "both, or write a system with to_openmm."
+                    f"{name} of the solvent is {numbers[one, i]:.9g} for atom {one} and "
+                    f"{numbers[k, i]:.9g} for atom {k}, which have one row, of the type {kind}: "
+                    "write one number into both, or write a system with to_openmm."
                 )
-        if first == k:
-            found = {names[i]: repr(x) for i, x in zip(kept, numbers, strict=True)}
-            SubElement(section, "Atom", {"type": kind, **found})
+            for row in residues.get(k, ()):
+                row.set(name, repr(float(numbers[k, i])))
+    for kind, k in sorted(first.items(), key=lambda item: item[1]):
+        found = {
+            name: repr(float(numbers[k, i])) for i, name in names.items() if i not in differing
+        }
+        SubElement(section, "Atom", {"type": kind, **found})
 
 
 def wells_of(system: Any, types: Sequence[str]) -> dict[tuple[str, str], tuple[float, float]]:
