@@ -224,6 +224,7 @@ def test_every_kind_of_row(toy, tmp_path):
     assert again.getNumForces() == found.getNumForces()
 
 
+@pytest.mark.slow
 def test_numbers_of_a_solvent_that_differ_in_a_type(tmp_path):
     """They are of residues: the radius of H is another one in NME, and so are its coefficients."""
     files = [AMBER14, GBN2]
