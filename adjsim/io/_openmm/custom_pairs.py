@@ -99,7 +99,7 @@ def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomPai
             **{name: nn.Parameter(torch.from_numpy(x.copy())) for name, x in values.items()},
         },
         tables={name: x for name, x in read_tables(force).items() if name not in by_types},
-        species=None if species is None else torch.tensor(species.astype(np.int64)),
+        species=None if species is None else torch.tensor(np.floor(species + 0.5).astype(np.int64)),
         groups=_groups(force),
         unit=ENERGY,
         length_unit=LENGTH,

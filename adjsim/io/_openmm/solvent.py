@@ -261,7 +261,7 @@ def _necks(force: Any, found: re.Match[str], columns: dict[str, np.ndarray]) -> 
     names = {force.getTabulatedFunctionName(k): force.getTabulatedFunction(k) for k in range(count)}
     if set(names) != set(TABLES):
         raise _unknown(f"its tables are {', '.join(names)}")
-    index = columns["radindex"].astype(int)
+    index = np.floor(columns["radindex"] + 0.5).astype(int)
     tables = list[np.ndarray]()
     for name in TABLES:
         first, second, values = names[name].getFunctionParameters()
