@@ -448,6 +448,18 @@ def test_options_of_the_custom_solvent(options):
     assert (potential.solvent.surface.item() == 0) == ("sasaMethod" in options)
 
 
+def test_signs_of_coefficients_of_the_custom_solvent():
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14, OBC2)
+    potential, structure = from_openmm(system, positions, topology)
+    with torch.no_grad():
+        for name, value in (("alpha", -0.3), ("beta", -0.7), ("gamma", -1.2)):
+            getattr(potential.solvent, name).fill_(value)
+    written = to_openmm(potential, system)
+    assert_openmm_agrees(written, positions, potential, structure.position, ROUNDING)
+    again, _ = from_openmm(written, positions, topology)
+    assert again(structure.position).item() == potential(structure.position).item()
+
+
 CUT = {"nonbondedMethod": app.CutoffNonPeriodic, "nonbondedCutoff": 0.47 * unit.nanometer}
 
 
