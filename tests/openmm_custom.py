@@ -82,7 +82,7 @@ def steep(periodic: bool) -> Any:
     force = openmm.CustomExternalForce(f"0.5*k/2*{square}")
     for name in ("x0", "y0", "z0"):
         force.addPerParticleParameter(name)
-    force.addGlobalParameter("k", 300.0)
+    force.addGlobalParameter("k", 300.1)
     force.addParticle(3, [0.1, 0.2, 0.3])
     return force
 
@@ -148,6 +148,24 @@ def pair_tables(periodic: bool) -> Any:
         force.addTabulatedFunction(name, table)
     for k in range(12):
         force.addParticle([rng.normal(), k % 3, k % 2])
+    force.addExclusion(0, 1)
+    force.setCutoffDistance(0.7)
+    force.setNonbondedMethod(2 if periodic else 1)
+    return force
+
+
+def computed_values(periodic: bool) -> Any:
+    """Numbers of atoms by expressions, of which one defines a name that is a number too."""
+    force = openmm.CustomNonbondedForce("1e-3*w*c1*c2*k(t1,t2)/r^2; w=b1+b2+0.1*c1*c2")
+    for name in ("t", "q"):
+        force.addPerParticleParameter(name)
+    force.addGlobalParameter("w", 1.4)
+    force.addComputedValue("b", "sqrt(q)*w*1e-1")
+    force.addComputedValue("c", "f(t)*k(t,1)*q + d; d=t*1.e0; t=0.1*t+w")
+    force.addTabulatedFunction("k", openmm.Discrete2DFunction(3, 3, [1, 2, 3, 2, 4, 5, 3, 5, 6]))
+    force.addTabulatedFunction("f", openmm.Discrete1DFunction([1.0, 2.0, 1.5]))
+    for k in range(12):
+        force.addParticle([k % 2, 1.0 + 0.1 * k])
     force.addExclusion(0, 1)
     force.setCutoffDistance(0.7)
     force.setNonbondedMethod(2 if periodic else 1)

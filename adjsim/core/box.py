@@ -72,6 +72,8 @@ SKIN = 0.14
 # A list is faster than all pairs for more than LISTED (n + LIST_COST) atoms, with n in reach of
 # each, or for a number of atoms without a box. Measured, see benchmarks/README.md.
 LISTED, LIST_COST, LISTED_WITHOUT_BOX = 1.1, 37.0, 512
+# The skin of a list without a cutoff, which is never built again.
+EVERYWHERE = 1e300
 
 
 class Periodic(nn.Module):
@@ -81,6 +83,8 @@ class Periodic(nn.Module):
     #: The largest distance of a pair, None without one, which a box has to be large enough for.
     cutoff: float | None = None
     skin: float | None = None
+    #: The share of all pairs that interact at some distance, all of which a list may hold.
+    pair_share: float = 1.0
 
     def register_box(self, box: Array | None) -> None:
         """Store a box as it is given, and check it."""
@@ -110,23 +114,28 @@ class Periodic(nn.Module):
         # A copy, since the box itself may be written into.
         return None if self.box is None else checked_box(self.box, self.image_cutoff).clone()
 
-    @derived("box", "cutoff", "skin")
+    @derived("box", "cutoff", "skin", "pair_share")
     def smallest_listed(self) -> int | None:
         """The smallest number of atoms of which a neighbour list is made; None: no list is."""
+        share = LISTED * self.pair_share
         if self.cutoff is None:
-            return None
+            return _smallest(share)
         if self.box is None:
-            return LISTED_WITHOUT_BOX
+            return LISTED_WITHOUT_BOX if self.pair_share == 1 else _smallest(share)
         dim, reach = len(self.box), self.cutoff + self.list_skin
         ball = math.pi ** (dim / 2) / math.gamma(dim / 2 + 1) * reach**dim
-        share = LISTED * ball / float(volume(self.box.detach()))
-        return None if share >= 1 else math.floor(LISTED * LIST_COST / (1 - share)) + 1
+        return _smallest(share * ball / float(volume(self.box.detach())))
 
     @property
     def list_skin(self) -> float:
         """How far beyond the cutoff a neighbour list reaches."""
-        assert self.cutoff is not None
+        if self.cutoff is None:
+            return EVERYWHERE
         return SKIN * self.cutoff if self.skin is None else self.skin
+
+
+def _smallest(share: float) -> int | None:
+    return None if share >= 1 else math.floor(LISTED * LIST_COST / (1 - share)) + 1
 
 
 def refuse_trained_box(module: nn.Module) -> None:

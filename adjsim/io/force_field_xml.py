@@ -15,7 +15,15 @@ from xml.etree.ElementTree import Element
 import torch
 
 from adjsim.core.durable.files import replacing
-from adjsim.io._openmm.force_field_files import Slot, Use, make_system, merged, slots_of, uses_of
+from adjsim.io._openmm.force_field_files import (
+    Slot,
+    Use,
+    make_system,
+    merged,
+    residue_rows,
+    slots_of,
+    uses_of,
+)
 from adjsim.io._openmm.force_field_sections import (
     LENNARD_JONES,
     ROUNDING,
@@ -66,8 +74,9 @@ def write_force_field(
     virtual sites, and charges, radii and scales of a ``GBSAOBCForce``. Three are written so:
 
     - A changed solvent of ``implicit/*.xml``, whose numbers a script computes, becomes a
-      ``CustomGBForce`` with a row for each type of the topology. Its expressions have the
-      settings of ``options`` in them: kappa, permittivities, the surface term and the cutoff.
+      ``CustomGBForce`` with a row for each type of the topology. Numbers that differ in a type, as
+      radii of GBn2 do, are in the rows of residues. Its expressions have the settings of
+      ``options`` in them: kappa, permittivities, the surface term and the cutoff.
     - Changed wells of CHARMM's ``LennardJonesForce`` become sigma and epsilon of types, and an
       ``NBFixPair`` of two types whose well is not the mixed one.
     - Changed 1-4 wells of it become ``sigma14`` and ``epsilon14`` of types, if mixing gives them.
@@ -114,6 +123,7 @@ def write_force_field(
                 f"{name} has numbers that are not finite; go back to those before the fit failed."
             )
     uses, types = uses_of(root, topology, options, wanted)
+    residues = residue_rows(root, uses)
     _write_rows(root, uses, types)
     parts: dict[str, Any] = dict(potential.named_children())
     _write_scales(root, parts)
@@ -121,7 +131,7 @@ def write_force_field(
     write_site_rows(root, system, wanted, types)
     write_wells(root, system, wanted, types)
     if parts.get("solvent") is not None and _is_custom(wanted) and _changed(system, parts):
-        write_solvent_section(root, wanted, types)
+        write_solvent_section(root, wanted, types, residues)
     origin = Element("Info")
     ElementTree.SubElement(origin, "Source").text = f"{', '.join(map(str, names))}: fitted"
     root.insert(0, origin)

@@ -126,16 +126,12 @@ class Expression:
 
     def refuse_names(self, known: Collection[str], given: str) -> None:
         """Refuse names that are not known, with the place of the first one."""
-        left = sorted(self.names - set(known), key=self._place)
+        left = sorted(self.names - set(known), key=lambda name: place_of(name, self.text))
         if left:
             raise ValueError(
                 f"the expression {self.text!r} has the names {', '.join(left)} (the first at place "
-                f"{self._place(left[0])}), and {given}."
+                f"{place_of(left[0], self.text)}), and {given}."
             )
-
-    def _place(self, name: str) -> int:
-        found = re.search(rf"\b{re.escape(name)}(?!\w)", self.text)
-        return len(self.text) if found is None else found.start()
 
     def _read(self, begin: int, end: int) -> Call | str | float:
         return _Reader(self.text, begin, end, self._points, self._counts).read()
@@ -254,6 +250,12 @@ class _Reader:
     def _refuse(self, why: str) -> NoReturn:
         at = self.tokens[self.next][0] if self.next < len(self.tokens) else self.end
         _refuse(self.text, at, why)
+
+
+def place_of(name: str, text: str) -> int:
+    """Return where a name begins in a text; the end of the text if it is not there."""
+    found = re.search(rf"\b{re.escape(name)}(?!\w)", text)
+    return len(text) if found is None else found.start()
 
 
 def _pieces(text: str) -> list[tuple[int, int]]:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import adjsim
+from adjsim import Splitting
 from adjsim.core import box
 from adjsim.core.rounding import UNROUNDED
 from adjsim.potentials import (
@@ -22,6 +24,7 @@ from adjsim.potentials.pairs import dense
 from adjsim.potentials.pairs.long_range import LongRangeCorrection
 from adjsim.potentials.pairs.truncation import SwitchedDistance, Unshifted
 from tests.problems import parameter
+from tests.retracing import forth_and_back
 
 ATOMS = 7
 NUMBER = torch.arange(ATOMS)
@@ -74,6 +77,51 @@ def test_a_pair_of_two_groups_counts_twice():
     for function in (dense.energy, dense.force):
         torch.testing.assert_close(function(twice, q), 2 * function(once, q), rtol=1e-14, atol=0)
     assert list(once.state_dict()) == ["c", "l", "q", "set_0", "set_1"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"box": [6.0, 6.5, 7.0]}, marks=pytest.mark.slow),
+        pytest.param({"cutoff": 1.9}, marks=pytest.mark.marathon),
+    ],
+    ids=str,
+)
+def test_a_list_holds_the_pairs_of_groups(options):
+    """Without a cutoff too, at any place of the atoms, in runs that come back, for other groups."""
+    atoms, generator = 64, torch.Generator().manual_seed(4)
+    q = 4 * torch.rand(atoms, 3, generator=generator, dtype=torch.float64)
+    charge = nn.Parameter(torch.rand(atoms, generator=generator, dtype=torch.float64))
+    few = torch.zeros(atoms, dtype=torch.bool)
+    few[torch.randperm(atoms, generator=generator)[:4]] = True
+    numbers = {"c": parameter(0.3), "q": charge}
+    pairs = CustomPairs("c*q1*q2*exp(-r)", numbers, groups=[(few, ~few)] * 2, **options)
+    parameters, v = list(pairs.parameters()), q.cos()
+    for shift in (0.0, 9.0):
+        q = q + shift * torch.rand(atoms, 3, generator=generator, dtype=torch.float64)
+        assert pairs.path(q) == "neighbour list"
+        assert pairs.pair_share == pytest.approx(2 * int(few.sum()) * int((~few).sum()) / atoms**2)
+        value, product = force_vjp(pairs, q, parameters)
+        along, grads = product(v)
+        expected, others = dense.force_vjp(pairs, q, parameters, UNROUNDED)
+        wanted, rest = others(v)
+        found = [value, along, *grads, *torch.autograd.grad(pairs(q), parameters)]
+        known = torch.autograd.grad(dense.energy(pairs, q), parameters)
+        for one, other in zip(
+            found, [expected, wanted, *rest.gradient(parameters), *known], strict=True
+        ):
+            size = float(other.abs().max())
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * size)
+        # Other atoms, of the same list otherwise.
+        few = few.roll(1)
+        pairs.set_0.copy_(few)
+        pairs.set_1.copy_(~few)
+    dynamics = adjsim.Hamiltonian(pairs)
+    before, after, back = forth_and_back(
+        dynamics, dynamics.init(q, v), Splitting("BAB", 0.05, exact=True), 40
+    )
+    assert float((before.position - after.position).abs().max()) > 0.1
+    assert torch.equal(before.position, back.position)
 
 
 def test_numbers_of_pairs_are_shifted_one_by_one():
@@ -170,7 +218,7 @@ def test_tables_that_are_refused():
         CustomPairs("f(t1)*r", {"t": [0.0, 1.0]}, tables={"f": table})
     with pytest.raises(ValueError, match="may have 16777216 entries; got 16777217"):
         DiscreteFunction(torch.zeros(1).expand(2**24 + 1))
-    with pytest.raises(ValueError, match=r"calls the table f, .*LongRangeCorrection\(False\)"):
+    with pytest.raises(ValueError, match=r"calls the table f at place 6, .*Correction\(False\)"):
         LongRangeCorrection(tabulated(ATOMS, cutoff=1.4, box=BOX), ATOMS)
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import csv
 import re
+from xml.etree import ElementTree
 
 import numpy as np
+import openmm
 import pytest
 import torch
-from openmm import app
+from openmm import app, unit
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
 import adjsim
 from adjsim.io import from_openmm, parameter_changes, to_openmm, write_force_field
-from tests.openmm_systems import AMBER14, OBC2, reference, structure
+from adjsim.io._openmm.force_field_sections import wells_of
+from tests.openmm_systems import AMBER14, GBN2, OBC2, molecule, reference, structure
 
 FREE = {"constraints": None, "rigidWater": False}
 # Numbers of each atom, which are one number in a row of a type.
@@ -108,6 +111,70 @@ def test_a_fitted_protein_of_charmm(tmp_path):
     change(potential, ["custom_pairs.", "custom_bonds."])
     write_force_field(path, potential, model.topology, ["charmm36.xml"], constraints=None)
     assert_same_in_openmm(path, potential, positions, model.topology, system, constraints=None)
+
+
+def of_templates(field, *names):
+    """Make a topology of residues of a force field."""
+    topology = app.Topology()
+    for name in names:
+        template = field._templates[name]
+        residue = topology.addResidue(name, topology.addChain())
+        atoms = [topology.addAtom(x.name, x.element, residue) for x in template.atoms]
+        for i, j in template.bonds:
+            topology.addBond(atoms[i], atoms[j])
+    return topology
+
+
+def relaxed(system):
+    """Return positions of low energy, from random ones."""
+    platform = openmm.Platform.getPlatformByName("Reference")
+    context = openmm.Context(system, openmm.VerletIntegrator(0.001), platform)
+    drawn = np.random.default_rng(0).random((system.getNumParticles(), 3))
+    context.setPositions(0.7 * drawn)
+    openmm.LocalEnergyMinimizer.minimize(context, maxIterations=200)
+    return context.getState(positions=True).getPositions(asNumpy=True)._value
+
+
+@pytest.mark.marathon
+def test_wells_of_pairs_in_charmm(tmp_path):
+    """The file of CHARMM36 has an NBFixPair for atoms of cholesterol and of a bromide each."""
+    field = app.ForceField("charmm36.xml")
+    topology = of_templates(field, "CHM1", "DBRE")
+    templates = {residue: residue.name for residue in topology.residues()}
+    path, options = tmp_path / "fitted.xml", {"constraints": None, "residueTemplates": templates}
+    positions = relaxed(field.createSystem(topology, **options))
+    system, potential = read(topology, positions, ["charmm36.xml"], **options)
+    atoms = [atom.type for name in ("CHM1", "DBRE") for atom in field._templates[name].atoms]
+    old, pairs = wells_of(system, atoms), potential.custom_pairs
+    kinds = dict(zip(atoms, pairs.species.tolist(), strict=True))
+    fixed = {("CTL1", "HGA1"): 1.03, ("HAL1", "HGA1"): 0.96, ("HAL2", "HGA1"): 1.02}
+    # Wells of types, by which the others are mixed, are those of their own pairs.
+    size = {
+        one: ((a / b) ** (1 / 6) * (1 + 0.01 * np.sin(9 * k)), b * b / (4 * a) * 1.05)
+        for k, ((one, other), (a, b)) in enumerate(sorted(old.items()))
+        if one == other
+    }
+    with torch.no_grad():
+        for (one, other), (a, b) in old.items():
+            if (one, other) in fixed:
+                a, b = a * fixed[one, other], b * fixed[one, other] ** 2
+            else:
+                (s1, e1), (s2, e2) = size[one], size[other]
+                depth, power = 4 * np.sqrt(e1 * e2), ((s1 + s2) / 2) ** 6
+                a, b = depth * power**2, depth * power
+            m, n = kinds[one], kinds[other]
+            for table, value in ((pairs.acoef, a), (pairs.bcoef, b)):
+                table[m, n] = table[n, m] = value
+    write_force_field(path, potential, topology, ["charmm36.xml"], **options)
+    found = assert_same_in_openmm(path, potential, positions, topology, system, **options)
+    wells = wells_of(found, atoms)
+    for (one, other), well in wells.items():
+        m, n = kinds[one], kinds[other]
+        expected = pairs.acoef[m, n].item(), pairs.bcoef[m, n].item()
+        assert well == pytest.approx(expected, rel=1e-9), (one, other)
+        assert well != pytest.approx(old[one, other], rel=1e-3), (one, other)
+    # No pair needs a row beside those of the file.
+    assert path.read_text().count("<NBFixPair") == 14
 
 
 TOY = """<ForceField>
@@ -221,6 +288,42 @@ def test_every_kind_of_row(toy, tmp_path):
     rows = [re.sub(r"<Info>.*?</Info>\s*", "", text, flags=re.DOTALL) for text in texts]
     assert rows[0] == rows[1]
     assert again.getNumForces() == found.getNumForces()
+
+
+@pytest.mark.slow
+def test_numbers_of_a_solvent_that_differ_in_a_type(tmp_path):
+    """They are of residues: the radius of H is another one in NME, and so are its coefficients."""
+    files = [AMBER14, GBN2]
+    system, positions, topology = molecule("dipeptide.pdb", *files)
+    potential, _ = from_openmm(system, positions, topology)
+    atoms = [(atom.residue.name, atom.name) for atom in topology.atoms()]
+    with torch.no_grad():
+        for name in ("radius", "alpha", "beta", "gamma"):
+            getattr(potential.solvent, name)[atoms.index(("NME", "H"))] *= 1.1
+    path = tmp_path / "fitted.xml"
+    write_force_field(path, potential, topology, files, **FREE)
+    assert_same_in_openmm(path, potential, positions, topology, system, **FREE)
+    section = ElementTree.parse(path).find("CustomGBForce")
+    of_residues = {row.get("name") for row in section.iterfind("UseAttributeFromResidue")}
+    assert of_residues == {"charge", "or", "sr", "alpha", "beta", "gamma"}
+    # A second fit starts from the file.
+    again, more = read(topology, positions, [path], **FREE)
+    with torch.no_grad():
+        more.solvent.scale.mul_(0.99)
+    write_force_field(tmp_path / "more.xml", more, topology, [path], **FREE)
+    assert_same_in_openmm(tmp_path / "more.xml", more, positions, topology, again, **FREE)
+
+
+def test_one_row_of_a_solvent_has_one_number(tmp_path):
+    topology, positions = water()
+    topology = app.Modeller(topology, positions * unit.nanometer)
+    topology.delete([atom for atom in topology.topology.atoms() if atom.name == "M"])
+    files = ["amber14/tip3p.xml", OBC2]
+    _, potential = read(topology.topology, plain(topology.positions), files)
+    with torch.no_grad():
+        potential.solvent.radius[3] *= 1.01
+    with pytest.raises(ValueError, match=r"or of the solvent is .* atom 0 .* atom 3, which have"):
+        write_force_field(tmp_path / "no.xml", potential, topology.topology, files)
 
 
 def water(count=2):

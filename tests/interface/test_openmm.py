@@ -448,6 +448,18 @@ def test_options_of_the_custom_solvent(options):
     assert (potential.solvent.surface.item() == 0) == ("sasaMethod" in options)
 
 
+def test_signs_of_coefficients_of_the_custom_solvent():
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14, OBC2)
+    potential, structure = from_openmm(system, positions, topology)
+    with torch.no_grad():
+        for name, value in (("alpha", -0.3), ("beta", -0.7), ("gamma", -1.2)):
+            getattr(potential.solvent, name).fill_(value)
+    written = to_openmm(potential, system)
+    assert_openmm_agrees(written, positions, potential, structure.position, ROUNDING)
+    again, _ = from_openmm(written, positions, topology)
+    assert again(structure.position).item() == potential(structure.position).item()
+
+
 CUT = {"nonbondedMethod": app.CutoffNonPeriodic, "nonbondedCutoff": 0.47 * unit.nanometer}
 
 
@@ -697,12 +709,21 @@ def without_mass():
     return system
 
 
-def altered_solvent():
-    system, *_ = molecule("dipeptide.pdb", AMBER14, OBC2)
-    force = next(f for f in system.getForces() if isinstance(f, openmm.CustomGBForce))
-    text, kind = force.getEnergyTermParameters(0)
-    force.setEnergyTermParameters(0, text.replace("charge^2", "charge^4"), kind)
-    return system
+def altered_solvent(value, old, new):
+    """A solvent whose first term of the energy, or a computed value, is of another form."""
+
+    def make():
+        system, *_ = molecule("dipeptide.pdb", AMBER14, OBC2)
+        force = next(f for f in system.getForces() if isinstance(f, openmm.CustomGBForce))
+        if value is None:
+            text, kind = force.getEnergyTermParameters(0)
+            force.setEnergyTermParameters(0, text.replace(old, new), kind)
+        else:
+            name, text, kind = force.getComputedValueParameters(value)
+            force.setComputedValueParameters(value, name, text.replace(old, new), kind)
+        return system
+
+    return make
 
 
 def half_periodic():
@@ -734,7 +755,7 @@ def unread(text):
     return make
 
 
-def wrong_pairs(text, *, computed=False):
+def wrong_pairs(text):
     def make():
         force = openmm.CustomNonbondedForce(text)
         for name in ("q", "p", "t"):
@@ -742,8 +763,6 @@ def wrong_pairs(text, *, computed=False):
         if "f(" in text:
             table = openmm.Discrete2DFunction(2, 2, [1.0, 2.0, 2.0, 3.0])
             force.addTabulatedFunction("f", table)
-        if computed:
-            force.addComputedValue("q", "3*p")
         _ = [force.addParticle(row) for row in ([1.0, 2.0, 0], [3.0, 5.0, 1])]
         return pair(force)
 
@@ -770,10 +789,9 @@ NONBONDED = openmm.NonbondedForce
         (two_sizes, r"maps of the sizes \[4, 5\]"),
         (lambda: pair(openmm.CustomCVForce("r")), r"CustomCVForce 'r', .*removeForce\(1\)"),
         (unread("foo(r)"), r"'foo\(r\)' cannot be read at place 0: foo is no function"),
-        (unread("index*r"), r"'index' has the name of an attribute"),
-        (wrong_pairs("q1*q2", computed=True), r"CustomNonbondedForce has computed values"),
+        (unread("2*index*r"), r"'index' has the name of an attribute.*index.r', .* at place 2"),
         (wrong_pairs("q1*p2/r"), r"exchanging the two atoms changes the expression 'q1\*p2/r'"),
-        (wrong_pairs("f(t1,t2)*f;f=3"), r"a table and another number of the name f"),
+        (wrong_pairs("f(t1,t2)*f;f=3"), r"a table and another number of the name f: .* 'f\(t1"),
         (lambda: pair(openmm.NonbondedForce()), r"more than one NonbondedForce"),
         (
             lambda: pair(setNonbondedMethod=[NONBONDED.LJPME], setUseSwitchingFunction=[True]),
@@ -790,7 +808,10 @@ NONBONDED = openmm.NonbondedForce
         ),
         (half_periodic, r"HarmonicBondForce that is periodic and another"),
         (openmm.System, r"no particles"),
-        (altered_solvent, r"none of the solvents of OpenMM's files.*charge\^4"),
+        (altered_solvent(None, "^2/B", "^4/B"), r"charge\^4/B.*' cannot be read at place 64"),
+        (altered_solvent(0, "log(L", "log(2*L"), r"'select\(step.*' cannot be read at place 80"),
+        (altered_solvent(1, "tanh", "sinh"), r"'1/\(1/or-sinh.*' cannot be read at place 8"),
+        (altered_solvent(1, "4.85*psi^3", "psi^5"), r"psi\^5\)/radius.*' .* at place 13, a cubic"),
     ],
 )
 def test_what_is_refused(make, message):

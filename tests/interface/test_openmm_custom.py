@@ -13,7 +13,15 @@ from adjsim.core.refusal import Refusal
 from adjsim.io import from_openmm, to_openmm
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.pairs import base
-from tests.openmm_custom import FORCES, offsets, pair_tables, sites, steep, system_with
+from tests.openmm_custom import (
+    FORCES,
+    computed_values,
+    offsets,
+    pair_tables,
+    sites,
+    steep,
+    system_with,
+)
 from tests.openmm_systems import assert_openmm_agrees
 
 
@@ -100,6 +108,16 @@ def test_tables_in_pairs(periodic, no_kernels):
     assert again(structure.position).item() == potential(structure.position).item()
 
 
+def test_computed_values_of_pairs(no_kernels):
+    system, positions = system_with(computed_values(True)), sites()
+    potential, structure = equal_to_openmm(system, positions)
+    assert potential.custom_pairs.numbers == ("w", "t", "q")
+    with torch.no_grad():
+        potential.custom_pairs.q.mul_(1.03)
+        potential.custom_pairs.w.mul_(1.03)
+    assert_equal(potential, structure.position, to_openmm(potential, system), positions)
+
+
 @pytest.mark.parametrize("method", ["CutoffPeriodic", "LJPME"])
 def test_offsets(method, no_kernels):
     check_offsets(method)
@@ -177,13 +195,13 @@ def test_external_forces_of_harmonic_form():
         potential, _ = equal_to_openmm(system, positions)
         assert [name for name, _ in potential.named_children()] == ["restraints"]
         bond = openmm.CustomBondForce("k*r^2")
-        bond.addGlobalParameter("k", 300.0)
+        bond.addGlobalParameter("k", 300.1)
         bond.addBond(0, 1)
         system.addForce(bond)
         potential, _ = equal_to_openmm(system, positions)
         assert potential.custom_externals.k is potential.custom_bonds.k
         system.getForce(1).setGlobalParameterDefaultValue(0, 2.0)
-        with pytest.raises(ValueError, match="number k with the defaults 2 and 300"):
+        with pytest.raises(ValueError, match=r"number k with the defaults 2 and 300\.1"):
             from_openmm(system, positions)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,25 +21,48 @@ from adjsim.io._openmm.tables import read_tables, write_tables
 from adjsim.io._openmm.types import Names, Types, types_of
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.centroids import CustomCentroid
-from adjsim.potentials.bonded.compound import CompoundTerm, CustomCompound
+from adjsim.potentials.bonded.compound import CustomCompound
 from adjsim.potentials.bonded.custom import CustomAngle, CustomBond, CustomTerm, CustomTorsion
 
 
 class Custom(NamedTuple):
-    """A custom force of OpenMM, its word for a term, the potential, and the name of its part."""
+    """A custom force of OpenMM, its word for a term, the potential, and the name of its part.
+
+    ``listed``: a term has its members in a list. ``grouped``: its members are groups of atoms.
+    ``units``: the arguments of the potential that are units, beside that of energy.
+    """
 
     force: str
     term: str
     potential: type[CustomTerm]
     part: str
+    listed: bool = False
+    grouped: bool = False
+    units: Mapping[str, float] = {}
 
 
+OF_LENGTHS = {"length_unit": LENGTH}
 CUSTOM = (
-    Custom("CustomBondForce", "Bond", CustomBond, "custom_bonds"),
+    Custom("CustomBondForce", "Bond", CustomBond, "custom_bonds", units=OF_LENGTHS),
     Custom("CustomAngleForce", "Angle", CustomAngle, "custom_angles"),
     Custom("CustomTorsionForce", "Torsion", CustomTorsion, "custom_torsions"),
-    Custom("CustomCompoundBondForce", "Bond", CustomCompound, "custom_compounds"),
-    Custom("CustomCentroidBondForce", "Bond", CustomCentroid, "custom_centroids"),
+    Custom(
+        "CustomCompoundBondForce",
+        "Bond",
+        CustomCompound,
+        "custom_compounds",
+        listed=True,
+        units=OF_LENGTHS,
+    ),
+    Custom(
+        "CustomCentroidBondForce",
+        "Bond",
+        CustomCentroid,
+        "custom_centroids",
+        listed=True,
+        grouped=True,
+        units=OF_LENGTHS,
+    ),
 )
 
 
@@ -67,7 +90,7 @@ def read_custom(
             tables=read_tables(force),
             unit=ENERGY,
             **({"weights": groups[1]} if groups else {}),
-            **({"length_unit": LENGTH} if custom.term == "Bond" else {}),
+            **custom.units,
             types=types.index if each else None,
             box=box_of_system(system) if force.usesPeriodicBoundaryConditions() else None,
         )
@@ -82,9 +105,10 @@ def write_custom(parts: dict[str, nn.Module], system: Any) -> None:
         potential = same_terms(parts.get(part), atoms, part)
         columns = [of_each(potential, name) for name in _names(force, custom)]
         set_term = getattr(force, f"set{custom.term}Parameters")
-        listed = issubclass(custom.potential, CompoundTerm)
         for k, term in enumerate(atoms):
-            set_term(k, *([term] if listed else term), [float(column[k]) for column in columns])
+            set_term(
+                k, *([term] if custom.listed else term), [float(column[k]) for column in columns]
+            )
         write_global(potential, force)
         write_tables(potential, force)
 
@@ -116,7 +140,7 @@ def _groups(
     system: Any, force: Any, custom: Custom
 ) -> tuple[list[list[int]], list[list[float]]] | None:
     """Return the atoms and the weights of groups, None of a force without groups."""
-    if custom.potential is not CustomCentroid:
+    if not custom.grouped:
         return None
     masses = masses_of(system)
     rows = [force.getGroupParameters(k) for k in range(force.getNumGroups())]
@@ -129,8 +153,7 @@ def _terms(force: Any, custom: Custom) -> tuple[list[list[int]], np.ndarray]:
     """Return the atoms of all terms, and their numbers in OpenMM's units."""
     count = getattr(force, f"getNum{custom.term}s")()
     rows = [getattr(force, f"get{custom.term}Parameters")(k) for k in range(count)]
-    listed = issubclass(custom.potential, CompoundTerm)
-    atoms = [[int(x) for x in (row[0] if listed else row[:-1])] for row in rows]
+    atoms = [[int(x) for x in (row[0] if custom.listed else row[:-1])] for row in rows]
     numbers = [[plain(x) for x in row[-1]] for row in rows]
     return atoms, np.array(numbers, dtype=np.float64).reshape(count, -1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from adjsim.potentials.pairs.long_range import LongRangeCorrection
 from adjsim.potentials.pairs.truncation import SwitchedDistance, Truncation, Unshifted
 
 KIND = "CustomNonbondedForce"
+NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*\b(?!\s*\()")
+"""A name in an expression that is none of a function."""
 
 
 def read_custom_pairs(system: Any, shared: dict[str, nn.Parameter]) -> dict[str, Potential]:
@@ -66,20 +69,17 @@ def write_custom_pairs(parts: dict[str, nn.Module], system: Any) -> None:
 
 
 def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomPairs:
-    if force.getNumComputedValues():
-        raise ValueError(
-            f"the {KIND} has computed values, which are not provided: write them into its energy."
-        )
     periodic = force.usesPeriodicBoundaryConditions()
     columns = dict(zip(per_particle_names(force), particles_of(force).T, strict=True))
-    text, by_types = force.getEnergyFunction(), _by_types(force)
+    text, by_types = _text(force), _by_types(force)
     values: dict[str, Any] = {}
     species = None
     for name, (table, kind) in by_types.items():
         species = columns[kind]
         if re.search(rf"\b{name}\b(?!\s*\()", text):
             raise ValueError(
-                f"the {KIND} has a table and another number of the name {name}: rename one of them."
+                f"the {KIND} has a table and another number of the name {name}: rename one of them "
+                f"in {text!r}."
             )
         text = re.sub(_call(name, kind), name, text)
         rows, _, entries = table.getFunctionParameters()
@@ -99,7 +99,7 @@ def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomPai
             **{name: nn.Parameter(torch.from_numpy(x.copy())) for name, x in values.items()},
         },
         tables={name: x for name, x in read_tables(force).items() if name not in by_types},
-        species=None if species is None else torch.tensor(species.astype(np.int64)),
+        species=None if species is None else torch.tensor(np.floor(species + 0.5).astype(np.int64)),
         groups=_groups(force),
         unit=ENERGY,
         length_unit=LENGTH,
@@ -107,6 +107,28 @@ def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomPai
         **({} if cutoff is None else {"cutoff": cutoff, "truncation": truncation}),
         box=box_of_system(system) if periodic else None,
     )
+
+
+def _text(force: Any) -> str:
+    """Return the energy, with the computed values of both atoms as definitions at its end."""
+    text, of_atoms = force.getEnergyFunction(), per_particle_names(force)
+    for k in range(force.getNumComputedValues()):
+        value, formula = force.getComputedValueParameters(k)
+        pieces = [piece.rpartition("=") for piece in formula.split(";") if piece.strip()]
+        names = [name.strip() for name, _, _ in pieces]
+        for end in "12":
+            # Names of definitions are those of one value and one atom.
+            own = [f"{name}_{value}{end}" if name else f"{value}{end}" for name in names]
+            for place, (_, _, piece) in enumerate(pieces):
+                # A definition holds for the pieces before it.
+                known = {x: f"{x}{end}" for x in of_atoms}
+                known |= zip(names[place + 1 :], own[place + 1 :], strict=True)
+                text += f";{own[place]}={_renamed(piece, known)}"
+    return text
+
+
+def _renamed(text: str, known: Mapping[str, str]) -> str:
+    return NAME.sub(lambda word: known.get(word[0], word[0]), text)
 
 
 def _groups(force: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -124,7 +146,7 @@ def _groups(force: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def _by_types(force: Any) -> dict[str, tuple[Any, str]]:
     """Return tables by name that are called by one type of both atoms alone, and its name."""
     found: dict[str, tuple[Any, str]] = {}
-    text = force.getEnergyFunction()
+    text = _text(force)
     for name, table in tables_of(force):
         call = re.search(_call(name, r"\w+"), text)
         if type(table).__name__ != "Discrete2DFunction" or call is None:

@@ -106,7 +106,7 @@ def _restraint(force: Any, names: Restraint, box: np.ndarray | None) -> Position
     atoms, numbers = _particles(force)
     given = dict(global_numbers(force))
     unit = names.factor * ENERGY / LENGTH**2
-    stiffness = torch.tensor(given[names.k]) if names.k in given else numbers[names.k]
+    stiffness = given[names.k] if names.k in given else numbers[names.k]
     position = np.stack([numbers[x] for x in names.points], 1)
     return PositionRestraint(
         torch.tensor(atoms),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -130,6 +130,15 @@ def slots_of(root: Element) -> list[Slot]:
         for row in (row for part in root.iterfind(force) for row in part if row.tag in tags):
             rows += [Slot([row], name) for name, x in row.attrib.items() if _varies(force, name, x)]
     return list(shared.values()) + rows
+
+
+def residue_rows(root: Element, uses: Mapping[int, Sequence[Use]]) -> dict[int, list[Element]]:
+    """Return the rows of residues and patches from which the charge of each atom is."""
+    slots, found = slots_of(root), dict[int, list[Element]]()
+    for k, used in uses.items():
+        if slots[k].attribute == "charge" and "name" in slots[k].elements[0].attrib:
+            found |= {use.atoms[0]: slots[k].elements for use in used}
+    return found
 
 
 def _varies(force: str, name: str, text: str) -> bool:

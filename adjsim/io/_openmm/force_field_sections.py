@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations_with_replacement
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement
 
 import numpy as np
 
+from adjsim.io._openmm.force_field_files import ATOMS
 from adjsim.io._openmm.library import forces, particles_of, per_particle_names
 from adjsim.io._openmm.sites import numbers_in_files
 from adjsim.io._openmm.tables import tables_of
@@ -18,7 +19,11 @@ ROUNDING = 1e-13
 """The relative difference that a change of units makes."""
 LENNARD_JONES = "LennardJones"
 """OpenMM's name of the force that a LennardJonesForce makes; that of its 1-4 pairs ends in 14."""
+SIZES = "sigma", "epsilon"
 COMPUTED = ("SingleParticle", "ParticlePair", "ParticlePairNoExclusions")
+
+Pair = tuple[str, str]
+Well = tuple[float, float]
 
 
 def write_site_rows(root: Element, system: Any, wanted: Any, types: Sequence[str]) -> None:
@@ -51,8 +56,14 @@ def write_site_rows(root: Element, system: Any, wanted: Any, types: Sequence[str
                     row.set(name, repr(y))
 
 
-def write_solvent_section(root: Element, wanted: Any, types: Sequence[str]) -> None:
-    """Write a CustomGBForce with rows of types, in place of the script of ``implicit/*.xml``."""
+def write_solvent_section(
+    root: Element, wanted: Any, types: Sequence[str], residues: Mapping[int, Sequence[Element]]
+) -> None:
+    """Write a CustomGBForce with rows of types, in place of the script of ``implicit/*.xml``.
+
+    ``residues`` has the rows of residues that each atom is from, which hold the numbers that differ
+    in a type, such as the radii of GBn2.
+    """
     for part in [x for x in root if x.tag == "CustomGBForce" or "customgbforces" in (x.text or "")]:
         if part.tag == "Script":
             # The script sets this too.
@@ -83,26 +94,52 @@ def write_solvent_section(root: Element, wanted: Any, types: Sequence[str]) -> N
     for k in range(force.getNumEnergyTerms()):
         text, kind = force.getEnergyTermParameters(k)
         SubElement(section, "EnergyTerm", type=COMPUTED[kind]).text = text
-    kept = [k for k, name in enumerate(names) if name != "charge" or not of_residues]
-    seen: dict[str, tuple[int, list[float]]] = {}
-    for k, (kind, row) in enumerate(zip(types, particles_of(force).tolist(), strict=True)):
-        numbers = [row[i] for i in kept]
-        first, known = seen.setdefault(kind, (k, numbers))
-        for i, x, y in zip(kept, known, numbers, strict=True):
-            if not _close([x], [y]):
+    kept = {k: name for k, name in enumerate(names) if name != "charge" or not of_residues}
+    _write_atoms_of_solvent(root, section, kept, particles_of(force), types, residues)
+
+
+def _write_atoms_of_solvent(
+    root: Element,
+    section: Element,
+    names: dict[int, str],
+    numbers: np.ndarray,
+    types: Sequence[str],
+    residues: Mapping[int, Sequence[Element]],
+) -> None:
+    """Write numbers into rows of types, and those that differ in a type into rows of residues."""
+    first = {kind: k for k, kind in reversed(list(enumerate(types)))}
+    differing = {
+        i: name
+        for i, name in names.items()
+        if not _close(numbers[:, i].tolist(), numbers[[first[x] for x in types], i].tolist())
+    }
+    for i, name in differing.items():
+        SubElement(section, "UseAttributeFromResidue", name=name)
+        for path in ATOMS:
+            for row in root.iterfind(f"*/{path}"):
+                if (k := first.get(row.get("type", ""))) is not None:
+                    row.set(name, repr(float(numbers[k, i])))
+        written: dict[Element, int] = {}
+        for k, kind in enumerate(types):
+            one = written.setdefault(residues[k][0], k) if k in residues else first[kind]
+            if not _close([numbers[one, i]], [numbers[k, i]]):
                 raise ValueError(
-                    f"{names[i]} of the solvent is {x:.9g} for atom {first} and {y:.9g} for atom "
-                    f"{k}, of the type {kind} both, and a type has one row: write one number into "
-                    "both, or write a system with to_openmm."
+                    f"{name} of the solvent is {numbers[one, i]:.9g} for atom {one} and "
+                    f"{numbers[k, i]:.9g} for atom {k}, which have one row, of the type {kind}: "
+                    "write one number into both, or write a system with to_openmm."
                 )
-        if first == k:
-            found = {names[i]: repr(x) for i, x in zip(kept, numbers, strict=True)}
-            SubElement(section, "Atom", {"type": kind, **found})
+            for row in residues.get(k, ()):
+                row.set(name, repr(float(numbers[k, i])))
+    for kind, k in sorted(first.items(), key=lambda item: item[1]):
+        found = {
+            name: repr(float(numbers[k, i])) for i, name in names.items() if i not in differing
+        }
+        SubElement(section, "Atom", {"type": kind, **found})
 
 
-def wells_of(system: Any, types: Sequence[str]) -> dict[tuple[str, str], tuple[float, float]]:
+def wells_of(system: Any, types: Sequence[str]) -> dict[Pair, Well]:
     """Return a and b of ``a / r^12 - b / r^6`` by two types, of a LennardJonesForce."""
-    found: dict[tuple[str, str], tuple[float, float]] = {}
+    found: dict[Pair, Well] = {}
     for force in _named(system, LENNARD_JONES, "CustomNonbondedForce"):
         kinds = dict(zip(types, particles_of(force)[:, 0].astype(int), strict=True))
         a, b = (
@@ -120,69 +157,101 @@ def write_wells(root: Element, system: Any, wanted: Any, types: Sequence[str]) -
     sections, old = list(root.iterfind("LennardJonesForce")), wells_of(system, types)
     if not old:
         return
-    section, wells = sections[-1], wells_of(wanted, types)
-    kinds, classes = sorted(set(types)), _classes(root)
-    fixes = {
-        pair: row
+    wells, classes = wells_of(wanted, types), _classes(root)
+    fixes = _fixed_pairs(sections, old, classes)
+    own = {kind: _row_of(kind, sections, classes) for kind in sorted(set(types))}
+    changed = {pair: well for pair, well in wells.items() if not _close(old[pair], well)}
+    for kind in (x for x in own if (x, x) in changed and (x, x) not in fixes):
+        _keep_wells_14(own[kind])
+        _set_well(own[kind], wells[kind, kind])
+    for kind in (x for x in own if (x, x) in fixes):
+        _write_mixed(kind, own, fixes, wells, changed)
+    _write_pairs(sections[-1], own, fixes, wells, changed)
+    _write_wells_14(system, wanted, types, own, set(fixes))
+
+
+def _fixed_pairs(
+    sections: Sequence[Element], pairs: Iterable[Pair], classes: Mapping[str, str]
+) -> dict[Pair, Element]:
+    """Return the NBFixPair of each two types that have one."""
+    rows = [row for part in sections for row in part.iterfind("NBFixPair")]
+    return {pair: row for pair in pairs for row in rows if _matches(row, pair, classes)}
+
+
+def _row_of(kind: str, sections: Sequence[Element], classes: Mapping[str, str]) -> Element:
+    """Return the row of a type, a new one if it had that of its class."""
+    *_, row = (
+        x
         for part in sections
-        for row in part.iterfind("NBFixPair")
-        for pair in old
-        if _matches(row, pair, classes)
-    }
-    own: dict[str, Element] = {}
-    for kind in kinds:
-        *_, row = (
-            x
-            for part in sections
-            for x in part.iterfind("Atom")
-            if kind == x.get("type") or classes[kind] == x.get("class", "")
-        )
-        if "type" not in row.attrib:
-            # OpenMM takes the last row of a type.
-            row = SubElement(section, "Atom", {**row.attrib, "type": kind})
-            del row.attrib["class"]
-        own[kind] = row
-        pair = (kind, kind)
-        if pair not in fixes and not _close(old[pair], wells[pair]):
-            # The wells of 1-4 pairs stay.
-            for name in ("sigma", "epsilon"):
-                row.attrib.setdefault(f"{name}14", row.attrib[name])
-            _set_well(row, wells[pair])
-    for kind in kinds:
-        # Two equal types of an NBFixPair: their row has what mixing with another type gives.
-        others = ((other, _ordered(kind, other)) for other in kinds if other != kind)
-        for other, pair in others:
-            free = pair not in fixes and (other, other) not in fixes and wells[pair][0] > 0
-            if (kind, kind) in fixes and free and wells[pair][1] > 0:
-                if not _close(old[pair], wells[pair]):
-                    for name in ("sigma", "epsilon"):
-                        own[kind].attrib.setdefault(f"{name}14", own[kind].attrib[name])
-                    (a, b), mine = wells[pair], own[other].attrib
-                    sigma = 2 * (a / b) ** (1 / 6) - float(mine["sigma"])
-                    depth = (b * b / (4 * a)) ** 2 / float(mine["epsilon"])
-                    own[kind].attrib.update(sigma=repr(sigma), epsilon=repr(depth))
-                break
-    size = {kind: [float(own[kind].attrib[x]) for x in ("sigma", "epsilon")] for kind in kinds}
+        for x in part.iterfind("Atom")
+        if kind == x.get("type") or classes[kind] == x.get("class", "")
+    )
+    if "type" not in row.attrib:
+        # OpenMM takes the last row of a type.
+        row = SubElement(sections[-1], "Atom", {**row.attrib, "type": kind})
+        del row.attrib["class"]
+    return row
+
+
+def _keep_wells_14(row: Element) -> None:
+    """Write the numbers of the 1-4 pairs of a type, which are those of other pairs without them."""
+    for name in SIZES:
+        row.attrib.setdefault(f"{name}14", row.attrib[name])
+
+
+def _write_mixed(
+    kind: str,
+    own: Mapping[str, Element],
+    fixes: Mapping[Pair, Element],
+    wells: Mapping[Pair, Well],
+    changed: Mapping[Pair, Well],
+) -> None:
+    """Write the numbers of a type with an NBFixPair of two such atoms, which mixing alone reads.
+
+    They are those that give the well with the first type whose own well is that of its numbers.
+    """
+    free = (x for x in own if x != kind and (x, x) not in fixes)
+    pairs = {other: _ordered(kind, other) for other in free}
+    mixed = (x for x, pair in pairs.items() if pair not in fixes and min(wells[pair]) > 0)
+    other = next(mixed, None)
+    if other is None or pairs[other] not in changed:
+        return
+    _keep_wells_14(own[kind])
+    (a, b), (size, depth) = wells[pairs[other]], (float(own[other].attrib[x]) for x in SIZES)
+    own[kind].set("sigma", repr(2 * (a / b) ** (1 / 6) - size))
+    own[kind].set("epsilon", repr((b * b / (4 * a)) ** 2 / depth))
+
+
+def _write_pairs(
+    section: Element,
+    own: Mapping[str, Element],
+    fixes: dict[Pair, Element],
+    wells: Mapping[Pair, Well],
+    changed: Mapping[Pair, Well],
+) -> None:
+    """Write the changed wells of two types with an NBFixPair, and of those that need one now."""
     for pair, well in wells.items():
-        (s1, e1), (s2, e2) = (size[kind] for kind in pair)
-        sigma6, depth = ((s1 + s2) / 2) ** 6, 4 * math.sqrt(e1 * e2)
-        mixed = _close((depth * sigma6 * sigma6, depth * sigma6), well)
-        if pair in fixes:
-            if not _close(old[pair], well):
-                _set_well(fixes[pair], well)
-        elif not mixed:
+        if pair not in fixes and not _close(_mixed(*(own[kind] for kind in pair)), well):
             fixes[pair] = SubElement(
                 section, "NBFixPair", type1=pair[0], type2=pair[1], sigma="1", epsilon="0"
             )
             _set_well(fixes[pair], well)
-    _write_wells_14(system, wanted, types, own, set(fixes))
+        elif pair in fixes and pair in changed:
+            _set_well(fixes[pair], well)
+
+
+def _mixed(one: Element, other: Element) -> Well:
+    """Return the well that mixing the rows of two types gives."""
+    (s1, e1), (s2, e2) = ([float(x.attrib[name]) for name in SIZES] for x in (one, other))
+    sigma6, depth = ((s1 + s2) / 2) ** 6, 4 * math.sqrt(e1 * e2)
+    return depth * sigma6 * sigma6, depth * sigma6
 
 
 def _write_wells_14(
     system: Any, wanted: Any, types: Sequence[str], own: dict[str, Element], fixed: set[Any]
 ) -> None:
     """Write the numbers of types from which the wells of 1-4 pairs are mixed."""
-    found: dict[tuple[str, str], tuple[float, float]] = {}
+    found: dict[Pair, Well] = {}
     changed = False
     for one, other in zip(
         *(_named(x, f"{LENNARD_JONES}14", "CustomBondForce") for x in (system, wanted)), strict=True
@@ -200,7 +269,7 @@ def _write_wells_14(
     for row, pair in zip(each, found, strict=True):
         for kind in pair:
             row[kinds.index(kind)] += 0.5
-    for name, values in zip(("sigma", "epsilon"), zip(*found.values(), strict=True), strict=True):
+    for name, values in zip(SIZES, zip(*found.values(), strict=True), strict=True):
         start = [float(own[kind].get(f"{name}14", own[kind].attrib[name])) for kind in kinds]
         target = np.array(values)
         if name == "epsilon":
@@ -214,7 +283,7 @@ def _write_wells_14(
             own[kind].set(f"{name}14", repr(float(x)))
 
 
-def _set_well(row: Element, well: tuple[float, float]) -> None:
+def _set_well(row: Element, well: Well) -> None:
     """Write sigma and epsilon of a well; one without depth keeps its sigma."""
     a, b = well
     if a == b == 0:
@@ -229,7 +298,7 @@ def _set_well(row: Element, well: tuple[float, float]) -> None:
     row.set("epsilon", repr(b * b / (4 * a)))
 
 
-def _ordered(one: str, other: str) -> tuple[str, str]:
+def _ordered(one: str, other: str) -> Pair:
     return (one, other) if one <= other else (other, one)
 
 
@@ -238,7 +307,7 @@ def _classes(root: Element) -> dict[str, str]:
     return {x.attrib["name"]: x.attrib["class"] for x in root.iterfind("AtomTypes/Type")}
 
 
-def _matches(row: Element, pair: tuple[str, str], classes: dict[str, str]) -> bool:
+def _matches(row: Element, pair: Pair, classes: Mapping[str, str]) -> bool:
     """Return whether an NBFixPair is of two types, in either order."""
 
     def holds(end: str, kind: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from adjsim.io._openmm.custom import global_parameters, numbered, write_global
 from adjsim.io._openmm.library import ENERGY, LENGTH, box_of_system, cutoff_of, forces, plain
 from adjsim.io._openmm.tables import read_tables, write_tables
 from adjsim.potentials.bonded.hydrogen_bonds import CustomHydrogenBond
+from adjsim.potentials.expressions import place_of
 
 KIND = "CustomHbondForce"
 SIDES = ("Donor", "Acceptor")
@@ -58,12 +58,12 @@ def _read(system: Any, force: Any, shared: dict[str, nn.Parameter]) -> CustomHyd
         rows, values = _side(force, side)
         for column in (1, 2):
             name = f"{side[0].lower()}{column + 1}"
-            used = re.search(rf"\b{name}\b", text) is not None
+            used = place_of(name, text) < len(text)
             for k, row in enumerate(rows):
                 if row[column] < 0 and used:
                     raise ValueError(
                         f"{side.lower()} {k} of the {KIND} has no atom {name}, which its "
-                        f"expression names: {text!r}."
+                        f"expression names at place {place_of(name, text)}: {text!r}."
                     )
                 # An atom that no coordinate reads is any atom.
                 row[column] = row[0] if row[column] < 0 else row[column]

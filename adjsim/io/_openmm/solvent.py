@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from adjsim.io._openmm.library import (
 )
 from adjsim.potentials.solvent import GeneralizedBorn, Necks
 
+TOKEN = re.compile(r"<\w+>|[0-9.]+(?:e[+-]?[0-9]+)?|\w+|\S")
 NUMBER = r"[0-9.]+(?:e[+-]?[0-9]+)?"
 SPHERES = (
     "select(step(r+sr2-or1),0.5*(1/L-1/U+0.25*(r-sr2^2/r)*(1/(U^2)-1/(L^2))+0.5*log(L/U)/r),0);"
@@ -36,13 +38,21 @@ NECKS = (
 UNBOUNDED = "1/(1/or-I)"
 BOUNDED = "1/(1/or-tanh(<polynomial>)/radius);psi=I*or;radius=or+offset;offset=<offset>"
 OF_EACH = "alpha*psi-beta*psi^2+gamma*psi^3"
-SCREENED = r"\(1/soluteDielectric-(1|exp\(-kappa\*[Bf]\))/solventDielectric\)"
-OWN = rf"-0\.5\*({NUMBER})\*{SCREENED}\*charge\^2/B"
-SURFACE = rf"({NUMBER})\*\(radius\+0\.14\)\^2\*\(radius/B\)\^6;radius=or\+offset"
-PAIR = (
-    rf"-({NUMBER})\*{SCREENED}\*charge1\*charge2"
-    rf"(?:/f|\*\(1/f-({NUMBER})\));f=sqrt\(r\^2\+B1\*B2\*exp\(-r\^2/\(4\*B1\*B2\)\)\)"
-)
+INTERACTION = "<constant>*(1/soluteDielectric-{screen}/solventDielectric)"
+SCREENS = ("1", "exp(-kappa*{length})")
+DISTANCE = "f=sqrt(r^2+B1*B2*exp(-r^2/(4*B1*B2)))"
+TERMS = {
+    "own": tuple(
+        f"-0.5*{INTERACTION}*charge^2/B".format(screen=x.format(length="B")) for x in SCREENS
+    ),
+    "surface": ("<constant>*(radius+0.14)^2*(radius/B)^6;radius=or+offset",),
+    "pair": tuple(
+        f"-{INTERACTION}*charge1*charge2{end};{DISTANCE}".format(screen=x.format(length="f"))
+        for x in SCREENS
+        for end in ("/f", "*(1/f-<inverse>)")
+    ),
+}
+"""The terms of the energy, with ``<name>`` for a number."""
 CONSTANTS = ("solventDielectric", "soluteDielectric", "kappa", "offset", "cutoff")
 SHAPE = ("alpha", "beta", "gamma")
 TABLES = ("getd0", "getm0")
@@ -190,10 +200,12 @@ def _of_custom(force: Any) -> Solvent:
     values = [force.getComputedValueParameters(k) for k in range(force.getNumComputedValues())]
     kinds = [("I", force.ParticlePairNoExclusions), ("B", force.SingleParticle)]
     if [(name, kind) for name, _, kind in values] != kinds:
-        raise _unknown("its computed values are not I and B")
+        given = "; ".join(f"{name} = {text!r}" for name, text, _ in values)
+        raise _unknown(f"its computed values are not I, of pairs, and B of atoms, but {given}")
     if any(getattr(force, f"getNum{name}")() for name in ("GlobalParameters", "Exclusions")):
         raise _unknown("it has global parameters or exclusions")
-    pairs, single = (_stripped(text) for _, text, _ in values)
+    texts = [text for _, text, _ in values]
+    pairs, single = map(_stripped, texts)
     columns = dict(zip(per_particle_names(force), particles_of(force).T, strict=True))
     settings, constants = _settings(force)
     surface, offset = settings.pop("surface"), constants.get("offset")
@@ -203,10 +215,10 @@ def _of_custom(force: Any) -> Solvent:
         shape: dict[str, Any] = {"alpha": 1.0, "beta": 0.0, "gamma": 0.0}
         settings |= {"bounded": False, **shape}
     elif found is not None:
-        trained |= _shape(found["polynomial"], columns)
+        trained |= _shape(found["polynomial"], texts[1], columns)
         offset = float(found["offset"])
     else:
-        raise _unknown(f"its Born radii are {single!r}")
+        raise _unread(texts[1], UNBOUNDED, BOUNDED)
     needed = {"charge", "or", "sr", *(SHAPE if OF_EACH in single else ())}
     necks = _matched(NECKS, pairs)
     if necks is not None:
@@ -214,7 +226,7 @@ def _of_custom(force: Any) -> Solvent:
         trained["neck"] = float(necks["neck"])
         settings["necks"] = _necks(force, necks, columns)
     elif pairs != SPHERES:
-        raise _unknown(f"its descreening is {pairs!r}")
+        raise _unread(texts[0], SPHERES, NECKS)
     if set(columns) != needed:
         raise _unknown(f"its numbers of particles are {', '.join(columns)}")
     offsets = {offset, constants.get("offset", offset)}
@@ -228,16 +240,19 @@ def _of_custom(force: Any) -> Solvent:
     )
 
 
-def _shape(polynomial: str, columns: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Read the coefficients alpha, beta and gamma of psi."""
+def _shape(polynomial: str, text: str, columns: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Read the coefficients alpha, beta and gamma of psi from the polynomial in a text."""
     if polynomial == OF_EACH:
         return {name: columns[name].copy() for name in SHAPE if name in columns}
-    term = rf"(?:({NUMBER})\*)?psi(?:-({NUMBER})\*psi\^2)?(?:\+({NUMBER})\*psi\^3)?"
+    term = rf"(?:(-?{NUMBER})\*)?psi(?:([+-]{NUMBER})\*psi\^2)?(?:([+-]{NUMBER})\*psi\^3)?"
     found = re.fullmatch(term, polynomial)
     if found is None:
-        raise _unknown(f"its Born radii have tanh({polynomial})")
-    given = zip(found.groups(), (1, 0, 0), strict=True)
-    return dict(zip(SHAPE, (float(x or default) for x, default in given), strict=True))
+        place = text.index("tanh") + len("tanh(")
+        raise _unknown(f"the expression {text!r} cannot be read at place {place}, a cubic of psi")
+    alpha, beta, gamma = (
+        float(x or default) for x, default in zip(found.groups(), (1, 0, 0), strict=True)
+    )
+    return {"alpha": alpha, "beta": -beta, "gamma": gamma}
 
 
 def _necks(force: Any, found: re.Match[str], columns: dict[str, np.ndarray]) -> Necks:
@@ -246,7 +261,7 @@ def _necks(force: Any, found: re.Match[str], columns: dict[str, np.ndarray]) -> 
     names = {force.getTabulatedFunctionName(k): force.getTabulatedFunction(k) for k in range(count)}
     if set(names) != set(TABLES):
         raise _unknown(f"its tables are {', '.join(names)}")
-    index = columns["radindex"].astype(int)
+    index = np.floor(columns["radindex"] + 0.5).astype(int)
     tables = list[np.ndarray]()
     for name in TABLES:
         first, second, values = names[name].getFunctionParameters()
@@ -267,41 +282,39 @@ def _settings(force: Any) -> tuple[dict[str, Any], dict[str, float]]:
     """Read the settings, and the constants, from the expressions of the energy."""
     found: dict[str, re.Match[str]] = {}
     constants: dict[str, float] = {}
-    formulas = {
-        "own": (OWN, force.SingleParticle),
-        "surface": (SURFACE, force.SingleParticle),
-        "pair": (PAIR, force.ParticlePairNoExclusions),
-    }
     for k in range(force.getNumEnergyTerms()):
         text, kind = force.getEnergyTermParameters(k)
-        body, named = _split(_stripped(text))
+        body, named = _split(text)
         if constants and named != constants:
-            raise _unknown("its terms have different constants")
+            raise _unknown(f"its terms have different constants, the last one {text!r}")
         constants = named
-        for name, (formula, wanted) in formulas.items():
-            match = re.fullmatch(formula, body)
-            if match and kind == wanted and name not in found:
-                found[name] = match
-                break
-        else:
-            raise _unknown(f"it has the term {body!r}")
-    if not {"own", "pair"} <= set(found) or found["own"][1] != found["pair"][1]:
+        kinds = [
+            name
+            for name in TERMS
+            if (name == "pair") == (kind == force.ParticlePairNoExclusions) and name not in found
+        ]
+        matches = {name: _matched_any(TERMS[name], body) for name in kinds}
+        name = next((name for name, match in matches.items() if match), None)
+        if name is None or kind == force.ParticlePair:
+            raise _unread(text, *(form for name in kinds for form in TERMS[name]))
+        found[name] = matches[name]
+    if not {"own", "pair"} <= set(found) or (found["own"]["constant"] != found["pair"]["constant"]):
         raise _unknown("it has no term of pairs or no term of single particles")
     salted = constants["kappa"] > 0
-    if any((found[name][2] != "1") != salted for name in ("own", "pair")):
+    if any(("exp(-kappa" in found[name][0]) != salted for name in ("own", "pair")):
         raise _unknown("its terms have different kappa")
-    cutoff, inverse = cutoff_of(force), found["pair"][3]
-    if (cutoff is None) != (inverse is None) or (
-        cutoff is not None and abs(float(inverse) * cutoff / LENGTH - 1) > 1e-9
-    ):
+    cutoff = cutoff_of(force)
+    inverse = float(found["pair"].groupdict().get("inverse") or 0)
+    expected = 0.0 if cutoff is None else LENGTH / cutoff
+    if abs(inverse - expected) > 1e-9 * expected:
         raise _unknown("its cutoff is not the one of its expressions")
-    surface = float(found["surface"][1]) if "surface" in found else 0.0
+    surface = float(found["surface"]["constant"]) if "surface" in found else 0.0
     settings = {
         "solute": constants["soluteDielectric"],
         "solvent": constants["solventDielectric"],
         # The potential multiplies by 4 pi, and the expression has the product.
         "surface": surface / (4 * np.pi) * ENERGY / LENGTH**2,
-        "constant": float(found["own"][1]) * ENERGY * LENGTH,
+        "constant": float(found["own"]["constant"]) * ENERGY * LENGTH,
         "kappa": constants["kappa"] / LENGTH,
         "cutoff": cutoff,
         "contained": False,
@@ -313,14 +326,14 @@ def _split(text: str) -> tuple[str, dict[str, float]]:
     """Split an expression into its formula and the constants that are defined at its end."""
     kept: list[str] = []
     constants: dict[str, float] = {}
-    for piece in text.split(";"):
+    for piece in _stripped(text).split(";"):
         name, _, value = piece.partition("=")
         if name in CONSTANTS and re.fullmatch(NUMBER, value):
             constants[name] = float(value)
         else:
             kept.append(piece)
     if not {"solventDielectric", "soluteDielectric", "kappa"} <= set(constants):
-        raise _unknown(f"it has the term {kept[0]!r}")
+        raise _unread(text, *(form for forms in TERMS.values() for form in forms))
     return ";".join(kept), constants
 
 
@@ -332,8 +345,28 @@ def _matched(template: str, text: str) -> re.Match[str] | None:
     return re.fullmatch("".join(parts), text)
 
 
+def _matched_any(templates: Sequence[str], text: str) -> Any:
+    return next(filter(None, (_matched(template, text) for template in templates)), None)
+
+
 def _stripped(text: str) -> str:
     return re.sub(r"\s", "", text)
+
+
+def _unread(text: str, *forms: str) -> ValueError:
+    """Refuse an expression at the first place where it is none of these forms."""
+    given = list(TOKEN.finditer(text))
+    tokens = [x[0] for x in given]
+    shared = max((_shared(tokens, TOKEN.findall(form)) for form in forms), default=0)
+    place = given[shared].start() if shared < len(given) else len(text)
+    return _unknown(f"the expression {text!r} cannot be read at place {place}")
+
+
+def _shared(tokens: Sequence[str], form: Sequence[str]) -> int:
+    """Count the tokens up to the first one that a form has otherwise."""
+    pairs = enumerate(zip(tokens, form, strict=False))
+    differing = (k for k, (x, y) in pairs if x != y and not (y[0] == "<" and x[0].isdigit()))
+    return next(differing, min(len(tokens), len(form)))
 
 
 def _unknown(why: str) -> ValueError:

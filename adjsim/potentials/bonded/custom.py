@@ -12,7 +12,7 @@ from adjsim.core.coordinates import Angle, Dihedral
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.tabulated import TabulatedFunction
-from adjsim.potentials.expressions import Expression
+from adjsim.potentials.expressions import Expression, place_of
 
 
 class CustomTerm(BondedPotential):
@@ -62,12 +62,16 @@ class CustomTerm(BondedPotential):
         self.expression = found
         self.unit = as_positive("unit", unit)
         if both := (numbers or {}).keys() & (tables or {}).keys():
-            raise ValueError(f"{min(both)!r} is a number and a table: rename one of them.")
+            raise ValueError(
+                f"{min(both)!r} is a number and a table: rename one of them in the expression "
+                f"{expression!r}, which has the name at place {place_of(min(both), expression)}."
+            )
         for name, value in {**(numbers or {}), **(tables or {})}.items():
             if hasattr(self, name) or name in self.coordinate_names():
                 raise ValueError(
                     f"the number {name!r} has the name of an attribute or of the coordinate of "
-                    f"{type(self).__name__}: rename it in the expression."
+                    f"{type(self).__name__}: rename it in the expression {expression!r}, which has "
+                    f"the name at place {place_of(name, expression)}."
                 )
             if isinstance(value, TabulatedFunction):
                 self.add_module(name, value)

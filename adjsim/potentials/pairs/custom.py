@@ -40,8 +40,8 @@ class CustomPairs(RadialPotential):
     large table as with a small one.
 
     Without ``groups`` all pairs interact. With them a pair interacts once for each group of two
-    sets that has one atom in its first set and the other one in its second set, as in OpenMM. The
-    other pairs are visited all the same, so a group of few atoms takes the time of all pairs.
+    sets that has one atom in its first set and the other one in its second set, as in OpenMM. Where
+    these pairs are few, a neighbour list holds them alone, without a cutoff too.
 
     Args:
         expression: see :class:`~adjsim.potentials.Expression`; the distance is ``r``.
@@ -80,7 +80,7 @@ class CustomPairs(RadialPotential):
             if hasattr(self, name) or name == "r":
                 raise ValueError(
                     f"the number or table {name!r} has the name of another one, of an attribute of "
-                    "CustomPairs or of the distance: rename it in the expression."
+                    f"CustomPairs or of the distance: rename it in the expression {expression!r}."
                 )
             if isinstance(value, TabulatedFunction):
                 self.add_module(name, value)
@@ -119,6 +119,45 @@ class CustomPairs(RadialPotential):
                 f"{[len(names) for names in found]} sets of {[len(x) for x in sets]} atoms."
             )
         return tuple((first, second) for first, second in found)
+
+    @property
+    def memberships(self) -> Tensor | None:
+        """Whether each atom is in each set, ``(sets, atoms)``; None without groups."""
+        names = sorted({name for group in self.groups for name in group})
+        sets = [getattr(self, name).detach() for name in names]
+        return torch.stack(sets) if sets else None
+
+    @derived("memberships")
+    def classes(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The class of each atom; atoms of a class are in the same sets."""
+        sets = self.memberships
+        return None if sets is None else torch.unique(sets, dim=1, return_inverse=True)[1]
+
+    @derived("memberships", "groups")
+    def partners(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Which classes interact, ``(classes, classes)`` of 0 and 1."""
+        if self.classes is None:
+            return None
+        first, second = (
+            torch.stack([self._of_classes(group[side]) for group in self.groups]) for side in (0, 1)
+        )
+        forth = first.T @ second
+        return (forth + forth.T > 0).long()
+
+    def _of_classes(self, name: str) -> Tensor:
+        """Return whether each class is in a set."""
+        assert self.classes is not None
+        members = getattr(self, name).detach().double()
+        found = members.new_zeros(int(self.classes.max()) + 1)
+        return found.scatter(0, self.classes, members)
+
+    @derived("classes", "partners")
+    def pair_share(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The share of all pairs that interact at some distance."""
+        if self.classes is None or self.partners is None:
+            return 1.0
+        count = torch.bincount(self.classes).double()
+        return float(count @ self.partners.double() @ count) / len(self.classes) ** 2
 
     @property
     def counts(self) -> dict[str, int]:

@@ -42,6 +42,9 @@ class PairFormula(Declaring, Periodic):
     box: Tensor | None
     species: Tensor | None
     exclusions: Tensor | None
+    # The class of each atom, and ``(classes, classes)``, which of them interact; None: all do.
+    classes: Tensor | None = None
+    partners: Tensor | None = None
     _operands: Mapping[str, Operand] | None = None
     # The parameters of pairs: those declared without ``shapes``.
     _tables: tuple[str, ...] = ()

@@ -63,6 +63,8 @@ def applies(pair: PairFormula, position: Tensor, formula: str) -> bool:
         return False
     if pair.box is not None and (pair.box.requires_grad or len(pair.box) != position.shape[-1]):
         return False
+    if pair.cutoff is None:
+        return False
     return skin_of(pair, position) is not None and _is_elementwise(pair, position, formula)
 
 
@@ -144,6 +146,9 @@ class _Geometry:
             d = moved.squeeze(-1)
         s = (d * d).sum(0)
         near = (s.detach() < pair.cutoff**2).nonzero().squeeze(-1)
+        if pair.classes is not None and pair.partners is not None:
+            (a, b), atoms = (i[near], j[near]), position.shape[-2]
+            near = near[pair.partners[pair.classes[a % atoms], pair.classes[b % atoms]] != 0]
         i, j, d, s = i[near], j[near], d.index_select(1, near), s.index_select(0, near)
         operands = _with_operands(pair, i, j, position.shape[-2])
         return cls(operands, i, j, d, s, position, finite)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_whole
 from adjsim.core.derived import derived
+from adjsim.potentials.expressions import place_of
 from adjsim.potentials.pairs.custom import CustomPairs
 from adjsim.potentials.pairs.formula import Operand, kind_of
 from adjsim.potentials.pairs.kernels.kernel import ATOM, TABLE
@@ -44,9 +45,10 @@ class LongRangeCorrection(UniformCorrection):
             raise ValueError("the long-range correction needs a box and a cutoff.")
         if custom.tables:
             raise ValueError(
-                f"the expression {custom.text!r} calls the table {custom.tables[0]}, and the "
-                "integral beyond the cutoff is of smooth functions alone: leave the correction "
-                "out, with setUseLongRangeCorrection(False)."
+                f"the expression {custom.text!r} calls the table {custom.tables[0]} at place "
+                f"{place_of(custom.tables[0], custom.text)}, and the integral beyond the cutoff is "
+                "of smooth functions alone: leave the correction out, with "
+                "setUseLongRangeCorrection(False)."
             )
         self.custom = custom
         self.atoms = as_whole("atoms", atoms)

@@ -220,6 +220,8 @@ class PairOperator:
             exclusions=exclusions,
             spacing=rounding.spacing if rounding.rounds else None,
             stretch=stretch,
+            classes=self.pair.classes,
+            partners=self.pair.partners,
             virial_spacing=virial_rounding.spacing if virial_rounding.rounds else None,
         )
         return evaluate(kernel, inputs)

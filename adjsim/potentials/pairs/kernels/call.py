@@ -45,6 +45,9 @@ CALL = {
     "release": "Release*",
     "exclusions": "const int64_t*",  # (excluded, 2) atoms that do not interact
     "excluded": "int64_t",
+    "classes": "const int64_t*",  # one for each atom; null: a list holds all pairs
+    "partners": "const int64_t*",  # (class_count, class_count), 1 for classes that interact
+    "class_count": "int64_t",
 }
 _NUMBERS = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
 

@@ -43,7 +43,8 @@ class PairInputs(NamedTuple):
     ``vector`` is that of the product, ``weight`` the cotangent of the energy, ``box`` the rows by
     which nearest images are found, and ``spacing`` that of the grid of a rounding. Where systems
     have boxes of their own, ``stretch`` is the cotangent of the virial, and ``virial_spacing`` that
-    of its grid.
+    of its grid. ``classes`` and ``partners`` say which pairs a list holds, see
+    :class:`~adjsim.potentials.pairs.formula.PairFormula`.
     """
 
     position: Tensor
@@ -56,6 +57,8 @@ class PairInputs(NamedTuple):
     spacing: Tensor | None
     stretch: Tensor | None = None
     virial_spacing: Tensor | None = None
+    classes: Tensor | None = None
+    partners: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ class KernelSpec:
             "cutoff": self.cutoff or 0.0,
             "skin": self.skin or 0.0,
             "excluded": 0 if exclusions is None else exclusions.shape[0],
+            "class_count": 0 if inputs.partners is None else inputs.partners.shape[0],
         }
 
     def source(self, functions: str, lookups: Sequence[int] = ()) -> str:
@@ -275,6 +279,8 @@ class Kernel:
             spacing=dense(inputs.spacing),
             stretch=dense(inputs.stretch),
             virial_spacing=dense(inputs.virial_spacing),
+            classes=dense(inputs.classes, torch.int64),
+            partners=dense(inputs.partners, torch.int64),
         )
         gradients = [torch.empty_like(given.operands[k]) for k in spec.gradients]
         results = [

@@ -3,7 +3,7 @@
 // displacements since it was built sum to less than the skin. In another cell, positions are taken back
 // to the same fractions of the cell of the build. A pair within the cutoff is then within cutoff |M|,
 // with M the matrix that takes it back, so displacements are those after M, and the skin is shorter by
-// cutoff (|M| - 1). A list is found by its size, cell and exclusions, and is checked at every use, so
+// cutoff (|M| - 1). A list is found by its size, cell, exclusions and classes, and is checked at every use, so
 // nobody has to keep it or to say that it is out of date.
 #include <cstring>
 #include <limits>
@@ -27,7 +27,7 @@ struct Slot {
   int64_t systems, atoms, dim;
   double reach;
   int64_t entries;  // numbers of a cell
-  std::vector<int64_t> exclusions;
+  std::vector<int64_t> exclusions, classes, partners;
   std::vector<Built> built;
   std::vector<List> lists;
   bool busy = false;
@@ -37,11 +37,16 @@ std::list<Slot> slots;  // the last used first
 std::mutex guard;
 int64_t builds = 0;
 
+bool equal(const std::vector<int64_t>& one, const int64_t* other, int64_t size) {
+  return (int64_t)one.size() == size && std::equal(one.begin(), one.end(), other);
+}
+
 bool same(const Slot& s, const Call& c, int64_t entries) {
   return s.systems == c.systems && s.atoms == c.atoms && s.dim == c.dim &&
          s.reach == c.cutoff + c.skin && s.entries == entries &&
-         (int64_t)s.exclusions.size() == 2 * c.excluded &&
-         std::equal(s.exclusions.begin(), s.exclusions.end(), c.exclusions);
+         equal(s.exclusions, c.exclusions, 2 * c.excluded) &&
+         equal(s.classes, c.classes, c.classes ? c.atoms : 0) &&
+         equal(s.partners, c.partners, c.class_count * c.class_count);
 }
 
 // The two largest squared displacements, and NaN if one is not finite.
@@ -128,6 +133,41 @@ REAL pack(Built& b, const Call& c, int64_t system, int64_t width, const Back* ba
     }
   }
   return std::sqrt(all.first) + std::sqrt(all.second) + all.bad;
+}
+
+// Remove atoms of classes that do not interact from the rows of neighbours of each place.
+void remove_others(const Slot& s, const std::vector<int>& atom, const std::vector<int*>& row,
+                   std::vector<int64_t>& count) {
+  const int64_t kinds = (int64_t)std::llround(std::sqrt((double)s.partners.size()));
+  for (size_t p = 0; p < atom.size(); ++p) {
+    const int64_t* partner = s.partners.data() + s.classes[atom[p]] * kinds;
+    int64_t kept = 0;
+    for (int64_t m = 0; m < count[p]; ++m)
+      if (partner[s.classes[atom[row[p][m]]]]) row[p][kept++] = row[p][m];
+    count[p] = kept;
+  }
+}
+
+// Number places anew, by the classes of their atoms, so that vectors hold atoms with about as many
+// neighbours.
+void sort_by_class(const Slot& s, Built& b, std::vector<int*>& row, std::vector<int64_t>& count) {
+  const size_t n = b.atom.size();
+  std::vector<int> order(n);
+  for (size_t p = 0; p < n; ++p) order[p] = (int)p;
+  std::stable_sort(order.begin(), order.end(), [&](int p, int q) {
+    return s.classes[b.atom[p]] < s.classes[b.atom[q]];
+  });
+  const std::vector<int> atom = b.atom;
+  const std::vector<int*> rows = row;
+  const std::vector<int64_t> counts = count;
+  std::vector<int> moved(n);
+  for (size_t p = 0; p < n; ++p) {
+    moved[order[p]] = (int)p;
+    b.atom[p] = atom[order[p]], row[p] = rows[order[p]], count[p] = counts[order[p]];
+    b.place[b.atom[p]] = (int)p;
+  }
+  for (size_t p = 0; p < n; ++p)
+    for (int64_t m = 0; m < count[p]; ++m) row[p][m] = moved[row[p][m]];
 }
 
 // Remove excluded pairs from the rows of neighbours of each place, which are in ascending order of
@@ -228,6 +268,10 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
       ++failed;
     }
   if (failed) throw std::bad_alloc();
+  if (!s.classes.empty()) {
+    remove_others(s, b.atom, row, count);
+    sort_by_class(s, b, row, count);
+  }
   if (!s.exclusions.empty()) remove_excluded(s.exclusions, b.atom, row, count);
   const int64_t blocks = (n + W - 1) / W;
   b.start.resize(blocks), b.steps.resize(blocks), b.full.resize(blocks);
@@ -374,6 +418,8 @@ extern "C" void* neighbours_acquire(const Call* c, int64_t width, const List** l
       best->reach = c->cutoff + c->skin;
       best->entries = entries;
       if (c->excluded) best->exclusions.assign(c->exclusions, c->exclusions + 2 * c->excluded);
+      if (c->classes) best->classes.assign(c->classes, c->classes + c->atoms);
+      if (c->classes) best->partners.assign(c->partners, c->partners + c->class_count * c->class_count);
       best->built.resize(c->systems);
       best->lists.resize(c->systems);
     }
