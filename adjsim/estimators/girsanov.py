@@ -71,7 +71,7 @@ class Girsanov(ChunkedEstimator):
         TypeError: another dynamics or solver.
     """
 
-    estimand: ClassVar[str] = "path"
+    estimand = "path"
     # The score reads every step in Python.
     compilable: ClassVar[bool] = False
 

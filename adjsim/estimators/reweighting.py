@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Generic
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class Reweighting(Estimator):
         threshold: the effective share of samples below which the estimator samples again.
     """
 
-    estimand: ClassVar[str] = "stationary"
+    estimand = "stationary"
 
     def __init__(
         self, *, every: float | None = None, burn_in: float = 0.0, threshold: float = 0.5

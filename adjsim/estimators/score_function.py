@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class ScoreFunction(Estimator):
             burn_in too, the two must agree.
     """
 
-    estimand: ClassVar[str] = "stationary"
+    estimand = "stationary"
 
     def __init__(self, burn_in: float = 0.0) -> None:
         self.burn_in = NOT_NEGATIVE("burn_in", burn_in)

@@ -219,7 +219,7 @@ def run(
     path = noise if isinstance(noise, BrownianPath) else None
     seeded = None if isinstance(noise, BrownianPath) else noise
     this, report = assemble(dynamics, state, times, solver, record, seeded, progress, compile, path)
-    this = replace(this, continues=continues)
+    this = replace(this, continues=continues, clip=adjoint.clip)
     if path is not None:
         drawn = this.solver.on_path(path, this.dynamics, state, float(times[0]))
         this, report.seed = replace(this, noise=drawn), path.seed

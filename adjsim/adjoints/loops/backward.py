@@ -51,6 +51,7 @@ class BackwardLoops:
                 saved.accumulate(stop, runner.stepper.from_lattice(state))
             state = self._traverse(state, stop, start, saved, rewind)
             saved.growth.observe(saved.sums)
+            saved.clip_after(start)
             state = rewind.restore(start, state)
             if saves is not None:
                 saves.after(start, state)

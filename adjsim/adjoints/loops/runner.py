@@ -122,6 +122,8 @@ class LoopRunner:
         found = {*wanted, last, *range(FINITE_EVERY, last, FINITE_EVERY)}
         if self.recorder.average is not None:
             found.add(self.recorder.first - 1)
+        if self.run.clip is not None:
+            found |= set(range(self.run.clip.every, last, self.run.clip.every))
         if growth is not None:
             every = growth.check_every
             found |= set(range(every - self.clock.before % every, last, every))

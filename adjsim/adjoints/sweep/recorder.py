@@ -20,6 +20,7 @@ from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import Record, TimeAverage, check_shape, floating, sum_dtype
 from adjsim.core.writes import version_of
 from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.clip import Clip
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.clock import Clock, VaryingClock
@@ -192,6 +193,7 @@ class RecordSweep(AttributeState):
         record: the saved record, if the run has one.
         tolerance: allowed relative difference between the values and the saved values.
         total: the sum of a time average so far; ``summed`` is the last state in it.
+        clip, batch: the bound of the cotangents, and the number of batch axes of the state.
     """
 
     saved_attributes = ("total",)
@@ -204,6 +206,15 @@ class RecordSweep(AttributeState):
     tolerance: float = 0.0
     total: Tensor | None = None
     summed: AnyState | None = None
+    clip: Clip | None = None
+    batch: int = 0
+
+    def clip_after(self, step: int) -> None:
+        """Clip the cotangents of the state after a number of steps, if they are to be."""
+        if self.clip is not None and self.clip.at(step):
+            self.sums.clip(self.clip, self.batch)
+            # Their products have been taken.
+            self.forces.forget()
 
     def begin(self, final: State, saves: Saves | None, stepper: Stepper) -> tuple[State, int]:
         """Return the state and the step from which a sweep goes on."""

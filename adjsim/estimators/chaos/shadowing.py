@@ -83,7 +83,7 @@ class Shadowing(ChunkedEstimator):
         RuntimeError: there are more unstable directions than ``unstable``.
     """
 
-    estimand: ClassVar[str] = "shadowing"
+    estimand = "shadowing"
     compilable: ClassVar[bool] = False
 
     def __init__(
