@@ -84,6 +84,8 @@ class Pathwise(ChunkedEstimator):
         if self.truncate is None:
             return
         dt = simulation.steps("truncate").dt
+        if isinstance(observable, TimeAverage):
+            observable.refuse_stride("Pathwise with truncate")
         if state_function(observable) is None:
             raise TypeError(
                 "truncate is for Final(fn) and TimeAverage(fn), which can be computed in parts."
@@ -157,7 +159,7 @@ class Pathwise(ChunkedEstimator):
         assert function is not None
         begin = max(0, last - width)
         if average is not None:
-            begin = steps.first_averaged(average.burn_in) - 1
+            begin = steps.averaged(average.burn_in)[0] - 1
         if begin > 0:
             with torch.no_grad():
                 part(0, begin)
