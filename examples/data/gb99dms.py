@@ -37,6 +37,7 @@ class Plan(NamedTuple):
     replicas: int
     norm: float = 0.1
     clip_every: int = 100
+    compile: bool = True
 
 
 class Protein:
@@ -106,7 +107,7 @@ class Protein:
 
     @torch.no_grad()
     def scale(self, scales):
-        """Set numbers to their initial values times scales, by key; the others to these."""
+        """Set numbers to their initial values times scales, by key (else 1)."""
         values = torch.tensor([scales.get(key, 1.0) for key in self.keys])
         parts = values.split(self._sizes())
         for (name, initial), own in zip(self.initial.items(), parts, strict=True):
@@ -150,7 +151,7 @@ class Protein:
             initial,
             [0.0, plan.steps * DT],
             solver=adjsim.Splitting("BAOAB", DT, exact=True),
-            compile=True,
+            compile=plan.compile,
         )
 
     def means(self, plan, seed, store=None):
@@ -168,7 +169,7 @@ class Protein:
                 solver=simulation.solver,
                 record=average,
                 generator=1000 * seed + i,
-                compile=True,
+                compile=plan.compile,
                 store=None if store is None else Path(store) / f"means-{i}",
             )
             return run.record[0]

@@ -271,7 +271,7 @@ def main():
         }
         for part in parts.values():
             part.pop("adam", None)
-        write(FILE, rounded(study, 4))
+        write(FILE, rounded(study, 6))
         return
     protein = Protein.read(given.data, given.protein)
     if given.part == "gradients":
