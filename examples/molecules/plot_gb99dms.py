@@ -29,6 +29,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from ase import units
 
 import adjsim
 
@@ -64,14 +65,10 @@ plt.show()
 
 for (steps, kind), row in ROWS.items():
     size, error = (np.linalg.norm(row[x]) for x in ("gradient", "stderr"))
-    growth = (
-        ""
-        if row["growth"] is None
-        else f", growth {row['growth']:.3f} / (A sqrt(u/eV))"
-    )
-    print(
-        f"{steps:6d} {kind:13s} {size:9.2f} +- {error:.2f}, {row['seconds']:.0f} s{growth}"
-    )
+    text = f"{steps:6d} {kind:13s} {size:9.2f} +- {error:.2f}, {row['seconds']:.0f} s"
+    if row["growth"] is not None:
+        text += f", cotangents grow at {row['growth'] * 1000 * units.fs:.1f} / ps"
+    print(text)
 
 # %%
 # Path and stationary estimates answer two questions. They would agree for runs that
@@ -80,9 +77,9 @@ for (steps, kind), row in ROWS.items():
 
 for steps in LENGTHS:
     vectors = [np.array(ROWS[steps, kind]["gradient"]) for kind in KINDS]
-    units = np.array([x / np.linalg.norm(x) for x in vectors])
+    directions = np.array([x / np.linalg.norm(x) for x in vectors])
     print(steps, "steps, cosines:")
-    print(np.round(units @ units.T, 2))
+    print(np.round(directions @ directions.T, 2))
 
 # %%
 # Against differences
@@ -93,7 +90,6 @@ for steps in LENGTHS:
 # solvent.
 
 DIFFERENCES = STUDY["differences"]["rows"]
-PLAN = STUDY["differences"]["plan"] if "plan" in STUDY["differences"] else None
 places = [STUDY["keys"].index(row["key"]) for row in DIFFERENCES]
 known = np.array([[row["value"], row["stderr"]] for row in DIFFERENCES])
 figure, axis = plt.subplots(figsize=(7, 3), layout="constrained")
@@ -104,10 +100,8 @@ for i, kind in enumerate(KINDS):
     value, error = (np.array(row[x])[places] for x in ("gradient", "stderr"))
     axis.errorbar(numbers - 0.15 * (1 - i), value, error, fmt="o", label=kind)
     distance = np.abs(value - known[:, 0]) / np.hypot(error, known[:, 1])
-    cosine = np.corrcoef(value, known[:, 0])[0, 1]
-    print(
-        f"{kind:13s} correlation {cosine:5.2f}, distances in errors", distance.round(1)
-    )
+    same = np.corrcoef(value, known[:, 0])[0, 1]
+    print(f"{kind:13s} correlation {same:5.2f}, distance in errors", distance.round(1))
 axis.axhline(0, color="grey", lw=0.5)
 axis.set_yscale("symlog", linthresh=1.0)
 axis.set_xticks(numbers, [row["key"].split()[0] for row in DIFFERENCES], rotation=20)
@@ -129,14 +123,12 @@ figure, axes = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
 axes[0].errorbar(range(len(losses)), losses, errors, marker="o")
 axes[0].set(xlabel="iteration", ylabel="loss of Trp-cage")
 for i, name in enumerate(("trp-cage", "bba")):
-    pair = [
-        [row[x] for row in STUDY[f"test-{name}"]["rows"]] for x in ("loss", "stderr")
-    ]
+    rows = STUDY[f"test-{name}"]["rows"]
+    pair = [[row[x] for row in rows] for x in ("loss", "stderr")]
     axes[1].errorbar([i - 0.1, i + 0.1], *pair, fmt="o")
     change, error = np.diff(pair[0])[0], np.hypot(*pair[1])
-    print(
-        f"{name}: before {pair[0][0]:.3f}, after {pair[0][1]:.3f}, {change / error:.1f} errors"
-    )
+    text = f"{name}: {pair[0][0]:.3f}, then {pair[0][1]:.3f}"
+    print(f"{text}: {change / error:.1f} errors")
 axes[1].set_xticks([0, 1], ["Trp-cage", "BBA"])
 axes[1].set_ylabel("before and after")
 plt.show()
