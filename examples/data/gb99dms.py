@@ -9,11 +9,12 @@ from typing import NamedTuple
 import openmm.app as app
 import torch
 from ase import units
-from openmm import unit
+from openmm import XmlSerializer, unit
 
 import adjsim
+from adjsim.core.durable.files import replacing
 from adjsim.core.durable.ranks import Ranks
-from adjsim.io import from_openmm, write_force_field
+from adjsim.io import from_openmm, to_openmm, write_force_field
 
 FILES = ("amber14/protein.ff14SB.xml", "implicit/gbn2.xml")
 OPTIONS = {
@@ -45,7 +46,10 @@ class Protein:
 
     def __init__(self, pdb, target=None):
         self.pdb = pdb
-        self.potential, structure = Protein.potential_of(pdb)
+        self.system = app.ForceField(*FILES).createSystem(pdb.topology, **OPTIONS)
+        self.potential, structure = from_openmm(
+            self.system, pdb.positions, pdb.topology
+        )
         self.position = structure.position
         self.dynamics = adjsim.Langevin(
             self.potential, structure.mass, KT, friction=FRICTION / PS
@@ -69,11 +73,6 @@ class Protein:
                     [own.index(key) for key in groups[name]]
                 )
                 self.keys += [f"{name} {key}" for key in own]
-
-    @staticmethod
-    def potential_of(pdb):
-        system = app.ForceField(*FILES).createSystem(pdb.topology, **OPTIONS)
-        return from_openmm(system, pdb.positions, pdb.topology)
 
     @staticmethod
     def read(folder, name):
@@ -125,8 +124,19 @@ class Protein:
         return torch.cat(found)
 
     def write(self, path):
-        """Write the numbers as a ForceField XML file of OpenMM."""
-        write_force_field(path, self.potential, self.pdb.topology, FILES, **OPTIONS)
+        """Write the numbers as a ForceField XML file of OpenMM, or else as a system.
+
+        The hydrogens of arginine have a type of other hydrogens and other radii, which
+        no row of a type can hold where the solvent has changed.
+        """
+        try:
+            topology = self.pdb.topology
+            write_force_field(path, self.potential, topology, FILES, **OPTIONS)
+        except ValueError as reason:
+            print(f"a system is written instead: {reason}")
+            system = to_openmm(self.potential, self.system)
+            with replacing(Path(path)) as temporary:
+                temporary.write_text(XmlSerializer.serialize(system))
 
     def loss(self, moments):
         """Return the loss of mean moments, ``(2, pairs)``."""
