@@ -276,19 +276,18 @@ def main():
     protein = Protein.read(given.data, given.protein)
     if given.part == "gradients":
         found = gradients(protein, given.lengths, given.replicas, given.seed, out)
-        name = "gradients"
     elif given.part == "differences":
         found = differences(protein, plan, given.h, given.seed, out)
-        name = "differences"
     else:
         options = given.kind, given.iterations, given.rate, given.seed, out
-        found, name = train(protein, plan, *options), "training"
-        scales = dict(zip(protein.keys, found["scales"], strict=True))
-        protein.write(out / "trained.xml")
-        for which in (given.protein, given.test):
-            other = Protein.read(given.data, which)
-            tested(other, scales, plan, 900, out, which)
+        found = train(protein, plan, *options)
+    name = "training" if given.part == "train" else given.part
     write(out / f"{name}.json", {**found, "commit": head})
+    if given.part == "train":
+        protein.write(out / "trained.xml")
+        scales = dict(zip(protein.keys, found["scales"], strict=True))
+        for which in (given.protein, given.test):
+            tested(Protein.read(given.data, which), scales, plan, 900, out, which)
 
 
 if __name__ == "__main__":
