@@ -228,11 +228,10 @@ def published(data):
     """Return the published relative changes of each kind of numbers."""
     rows = {}
     with (Path(data) / "GB99dms.csv").open(encoding="utf-8") as lines:
-        for name, after, before, *_ in list(csv.reader(lines))[1:]:
+        for name, _, _, _, percent in list(csv.reader(lines))[1:]:
             kind = next((x for key, x in PUBLISHED.items() if key in name), None)
-            if kind is not None and float(before):
-                change = float(after) / float(before) - 1
-                rows.setdefault(kind, []).append([name, change])
+            if kind is not None:
+                rows.setdefault(kind, []).append([name, float(percent) / 100])
     return rows
 
 

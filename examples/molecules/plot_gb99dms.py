@@ -71,14 +71,15 @@ for (steps, kind), row in ROWS.items():
     print(text)
 
 # %%
-# At 1,000 steps no gradient is larger than its error. The exact path has lost: its
-# cotangents grew. Clips make gradient and error smaller alike, so they do not tell more.
-# Reweighting and score function agree, since both see the same covariance, and need more
-# independent frames: in a picosecond a replica has about two.
+# At 1,000 steps no gradient is larger than its error. The exact path has the largest
+# error, since its cotangents grow. The clip makes gradient and error smaller alike,
+# so it tells no more. Reweighting and score function agree, since both see the same
+# covariance. They need more independent frames: in a picosecond a replica has about
+# two.
 #
 # Path and stationary estimates answer two questions. They would agree for runs that
-# forget their start, which takes these proteins nanoseconds. Their cosines say how far
-# they are from it:
+# forget their start, which takes these proteins nanoseconds. Their cosines say how
+# far they are from it:
 
 for steps in LENGTHS:
     vectors = [np.array(ROWS[steps, kind]["gradient"]) for kind in KINDS]
@@ -90,10 +91,13 @@ for steps in LENGTHS:
 # Against differences
 # -------------------
 #
-# Six scales were changed by 2 % to both sides, with the same starts and noise, in runs
-# of the longest length: a charge scale, a well, a torsion and three numbers of the
-# solvent. The differences of four are within their errors of zero, and so they cannot
-# judge any gradient. The scale of the neck lowers the loss beyond its error.
+# Six scales were changed by 2 % to both sides, with the same starts and noise, in
+# runs of 1,000 steps: a charge scale, a well, a torsion and three numbers of the
+# solvent. Five differences are within two errors of zero, so they cannot judge a
+# gradient, and a correlation over six numbers of which five are noise says nothing.
+# The difference by the scale of the neck is beyond its error. The exact path has it
+# within its own large error. The clipped path is 4.5 errors away: this is its bias,
+# which its error bar leaves out.
 
 DIFFERENCES = STUDY["differences"]["rows"]
 places = [STUDY["keys"].index(row["key"]) for row in DIFFERENCES]
@@ -119,12 +123,11 @@ plt.show()
 # A short training
 # ----------------
 #
-# Five steps of Adam follow the gradient of the exact path, for 400 steps, in which it is
-# twice as large as its error. Each iteration has its own noise. The same seeds, which no
-# iteration saw, test the first and the last numbers, on Trp-cage and on BBA (504 atoms),
-# which was not trained on. The losses of the iterations scatter by more than their
-# errors, and show no improvement: five steps of 0.3 % do not change a loss of so short
-# runs by as much as another noise does.
+# Five steps of Adam, of 0.3 % each, follow the gradient of the exact path through 400
+# steps, whose norm is one to two times that of its error. Each iteration has its own
+# noise. The test has one noise for the first and the last numbers, which no iteration
+# saw. Trp-cage is as it was, far within its error. The losses of the iterations
+# scatter as much from noise to noise. BBA_SENTENCE
 
 TRAINING = STUDY["training"]
 losses, errors = ([row[x] for row in TRAINING["rows"]] for x in ("loss", "stderr"))
