@@ -113,10 +113,10 @@ for i, kind in enumerate(KINDS):
     same = np.corrcoef(value, known[:, 0])[0, 1]
     print(f"{kind:13s} correlation {same:5.2f}, distance in errors", distance.round(1))
 axis.axhline(0, color="grey", lw=0.5)
-axis.set_yscale("symlog", linthresh=1.0)
+axis.set_yscale("symlog", linthresh=0.1)
 axis.set_xticks(numbers, [row["key"].split()[0] for row in DIFFERENCES], rotation=20)
 axis.set_ylabel("derivative by scale")
-axis.legend(fontsize="small")
+figure.legend(fontsize="small", loc="outside upper center", ncols=5)
 plt.show()
 
 # %%
