@@ -33,9 +33,11 @@ class TimeAverage:
         function: a function from the state to a tensor of a fixed shape. Of integers and bools the
             average has the dtype of the state.
         burn_in: time at the start that is left out, not negative.
-        every: number of steps between two values of the function. A function that costs a share c
-            of a step costs c / every with it. For steps of one size; with solvers of
-            differential equations and steps of varying size only 1.
+        every: number of steps between two values of the function. Compiled loops stop at these
+            steps, which takes up to two steps of time. The distances of 20 atoms of 284 and their
+            squares took 173 % of an exact step with 1, 17 % with 10, 7 % with 20, and less than
+            was resolved (2 %) with 50. For steps of one size; solvers of differential equations
+            and steps of varying size take 1 only.
     """
 
     function: Callable[[Any], Tensor]
