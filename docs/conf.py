@@ -59,7 +59,7 @@ GALLERY = {
     "first_steps": "fit_sigma throw cookbook_runs cookbook_fits adjoint_against_bptt "
     "exact_reversal potentials_and_integrators",
     "molecules": "learn_angle learnt_force fit_fluid argon network_from_structure water "
-    "dipeptide peptide_distances disordered_protein",
+    "dipeptide peptide_distances disordered_protein gb99dms",
     "statistics": "barrier_crossing estimators fit_memory exploding_gradients "
     "energy_based_model beyond_equilibrium",
     "mechanics": "least_effort soft_cube two_balls cart_pole crawler identify_material "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from copy import copy
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import State
 from adjsim.core.trajectory import RunEnd
+from adjsim.dynamics.clip import Clip
 from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.continuous.base import ContinuousSolver
 from adjsim.solvers.run import Run
@@ -25,6 +28,8 @@ class Adjoint(ABC):
     """A method to compute a gradient, combined with solvers of the classes ``accepts``."""
 
     accepts: ClassVar[tuple[type, ...]] = (SteppingSolver, ContinuousSolver)
+    # The bound of the cotangents of a backward sweep over steps.
+    clip: Clip | None = None
 
     @abstractmethod
     def run(self, run: Run[State], report: RunReport) -> Result[State]:
@@ -33,6 +38,13 @@ class Adjoint(ABC):
         They are the frames (None with a record), the record (or None), the final state, and the end
         of the run (None without fixed steps).
         """
+
+    def clipped(self, clip: Clip) -> Adjoint:
+        """Return a copy whose backward sweep clips cotangents."""
+        found = copy(self)
+        if math.isfinite(clip.norm):
+            found.clip = clip
+        return found
 
     def check(self, run: Run[State]) -> None:
         """Refuse, before the run, one that this adjoint does not support."""

@@ -11,7 +11,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from adjsim.core.arguments import as_tensor, describe_type, refuse_uncalled_class
+from adjsim.core.arguments import as_tensor, as_whole, describe_type, refuse_uncalled_class
 from adjsim.core.declared import NOT_NEGATIVE
 from adjsim.core.state import State, detached, in_transform
 
@@ -20,9 +20,10 @@ from adjsim.core.state import State, detached, in_transform
 class TimeAverage:
     """The time average of a function of the state, accumulated without storing the run.
 
-    With steps of one size it is the mean of ``function`` over the ends of all steps with
-    ``t - ts[0] > burn_in``. (:class:`~adjsim.SDESolver` stores the states after these steps until
-    the end of the run.) With :class:`~adjsim.Coupled` steps of varying size it is the integral of
+    With steps of one size it is the mean of ``function`` over the ends of all steps with ``t -
+    ts[0] > burn_in``, or over each ``every``-th of these steps, whose numbers from the start of the
+    run ``every`` divides. (:class:`~adjsim.SDESolver` stores the states after these steps until the
+    end of the run.) With :class:`~adjsim.Coupled` steps of varying size it is the integral of
     ``function`` over this time by the trapezoidal rule, divided by the length of this time, with an
     error of second order in the steps for any method. With :class:`~adjsim.ODESolver` the integral
     is an additional component of the equation, left out of the step-size control, so that the path
@@ -32,14 +33,33 @@ class TimeAverage:
         function: a function from the state to a tensor of a fixed shape. Of integers and bools the
             average has the dtype of the state.
         burn_in: time at the start that is left out, not negative.
+        every: number of steps between two values of the function. Compiled loops stop at these
+            steps, which takes up to two steps of time. The distances of 20 atoms of 284 and their
+            squares took 173 % of an exact step with 1, 17 % with 10, 7 % with 20, and less than
+            was resolved (2 %) with 50. For steps of one size; solvers of differential equations
+            and steps of varying size take 1 only.
     """
 
     function: Callable[[Any], Tensor]
     burn_in: float = 0.0
+    every: int = 1
 
     def __post_init__(self) -> None:
         check_function("TimeAverage", self.function)
         object.__setattr__(self, "burn_in", NOT_NEGATIVE("burn_in", self.burn_in))
+        object.__setattr__(self, "every", as_whole("every", self.every, least=1))
+
+    @property
+    def steps(self) -> str:
+        """A description of the steps that it averages over."""
+        return f"after {self.burn_in}" + f", every {self.every} steps" * (self.every > 1)
+
+    def refuse_stride(self, what: str) -> None:
+        """Refuse a stride where the average is over all steps."""
+        if self.every > 1:
+            raise TypeError(
+                f"{what} averages over all steps, so TimeAverage takes no every={self.every} there."
+            )
 
 
 @dataclass(frozen=True)
@@ -297,11 +317,13 @@ def check_shape(value: Tensor, shape: torch.Size, when: str) -> None:
         )
 
 
-def first_averaged_step(burn_in: float, dt: float, last: int) -> int:
-    """Find the first step whose end enters a time average."""
+def averaged_steps(burn_in: float, dt: float, last: int, every: int = 1) -> range:
+    """List the steps whose ends enter a time average."""
     first = math.floor(burn_in / dt + 1e-3) + 1
-    if first > last:
+    found = range(-(-first // every) * every, last + 1, every)
+    if not found:
+        stride = f" and every = {every} steps" if every > 1 else ""
         raise ValueError(
-            f"burn_in = {burn_in:g} leaves nothing of a run of {last * dt:g} to average."
+            f"burn_in = {burn_in:g}{stride} leaves nothing of a run of {last * dt:g} to average."
         )
-    return first
+    return found

@@ -3,6 +3,7 @@
 from adjsim.core.refusal import Refusal as Refusal
 from adjsim.core.state import FieldState, PhaseState
 from adjsim.dynamics.base import Dynamics as Dynamics
+from adjsim.dynamics.clip import Clip
 from adjsim.dynamics.constraints.constrained import Constrained
 from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.dynamics.density import (
@@ -49,6 +50,7 @@ __all__ = [
     "Berendsen",
     "Bussi",
     "ChainState",
+    "Clip",
     "Constrained",
     "DistanceConstraints",
     "ESHState",

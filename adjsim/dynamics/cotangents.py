@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.layout import is_tracing, materialise
+from adjsim.dynamics.clip import Clip
 from adjsim.dynamics.forces import LinearForce, add_to
 from adjsim.potentials.products import DeferredVJP
 
@@ -82,6 +83,11 @@ class Cotangents:
         add_each(self.add_parameter, self.parameters, found[len(leaves) :])
         named = zip(leaves._fields, found, strict=False)
         return {name: grad for name, grad in named if grad is not None}
+
+    def clip(self, clip: Clip, batch: int) -> None:
+        """Clip the cotangents of each system of a state with ``batch`` leading axes."""
+        self._take_products()
+        self._state = clip.scaled(self._state, batch)
 
     def complete(self) -> None:
         """Take all deferred products, after which the sums are complete."""

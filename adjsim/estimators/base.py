@@ -1,7 +1,7 @@
 """The interface of estimators.
 
 An estimator computes how the mean of an observable changes with the parameters of the dynamics.
-There are two such means, and an approximation of the second. Every estimate is labelled with what
+There are two such means, and an approximation of each. Every estimate is labelled with what
 it estimates, the *estimand*:
 
 ``"path"``
@@ -10,7 +10,9 @@ it estimates, the *estimand*:
     the equilibrium mean, which does not depend on a start;
 ``"shadowing"``
     the long-time mean of a chaotic flow along a shadowing path, which has a bias
-    (:class:`~adjsim.Shadowing`).
+    (:class:`~adjsim.Shadowing`);
+``"clipped path"``
+    the first with clipped cotangents, which has a bias (:class:`~adjsim.Pathwise`).
 
 Replicas are run in chunks. Standard errors come from the spread of independent chunks, so intervals
 are Student's t with one degree of freedom fewer than the number of chunks.
@@ -67,7 +69,7 @@ class Request(Generic[State]):
 class Estimator(ABC):
     """A way to estimate the gradient of an expectation."""
 
-    estimand: ClassVar[str]
+    estimand: str
     # Whether loops of steps may be compiled.
     compilable: ClassVar[bool] = True
 

@@ -37,7 +37,7 @@ class GradientEstimate:
         value, value_stderr: the mean of the observable, ``(...)``, and its standard error (NaN with
             one chunk).
         grad, grad_stderr: likewise the gradient, ``(..., *parameter)`` by parameter name.
-        estimand: "path", "stationary" or "shadowing".
+        estimand: "path", "stationary", "shadowing" or "clipped path".
         diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes),
             ``reconstruction_error`` (None where nothing is reconstructed), ``compiled`` (whether
             runs were compiled), ``pairs`` (how each pair potential evaluated pairs, as in
@@ -181,6 +181,11 @@ class GradientEstimate:
             lines.append(
                 "  the derivative of the average only where shadowing holds: the error leaves out "
                 "its bias"
+            )
+        if self.estimand == "clipped path":
+            lines.append(
+                "  no derivative of a mean where cotangents were clipped: the error leaves out the "
+                "bias"
             )
         lines += [f"  not to be trusted: {reason}." for reason in self.warnings]
         return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class FiniteDifference(ChunkedEstimator):
         h: the step, relative to the size of the entry (absolute for an entry that is zero).
     """
 
-    estimand: ClassVar[str] = "path"
+    estimand = "path"
 
     def __init__(self, h: float = 1e-3) -> None:
         self.h = as_positive("h", h)

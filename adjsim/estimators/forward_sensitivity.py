@@ -26,7 +26,7 @@ class ForwardSensitivity(ChunkedEstimator):
         TypeError: exact steps, which have no forward derivative.
     """
 
-    estimand: ClassVar[str] = "path"
+    estimand = "path"
     compilable: ClassVar[bool] = False
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:

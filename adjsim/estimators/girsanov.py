@@ -71,7 +71,7 @@ class Girsanov(ChunkedEstimator):
         TypeError: another dynamics or solver.
     """
 
-    estimand: ClassVar[str] = "path"
+    estimand = "path"
     # The score reads every step in Python.
     compilable: ClassVar[bool] = False
 
@@ -207,12 +207,12 @@ class _PathObserver:
     def __init__(
         self, stepper: Stepper, recorder: Recorder, score: PathScore, replicas: Replicas[Any]
     ) -> None:
-        self.stepper, self.score, self.first = stepper, score, recorder.first
+        self.stepper, self.score, self.counted = stepper, score, recorder.counted
         self.average = replicas.average
         self.parameters, self.count = replicas.simulation.dynamics.trainable(), 0
         self.total: dict[str, Tensor] = {}
         self.before: AnyState | None = None
-        probed = evenly_spaced(recorder.first, stepper.clock.last, PROBED_STEPS)
+        probed = evenly_spaced(recorder.counted.start, stepper.clock.last, PROBED_STEPS)
         self.probed = probed if _positions_only(replicas.simulation.solver) else set[int]()
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
@@ -224,7 +224,7 @@ class _PathObserver:
             assert self.before is not None
             self.score(step - 1, self.before, after)
             if self.average is not None:
-                if step >= self.first:
+                if step in self.counted:
                     self._differentiate(self.average.function, after)
                 if step in self.probed:
                     _refuse_momenta(self.average, after, None)

@@ -19,8 +19,8 @@ from adjsim.core.trajectory import (
     Final,
     TimeAverage,
     Trajectory,
+    averaged_steps,
     check_times,
-    first_averaged_step,
     step_numbers,
 )
 from adjsim.core.typing import Seed, Times
@@ -44,9 +44,9 @@ class Steps(NamedTuple):
     def time(self, number: int) -> float:
         return self.begin + number * self.dt
 
-    def first_averaged(self, burn_in: float) -> int:
-        """Find the first step whose end enters a time average."""
-        return first_averaged_step(burn_in, self.dt, self.last)
+    def averaged(self, burn_in: float, every: int = 1) -> range:
+        """List the steps whose ends enter a time average."""
+        return averaged_steps(burn_in, self.dt, self.last, every)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Generic
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -45,13 +45,14 @@ class Reweighting(Estimator):
     observable. :meth:`surrogate` returns the weighted mean as a differentiable tensor.
 
     Args:
-        every: time between stored frames; None: ten steps.
+        every: time between stored frames; None: that of the ``TimeAverage`` if it has a stride,
+            else ten steps.
         burn_in: time at the start that is left out, to equilibrate. If the ``TimeAverage`` has a
             burn_in too, the two must agree.
         threshold: the effective share of samples below which the estimator samples again.
     """
 
-    estimand: ClassVar[str] = "stationary"
+    estimand = "stationary"
 
     def __init__(
         self, *, every: float | None = None, burn_in: float = 0.0, threshold: float = 0.5
@@ -64,7 +65,7 @@ class Reweighting(Estimator):
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         average = check_stationary(self, simulation, observable)
-        self._frames(simulation, common_burn_in(self, self.burn_in, average))
+        self._frames(simulation, average)
 
     def drawn(self, request: Request[State]) -> Replicas[State]:
         # Starts and noise are drawn only if this call samples.
@@ -89,7 +90,7 @@ class Reweighting(Estimator):
         bath = samples is not None and samples.depends_on_bath(observable, work.ranks)
         sampled = samples is None or samples.effective_share(bath, alone) < self.threshold
         if samples is None or sampled:
-            samples = self._samples = self._sample(request, skip, device, work)
+            samples = self._samples = self._sample(request, observable, device, work)
             bath = samples.depends_on_bath(observable, work.ranks)
         largest = float(samples.log_weights(bath, alone).max())
         reweighted = partial(samples.reweighted, observable=observable, bath=bath, largest=largest)
@@ -153,12 +154,19 @@ class Reweighting(Estimator):
             "drift": weighted_mean(halves, sizes) if half > 0 else None,
         }
 
-    def _frames(self, simulation: Simulation[State], skip: float) -> list[float]:
+    def _frames(self, simulation: Simulation[State], observable: TimeAverage) -> list[float]:
         """List the time of the start and the times of the stored frames."""
-        steps, width = simulation.steps("Reweighting"), 10
+        skip = common_burn_in(self, self.burn_in, observable)
+        steps, stride = simulation.steps("Reweighting"), observable.every
+        width = 10 if stride == 1 else stride
         if self.every is not None:
             width = step_numbers(check_times([0.0, self.every]), steps.dt)[-1]
-        frames = range(steps.first_averaged(skip) - 1 + width, steps.last + 1, width)
+        if stride not in (1, width):
+            raise ValueError(
+                f"Reweighting stores frames every {width} steps and the observable takes every "
+                f"{stride}; they must agree."
+            )
+        frames = range(steps.averaged(skip)[0] - 1 + width, steps.last + 1, width)
         if len(frames) < 2:
             raise ValueError(
                 f"Reweighting: a run of {steps.last} steps has only {len(frames)} frames; run "
@@ -167,10 +175,11 @@ class Reweighting(Estimator):
         return [steps.begin, *map(steps.time, frames)]
 
     def _sample(
-        self, request: Request[State], skip: float, device: torch.device, work: Work
+        self, request: Request[State], observable: TimeAverage, device: torch.device, work: Work
     ) -> _Samples[State]:
         simulation, replicas = request.simulation, request.draw()
-        dynamics, times = simulation.dynamics, self._frames(simulation, skip)
+        dynamics, times = simulation.dynamics, self._frames(simulation, observable)
+        skip = common_burn_in(self, self.burn_in, observable)
         has_bath = bool(density_of(dynamics).bath_fields)
         kind, names = type(replicas.start), replicas.start._fields
         states, energies = dict[int, State](), dict[int, list[Tensor]]()

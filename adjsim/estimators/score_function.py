@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class ScoreFunction(Estimator):
             burn_in too, the two must agree.
     """
 
-    estimand: ClassVar[str] = "stationary"
+    estimand = "stationary"
 
     def __init__(self, burn_in: float = 0.0) -> None:
         self.burn_in = NOT_NEGATIVE("burn_in", burn_in)
@@ -86,17 +86,18 @@ class ScoreFunction(Estimator):
         moments = self._known[bath] = known if known.equals(moments) else moments
         skip = common_burn_in(self, self.burn_in, observable)
         steps = replicas.simulation.steps("ScoreFunction")
-        last, first = steps.last, steps.first_averaged(skip)
-        count, middle = last - first + 1, first + (last - first) // 2
+        counted = steps.averaged(skip, observable.every)
+        last, count = steps.last, len(counted)
+        middle = counted[(count - 1) // 2]
         # Each averaged state takes a pass over the energy.
         state, runs, parts = replicas.start, [{"energy_evaluations": count}], []
-        for begin, end in ((0, middle), (middle, last)) if middle < last else ((0, last),):
-            average = TimeAverage(moments, 0.0 if begin else skip)
+        for begin, end in ((0, middle), (middle, last)) if count > 1 else ((0, last),):
+            average = TimeAverage(moments, 0.0 if begin else skip, observable.every)
             made = replicas.span(state, begin, end, DirectAdjoint(), average)
             assert made.record is not None
             state = made.final
             runs.append(made.stats)
-            parts.append((end - max(begin, first - 1), made.record))
+            parts.append((len([k for k in counted if begin < k <= end]), made.record))
         values = checked(observable.function(state), state)
         total = torch.stack([record * (n / count) for n, record in parts]).sum(0)
         found = moments.unpack(total, values)

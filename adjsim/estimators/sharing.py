@@ -147,14 +147,14 @@ def describe_computation(
     """Describe an estimate by all that its numbers depend on, but starts, chunks and seed."""
     settings = {name: x for name, x in vars(estimator).items() if not name.startswith("_")}
     function: Any = state_function(observable) or observable
-    burn_in = f" after {observable.burn_in}" if isinstance(observable, TimeAverage) else ""
+    average = f" {observable.steps}" if isinstance(observable, TimeAverage) else ""
     return {
         "the computation": "an estimate",
         **versions(),
         **describe_module(simulation.dynamics, function),
         "the estimator": type(estimator).__name__,
         **{f"{name} of the estimator": describe_object(x, name) for name, x in settings.items()},
-        "the observable": f"{type(observable).__name__}{burn_in}",
+        "the observable": f"{type(observable).__name__}{average}",
         "the solver": describe_object(simulation.solver, "the solver"),
         "ts": describe_object(simulation.ts, "ts"),
         "compile": f"{simulation.compile}",

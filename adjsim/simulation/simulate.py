@@ -219,7 +219,7 @@ def run(
     path = noise if isinstance(noise, BrownianPath) else None
     seeded = None if isinstance(noise, BrownianPath) else noise
     this, report = assemble(dynamics, state, times, solver, record, seeded, progress, compile, path)
-    this = replace(this, continues=continues)
+    this = replace(this, continues=continues, clip=adjoint.clip)
     if path is not None:
         drawn = this.solver.on_path(path, this.dynamics, state, float(times[0]))
         this, report.seed = replace(this, noise=drawn), path.seed
@@ -358,7 +358,7 @@ def run_manifest(run: Run[State], adjoint: Adjoint) -> dict[str, str]:
         "ts": f"{times.tolist()}" if len(times) < 5 else tensor_fingerprint(times),
         "the solver": describe_object(run.solver, "the solver"),
         "the adjoint": describe_object(adjoint, "the adjoint"),
-        "the record": f"a time average after {record.burn_in}" if average else f"{type(record)}",
+        "the record": f"a time average {record.steps}" if average else f"{type(record)}",
         "the seed": "none" if noise is None else noise.describe(),
         "the step that it continues": "none" if end is None else f"{end.step}",
         "compile": f"{run.compile}",

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from adjsim.core.arguments import as_number
-from adjsim.core.trajectory import first_averaged_step
+from adjsim.core.trajectory import TimeAverage, averaged_steps
 
 # What to use where steps of varying size are too long.
 SMALLER = "smaller steps (a smaller rtol)"
@@ -49,9 +49,9 @@ class Clock(Saves):
         """Return the time in step number ``step`` as a function of the share that has passed."""
         return lambda share: self.time(step + share)
 
-    def first_averaged(self, burn_in: float) -> int:
-        """Return the first step whose end enters a time average."""
-        return first_averaged_step(burn_in, self.dt, self.last)
+    def averaged(self, average: TimeAverage) -> range:
+        """Return the steps whose ends enter a time average."""
+        return averaged_steps(average.burn_in, self.dt, self.last, average.every)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from adjsim.core.reading import Reading
 from adjsim.core.state import State, in_transform
 from adjsim.core.trajectory import Record, RunEnd, TimeAverage
 from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.clip import Clip
 from adjsim.dynamics.lattice import Lattice
 from adjsim.solvers.base import SteppingSolver, StepPlan
 
@@ -26,7 +27,8 @@ class Run(Generic[State]):
 
     ``tensors`` are the values of the reading that the run uses: leaves, or tensors with a graph to
     those of the user. ``dynamics`` is the copy that holds them. The ``key`` of what a compiled run
-    reads (:mod:`adjsim.core.cache_key`) and the lattice of an exact run may be known before.
+    reads (:mod:`adjsim.core.cache_key`) and the lattice of an exact run may be known before. A
+    ``clip`` bounds the cotangents of its backward sweep.
     """
 
     reading: Reading[Dynamics[State]]
@@ -43,6 +45,7 @@ class Run(Generic[State]):
     continues: RunEnd | None = None
     key: Any = None
     lattice: Lattice | None = None
+    clip: Clip | None = None
 
     @property
     def needs_gradient(self) -> bool:

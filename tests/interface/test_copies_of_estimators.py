@@ -15,6 +15,7 @@ from tests.problems import parameter
 DYNAMICS = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)), friction=1.0)
 ESTIMATORS = {
     "pathwise": adjsim.Pathwise(adjsim.ReversibleAdjoint()),
+    "clipped": adjsim.Pathwise(adjsim.ReversibleAdjoint(), clip=adjsim.Clip(0.1, 3)),
     "score": adjsim.ScoreFunction(),
     "girsanov": adjsim.Girsanov(),
     "reweighting": adjsim.Reweighting(every=0.1),

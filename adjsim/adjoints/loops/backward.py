@@ -47,10 +47,11 @@ class BackwardLoops:
         state, last = saved.begin(rewind.final, saves, runner.stepper)
         pairs = [pair for pair in pairwise([0, *runner.stops]) if pair[1] <= last][::-1]
         for start, stop in with_progress(pairs, "backward", len(pairs), progress):
-            if runner.recorder.average is None:
+            if not runner.recorder.in_loops:
                 saved.accumulate(stop, runner.stepper.from_lattice(state))
             state = self._traverse(state, stop, start, saved, rewind)
             saved.growth.observe(saved.sums)
+            saved.clip_after(start)
             state = rewind.restore(start, state)
             if saves is not None:
                 saves.after(start, state)

@@ -120,8 +120,10 @@ class LoopRunner:
         """Choose the steps after which loops have to end, among them the wanted ones."""
         last, growth = self.clock.last, self.stepper.buffer_growth
         found = {*wanted, last, *range(FINITE_EVERY, last, FINITE_EVERY)}
-        if self.recorder.average is not None:
-            found.add(self.recorder.first - 1)
+        if self.recorder.in_loops:
+            found.add(self.recorder.counted[0] - 1)
+        if self.run.clip is not None:
+            found |= set(range(self.run.clip.every, last, self.run.clip.every))
         if growth is not None:
             every = growth.check_every
             found |= set(range(every - self.clock.before % every, last, every))
@@ -130,7 +132,7 @@ class LoopRunner:
 
     def averages(self, step: int) -> bool:
         """Return whether the end of a step counts for a time average."""
-        return self.recorder.average is not None and step >= self.recorder.first
+        return self.recorder.in_loops and step in self.recorder.counted
 
     def run_loop(
         self,

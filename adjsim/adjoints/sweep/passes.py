@@ -16,6 +16,7 @@ parameters once, at the end. The sweep needs the memory of one step and of the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -55,14 +56,21 @@ class EagerDriver(AttributeState):
     # The first force of a run is evaluated again.
     force = None
 
-    def __init__(self, stepper: Stepper, inputs: Inputs, forces: ForceEvaluator) -> None:
-        self.stepper, self.inputs, self.forces = stepper, inputs, forces
+    def __init__(
+        self,
+        stepper: Stepper,
+        inputs: Inputs,
+        forces: ForceEvaluator,
+        clip: Callable[[Any, int], Any] | None = None,
+    ) -> None:
+        self.stepper, self.inputs, self.forces, self.clip = stepper, inputs, forces, clip
 
     def stops(self, wanted: set[int]) -> Sequence[int]:
         return range(1, self.stepper.clock.last + 1)
 
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
         for step in range(start, stop):
+            state = state if self.clip is None else self.clip(state, step)
             state = self.stepper.step(step, state, self.inputs, self.forces)
         return state, stop
 
@@ -79,6 +87,7 @@ class EagerDriver(AttributeState):
             with naming(step):
                 state = stepper.plan.backward(state, context, cotangents, before)
             state = rewind.restore(step - 1, state)
+            saved.clip_after(step - 1)
             if (step - 1) % SETTLE_EVERY == 0:
                 cotangents.complete()
                 saved.growth.observe(cotangents)
@@ -101,7 +110,10 @@ def run_forward(
     budget, rows = (None, None) if history is None else (history.error_budget, history.state_rows)
     if runner is None:
         forces = stepper.plan.forces(run.dynamics.potential, report=report)
-        driver: EagerDriver | ForwardLoops = EagerDriver(stepper, inputs, forces)
+        clip = None
+        if run.clip is not None and history is None and run.needs_gradient:
+            clip = partial(run.clip.inserted, batch=len(run.dynamics.batch_shape(run.state)))
+        driver: EagerDriver | ForwardLoops = EagerDriver(stepper, inputs, forces, clip)
     else:
         driver = ForwardLoops(runner, recording, budget, rows)
     # The history reads the growth of the same step.
@@ -215,6 +227,8 @@ class _SweptRun:
             growth,
             None if run.record is None else outputs[0],
             rewind.tolerance,
+            clip=run.clip,
+            batch=len(run.dynamics.batch_shape(run.state)),
         )
         driver = (
             EagerDriver(stepper, inputs, forces)

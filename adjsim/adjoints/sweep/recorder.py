@@ -20,6 +20,7 @@ from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import Record, TimeAverage, check_shape, floating, sum_dtype
 from adjsim.core.writes import version_of
 from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.clip import Clip
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.clock import Clock, VaryingClock
@@ -35,7 +36,9 @@ class Recorder:
         function: the function that is saved or averaged; None: states are saved.
         average: the time average, if the record is one; else None.
         frames: from the number of a step to the number of the frame that is saved after it.
-        first: the first step whose end counts for the time average.
+        counted: the steps whose ends count for the time average.
+        in_loops: whether compiled loops average, since every step counts; they stop at the steps of
+            a stride.
         weight: the weight of one step in the time average, 1 for steps of varying size.
         weights: of steps of varying size, the weights of the states after each number of steps.
     """
@@ -44,14 +47,16 @@ class Recorder:
         self.average = record if isinstance(record, TimeAverage) else None
         self.function = record.function if isinstance(record, TimeAverage) else record
         self.frames = {step: i for i, step in enumerate(clock.saves)}
-        self.first, self.weight, self.weights = 0, 1.0, None
+        self.counted, self.weight, self.weights = range(0), 1.0, None
+        self.in_loops = self.average is not None and self.average.every == 1
         if self.average is not None and isinstance(clock, VaryingClock):
+            self.average.refuse_stride("a run of steps of varying size")
             self.weights = clock.average_weights(self.average.burn_in)
-            self.first = int(self.weights.nonzero()[0][0])
+            self.counted = range(int(self.weights.nonzero()[0][0]), clock.last + 1)
         elif self.average is not None:
             assert isinstance(clock, Clock)
-            self.first = clock.first_averaged(self.average.burn_in)
-            self.weight = 1.0 / (clock.last - self.first + 1)
+            self.counted = clock.averaged(self.average)
+            self.weight = 1.0 / len(self.counted)
 
     def value(self, state: AnyState) -> Tensor:
         """Evaluate the function on a state of the dynamics."""
@@ -95,12 +100,13 @@ class Recording(AttributeState):
         self.last_step = -1
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
-        return () if self.recorder.average is not None else stepper.clock.saves
+        average = self.recorder.average
+        return stepper.clock.saves if average is None else self.recorder.counted
 
     def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         recorder = self.recorder
         if recorder.average is not None:
-            if step >= recorder.first and step > self.last_step:
+            if step in recorder.counted and step > self.last_step:
                 self.add(recorder.value(self.stepper.from_lattice(state)), step)
         elif step in recorder.frames:
             state = self.stepper.from_lattice(state)
@@ -192,6 +198,7 @@ class RecordSweep(AttributeState):
         record: the saved record, if the run has one.
         tolerance: allowed relative difference between the values and the saved values.
         total: the sum of a time average so far; ``summed`` is the last state in it.
+        clip, batch: the bound of the cotangents, and the number of batch axes of the state.
     """
 
     saved_attributes = ("total",)
@@ -204,6 +211,15 @@ class RecordSweep(AttributeState):
     tolerance: float = 0.0
     total: Tensor | None = None
     summed: AnyState | None = None
+    clip: Clip | None = None
+    batch: int = 0
+
+    def clip_after(self, step: int) -> None:
+        """Clip the cotangents of the state after a number of steps, if they are to be."""
+        if self.clip is not None and self.clip.at(step):
+            self.sums.clip(self.clip, self.batch)
+            # Their products have been taken.
+            self.forces.forget()
 
     def begin(self, final: State, saves: Saves | None, stepper: Stepper) -> tuple[State, int]:
         """Return the state and the step from which a sweep goes on."""
@@ -227,7 +243,7 @@ class RecordSweep(AttributeState):
         recorder, frame = self.recorder, self.recorder.frames.get(step)
         if recorder.average is not None:
             cotangent = self.average_cotangent
-            if step >= recorder.first and cotangent is not None:
+            if step in recorder.counted and cotangent is not None:
                 if recorder.weights is not None:
                     cotangent = cotangent * float(recorder.weights[step])
                 value = recorder.summand(self.add_function(state, cotangent), step)

@@ -83,7 +83,7 @@ class Shadowing(ChunkedEstimator):
         RuntimeError: there are more unstable directions than ``unstable``.
     """
 
-    estimand: ClassVar[str] = "shadowing"
+    estimand = "shadowing"
     compilable: ClassVar[bool] = False
 
     def __init__(
@@ -125,7 +125,8 @@ class Shadowing(ChunkedEstimator):
         """Count the steps of the burn-in, of a segment and of all segments."""
         steps = simulation.steps("Shadowing")
         dt = steps.dt
-        skip = steps.first_averaged(common_burn_in(self, self.burn_in, observable)) - 1
+        observable.refuse_stride("Shadowing")
+        skip = steps.averaged(common_burn_in(self, self.burn_in, observable))[0] - 1
         length = round(self.segment / dt)
         if length < 1 or abs(length * dt - self.segment) > 1e-3 * dt:
             raise ValueError(

@@ -15,8 +15,8 @@ from adjsim.core.run_report import RunReport
 from adjsim.core.state import State, stack
 from adjsim.core.trajectory import (
     TimeAverage,
+    averaged_steps,
     check_shape,
-    first_averaged_step,
     floating,
     step_numbers,
     sum_dtype,
@@ -87,7 +87,7 @@ class ContinuousSolver(ABC):
             return None, (integral[-1] - integral[first]) / span, states[-1]
         if average is not None:
             assert self.dt is not None
-            first = first_averaged_step(average.burn_in, self.dt, round(float(times[-1])))
+            first = averaged_steps(average.burn_in, self.dt, round(float(times[-1])))[0]
             ends = {round(t): x for t, x in zip(times.tolist(), frame, strict=True) if t >= first}
             return None, _mean(average, ends), states[-1]
         if record is not None and not isinstance(record, TimeAverage):
@@ -104,10 +104,11 @@ class ContinuousSolver(ABC):
             times = torch.tensor(step_numbers(times, self.dt), dtype=torch.float64)
         if not isinstance(record, TimeAverage):
             return times, list(range(len(times)))
+        record.refuse_stride(type(self).__name__)
         if self.averages_ends:
             assert self.dt is not None
             last = round(float(times[-1]))
-            more = map(float, range(first_averaged_step(record.burn_in, self.dt, last), last))
+            more = map(float, averaged_steps(record.burn_in, self.dt, last))
         else:
             more = [self._burnt_in(record.burn_in, times)]
         all_times = sorted({*times.tolist(), *more})

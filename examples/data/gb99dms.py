@@ -1,0 +1,252 @@
+"""A protein in GBn2 water, its loss of distances, and gradients by four estimators.
+
+The loss is that of J. G. Greener, Chem. Sci. 15, 4897 (2024). For make_gb99dms.py.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import openmm.app as app
+import torch
+from ase import units
+from openmm import XmlSerializer, unit
+
+import adjsim
+from adjsim.core.durable.files import replacing
+from adjsim.core.durable.ranks import Ranks
+from adjsim.io import from_openmm, to_openmm, write_force_field
+
+FILES = ("amber14/protein.ff14SB.xml", "implicit/gbn2.xml")
+OPTIONS = {
+    "nonbondedMethod": app.NoCutoff,
+    "constraints": None,
+    "rigidWater": False,
+    "implicitSolventKappa": 0.7 / unit.nanometer,
+}
+PS, DT, KT, FRICTION = 1000 * units.fs, units.fs, 300 * units.kB, 0.1
+NANOMETRE = 10.0
+SOLVENT = ("radius", "scale", "alpha", "beta", "gamma", "neck", "offset")
+ESTIMATORS = ("exact path", "clipped path", "reweighting", "score")
+
+
+class Plan(NamedTuple):
+    """The lengths of runs in steps, their number, and a clip (norm in 1/angstrom)."""
+
+    steps: int
+    burn_in: int
+    every: int
+    replicas: int
+    norm: float = 0.1
+    clip_every: int = 100
+    compile: bool = True
+
+
+class Protein:
+    """A structure with ff14SB and GBn2, and the target of its distances (angstrom)."""
+
+    def __init__(self, pdb, target=None):
+        self.pdb = pdb
+        self.system = app.ForceField(*FILES).createSystem(pdb.topology, **OPTIONS)
+        self.potential, structure = from_openmm(
+            self.system, pdb.positions, pdb.topology
+        )
+        self.position = structure.position
+        self.dynamics = adjsim.Langevin(
+            self.potential, structure.mass, KT, friction=FRICTION / PS
+        )
+        names = [atom.name for atom in pdb.topology.atoms()]
+        self.alpha = torch.tensor([i for i, name in enumerate(names) if name == "CA"])
+        self.pairs = torch.triu_indices(len(self.alpha), len(self.alpha), 1)
+        self.moments = Moments(self.alpha, self.pairs)
+        i, j = self.pairs
+        self.weight = ((j - i) / 10).clamp(max=1.0) * 2 / len(self.alpha) ** 2
+        self.target = None if target is None else target[:, i, j]
+        self.initial, self.index, self.keys = {}, {}, []
+        groups = self._groups()
+        for name, x in self.potential.named_parameters():
+            x.requires_grad_(name in groups)
+            if name in groups:
+                # The numbers of a group are equal, or have one type; zeros stay zero.
+                own = list(dict.fromkeys(groups[name]))
+                self.initial[name] = x.detach().clone()
+                self.index[name] = torch.tensor(
+                    [own.index(key) for key in groups[name]]
+                )
+                self.keys += [f"{name} {key}" for key in own]
+
+    @staticmethod
+    def read(folder, name):
+        """Read a structure, and the means and deviations of its target."""
+        lines = (Path(folder) / f"{name}.txt").read_text().split("\n")[:2]
+        target = torch.tensor([[float(x) for x in line.split()] for line in lines])
+        count = round(target.shape[1] ** 0.5)
+        pdb = app.PDBFile(str(Path(folder) / f"{name}.pdb"))
+        return Protein(pdb, NANOMETRE * target.reshape(2, count, count))
+
+    def _groups(self):
+        """Return the group of each number: of one type, term or initial value."""
+        wells, torsions = self.potential.lennard_jones, self.potential.torsions
+        rows = zip(wells.sigma, wells.epsilon, strict=True)
+        well = [f"{s:.6f} {e:.6f}" for s, e in rows]
+        names = self.potential.labels["torsions"]
+        terms = zip(names, torsions.periodicity, torsions.k, strict=True)
+        found = {
+            "coulomb.charge": [well[i] for i in wells.species.tolist()],
+            "lennard_jones.epsilon": well,
+            "lennard_jones.sigma": well,
+            "torsions.k": [f"{name} {n:.0f} {k:.6f}" for name, n, k in terms],
+        }
+        for name in SOLVENT:
+            numbers = getattr(self.potential.solvent, name).reshape(-1)
+            found[f"solvent.{name}"] = [f"{x:.6f}" for x in numbers]
+        return found
+
+    def _sizes(self):
+        return [int(index.max()) + 1 for index in self.index.values()]
+
+    @torch.no_grad()
+    def scale(self, scales):
+        """Set numbers to their initial values times scales, by key (else 1)."""
+        values = torch.tensor([scales.get(key, 1.0) for key in self.keys])
+        parts = values.split(self._sizes())
+        for (name, initial), own in zip(self.initial.items(), parts, strict=True):
+            factor = own[self.index[name]].reshape(initial.shape)
+            self.potential.get_parameter(name).copy_(initial * factor)
+
+    def by_scale(self, gradient):
+        """Return the derivatives by all scales, from those by the numbers."""
+        found = []
+        for (name, initial), size in zip(
+            self.initial.items(), self._sizes(), strict=True
+        ):
+            terms = (gradient[f"potential.{name}"] * initial).reshape(-1)
+            found.append(terms.new_zeros(size).index_add(0, self.index[name], terms))
+        return torch.cat(found)
+
+    def write(self, path):
+        """Write the numbers as a ForceField XML file of OpenMM, or else as a system.
+
+        The hydrogens of arginine have a type of other hydrogens and other radii, which
+        no row of a type can hold where the solvent has changed.
+        """
+        try:
+            topology = self.pdb.topology
+            write_force_field(path, self.potential, topology, FILES, **OPTIONS)
+        except ValueError as reason:
+            print(f"a system is written instead: {reason}")
+            system = to_openmm(self.potential, self.system)
+            with replacing(Path(path)) as temporary:
+                temporary.write_text(XmlSerializer.serialize(system))
+
+    def loss(self, moments):
+        """Return the loss of mean moments, ``(2, pairs)``."""
+        mean, target, spread = moments[0], *self.target
+        # A run of few frames may have less spread than rounding resolves.
+        own = (moments[1] - mean**2).clamp(min=1e-8).sqrt()
+
+        def divergence(a, s, b, t):
+            return (t / s).log() + (s**2 + (a - b) ** 2) / (2 * t**2) - 0.5
+
+        forward = divergence(target, spread, mean, own)
+        backward = divergence(mean, own, target, spread)
+        return (self.weight * (forward.log1p() + backward.log1p())).sum()
+
+    def simulation(self, plan):
+        def initial(replicas, generator):
+            position = self.position.repeat(replicas, 1, 1)
+            return self.dynamics.init(position, generator=generator)
+
+        return adjsim.Simulation(
+            self.dynamics,
+            initial,
+            [0.0, plan.steps * DT],
+            solver=adjsim.Splitting("BAOAB", DT, exact=True),
+            compile=plan.compile,
+        )
+
+    def means(self, plan, seed, store=None):
+        """Run all replicas, by all ranks, and return their moments."""
+        average = adjsim.TimeAverage(self.moments, plan.burn_in * DT, plan.every)
+        simulation, ranks = self.simulation(plan), Ranks.of(None)
+
+        @torch.no_grad()
+        def one(i):
+            generator = torch.Generator().manual_seed(1000 * seed + i)
+            run = adjsim.simulate(
+                self.dynamics,
+                simulation.initial(1, generator),
+                simulation.ts,
+                solver=simulation.solver,
+                record=average,
+                generator=1000 * seed + i,
+                compile=plan.compile,
+                store=None if store is None else Path(store) / f"means-{i}",
+            )
+            return run.record[0]
+
+        return torch.stack(ranks.share(plan.replicas, one))
+
+    def gradient(self, kind, plan, means, seed, store=None):
+        """Estimate the gradient of the loss at mean moments, with each replica a chunk.
+
+        dL = sum_a dL/dm_a dm_a: the observable is the sum of the moments m_a with fixed
+        slopes dL/dm_a.
+        """
+        center = means.mean(0).requires_grad_()
+        slopes = torch.autograd.grad(self.loss(center), center)[0]
+        observable = adjsim.TimeAverage(
+            Slope(self.moments, slopes), plan.burn_in * DT, plan.every
+        )
+        reversible = adjsim.ReversibleAdjoint()
+        clip = adjsim.Clip(plan.norm, plan.clip_every)
+        make, options = {
+            "exact path": (adjsim.Pathwise, {"adjoint": reversible}),
+            "clipped path": (adjsim.Pathwise, {"adjoint": reversible, "clip": clip}),
+            "reweighting": (adjsim.Reweighting, {}),
+            "score": (adjsim.ScoreFunction, {}),
+        }[kind]
+        estimator = by_scale(make, self)(**options)
+        return estimator(
+            self.simulation(plan),
+            observable,
+            replicas=plan.replicas,
+            chunks=plan.replicas,
+            generator=seed,
+            store=None if store is None else Path(store) / kind.replace(" ", "-"),
+        )
+
+
+def by_scale(estimator, protein):
+    """Return a class of estimators of derivatives by scales, with their errors."""
+
+    class ByScale(estimator):
+        def combine(self, simulation, parts, sizes):
+            found = super().combine(simulation, parts, sizes)
+            for part in parts:
+                part.grad = {"scales": protein.by_scale(part.grad)}
+            return found
+
+    return ByScale
+
+
+class Moments:
+    """Distances and their squares, ``(..., 2, pairs)``, of states."""
+
+    def __init__(self, alpha, pairs):
+        self.first, self.second = alpha[pairs[0]], alpha[pairs[1]]
+
+    def __call__(self, state):
+        position = state.position
+        r = position[..., self.first, :] - position[..., self.second, :]
+        r = r.norm(dim=-1)
+        return torch.stack([r, r**2], -2)
+
+
+class Slope:
+    """The sum of moments with fixed slopes, of states."""
+
+    def __init__(self, moments, slopes):
+        self.moments, self.slopes = moments, slopes
+
+    def __call__(self, state):
+        return (self.moments(state) * self.slopes).sum((-1, -2))

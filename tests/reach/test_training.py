@@ -1,0 +1,105 @@
+"""The training of a protein force field goes on after it was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import adjsim
+
+pytest.importorskip("openmm")
+DATA = Path(adjsim.__file__).parents[1] / "examples" / "data"
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Import the scripts, which print rounded numbers and set no default."""
+    monkeypatch.syspath_prepend(str(DATA))
+    import gb99dms
+    import make_gb99dms
+
+    return gb99dms, make_gb99dms
+
+
+def peptide(gb99dms):
+    """Three alanines, with a made-up target."""
+    pdb = gb99dms.app.PDBFile(str(DATA / "trialanine.pdb"))
+    mean = 4.0 * (torch.arange(3.0) - torch.arange(3.0).unsqueeze(1)).abs()
+    return gb99dms.Protein(pdb, torch.stack([mean, torch.full((3, 3), 0.3)]))
+
+
+@pytest.fixture
+def double():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.slow
+def test_a_killed_training_goes_on_with_the_same_numbers(scripts, double, tmp_path, monkeypatch):
+    gb99dms, make = scripts
+    plan = gb99dms.Plan(4, 0, 2, 2, clip_every=2, compile=False)
+
+    def trained(name):
+        options = "clipped path", 2, 0.01, 3, tmp_path / name
+        return make.train(peptide(gb99dms), plan, *options)
+
+    whole = trained("whole")
+    gradient, calls = gb99dms.Protein.gradient, []
+
+    def killed(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KilledError
+        return gradient(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gb99dms.Protein, "gradient", killed)
+        with pytest.raises(KilledError):
+            trained("killed")
+    assert len(make.read(tmp_path / "killed" / "training.json")["rows"]) == 1
+    # The moments of the second iteration were stored.
+    assert (tmp_path / "killed" / "iteration-1" / "means-1").exists()
+    resumed = trained("killed")
+    assert resumed["rows"] == whole["rows"] == whole["rows"][:2]
+    assert resumed["scales"] == whole["scales"] != [1.0] * len(whole["scales"])
+    assert not (tmp_path / "killed" / "iteration-1").exists()
+    assert (tmp_path / "killed" / "training.png").exists()
+    with pytest.raises(ValueError, match="other settings"):
+        make.train(peptide(gb99dms), plan, "score", 2, 0.01, 3, tmp_path / "killed")
+
+
+@pytest.mark.slow
+def test_derivatives_by_scales_are_those_of_the_loss(scripts, double):
+    gb99dms, _ = scripts
+    protein = peptide(gb99dms)
+    plan = gb99dms.Plan(4, 0, 2, 2, compile=False)
+    key = next(key for key in protein.keys if key.startswith("solvent.scale"))
+    means = protein.means(plan, 1)
+    found = protein.gradient("exact path", plan, means, 1).grad["scales"]
+    # With the noise of the estimator's replicas, whose seed is drawn from its generator.
+    simulation, h = protein.simulation(plan), 1e-4
+    noisy = adjsim.Simulation(
+        simulation.dynamics, simulation.initial, simulation.ts, solver=adjsim.BAOAB(gb99dms.DT)
+    )
+    values = []
+    for scale in (1 + h, 1 - h):
+        protein.scale({key: scale})
+        slopes = torch.autograd.grad(
+            protein.loss(center := means.mean(0).requires_grad_()), center
+        )[0]
+        average = adjsim.TimeAverage(
+            gb99dms.Slope(protein.moments, slopes), plan.burn_in * gb99dms.DT, plan.every
+        )
+        estimate = adjsim.Pathwise()(noisy, average, replicas=2, chunks=2, generator=1)
+        values.append(estimate.value)
+    protein.scale({})
+    expected = (values[0] - values[1]) / (2 * h)
+    torch.testing.assert_close(found[protein.keys.index(key)], expected, rtol=1e-5, atol=0)
