@@ -2,7 +2,9 @@
 
 import os
 import re
+import sys
 from importlib.metadata import version as installed
+from pathlib import Path
 
 import matplotlib
 from sphinx.ext.autosummary import autosummary_toc
@@ -12,6 +14,9 @@ from sphinx_gallery.sorting import ExplicitOrder
 matplotlib.use("Agg")
 # Examples run in two processes, which would otherwise have a team of threads each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The pages' processes find drawing.py.
+sys.path.append(str(Path(__file__).parent))
 
 project = "adjsim"
 author = "the adjsim authors"
@@ -78,6 +83,7 @@ sphinx_gallery_conf = {
     ),
     "abort_on_example_error": True,
     "show_memory": False,
+    "reset_modules": ("matplotlib", "seaborn", "drawing.draw_frames_once"),
     # The page of computation times would load a script from the internet.
     "write_computation_times": False,
     "parallel": 2,

@@ -45,8 +45,8 @@ def positions(parameters, at=times):
         "DOP853",
         at,
         args=(parameters,),
-        rtol=1e-8,
-        atol=1e-10,
+        rtol=1e-6,
+        atol=1e-8,
     )
     return found.y[0]
 

@@ -85,6 +85,7 @@ def test_runs_in_equilibrium_are_not_accused():
         lambda n, generator: dynamics.init(torch.randn(n, 1, 1, generator=generator)),
         [0.0, 2.0],
         adjsim.LeimkuhlerMatthews(0.1),
+        compile=True,
     )
     bins = torch.linspace(-1.0, 1.0, 20)
 

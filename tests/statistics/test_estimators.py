@@ -379,7 +379,9 @@ def test_girsanov_wears_out_with_time():
 
     ess, errors = [], []
     for time in (1.0, 4.0, 16.0, 64.0):
-        simulation = Simulation(dynamics, initial, [0.0, time], adjsim.EulerMaruyama(0.1))
+        simulation = Simulation(
+            dynamics, initial, [0.0, time], adjsim.EulerMaruyama(0.1), compile=True
+        )
         estimate = Girsanov()(
             simulation, Final(squared), replicas=8192, chunks=8, generator=seeded()
         )
@@ -475,7 +477,7 @@ def test_chaos_is_said():
     found = []
     for time in (1.0, 8.0):
         simulation = Simulation(
-            dynamics, initial, [0.0, time], adjsim.Splitting("BAB", 0.005, exact=True)
+            dynamics, initial, [0.0, time], adjsim.Splitting("BAB", 0.005, exact=True), compile=True
         )
         found.append(
             Pathwise(ReversibleAdjoint())(
@@ -496,6 +498,7 @@ def test_a_start_out_of_equilibrium_is_said():
         lambda n, generator: dynamics.init(torch.full((n, 1, 1), 9.0)),
         [0.0, 6.0],
         adjsim.EulerMaruyama(0.05),
+        compile=True,
     )
     raw = ScoreFunction()(simulation, TimeAverage(squared), replicas=256, generator=seeded())
     assert any("had not come to equilibrium" in reason for reason in raw.warnings)

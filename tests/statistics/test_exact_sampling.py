@@ -77,7 +77,14 @@ def test_averages_of_a_double_well(name):
         return torch.stack([q**2, q**4, p**2], -1)
 
     found = series(
-        dynamics, Splitting(name, dt, exact=True), torch.ones(256, 1, 1), 250.0, 0.5, observe, 25.0
+        dynamics,
+        Splitting(name, dt, exact=True),
+        torch.ones(256, 1, 1),
+        250.0,
+        0.5,
+        observe,
+        25.0,
+        compile=True,
     )
     for i, power in enumerate((2, 4)):
         exact = boltzmann(lambda x: (x * x - 1) ** 2, kT, power)

@@ -381,7 +381,9 @@ def test_refuses_dynamics_that_are_not_for_a_further_batch_axis():
 
 def attractor(dynamics, y: Tensor, solver, duration: float):
     with torch.no_grad():
-        return adjsim.simulate(dynamics, dynamics.init(y), [0.0, duration], solver=solver).final
+        return adjsim.simulate(
+            dynamics, dynamics.init(y), [0.0, duration], solver=solver, compile=True
+        ).final
 
 
 @pytest.mark.slow

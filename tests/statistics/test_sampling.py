@@ -89,7 +89,7 @@ def test_esh_weights_make_time_averages_canonical():
     start = dynamics.init(torch.randn(256, 3, 2, generator=generator), generator=generator)
     times = torch.arange(0, 8001, 4) * 0.1
     with torch.no_grad():
-        run = adjsim.simulate(dynamics, start, times, solver=Splitting("EAE", 0.1))
+        run = adjsim.simulate(dynamics, start, times, solver=Splitting("EAE", 0.1), compile=True)
     kept = slice(200, None)
     weights = adjsim.dynamics.canonical_weights(run.log_speed[kept])
     square = run.position[kept].square().mean((-1, -2))

@@ -96,7 +96,7 @@ def test_double_well_and_moments(name, scheme):
 
     start = torch.ones(REPLICAS, atoms, 1)
     start[::2] = -1.0
-    values = series(dynamics, solver_of(scheme, dt), start, 120.0, 0.2, observe, 20.0)
+    values = series(dynamics, solver_of(scheme, dt), start, 120.0, 0.2, observe, 20.0, compile=True)
     first = (
         mass
         if name == "langevin"
