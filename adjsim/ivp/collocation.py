@@ -72,11 +72,11 @@ INTERPOLATION = np.vander(LOW_POINTS, STAGES + 1) @ np.linalg.inv(np.vander(TIME
 # The eigenvalues of the integration matrix that are real or above the real axis, and the parts of
 # the stages in them, of which those of a pair count twice.
 _eigenvalues, _vectors = np.linalg.eig(WEIGHTS)
-_upper = _eigenvalues.imag >= 0
+_upper = np.imag(_eigenvalues) >= 0
 EIGENVALUES = _eigenvalues[_upper]
-PARTS = (
-    _vectors * np.linalg.inv(_vectors).sum(1) * np.where(_eigenvalues.imag == 0, 1, 2)
-)[:, _upper]
+PARTS = (_vectors * np.linalg.inv(_vectors).sum(1) * np.where(np.imag(_eigenvalues) == 0, 1, 2))[
+    :, _upper
+]
 # Number of steps over which a difference is propagated.
 LOOKAHEAD = 3
 
@@ -141,7 +141,7 @@ def _propagators(matrix: Array) -> Array:
     """
     unit = np.eye(len(matrix))
     systems = unit - EIGENVALUES[:, None, None] * matrix
-    return np.tensordot(PARTS, np.linalg.inv(systems), 1).real
+    return np.real(np.tensordot(PARTS, np.linalg.inv(systems), 1))
 
 
 def _norm(x: Array) -> float:

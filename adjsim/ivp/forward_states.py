@@ -213,8 +213,10 @@ class RateCheck(Thinned[tuple[float, Array, Array]]):
     def compare(self, rhs: RightHandSide) -> None:
         """Raise an error if the right-hand side returns other rates than the stored ones."""
         for first in range(1, len(self.kept), TOGETHER):
-            times, states, known = map(np.array, zip(*self.kept[first : first + TOGETHER]))
-            for t, rate, found in zip(times, known, rhs.rates_checked(times, states.T).T):
+            kept = self.kept[first : first + TOGETHER]
+            times, states, known = map(np.array, zip(*kept, strict=True))
+            rates = rhs.rates_checked(times, states.T).T
+            for t, rate, found in zip(times, known, rates, strict=True):
                 if not agree_to_rounding(found, rate, rhs.eps):
                     raise RuntimeError(changed_message(t))
 

@@ -102,7 +102,7 @@ class Polynomials:
         )  # fmt: skip
 
     def at(self, table: Table, t: Tensor, refuse: bool) -> Tensor:
-        """Return the states ``(n, k, batch)`` at times ``(k, batch)``.
+        """Return the states ``(n, k, batch)`` at times ``(k, batch)``, or ``(k, 1)`` for all.
 
         Outside of the time span they are NaN, or refused where vmap does not hide the times.
         """
@@ -141,6 +141,7 @@ class Polynomials:
 
 def _outside(table: Table, t: Tensor, outside: Tensor) -> ValueError:
     k, column = outside.nonzero()[0].tolist()
+    t = t.expand(outside.shape)
     ends = sorted(float(x[column]) for x in (table.begins[0], table.sign * table.ends[-1]))
     return ValueError(
         f"fun reads a solution at t = {float(t[k, column]):.9g}, outside of its time span "
@@ -175,10 +176,14 @@ class History(ABC):
     def read(self, t: Tensor) -> Tensor | None:
         """Return the states ``(n, k, batch)`` at times ``(k, batch)`` in a later right-hand side.
 
-        None: no gradient is wanted there.
+        Times ``(k, 1)`` are those of all columns. None: no gradient is wanted there.
         """
         reader = READER.get()
         return None if reader is None else reader.read(self, t)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, and a solution from a file, have no gradient.
+        return {name: x for name, x in vars(self).items() if name != "_polynomials"}
 
     def as_polynomials(self) -> Polynomials | None:
         """Return the polynomials through the states, which are those of all later runs."""
@@ -215,18 +220,28 @@ class HistoryReader:
         """Take no further histories: the parameters of the run are known now."""
         self._open = False
 
-    def samples(self) -> list[Tensor]:
+    def samples(self, count: int) -> list[Tensor]:
         """Return the tensors of all histories of samples, with the axis of the samples first."""
-        return [x.movedim(-1, 0) for table in self._of_samples().values() for x in table]
+        tables = self._of_samples().values()
+        for table in tables:
+            if len(table.sign) != count:
+                raise ValueError(
+                    f"fun reads a solution of {len(table.sign)} samples in a batch of {count}: "
+                    "solve both for the same samples."
+                )
+        return [x.movedim(-1, 0) for table in tables for x in table]
 
     @contextmanager
     def of_sample(self, rows: Sequence[Tensor]) -> Generator[None, None, None]:
         """Read one sample, whose tensors are those of :meth:`samples` without their first axis."""
         parts = iter(rows)
-        before, self._sample = self._sample, {
-            history: Table(*(next(parts)[..., None] for _ in table))
-            for history, table in self._of_samples().items()
-        }
+        before, self._sample = (
+            self._sample,
+            {
+                history: Table(*(next(parts)[..., None] for _ in table))
+                for history, table in self._of_samples().items()
+            },
+        )
         try:
             yield
         finally:
@@ -254,6 +269,11 @@ class HistoryReader:
         try:
             with torch.set_grad_enabled(self._records):
                 found = history.as_polynomials() if wants else None
+            if history.by_sample and found is None:
+                raise ValueError(
+                    "fun reads a solution of samples with resets, at which its states may jump: "
+                    "end it by a terminal event, and begin another at its times and states."
+                )
             if found is not None and (history.by_sample or found.values.requires_grad):
                 if not self._open:
                     raise ValueError(

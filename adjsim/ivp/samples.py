@@ -51,7 +51,7 @@ class SampleRightHandSide(RightHandSide):
                 )
             return value[0]
 
-        rows = [x for x, of in zip(found, own, strict=True) if of] + histories.samples()
+        rows = [x for x, of in zip(found, own, strict=True) if of] + histories.samples(len(t))
         return torch.vmap(of_one, (0, 1, *[0] * len(rows)))(t, y, *rows).movedim(0, -1)
 
     def matrix(self, t: Tensor) -> Tensor:
@@ -92,16 +92,14 @@ class DenseSamples(History):
 
     def __call__(self, t: Any) -> Tensor:
         times = _transposed(as_times(t, self.columns.start))
-        # In a right-hand side that vmap evaluates the batch is one sample.
-        batch = 1 if in_transform() else len(self.columns.begin)
-        rows = times if times.ndim == 2 else times.reshape(-1, 1).expand(-1, batch)
-        found = self.read(rows)
+        found = self.read(times if times.ndim == 2 else times.reshape(-1, 1))
         if found is None and in_transform():
             raise ValueError(
                 "a solution of samples is read by fun, from the start of the time span on, or "
                 "declared by params=[solution.sol]: events and resets cannot read it."
             )
-        found = self.columns(rows) if found is None else found
+        if found is None:
+            return self.columns(times).movedim(-1, 0).transpose(-1, 1)
         found = found.movedim(-1, 0).transpose(-1, 1)
         return found[:, 0] if times.ndim == 0 else found
 
