@@ -56,9 +56,8 @@ def check_columns(y0: Tensor) -> None:
     wrong = (~y0.detach().isfinite()).T.nonzero()
     if len(wrong):
         column, k = wrong[0].tolist()
-        raise ValueError(
-            f"y0 must be finite; got {float(y0.detach()[k, column])} in entry {k} of column {column}."
-        )
+        value = float(y0.detach()[k, column])
+        raise ValueError(f"y0 must be finite; got {value} in entry {k} of column {column}.")
 
 
 def solve_columns(
