@@ -70,7 +70,7 @@ GALLERY = {
     "mechanics": "least_effort soft_cube two_balls cart_pole crawler identify_material "
     "inverse_design",
     "equations": "ivp_pouring ivp_throwing ivp_bounce ivp_identification ivp_van_der_pol "
-    "latent_force neural_ode neural_sde stochastic_volatility multilevel lorenz",
+    "latent_force neural_ode neural_cde neural_sde stochastic_volatility multilevel lorenz",
 }
 sphinx_gallery_conf = {
     "examples_dirs": "../examples",

@@ -69,6 +69,14 @@ LOW_POINTS, LOW_WEIGHTS = _radau(LOW_STAGES)
 # Evaluation times of a step, and the matrix that interpolates from them to the three points.
 TIMES = np.append(0.0, POINTS)
 INTERPOLATION = np.vander(LOW_POINTS, STAGES + 1) @ np.linalg.inv(np.vander(TIMES, STAGES + 1))
+# The eigenvalues of the integration matrix that are real or above the real axis, and the parts of
+# the stages in them, of which those of a pair count twice.
+_eigenvalues, _vectors = np.linalg.eig(WEIGHTS)
+_upper = np.imag(_eigenvalues) >= 0
+EIGENVALUES = _eigenvalues[_upper]
+PARTS = (_vectors * np.linalg.inv(_vectors).sum(1) * np.where(np.imag(_eigenvalues) == 0, 1, 2))[
+    :, _upper
+]
 # Number of steps over which a difference is propagated.
 LOOKAHEAD = 3
 
@@ -98,9 +106,7 @@ class Step:
         size, propagated = _norm(error / scale), np.zeros_like(error)
         if size > 1 and remaining > 0:
             length = np.copysign(min(abs(self.h), remaining), self.h)
-            later = _solve(
-                length * WEIGHTS, np.tile(self.matrices[-1], (STAGES, 1, 1)), np.eye(len(error))
-            )
+            later = _propagators(length * self.matrices[-1])
             area = length * np.einsum("i,ikl->kl", WEIGHTS[-1], later)
             for _ in range(min(LOOKAHEAD, int(remaining / abs(length)))):
                 error, propagated = later[-1] @ error, propagated + area @ error
@@ -125,6 +131,17 @@ def _solve(weights: Array, matrices: Array, start: Array) -> Array:
     stages, size = len(weights), len(weights) * len(start)
     system = np.eye(size) - np.einsum("ij,jkl->ikjl", weights, matrices).reshape(size, size)
     return np.linalg.solve(system, np.concatenate([start] * stages)).reshape(stages, *start.shape)
+
+
+def _propagators(matrix: Array) -> Array:
+    """Return the matrices ``(s, n, n)`` from a start to the values at the points of a step.
+
+    The matrix of the equation is ``matrix`` / h at all points. In the eigenvectors of the
+    integration matrix each stage is a system of its own.
+    """
+    unit = np.eye(len(matrix))
+    systems = unit - EIGENVALUES[:, None, None] * matrix
+    return np.real(np.tensordot(PARTS, np.linalg.inv(systems), 1))
 
 
 def _norm(x: Array) -> float:

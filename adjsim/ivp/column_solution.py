@@ -22,6 +22,7 @@ from adjsim.ivp.column_steps import (
 )
 from adjsim.ivp.connection import Pull
 from adjsim.ivp.forward_states import SEGMENT_STEPS, Thinned, changed_message
+from adjsim.ivp.histories import History, Section
 from adjsim.ivp.jumps import ColumnJumpCheck
 from adjsim.ivp.mass import Mass
 from adjsim.ivp.rhs import RightHandSide, as_times, to_numpy
@@ -84,7 +85,7 @@ class CheckpointedSteps(Thinned[ColumnState]):
 
 
 @dataclass(eq=False)
-class DenseColumns:
+class DenseColumns(History):
     """The solution in columns as a function of time, by interpolants that have no gradient.
 
     Called with a time, it returns the states ``(n, batch)``; with times ``(k,)`` for all columns,
@@ -115,6 +116,9 @@ class DenseColumns:
     def __call__(self, t: Any) -> Tensor:
         times = as_times(t, self.start)
         rows = per_column(times.reshape(1) if times.ndim == 0 else times, self.begin, 2, "t")
+        read = self.read(rows)
+        if read is not None:
+            return read[:, 0] if times.ndim == 0 else read
         refuse_outside(rows.detach(), self.begin, self.end, "t")
         order = (self.direction * rows.detach()).argsort(0)
         ordered = rows.take_along_dim(order, 0)
@@ -128,10 +132,12 @@ class DenseColumns:
         )
         return found[:, 0] if times.ndim == 0 else found
 
-    def breaks(self) -> list[float]:
-        """Return the times of the steps of the first column."""
-        ends = [(float(t[0]), float(end[0])) for t, _, _, end, _ in self._steps()]
-        return [*(t for t, _ in ends[:1]), *(end for _, end in ends)]
+    def sections(self) -> tuple[list[Section], int]:
+        steps = [(t, end) for t, _, _, end, _ in self._steps()]
+        times = torch.stack([*(t for t, _ in steps[:1]), *(end for _, end in steps)])
+        whole = (to_numpy(times), lambda at: self(torch.as_tensor(at).to(self.begin)))
+        # The largest degree of an interpolant, and one more.
+        return [whole] if steps and not self.has_resets else [], 5
 
     def connected(self, times: Tensor, states: Tensor) -> Tensor:
         """Connect states ``(n, times, batch)`` to the start, the parameters and the times."""

@@ -53,11 +53,11 @@ def check_columns(y0: Tensor) -> None:
         raise ValueError("y0 of shape (n, batch) must be real: stack real and imaginary parts.")
     if not y0.numel():
         raise ValueError(f"y0 has no entries: its shape is {tuple(y0.shape)}.")
-    wrong = (~y0.detach().isfinite()).any(0).nonzero()
+    wrong = (~y0.detach().isfinite()).T.nonzero()
     if len(wrong):
-        raise ValueError(
-            f"y0 must be finite; got {y0[:, wrong[0, 0]].tolist()} in column {int(wrong[0, 0])}."
-        )
+        column, k = wrong[0].tolist()
+        value = float(y0.detach()[k, column])
+        raise ValueError(f"y0 must be finite; got {value} in entry {k} of column {column}.")
 
 
 def solve_columns(

@@ -69,11 +69,15 @@ def has_tangent(x: Tensor) -> bool:
 
 
 class RefuseWrapped(TorchFunctionMode):
-    """Refuses tensors that torch.func has wrapped, whose derivative would be lost."""
+    """Refuses tensors that torch.func has wrapped, whose derivative would be lost.
+
+    Outside of the transforms of the user, one transform may be active: the vmap over times.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-        if any(map(_functorch.is_functorch_wrapped_tensor, given)):
+        own = _functorch.is_batchedtensor if in_transform() else lambda _: False
+        if any(_functorch.is_functorch_wrapped_tensor(x) and not own(x) for x in given):
             raise undeclared("a tensor that torch.func differentiates, which")
         return func(*args, **(kwargs or {}))
 

@@ -19,11 +19,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from adjsim.core.state import in_transform
 
 # Times by which a solution may be read beyond its ends, relative to its length: rounding.
 BEYOND = 1e-9
@@ -33,12 +35,32 @@ COMPARED = 5
 #: The history reader of the run that evaluates its right-hand side now.
 READER: ContextVar[HistoryReader | None] = ContextVar("READER", default=None)
 
-# Times of steps of a smooth section of a solution, and its states (n, times) with their gradient.
+# Times ``(steps + 1, batch)`` of a smooth section of a solution in columns, and its states
+# ``(n, times, batch)`` at times ``(times, batch)``, with their gradient. One state is one column.
 Section = tuple[Any, Callable[[Any], Tensor]]
 
 
+class Table(NamedTuple):
+    """Polynomials of a solution; the last axis is that of its columns.
+
+    Attributes:
+        values: the states ``(n, nodes, batch)``.
+        begins, lengths: the time at which each step begins, and its length ``(steps, batch)``.
+        ends: the times at which the steps end, times the sign.
+        sign: 1 forward in time, -1 backward ``(batch,)``.
+        earliest: the first step of each column that is not empty ``(batch,)``.
+    """
+
+    values: Tensor
+    begins: Tensor
+    lengths: Tensor
+    ends: Tensor
+    sign: Tensor
+    earliest: Tensor
+
+
 class Polynomials:
-    """The states ``(n, nodes)`` of a solution, and the polynomials through them."""
+    """The polynomials through the states of a solution at the nodes of each of its steps."""
 
     def __init__(self, sections: Sequence[Section], degree: int) -> None:
         begins, lengths, values = [], [], []
@@ -47,62 +69,84 @@ class Polynomials:
         basis = np.linalg.inv(np.vander(2 * points - 1, increasing=True))
         for times, states in sections:
             ends = np.asarray(times, float)
-            sizes = np.diff(ends)
-            begins.append(ends[:-1][sizes != 0])
-            lengths.append(sizes[sizes != 0])
-            nodes = begins[-1][:, None] + lengths[-1][:, None] * points
+            sizes = np.diff(ends, axis=0)
+            taken = (sizes != 0).any(1)
+            begins.append(ends[:-1][taken])
+            lengths.append(sizes[taken])
+            nodes = begins[-1][:, None] + lengths[-1][:, None] * points[:, None]
             # A step ends where the next one begins.
             last = begins[-1][-1:] + lengths[-1][-1:]
-            values.append(states(np.append(nodes[:, :-1].ravel(), last)))
+            every = np.concatenate([nodes[:, :-1].reshape(-1, ends.shape[1]), last])
+            values.append(states(np.clip(every, ends.min(0), ends.max(0))))
             if len(values) > 1:
-                _refuse_jump(float(ends[0]), *(x.detach() for x in (values[-2], values[-1])))
+                _refuse_jump(float(ends[0, 0]), *(x.detach() for x in (values[-2], values[-1])))
         counts = [degree * np.arange(len(x)) for x in begins]
         offsets = np.cumsum([0, *(x.shape[1] for x in values[:-1])])
         first = np.concatenate([c + o for c, o in zip(counts, offsets, strict=True)])
-        #: The states at the nodes, which have their gradient.
+        #: The states at the nodes ``(n, nodes, batch)``, which have their gradient.
         self.values = torch.cat(values, 1)
         device = self.values.device
-        self._first = torch.as_tensor(first, device=device)
-        self._begins, self._lengths = (
-            torch.as_tensor(np.concatenate(x), device=device) for x in (begins, lengths)
+        self._first, self._begins, self._lengths, self._basis = (
+            torch.as_tensor(x, device=device)
+            for x in (first, np.concatenate(begins), np.concatenate(lengths), basis)
         )
-        self._sign = self._lengths[0].sign()
-        self._ends = self._sign * (self._begins + self._lengths)
-        self._basis = torch.as_tensor(basis, device=device)
         self._range = torch.arange(degree + 1, device=device)
 
-    def at(self, values: Tensor, t: Tensor) -> Tensor:
-        """Return the states ``(n,)`` or ``(n, k)`` at times, from those at the nodes."""
-        flat = t.double().reshape(-1)
-        known = self._sign * flat.detach()
-        low, high = self._sign * self._begins[0], self._ends[-1]
+    def table(self, values: Tensor) -> Table:
+        """Return the table of the polynomials through given states at the nodes."""
+        begins, lengths, empty = self._begins, self._lengths, self._lengths == 0
+        sign = torch.where(lengths.sum(0) < 0, -1.0, 1.0).to(lengths)
+        return Table(
+            values, begins, lengths.masked_fill(empty, 1.0), sign * (begins + lengths), sign,
+            (~empty).long().argmax(0),
+        )  # fmt: skip
+
+    def at(self, table: Table, t: Tensor, refuse: bool) -> Tensor:
+        """Return the states ``(n, k, batch)`` at times ``(k, batch)``, or ``(k, 1)`` for all.
+
+        Outside of the time span they are NaN, or refused where vmap does not hide the times.
+        """
+        known = table.sign * t.detach()
+        low, high = table.sign * table.begins[0], table.ends[-1]
         beyond = BEYOND * (high - low)
         outside = (known < low - beyond) | (known > high + beyond)
-        if outside.any():
-            ends = sorted(float(self._sign * x) for x in (low, high))
-            raise ValueError(
-                f"fun reads a solution at t = {float(flat.detach()[outside][0]):.9g}, outside of "
-                f"its time span [{ends[0]:g}, {ends[1]:g}]."
-            )
-        step = torch.searchsorted(self._ends, known).clamp(max=len(self._ends) - 1)
-        x = (2 * (flat - self._begins[step]) / self._lengths[step] - 1)[:, None]
+        if refuse and not in_transform() and outside.any():
+            raise _outside(table, t.detach(), outside)
+        step = (table.ends[None] < known.minimum(high)[:, None]).sum(1).maximum(table.earliest)
+        begin, length = (x.gather(0, step) for x in (table.begins, table.lengths))
+        x = (2 * (t - begin) / length - 1)[..., None]
         weights = self._basis[-1]
         for row in self._basis[:-1].flip(0):
             weights = weights * x + row
-        found = (values[:, self._first[step][:, None] + self._range] * weights.to(values)).sum(-1)
-        return found[:, 0] if t.ndim == 0 else found
+        columns = torch.arange(len(table.sign), device=t.device)[:, None]
+        found = table.values[:, self._first[step][..., None] + self._range, columns]
+        return (found * weights.to(found)).sum(-1).masked_fill(outside, torch.nan)
 
     def compared(self, values: Tensor) -> Tensor:
-        """Return the weights ``(n, nodes, m)`` with which products with the states are compared."""
-        points = torch.as_tensor(self._points).to(self._begins)
-        times = self._begins.new_empty(values.shape[1])
+        """Return weights ``(n, nodes, batch, m)`` by which products with the states are compared.
+
+        They are polynomials in time, and the states.
+        """
+        points = torch.as_tensor(self._points).to(self._begins)[:, None]
+        times = self._begins.new_empty(values.shape[1:])
         nodes = self._begins[:, None] + self._lengths[:, None] * points
         times[self._first[:, None] + self._range] = nodes
-        x = 2 * (times - times.min()) / (times.max() - times.min()) - 1
-        of_time = torch.cos(torch.arange(COMPARED).to(x) * x.clamp(-1, 1).arccos()[:, None])
+        low, high = times.amin(0), times.amax(0)
+        x = 2 * (times - low) / (high - low).clamp(min=1e-300) - 1
+        of_time = torch.cos(torch.arange(COMPARED).to(x) * x.clamp(-1, 1).arccos()[..., None])
         scale = values.abs().amax(1, keepdim=True).clamp(min=1e-300)
-        of_time = of_time.to(values).expand(len(values), -1, -1)
+        of_time = of_time.to(values).expand(len(values), -1, -1, -1)
         return torch.cat([of_time, (values / scale)[..., None]], -1)
+
+
+def _outside(table: Table, t: Tensor, outside: Tensor) -> ValueError:
+    k, column = outside.nonzero()[0].tolist()
+    t = t.expand(outside.shape)
+    ends = sorted(float(x[column]) for x in (table.begins[0], table.sign * table.ends[-1]))
+    return ValueError(
+        f"fun reads a solution at t = {float(t[k, column]):.9g}, outside of its time span "
+        f"[{ends[0]:g}, {ends[1]:g}]."
+    )
 
 
 def _refuse_jump(t: float, before: Tensor, after: Tensor) -> None:
@@ -121,18 +165,27 @@ def _refuse_jump(t: float, before: Tensor, after: Tensor) -> None:
 class History(ABC):
     """A solution that a later right-hand side may read with gradients."""
 
+    #: Whether its columns are samples, of which vmap evaluates one at a time.
+    by_sample: ClassVar[bool] = False
     _polynomials: Polynomials | None = None
 
     @abstractmethod
     def sections(self) -> tuple[list[Section], int]:
         """Return the sections between resets, and a degree; none: there is no gradient."""
 
-    def read(self, t: Any) -> Tensor | None:
-        """Return the states in a later right-hand side; None: no gradient is wanted there."""
+    def read(self, t: Tensor) -> Tensor | None:
+        """Return the states ``(n, k, batch)`` at times ``(k, batch)`` in a later right-hand side.
+
+        Times ``(k, 1)`` are those of all columns. None: no gradient is wanted there.
+        """
         reader = READER.get()
         return None if reader is None else reader.read(self, t)
 
-    def polynomials(self) -> Polynomials | None:
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, and a solution from a file, have no gradient.
+        return {name: x for name, x in vars(self).items() if name != "_polynomials"}
+
+    def as_polynomials(self) -> Polynomials | None:
         """Return the polynomials through the states, which are those of all later runs."""
         if self._polynomials is None:
             sections, degree = self.sections()
@@ -149,7 +202,8 @@ class HistoryReader:
     def __init__(self, originals: list[Tensor], leaves: list[Tensor]) -> None:
         self._originals, self._leaves = originals, leaves
         self._records, self._open = torch.is_grad_enabled(), True
-        self._known: dict[History, Tensor | None] = {}
+        self._known: dict[History, Table | None] = {}
+        self._sample: dict[History, Table] = {}
         #: For each stand-in of a history, by its number, the weights of its comparison.
         self.compared: dict[int, Tensor] = {}
 
@@ -166,39 +220,80 @@ class HistoryReader:
         """Take no further histories: the parameters of the run are known now."""
         self._open = False
 
-    def read(self, history: History, t: Any) -> Tensor | None:
-        leaf = self.add(history)
-        polynomials = history.polynomials() if leaf is not None else None
-        if leaf is None or polynomials is None:
-            return None
-        return polynomials.at(leaf, torch.as_tensor(t, device=leaf.device))
+    def samples(self, count: int) -> list[Tensor]:
+        """Return the tensors of all histories of samples, with the axis of the samples first."""
+        tables = self._of_samples().values()
+        for table in tables:
+            if len(table.sign) != count:
+                raise ValueError(
+                    f"fun reads a solution of {len(table.sign)} samples in a batch of {count}: "
+                    "solve both for the same samples."
+                )
+        return [x.movedim(-1, 0) for table in tables for x in table]
 
-    def add(self, history: History) -> Tensor | None:
-        """Return the stand-in of the states of a history; None: it has no gradient."""
+    @contextmanager
+    def of_sample(self, rows: Sequence[Tensor]) -> Generator[None, None, None]:
+        """Read one sample, whose tensors are those of :meth:`samples` without their first axis."""
+        parts = iter(rows)
+        before, self._sample = (
+            self._sample,
+            {
+                history: Table(*(next(parts)[..., None] for _ in table))
+                for history, table in self._of_samples().items()
+            },
+        )
+        try:
+            yield
+        finally:
+            self._sample = before
+
+    def _of_samples(self) -> dict[History, Table]:
+        return {h: table for h, table in self._known.items() if table is not None and h.by_sample}
+
+    def read(self, history: History, t: Tensor) -> Tensor | None:
+        table = self._sample.get(history) or self.add(history)
+        polynomials = history.as_polynomials() if table is not None else None
+        if table is None or polynomials is None:
+            return None
+        return polynomials.at(table, t, not history.by_sample)
+
+    def add(self, history: History) -> Table | None:
+        """Return the table of a history, with the stand-in of its states if they have a gradient.
+
+        None: the solution itself is read.
+        """
         if history in self._known:
             return self._known[history]
-        token, leaf = READER.set(None), None
+        token, table = READER.set(None), None
+        wants = self._records or history.by_sample
         try:
             with torch.set_grad_enabled(self._records):
-                found = history.polynomials() if self._records else None
-            if found is not None and found.values.requires_grad:
+                found = history.as_polynomials() if wants else None
+            if history.by_sample and found is None:
+                raise ValueError(
+                    "fun reads a solution of samples with resets, at which its states may jump: "
+                    "end it by a terminal event, and begin another at its times and states."
+                )
+            if found is not None and (history.by_sample or found.values.requires_grad):
                 if not self._open:
                     raise ValueError(
-                        "fun reads a solution with a gradient that it does not read at the start "
-                        "of the time span: declare it by params=[solution.sol]."
+                        "fun reads a solution that it does not read at the start of the time span: "
+                        "declare it by params=[solution.sol]."
                     )
-                leaf = found.values.detach().clone().requires_grad_()
-                self.compared[len(self._leaves)] = found.compared(leaf.detach())
-                self._originals.append(found.values)
-                self._leaves.append(leaf)
+                values = found.values.detach().clone()
+                if self._records and found.values.requires_grad:
+                    self.compared[len(self._leaves)] = found.compared(values)
+                    self._originals.append(found.values)
+                    self._leaves.append(values.requires_grad_())
+                table = found.table(values)
         finally:
             READER.reset(token)
-        self._known[history] = leaf
-        return leaf
+        self._known[history] = table
+        return table
 
     def smoothed(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """Replace products with the states ``(k, n, nodes)`` of histories by their sums."""
+        """Replace products with the states ``(k, n, nodes, batch)`` of histories by their sums."""
         found = list(sums)
         for number, weights in self.compared.items():
-            found[number] = torch.einsum("knj,njm->knm", found[number].to(weights), weights)
+            found[number] = torch.einsum("knjb,njbm->knbm", found[number].to(weights), weights)
         return found

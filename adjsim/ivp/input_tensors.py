@@ -78,8 +78,8 @@ class InputTensors:
         #: The solutions that the function reads, whose states become originals too.
         self.histories = HistoryReader(self.originals, self.leaves)
         for x in (*nodes, *tree_leaves(args)):
-            leaf = self.histories.add(x) if isinstance(x, History) else None
-            self.named |= set() if leaf is None else {id(leaf)}
+            table = self.histories.add(x) if isinstance(x, History) else None
+            self.named |= {id(table.values)} if table and table.values.requires_grad else set()
         self._declared = {id(x): x.grad_fn for x in (*registered, *unregistered) if x.requires_grad}
         self._computed = {node for node in self._declared.values() if node is not None}
 

@@ -327,8 +327,11 @@ class DenseSolution(History):
         self.t_min, self.t_max = min(begin, end), max(begin, end)
 
     def sections(self) -> tuple[list[Section], int]:
+        def of(inside: OdeSolution, piece: Piece) -> Callable[[Array], Tensor]:
+            return lambda at: piece.states(at[:, 0], inside(at[:, 0]))[..., None]
+
         found = [
-            (inside.ts, lambda at, x=inside, y=piece: y.states(at, x(at)), piece.settings.method)
+            (inside.ts[:, None], of(inside, piece), piece.settings.method)
             for inside, piece in self._pieces
             if piece is not None and piece.path is not None and inside.ts[0] != inside.ts[-1]
         ]
@@ -336,12 +339,12 @@ class DenseSolution(History):
         return [(times, states) for times, states, _ in found], max(known, default=MOST) + 1
 
     def __call__(self, t: Any) -> Tensor:
-        read = self.read(t)
-        if read is not None:
-            return read
         times = as_times(t, self._like)
         if times.ndim > 1:
             raise ValueError(f"t must be a time or times (k,); got shape {tuple(times.shape)}.")
+        read = self.read(times.reshape(-1, 1))
+        if read is not None:
+            return read[:, 0, 0] if times.ndim == 0 else read[..., 0]
         outside = bool(((times < self.t_min) | (times > self.t_max)).any())
         if outside and torch.is_grad_enabled() and any(x and x.path for _, x in self._pieces):
             raise ValueError(

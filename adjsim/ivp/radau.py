@@ -225,6 +225,8 @@ class MassRightHandSide(RightHandSide):
                 'with mass_matrix and method="Radau" events have no reset: take method="Rodas4".'
             )
         check_columns(start[:, None])
+        # The adjoint's rate has products with Jacobians, which vmap does not evaluate.
+        self.takes_vmap = False
         at = time.detach()[None]
         reads = Mass(self, at, self._columns).reads
         self.parameters = [*self.parameters, *reads]

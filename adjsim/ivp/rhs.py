@@ -24,7 +24,7 @@ from adjsim.ivp.connection import (
 from adjsim.ivp.input_tensors import InputTensors
 
 Array = np.ndarray[Any, Any]
-# A state that requires grad, and its rate.
+# A state ``(n,)`` that requires grad, or several ``(times, n)``, and their rates.
 Graph = tuple[Tensor, Tensor]
 # SciPy's solvers replace a smaller rtol by this.
 SMALLEST_RTOL = 100 * float(np.finfo(float).eps)
@@ -60,6 +60,8 @@ class RightHandSide:
         self.eps = float(torch.finfo(like.dtype).eps)
         #: Whether ``fun`` computes with NumPy; :meth:`check` finds out by calling it.
         self.uses_numpy = False
+        #: Whether ``torch.vmap`` may evaluate the rates at several times; :meth:`graphs` tries.
+        self.takes_vmap = True
 
     def tensor(self, y: Array) -> Tensor:
         """Convert a state to a tensor for the user's functions."""
@@ -173,7 +175,17 @@ class RightHandSide:
     # Called by the adjoint. For a complex state a cotangent is d/dRe + i d/dIm, as in torch.
 
     def graphs(self, times: Array, states: Array) -> list[Graph]:
-        """Return the states at some times as tensors, and the rates there with their graphs."""
+        """Return the states ``(n, times)`` as tensors, and the rates there with their graphs.
+
+        There is one graph for all times, or one for each where vmap does not take ``fun``.
+        """
+        if self.takes_vmap:
+            try:
+                return [self._graph(torch.vmap(self), times, states.T)]
+            except RuntimeError:
+                # A branch on a value, a random number, or an operation without a rule for vmap. The
+                # loop below raises any other error again.
+                self.takes_vmap = False
         return [self._with_graph(float(t), y) for t, y in zip(times, states.T, strict=True)]
 
     def transposed_jacobians(self, graphs: Sequence[Graph]) -> Array:
@@ -189,9 +201,11 @@ class RightHandSide:
     def _products(self, graphs: Sequence[Graph], cotangents: Array) -> Array:
         """Compute the products ``(times, k, n)`` of cotangents ``(k, n)`` with the Jacobians."""
         points, rates = zip(*graphs, strict=True)
-        weights = torch.as_tensor(cotangents).to(rates[0])
-        rows = pulled_rows(rates, points, [weights] * len(points))
-        return np.stack([to_numpy(x) for x in rows])
+        count = sum(map(_count_times, rates))
+        rows = torch.as_tensor(cotangents)[:, None].expand(-1, count, -1)
+        found = pulled_rows(rates, points, _as_rates(rows, rates))
+        by_time = [x.reshape(len(rows), -1, cotangents.shape[1]) for x in found]
+        return to_numpy(torch.cat(by_time, 1)).swapaxes(0, 1)
 
     def linearised(self, t: float, y: Array, along: Sequence[Tensor]) -> tuple[Array, Array]:
         """Compute the Jacobian ``(n, n)``, and the rates ``(n, k)`` along tangents ``(k, ...)``.
@@ -219,14 +233,17 @@ class RightHandSide:
         The products are summed over times.
         """
         rates = [rate for _, rate in graphs]
-        weights = [[torch.as_tensor(x).to(rates[0]) for x in np.moveaxis(w, 2, 0)] for w in rows]
+        weights = [_as_rates(torch.as_tensor(w.swapaxes(1, 2)), rates) for w in rows]
         return [pulled_rows(rates, self.parameter_leaves, each) for each in weights]
 
-    def _with_graph(self, t: float | Array, y: Array) -> tuple[Tensor, Tensor]:
+    def _with_graph(self, t: float | Array, y: Array) -> Graph:
         """Return a state that requires grad, and its rate with a graph and no undeclared tensor."""
+        return self._graph(self, t, y)
+
+    def _graph(self, rate: Callable[..., Tensor], t: float | Array, y: Array) -> Graph:
         with torch.enable_grad():
             x = self.tensor(y).requires_grad_()
-            out = self(self.time(t), x)
+            out = rate(self.time(t), x)
         self.inputs.refuse_undeclared(out, x)
         return x, out
 
@@ -258,6 +275,11 @@ class RightHandSide:
         """Return the rate at one state, and refuse undeclared tensors that require grad."""
         return to_numpy(self._with_graph(t, y)[1])
 
+    def rates_checked(self, times: Array, states: Array) -> Array:
+        """Return the rates ``(n, times)`` at states, and refuse undeclared tensors."""
+        rates = [rate for _, rate in self.graphs(times, states)]
+        return to_numpy(torch.cat([x.reshape(-1, len(states)) for x in rates])).T
+
     def has_unused_parameter(self, *points: tuple[float | Array, Array]) -> bool:
         """Test whether the rates at some points leave an argument or a declared tensor unused.
 
@@ -265,6 +287,17 @@ class RightHandSide:
         """
         read = {id(leaf) for t, y in points for leaf in leaves(self._with_graph(t, y)[1])}
         return not self.inputs.named <= read
+
+
+def _count_times(rate: Tensor) -> int:
+    return len(rate) if rate.ndim == 2 else 1
+
+
+def _as_rates(rows: Tensor, rates: Sequence[Tensor]) -> list[Tensor]:
+    """Split cotangents ``(k, times, n)`` of rates among the graphs of the rates."""
+    parts = rows.split([_count_times(x) for x in rates], 1)
+    pairs = zip(parts, rates, strict=True)
+    return [part.reshape(len(part), *rate.shape).to(rate) for part, rate in pairs]
 
 
 def describe_shape(value: Any) -> str:

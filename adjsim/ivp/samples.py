@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from adjsim.core.state import in_transform
 from adjsim.ivp.column_solution import DenseColumns
 from adjsim.ivp.histories import History, Section
 from adjsim.ivp.piecewise import OdeResult
@@ -35,10 +36,13 @@ class SampleRightHandSide(RightHandSide):
         found, structure = tree_flatten(self.own_args)
         own = [isinstance(x, Tensor) and x.shape[:1] == t.shape for x in found]
 
+        histories = self.inputs.histories
+
         def of_one(time: Tensor, state: Tensor, *rows: Tensor) -> Tensor:
             row = iter(rows)
             args = [next(row)[None] if of else x for x, of in zip(found, own, strict=True)]
-            value = function(time, state[None], *tree_unflatten(args, structure))
+            with histories.of_sample(list(row)):
+                value = function(time, state[None], *tree_unflatten(args, structure))
             if not isinstance(value, Tensor) or value.shape[:1] != (1,):
                 raise ValueError(
                     "with batch_first=True a function of states (batch, n) must return a tensor "
@@ -47,7 +51,7 @@ class SampleRightHandSide(RightHandSide):
                 )
             return value[0]
 
-        rows = [x for x, of in zip(found, own, strict=True) if of]
+        rows = [x for x, of in zip(found, own, strict=True) if of] + histories.samples(len(t))
         return torch.vmap(of_one, (0, 1, *[0] * len(rows)))(t, y, *rows).movedim(0, -1)
 
     def matrix(self, t: Tensor) -> Tensor:
@@ -76,7 +80,7 @@ class SampleRightHandSide(RightHandSide):
 
 
 @dataclass(eq=False)
-class DenseSamples:
+class DenseSamples(History):
     """The solution of samples as a function of time.
 
     Called with a time it returns the states ``(batch, n)``; with times ``(k,)`` for all samples or
@@ -84,10 +88,23 @@ class DenseSamples:
     """
 
     columns: DenseColumns
+    by_sample: ClassVar[bool] = True
 
     def __call__(self, t: Any) -> Tensor:
-        found = self.columns(_transposed(as_times(t, self.columns.start)))
-        return found.movedim(-1, 0).transpose(-1, 1)
+        times = _transposed(as_times(t, self.columns.start))
+        found = self.read(times if times.ndim == 2 else times.reshape(-1, 1))
+        if found is None and in_transform():
+            raise ValueError(
+                "a solution of samples is read by fun, from the start of the time span on, or "
+                "declared by params=[solution.sol]: events and resets cannot read it."
+            )
+        if found is None:
+            return self.columns(times).movedim(-1, 0).transpose(-1, 1)
+        found = found.movedim(-1, 0).transpose(-1, 1)
+        return found[:, 0] if times.ndim == 0 else found
+
+    def sections(self) -> tuple[list[Section], int]:
+        return self.columns.sections()
 
 
 def samples_first(found: OdeResult) -> OdeResult:
@@ -129,14 +146,14 @@ class DenseOne(History):
     columns: DenseColumns
 
     def __call__(self, t: Any) -> Tensor:
-        read = self.read(t)
-        return self.columns(t).squeeze(-1) if read is None else read
+        times = as_times(t, self.columns.start)
+        read = self.read(times.reshape(-1, 1)) if times.ndim < 2 else None
+        if read is None:
+            return self.columns(times).squeeze(-1)
+        return read[:, 0, 0] if times.ndim == 0 else read[..., 0]
 
     def sections(self) -> tuple[list[Section], int]:
-        times = self.columns.breaks()
-        whole = (times, lambda at: self.columns(torch.as_tensor(at)).squeeze(-1))
-        # The degree of Rodas4's interpolant, and one more.
-        return [whole] if len(times) > 1 and not self.columns.has_resets else [], 4
+        return self.columns.sections()
 
 
 def one_of(found: OdeResult) -> OdeResult:

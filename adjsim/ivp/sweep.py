@@ -35,7 +35,7 @@ from scipy.integrate import BDF, LSODA, OdeSolution, OdeSolver, Radau
 from torch import Tensor
 
 from adjsim.core.step_control import next_factor
-from adjsim.ivp.collocation import ORDER, POINTS, TIMES, Step
+from adjsim.ivp.collocation import ORDER, TIMES, Step
 from adjsim.ivp.forward_states import StoredInterpolants, adjoint_error
 from adjsim.ivp.quadrature import (
     DIVISIONS,
@@ -50,6 +50,9 @@ from adjsim.ivp.rhs import SMALLEST_RTOL, Array, Graph, RightHandSide
 
 # Largest ratio of a collocation step to the one before.
 GROW = 30.0
+# The order of the error, in the size of the step, of the first step behind a jump, of which a layer
+# is most; and the ratio of the step that is tried behind the next jump, if this one was accepted.
+ORDER_BEHIND, GROW_BEHIND = 2, 3.0
 # Power of the tolerance that is required of the difference of two collocation results. The
 # difference is of order 6 in the step size and the error of order 10. The power 6 / 10 would be too
 # lax where the integrand jumps, since the difference is then about as large as the error.
@@ -222,50 +225,53 @@ class SolverSweep(Sweep):
 class CollocationSweep(Sweep):
     """Integration by collocation, with the integral as one more component of the equation.
 
-    The boundary layer behind a jump of the adjoint is not resolved.
+    The boundary layer behind a jump of the adjoint is not resolved. ``behind`` is the size of the
+    step over the last one, and the layers of all jumps are much alike.
     """
 
     def __init__(self, settings: AdjointSettings, adjoint: Array) -> None:
         super().__init__(settings, adjoint)
         self.rtol, self.rejections = settings.rtol**POWER, 0
         self.integral = Integral(self.rhs.parameter_leaves, len(adjoint), self.rtol, self._largest)
-        # The time at which the last step has ended, with the matrix and the graph there.
-        self.last: tuple[float, Array, list[Graph]] | None = None
+        self.behind, self._reached = np.inf, adjoint
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
         now, marks = begin, _forward_steps_between(begin, end, path)
-        z = _as_real(self.adjoint).T
-        if self.last is None or self.last[0] != now:
-            self.last = (now, *self._matrices(np.array([begin]), path))
+        z, jumps = _as_real(self.adjoint).T, self.adjoint is not self._reached
+        if jumps:
+            self.step = min(self.step or np.inf, self.behind)
         while now != end:
             # The forward steps resolve how fast the states change, so a step covers few of them.
             farthest = marks[STRIDE - 1] if len(marks) >= STRIDE else end
-            now, step = self._step(now, farthest, z, path, remaining + abs(end - farthest))
-            z = step.values[-1]
+            beyond = remaining + abs(end - farthest)
+            now, step = self._step(now, farthest, z, path, beyond, jumps)
+            z, jumps = step.values[-1], False
             while marks and (end - begin) * (marks[0] - now) <= 0:
                 marks, self.rejections = marks[1:], 0
-        self.adjoint = _as_state_type(z.T, self.adjoint)
+        self.adjoint = self._reached = _as_state_type(z.T, self.adjoint)
 
     def _step(
-        self, now: float, farthest: float, z: Array, path: OdeSolution, beyond: float
+        self, now: float, farthest: float, z: Array, path: OdeSolution, beyond: float, jumps: bool
     ) -> tuple[float, Step]:
-        """Take one step, at most to ``farthest``, and return the time at which it ends."""
-        assert self.last is not None
-        _, matrix, graph = self.last
+        """Take one step, at most to ``farthest``, and return the time at which it ends.
+
+        ``jumps`` tells whether the adjoint jumps at its start.
+        """
         smallest = 10 * float(np.spacing(abs(now)))
         size = min(self.step or np.inf, self.settings.options.get("max_step", np.inf))
         atol = self._absolute() * self.settings.rtol ** (POWER - 1)
+        order, grow = ORDER_BEHIND if jumps else ORDER, GROW_BEHIND
         while True:
             size = max(size, smallest)
             cut = size >= abs(farthest - now)
             end = farthest if cut else now + float(np.copysign(size, farthest - now))
-            inside, graphs = self._matrices(now + (end - now) * POINTS, path)
-            step = Step(end - now, z, np.concatenate([matrix, inside]))
+            matrices, graphs = self._matrices(now + (end - now) * TIMES, path)
+            step = Step(end - now, z, matrices)
             error, propagated = step.error(self.rtol, atol, beyond + abs(farthest - end))
             found = []
             if error <= 1 and self.integral.sums:
                 missed, found = self._integrate(
-                    now, step, propagated, path, [*graph, *graphs], abs(farthest - now)
+                    now, step, propagated, path, graphs, abs(farthest - now)
                 )
                 # A jump of the integrand cannot be located better than to the shortest step.
                 error = max(error, missed if abs(step.h) > smallest else min(missed, 1.0))
@@ -275,11 +281,12 @@ class CollocationSweep(Sweep):
                 break
             if abs(step.h) <= smallest:
                 raise adjoint_error(now, OdeSolver.TOO_SMALL_STEP)
-            size = abs(step.h) * next_factor(error, ORDER)
+            size, grow = abs(step.h) * next_factor(error, order), 1.0
+        if jumps:
+            self.behind = abs(step.h) * grow
         wanted = abs(step.h) * next_factor(error, ORDER, GROW)
         # If the step was cut short, the next one need not be as short.
         self.step = max(wanted, size) if cut else wanted
-        self.last = end, inside[-1:], graphs[-1:]
         return end, step
 
     def _matrices(self, times: Array, path: OdeSolution) -> tuple[Array, list[Graph]]:

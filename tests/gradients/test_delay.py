@@ -162,3 +162,86 @@ def test_a_solution_that_cannot_be_read_with_a_gradient():
     ):
         with pytest.raises(ValueError, match=message):
             adjsim.solve_ivp(fun, (0, end), [1.0], rtol=1e-4)
+
+
+def driven(t, y, a, delay, earlier, half):
+    """The rates of y, which the states at a delay and at half the time before drive."""
+    return torch.stack([a * earlier[1], -y[0] * half[0]])
+
+
+def swing(t, y, a):
+    return torch.stack([a * y[1], -y[0] - 0.1 * y[1] ** 3])
+
+
+def after_events(p, method):
+    """The states a while after events of the columns of p, ``(3, batch)``: start, rate, delay."""
+
+    def low(t, y, a):
+        return y[0] - 0.2
+
+    def later(t, y, a, delay, past):
+        at = (t - delay)[None]
+        return driven(t, y, a, delay, past(at)[:, 0], past(at / 2)[:, 0])
+
+    low.terminal, low.direction = True, -1
+    options = {"method": method, "rtol": 1e-7, "atol": 1e-9}
+    found = adjsim.solve_ivp(
+        swing, (0, 9), torch.stack([p[0], 0 * p[0] + 0.3]), args=(p[1],), events=low,
+        dense_output=True, **options,
+    )  # fmt: skip
+    begin, states = torch.cat(found.t_events[0]), torch.cat(found.y_events[0]).T
+    args = p[1], p[2], found.sol
+    return adjsim.solve_ivp(later, (begin, begin + 0.2), states, args=args, **options).y[:, -1]
+
+
+def after_events_of_samples(p, method):
+    def low(t, y, a):
+        return y[:, 0] - 0.2
+
+    def later(t, y, a, delay):
+        at = t - delay
+        return driven(t, y.T, a[:, 0], delay, past(at)[:, 0].T, past(at / 2)[:, 0].T).T
+
+    low.terminal, low.direction = True, -1
+    options = {"method": method, "rtol": 1e-7, "atol": 1e-9, "batch_first": True}
+    start, a, delay = p[..., None]
+    found = adjsim.solve_ivp(
+        lambda t, y, a: swing(t, y.T, a[:, 0]).T, (0, 9), torch.cat([start, 0 * start + 0.3], 1),
+        args=(a,), events=low, dense_output=True, **options,
+    )  # fmt: skip
+    past, begin, states = found.sol, torch.cat(found.t_events[0]), torch.cat(found.y_events[0])
+    found = adjsim.solve_ivp(later, (begin, begin + 0.2), states, args=(a, delay), **options)
+    return found.y[:, -1].T
+
+
+@pytest.mark.parametrize("method", ["RK45", pytest.param("Rodas4", marks=pytest.mark.marathon)])
+def test_columns_and_samples_read_their_own_pasts(method):
+    """Each from its own event on, as single columns do, with the gradient of differences."""
+    p = torch.tensor([[0.5, 0.8], [1.7, 1.9], [0.25, 0.3]], requires_grad=True)
+    weights, h = torch.cos(torch.arange(4.0)).view(2, 2), 1e-5
+    alone = torch.cat([after_events(p[:, k : k + 1], method) for k in range(2)], 1)
+    (expected,) = torch.autograd.grad((weights * alone).sum(), p)
+    for solve in (after_events, after_events_of_samples):
+        found = solve(p, method)
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
+        (grad,) = torch.autograd.grad((weights * found).sum(), p)
+        torch.testing.assert_close(grad, expected, rtol=0, atol=1e-10)
+    along = torch.cos(torch.arange(6.0) ** 2).view(3, 2)
+    with torch.no_grad():
+        more, less = ((weights * after_events(p + s * h * along, method)).sum() for s in (1, -1))
+        without = after_events_of_samples(p, method)
+    assert float(more - less) / (2 * h) == pytest.approx(float((expected * along).sum()), rel=1e-6)
+    torch.testing.assert_close(without, alone.detach(), rtol=0, atol=1e-10)
+
+
+def test_a_past_of_samples_that_cannot_be_read():
+    options = {"rtol": 1e-6, "batch_first": True}
+    past = adjsim.solve_ivp(
+        lambda t, y: -y, (0, 1), torch.ones(2, 1, requires_grad=True), dense_output=True, **options
+    ).sol
+    for fun, events, message in (
+        (lambda t, y: past(t + 1.5), None, "not finite"),
+        (lambda t, y: -y, lambda t, y: past(t)[:, 0] - 0.5, "events and resets cannot read it"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            adjsim.solve_ivp(fun, (0, 1), torch.ones(2, 1), events=events, **options)
