@@ -28,7 +28,7 @@ from adjsim.potentials.evaluated import Evaluated
 from adjsim.potentials.pairs import dense, kernel_sums, listed, strained_sums
 from adjsim.potentials.pairs.formula import PairFormula
 from adjsim.potentials.pairs.kernels.kernel import FORCE
-from adjsim.potentials.pairs.operator import PairForm, PairOperator, form_of
+from adjsim.potentials.pairs.operator import KERNEL_CLASSES, PairForm, PairOperator, form_of
 from adjsim.potentials.products import ParameterVJP, Pullback, Tensors
 from adjsim.potentials.strained import Forced, StrainedPullback, energy_at
 
@@ -143,7 +143,9 @@ class PairPotential(PairFormula, Potential):
         pair = read(self)
         evaluator = evaluator_of(pair, position)
         if isinstance(evaluator.form, PairForm):
-            return "all pairs" if evaluator.form.spec.skin is None else "neighbour list"
+            spec = evaluator.form.spec
+            way = "all pairs" if spec.skin is None else "neighbour list"
+            return way + KERNEL_CLASSES[spec.device].by
         near = evaluator.by_torch(pair, position, "truncated_slope") is listed
         return f"{'neighbour list' if near else 'all pairs'}, by torch: {evaluator.form.reason}"
 
@@ -173,7 +175,7 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
         return Refusal("a transform of torch.func, torch.compile or torch.jit.trace is active")
     box, dtype, kind = pair.box, position.dtype, type(position)
     reasons = {
-        f"positions are on {position.device.type}": position.device.type != "cpu",
+        f"positions are on {position.device.type}": position.device.type not in KERNEL_CLASSES,
         f"positions are {dtype}": dtype not in TYPES or not dtype.is_floating_point,
         "there are no atoms": position.numel() == 0,
         "forward-mode differentiation is active": forward_ad._current_level >= 0,

@@ -1,9 +1,9 @@
-"""The operator that evaluates a pair potential on the CPU.
+"""The operator that evaluates a pair potential, by kernels made from its formulas.
 
-Its kernels are made from the formulas of the potential (:mod:`adjsim.potentials.pairs.kernels`),
-and evaluate all pairs of a small system and a neighbour list of a large one. Each atom sums its
-neighbours in the order of their numbers, so the result has the same bits with a list and without,
-whatever its skin.
+On the CPU they evaluate all pairs of a small system and a neighbour list of a large one
+(:mod:`~.kernels.kernel`). Each atom sums its neighbours in the order of their numbers, so the
+result has the same bits with a list and without, whatever its skin. On a GPU they evaluate all
+pairs (:mod:`~.kernels.gpu`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from adjsim.compiler import UnprintableError, print_on_vectors
+from adjsim.compiler import UnprintableError
 from adjsim.core.cache_key import UninspectableError, cache_key
 from adjsim.core.derived import own_tensors, replaced
 from adjsim.core.layout import is_tracing
@@ -26,6 +26,7 @@ from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.strain import Strain
 from adjsim.potentials.pairs.formula import Operand, PairFormula, kind_of, misshapen, skin_of
 from adjsim.potentials.pairs.kernels.formulas import OTHER, Slot, trace, trace_elementwise
+from adjsim.potentials.pairs.kernels.gpu import TritonKernel
 from adjsim.potentials.pairs.kernels.kernel import (
     ATOM,
     DIAGONAL,
@@ -38,11 +39,18 @@ from adjsim.potentials.pairs.kernels.kernel import (
     TABLE,
     TILTED,
     WHOLE,
+    CppKernel,
     Kernel,
     KernelSpec,
     PairInputs,
     evaluate,
 )
+
+# The kernels of the types of devices.
+KERNEL_CLASSES: dict[str, type[CppKernel] | type[TritonKernel]] = {
+    "cpu": CppKernel,
+    "cuda": TritonKernel,
+}
 
 
 @dataclass
@@ -85,18 +93,20 @@ def form_of(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
     reason = misshapen(pair.species, atoms, operands)
     if reason is not None:
         return reason
-    box = pair.image_box
+    box, device = pair.image_box, position.device.type
     spec = KernelSpec(
         mode=FORCE,
         dtype=position.dtype,
         dim=dim,
         image=NO_BOX if box is None else ORTHOGONAL if box.ndim == 1 else TILTED,
         cutoff=pair.cutoff,
-        skin=skin_of(pair, position),
+        skin=skin_of(pair, position) if KERNEL_CLASSES[device].has_lists else None,
         rounds=False,
         kinds=tuple(map(kind_of, operands.values())),
         gradients=(),
         excluded=pair.exclusions is not None,
+        has_species=pair.species is not None,
+        device=device,
     )
     # A formula may read the shapes of tensors, such as the number of atoms, but no exclusions.
     shapes = tuple(
@@ -161,8 +171,10 @@ class PairOperator:
     def printed(self) -> bool:
         """Whether all pairs are evaluated by loops of a compiled step, which are faster."""
         # The loops cannot sum gradients of a table over the pairs of two species.
-        small = self.form.spec.skin is None and TABLE not in self.form.spec.kinds
-        return small and is_tracing() and not self.pair.costly
+        spec = self.form.spec
+        small = spec.skin is None and TABLE not in spec.kinds
+        slower = KERNEL_CLASSES[spec.device].slower_than_loops
+        return small and slower and is_tracing() and not self.pair.costly
 
     @property
     def settings(self) -> tuple[Tensor | None, ...]:
@@ -243,6 +255,8 @@ class PairOperator:
         return known
 
     def _compiled(self, spec: KernelSpec) -> Kernel:
+        Made = KERNEL_CLASSES[spec.device]
+        Made.check(spec)
         slope, energy, curvature = map(
             self._formula, ("truncated_slope", "truncated_energy", "truncated_curvature")
         )
@@ -256,18 +270,18 @@ class PairOperator:
         if graph is None:
             graph = trace_elementwise([slope, energy, curvature], slots, spec.dtype)
             self.form.kernels.graph = graph
-        force = print_on_vectors(graph, spec.dtype, [0])
+        force = Made.printed(graph, spec, [0])
         wanted = [(self.form.names[k], 0) for k in spec.gradients]
         if not wanted:
             chosen = {FORCE: [0], PRODUCT: [0, 2], ENERGY: [1], SLOPES: []}[spec.mode]
-            return Kernel(spec, print_on_vectors(graph, spec.dtype, chosen), force)
+            return Made(spec, Made.printed(graph, spec, chosen), force)
         formulas, differentiated = {PRODUCT: ([slope, curvature], slope), SLOPES: ([], energy)}[
             spec.mode
         ]
         graph = trace(
             formulas, list(slots), spec.dtype, differentiated=differentiated, wanted=wanted
         )
-        return Kernel(spec, print_on_vectors(graph, spec.dtype), force)
+        return Made(spec, Made.printed(graph, spec), force)
 
     def _formula(self, method: str) -> Any:
         # Potentials of one class share kernels. So the values of tensors other than operands
