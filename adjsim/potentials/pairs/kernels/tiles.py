@@ -131,7 +131,7 @@ def source_of(spec: KernelSpec, formulas: list[str], values: list[str]) -> str:
             f"def pairs({', '.join([*tensors, *others])}, ROWS: tl.constexpr,"
             " COLUMNS: tl.constexpr):",
             "    blocks = tl.cdiv(atoms, ROWS)",
-            "    system = (tl.program_id(0) // blocks).to(tl.int64)",
+            "    system = tl.cast(tl.program_id(0) // blocks, tl.int64)",
             "    i = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)[:, None]",
             "    is_row = i < atoms",
             *(f"    {line}" for line in once),
