@@ -36,7 +36,7 @@ from adjsim.potentials.pairs import formula
 DT, ROUNDS, HORIZONS = 0.002, 3, (1, 4)
 # Atoms, steps, replicas.
 LIQUIDS = [(256, 400, None), (1000, 200, None), (4000, 40, None), (13, 400, 4096)]
-# Atoms whose pairs are summed in every way, and the most by torch, which needs memory for each pair.
+# Atoms whose pairs are summed in every way, and the most by torch, for its memory.
 PAIRS, MOST_BY_TORCH = (1000, 4000, 8000, 16000, 32000, 64000), 8000
 # Batch, width and steps of a neural differential equation.
 NETWORKS = [(256, 64, 100), (65536, 64, 100)]

@@ -1,7 +1,7 @@
 """Pair potentials, written as a function of the squared distance, and the way they are summed.
 
-They are summed by kernels on the CPU (``operator.py``), or by torch over a neighbour list
-(``listed.py``) or all pairs (``dense.py``). The choice is made once for each copy that a reading
+They are summed by kernels (``operator.py``), or by torch over a neighbour list (``listed.py``) or
+all pairs (``dense.py``). The choice is made once for each copy that a reading
 makes. A run computes with such a copy, so it asks once, at its first force.
 """
 
