@@ -16,7 +16,7 @@ import adjsim
 from adjsim.potentials import ForceShifted, LennardJonesMixture, Switched
 from adjsim.potentials.pairs import operator
 from adjsim.potentials.pairs.kernels import gpu
-from tests.contracts.test_pair_operator import gas
+from tests.contracts.test_pair_operator import cell, gas
 from tests.problems import parameter, slow_but
 
 # Sums of up to a few hundred contributions, in another order than torch's.
@@ -125,6 +125,9 @@ POTENTIALS = {
     "no cutoff": lambda: adjsim.LennardJones(parameter(1.1), parameter(0.9), box=BOX),
     "switched": lambda: adjsim.LennardJones(
         parameter(1.1), parameter(0.9), cutoff=2.5, box=BOX, truncation=Switched(2.0)
+    ),
+    "tilted": lambda: adjsim.LennardJones(
+        parameter(1.1), parameter(0.9), cutoff=2.5, box=cell("tilted")
     ),
     "Morse": lambda: adjsim.Morse(
         parameter(1.1), parameter(0.4), parameter(1.2), cutoff=2.5, truncation=ForceShifted()

@@ -21,7 +21,6 @@ from adjsim.potentials.pairs.kernels.kernel import (
     ATOM,
     SLOPES,
     TABLE,
-    TILTED,
     Kernel,
     KernelSpec,
     PairInputs,
@@ -53,7 +52,6 @@ class TritonKernel(Kernel):
             "Triton is not installed": not has_triton(),
             "it has exclusions": spec.excluded,
             "systems have boxes of their own": spec.strained is not None,
-            "the box is tilted": spec.image == TILTED,
             "the gradient of a table is asked for": any(
                 spec.kinds[k] == TABLE for k in spec.gradients
             ),

@@ -21,8 +21,10 @@ from adjsim.potentials.pairs.kernels.kernel import (
     ATOM,
     NO_BOX,
     NUMBER,
+    ORTHOGONAL,
     PRODUCT,
     TABLE,
+    TILTED,
     KernelSpec,
 )
 
@@ -84,10 +86,13 @@ def source_of(spec: KernelSpec, formulas: list[str], values: list[str]) -> str:
     differences("d", "position")
     if spec.image != NO_BOX:
         once.append(f"shift = {shift}")
+    if spec.image == ORTHOGONAL:
         for a in axes:
             once += [f"length{a} = tl.load(box + {a})", f"inverse{a} = 1 / length{a}"]
             turns = f"(d{a} * inverse{a} + shift) - shift"
             each.append(f"d{a} = d{a} - length{a} * ({turns})")
+    elif spec.image == TILTED:
+        _move_in_tilted_box(spec.dim, once, each)
     each.append(f"s = {' + '.join(f'd{a} * d{a}' for a in axes)}")
     _load_operands(spec, once, each)
     each += [*formulas, "is_pair = (i != j) & is_row & is_column"]
@@ -145,6 +150,26 @@ def source_of(spec: KernelSpec, formulas: list[str], values: list[str]) -> str:
             "",
         ]
     )
+
+
+def _move_in_tilted_box(dim: int, once: list[str], each: list[str]) -> None:
+    """Write the statements that move differences to nearest images, as those of ``rows.cpp``."""
+    axes = range(dim)
+    once += [f"row{a}{b} = tl.load(box + {a * dim + b})" for a in axes for b in axes]
+    normals = [["1"]] if dim == 1 else [["row11", "-row10"], ["-row01", "row00"]]
+    if dim == 3:
+        others = [((x + 1) % 3, (x + 2) % 3) for x in axes]
+        normals = [
+            [f"(row{p}{d} * row{q}{e} - row{p}{e} * row{q}{d})" for d, e in others]
+            for p, q in others
+        ]
+    once.append(f"size = {' + '.join(f'row0{b} * {normals[0][b]}' for b in axes)}")
+    once += [f"fraction{a}{b} = {normals[a][b]} / size" for a in axes for b in axes]
+    for a in axes:
+        total = " + ".join(f"d{b} * fraction{a}{b}" for b in axes)
+        each.append(f"turns{a} = ({total} + shift) - shift")
+    moved = (" + ".join(f"turns{a} * row{a}{b}" for a in axes) for b in axes)
+    each += [f"d{b} = d{b} - ({x})" for b, x in enumerate(moved)]
 
 
 def _load_operands(spec: KernelSpec, once: list[str], each: list[str]) -> None:
