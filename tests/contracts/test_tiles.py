@@ -87,7 +87,7 @@ def by_tiles(monkeypatch: pytest.MonkeyPatch) -> Any:
         abs=np.abs, arange=np.arange, where=np.where, zeros=np.zeros, full=np.full,
         float64=np.float64, float32=np.float32, int64=np.int64, constexpr=int,
         cast=lambda x, dtype: dtype(x), cdiv=lambda a, b: -(-a // b),
-        program_id=lambda axis: Program.number, sum=np.sum, load=load, store=store,
+        program_id=lambda axis: Program.number, sum=np.sum, max=np.max, load=load, store=store,
     )  # fmt: skip
     vars(triton).update(jit=lambda **options: Program, language=language)
     extra = ModuleType("extra")
@@ -115,6 +115,7 @@ def by_tiles(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 BOX = torch.tensor([5.2, 5.4, 6.0], dtype=torch.float64)
 SPECIES = torch.arange(24) % 3
+EXCLUSIONS = [(0, 1), (0, 2), (20, 0), (5, 9), (23, 22)]
 # Replicas, and the type of numbers.
 SIZES = ((3, torch.float64), (None, torch.float32))
 POTENTIALS = {
@@ -128,6 +129,9 @@ POTENTIALS = {
     ),
     "tilted": lambda: adjsim.LennardJones(
         parameter(1.1), parameter(0.9), cutoff=2.5, box=cell("tilted")
+    ),
+    "exclusions": lambda: adjsim.LennardJones(
+        parameter(1.1), parameter(0.9), cutoff=2.5, box=BOX, exclusions=EXCLUSIONS
     ),
     "Morse": lambda: adjsim.Morse(
         parameter(1.1), parameter(0.4), parameter(1.2), cutoff=2.5, truncation=ForceShifted()

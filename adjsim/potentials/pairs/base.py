@@ -27,6 +27,7 @@ from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import Evaluated
 from adjsim.potentials.pairs import dense, kernel_sums, listed, strained_sums
 from adjsim.potentials.pairs.formula import PairFormula, skin_of
+from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import FORCE
 from adjsim.potentials.pairs.operator import KERNEL_CLASSES, PairForm, PairOperator, form_of
 from adjsim.potentials.products import ParameterVJP, Pullback, Tensors
@@ -215,6 +216,9 @@ class PairEvaluator:
             # The kernel of the force is the same for all values of operands.
             found = PairOperator(pair, (), form).kernel(FORCE)
             form = found if isinstance(found, Refusal) else form
+            if pair.exclusions is not None and position.device.type != "cpu" and not is_tracing():
+                # Kernels of a GPU do not report an atom that there is not.
+                check_exclusions(pair.exclusions, position.shape[-2])
         self.form = form
         self._listed: dict[str, bool] = {}
 

@@ -50,7 +50,6 @@ class TritonKernel(Kernel):
     def check(spec: KernelSpec) -> None:
         reasons = {
             "Triton is not installed": not has_triton(),
-            "it has exclusions": spec.excluded,
             "systems have boxes of their own": spec.strained is not None,
             "the gradient of a table is asked for": any(
                 spec.kinds[k] == TABLE for k in spec.gradients
@@ -86,6 +85,7 @@ class TritonKernel(Kernel):
         known: dict[str, Any] = {
             **given._asdict(),
             **{f"operand{k}": x for k, x in enumerate(given.operands)},
+            **(_by_atom(given.exclusions, atoms) if spec.excluded else {}),
             **results,
             **rows,
             "atoms": atoms,
@@ -121,6 +121,15 @@ class TritonKernel(Kernel):
 def _power_of_two(n: int) -> int:
     """Return the smallest power of two that is not below n."""
     return 1 << (n - 1).bit_length()
+
+
+def _by_atom(exclusions: Any, atoms: int) -> dict[str, Tensor]:
+    """Sort exclusions by atoms: the atoms excluded from pairs with each, and where they start."""
+    pairs = torch.cat([exclusions, exclusions.flip(-1)])
+    first, second = pairs[pairs[:, 0].argsort()].unbind(-1)
+    own = torch.arange(atoms + 1, device=first.device)
+    starts = torch.searchsorted(first.contiguous(), own)
+    return {"excluded": second.contiguous(), "starts": starts}
 
 
 def _strides(name: str, x: Tensor) -> dict[str, int]:

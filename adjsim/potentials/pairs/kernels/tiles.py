@@ -39,6 +39,8 @@ def arguments_of(spec: KernelSpec) -> tuple[list[str], list[str]]:
         "box": spec.image != NO_BOX,
         "species": TABLE in spec.kinds and spec.has_species,
         "spacing": spec.rounds,
+        "excluded": spec.excluded,
+        "starts": spec.excluded,
     }
     tensors = [
         *fields,
@@ -99,6 +101,17 @@ def source_of(spec: KernelSpec, formulas: list[str], values: list[str]) -> str:
     if spec.cutoff is not None:
         once.append(f"cutoff = tl.full([1, 1], {spec.cutoff**2!r}, {real})")
         each.append("is_pair = is_pair & (s < cutoff)")
+    if spec.excluded:
+        # Atoms excluded from pairs with atom i are number starts[i] to starts[i + 1] of a list.
+        once += [
+            "begin = tl.load(starts + i, mask=is_row, other=0)",
+            "count = tl.load(starts + i + 1, mask=is_row, other=0) - begin",
+            "most = tl.max(count)",
+        ]
+        each += [
+            "for k in range(0, most):",
+            "    is_pair &= j != tl.load(excluded + begin + k, mask=k < count, other=-1)",
+        ]
     sums, factor = list(values), ""
     if "force" in spec.outputs:
         each.append(f"weight = -2 * tl.where(is_pair, {sums.pop(0)}, 0.0)")
