@@ -27,9 +27,9 @@ from adjsim.potentials.pairs.kernels.kernel import (
 )
 from adjsim.potentials.pairs.kernels.tiles import arguments_of, printed_formulas, source_of
 
-# The pairs of a tile and its most columns, and the pairs of which each warp of threads takes so
-# many.
-TILE, COLUMNS, EACH_WARP = 512, 128, 128
+# The pairs of a tile, its most columns, and the pairs of each warp of 32 threads. With two pairs a
+# thread the sums of a product take 156 of 255 registers, so that three programs share a processor.
+TILE, COLUMNS, EACH_WARP = 256, 128, 64
 
 
 @functools.cache
