@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim.potentials import ForceShifted, LennardJonesMixture, Switched
-from adjsim.potentials.pairs import operator
+from adjsim.potentials.pairs import dense, operator
 from adjsim.potentials.pairs.kernels import gpu
 from tests.contracts.test_pair_operator import cell, gas
 from tests.problems import parameter, slow_but
@@ -213,3 +213,17 @@ def test_a_species_without_a_row_has_no_force(by_tiles):
     pair = POTENTIALS["species"]()
     pair.species = torch.full((24,), 5)
     assert bool(pair.force(gas(torch.diag(BOX), 24, 4)).isnan().any())
+
+
+def test_exclusions_of_an_atom_that_there_is_not(by_tiles):
+    pair = adjsim.LennardJones(exclusions=[(0, 30)])
+    with pytest.raises(ValueError, match="position has 24 atoms"):
+        pair.force(gas(torch.diag(BOX), 24, 4))
+
+
+def test_a_table_that_requires_grad_is_left_to_torch(by_tiles):
+    pair = POTENTIALS["species"]()
+    pair.epsilon = nn.Parameter(pair.epsilon)
+    position = gas(torch.diag(BOX), 24, 4)
+    assert pair.path(position) == "all pairs, by torch: a table of its parameters requires grad"
+    assert torch.equal(pair.force(position), dense.force(pair, position))

@@ -143,12 +143,13 @@ class PairPotential(PairFormula, Potential):
         """Say how pairs are evaluated for such positions, and why not by the operator."""
         pair = read(self)
         evaluator = evaluator_of(pair, position)
-        if isinstance(evaluator.form, PairForm):
-            spec = evaluator.form.spec
+        operator = evaluator.operator(pair, position)
+        if isinstance(operator, PairOperator):
+            spec = operator.form.spec
             way = "all pairs" if spec.skin is None else "neighbour list"
             return way + KERNEL_CLASSES[spec.device].by
         near = evaluator.by_torch(pair, position, "truncated_slope") is listed
-        return f"{'neighbour list' if near else 'all pairs'}, by torch: {evaluator.form.reason}"
+        return f"{'neighbour list' if near else 'all pairs'}, by torch: {operator.reason}"
 
 
 def _strained(pair: PairPotential, position: Tensor, strain: Strain) -> PairOperator | None:
@@ -216,7 +217,7 @@ class PairEvaluator:
             # The kernel of the force is the same for all values of operands.
             found = PairOperator(pair, (), form).kernel(FORCE)
             form = found if isinstance(found, Refusal) else form
-            if pair.exclusions is not None and position.device.type != "cpu" and not is_tracing():
+            if pair.exclusions is not None and not is_tracing():
                 # Kernels of a GPU do not report an atom that there is not.
                 check_exclusions(pair.exclusions, position.shape[-2])
         self.form = form
@@ -224,9 +225,16 @@ class PairEvaluator:
 
     def way(self, pair: PairFormula, position: Tensor, *formulas: str) -> tuple[Any, Any]:
         """Return the module whose functions sum these formulas, and their first argument."""
-        if isinstance(self.form, PairForm):
-            return kernel_sums, PairOperator.of(pair, self.form, position)
+        operator = self.operator(pair, position)
+        if isinstance(operator, PairOperator):
+            return kernel_sums, operator
         return self.by_torch(pair, position, *formulas), pair
+
+    def operator(self, pair: PairFormula, position: Tensor) -> PairOperator | Refusal:
+        """Return the operator with the present operands, or the reason why there is none."""
+        if not isinstance(self.form, PairForm):
+            return self.form
+        return PairOperator.of(pair, self.form, position).usable
 
     def by_torch(self, pair: PairFormula, position: Tensor, *formulas: str) -> Any:
         """Return the module by whose torch operations these formulas are summed."""

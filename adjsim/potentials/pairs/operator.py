@@ -177,6 +177,15 @@ class PairOperator:
         return small and slower and is_tracing() and not self.pair.costly
 
     @property
+    def usable(self) -> PairOperator | Refusal:
+        """The operator, or why its kernels lack a gradient that may be asked for."""
+        spec = self.form.spec
+        tables = any(spec.kinds[k] == TABLE for k in self.wanted)
+        if tables and not KERNEL_CLASSES[spec.device].sums_tables:
+            return Refusal("a table of its parameters requires grad")
+        return self
+
+    @property
     def settings(self) -> tuple[Tensor | None, ...]:
         """The tensors other than operands."""
         return self.box, self.pair.species, self.pair.exclusions

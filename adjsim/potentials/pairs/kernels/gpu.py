@@ -41,7 +41,7 @@ def has_triton() -> bool:
 class TritonKernel(Kernel):
     """A kernel of a GPU, compiled when it is first called."""
 
-    by, slower_than_loops, has_lists = ", by Triton", False, False
+    by, slower_than_loops, has_lists, sums_tables = ", by Triton", False, False, False
 
     def __init__(self, spec: KernelSpec, functions: Any, slope: Any) -> None:
         super().__init__(spec, source_of(spec, *functions), slope)

@@ -222,6 +222,8 @@ class Kernel(ABC):
     slower_than_loops: ClassVar[bool]
     # Whether there are kernels that take pairs from a neighbour list.
     has_lists: ClassVar[bool]
+    # Whether they sum the gradients of tables.
+    sums_tables: ClassVar[bool]
 
     def __init__(self, spec: KernelSpec, source: str, slope: Any) -> None:
         self.spec, self.source, self._slope = spec, source, slope
@@ -282,7 +284,7 @@ class Kernel(ABC):
 class CppKernel(Kernel):
     """A kernel of the CPU, compiled from C++."""
 
-    by, slower_than_loops, has_lists = "", True, True
+    by, slower_than_loops, has_lists, sums_tables = "", True, True, True
 
     def __init__(self, spec: KernelSpec, functions: str, slope: str) -> None:
         source = spec.source(functions)
