@@ -6,15 +6,23 @@ import ctypes
 import functools
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
-from adjsim.compiler import PARALLEL_WORK, VECTOR_FUNCTIONS, compiled, scalar_functions
+from adjsim.compiler import (
+    PARALLEL_WORK,
+    VECTOR_FUNCTIONS,
+    compiled,
+    print_on_vectors,
+    scalar_functions,
+)
 from adjsim.core.layout import is_tracing
 from adjsim.potentials.pairs.kernels.call import CALL, CallStruct, ViewStruct, declarations, text
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
@@ -66,6 +74,7 @@ class KernelSpec:
     derivatives are computed. Without a ``skin`` all pairs are evaluated, and no neighbour list.
     ``strained``: systems have boxes of their own, and the virial is computed with the force, its
     :data:`DIAGONAL` or :data:`WHOLE`. ``lengths`` are those of functions, 0 for other operands.
+    ``device`` is the type of the device of the positions.
     """
 
     mode: str
@@ -80,15 +89,17 @@ class KernelSpec:
     excluded: bool
     strained: str | None = None
     lengths: tuple[int, ...] = ()
+    has_species: bool = False
+    device: str = "cpu"
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """What the kernel computes before derivatives by operands."""
         return (OUTPUTS | STRAINED if self.strained else OUTPUTS)[self.mode]
 
-    def shape_of(self, output: str, position: Any) -> tuple[int, ...]:
-        """Return the shape of an output, for a tensor of positions."""
-        *batch, atoms, dim = position.shape
+    def shape_of(self, output: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of an output, for that of positions."""
+        *batch, atoms, dim = shape
         if output == "energy":
             return tuple(batch)
         whole = self.strained == WHOLE and output in ("virial", "strain")
@@ -223,28 +234,44 @@ def _array(name: str, entries: Iterable[Any]) -> str:
     return f"constexpr {name}[] = {{{', '.join(map(str, entries))}}};"
 
 
-class Kernel:
-    """A compiled sum over pairs, from printed formulas.
+class Kernel(ABC):
+    """A sum over pairs, from printed formulas.
 
     ``slope``, the formula of the force alone, tells whether another kernel computes the same force.
     """
 
-    def __init__(
-        self, spec: KernelSpec, functions: str, slope: str, lookups: Sequence[int] = ()
-    ) -> None:
-        self.spec, self._slope = spec, slope
-        source = spec.source(functions, lookups)
-        self._library = compiled(source, threads=True)
-        #: The addresses of its function, and of those that provide and release lists, if any.
-        self.address, self.list_addresses = _address(self._library.pairs), (0, 0)
-        if spec.skin is not None:
-            found = lists(spec.dtype)
-            functions_of_lists = found.neighbours_acquire, found.neighbours_release
-            self.list_addresses = tuple(map(_address, functions_of_lists))
+    # The ending of the name of the way by which pairs are evaluated.
+    by: ClassVar[str]
+    # Whether loops of a compiled step evaluate all pairs faster.
+    slower_than_loops: ClassVar[bool]
+    # Whether there are kernels that take pairs from a neighbour list.
+    has_lists: ClassVar[bool]
+    # Whether they sum the gradients of tables and of functions in tables.
+    sums_tables: ClassVar[bool]
+
+    def __init__(self, spec: KernelSpec, source: str, slope: Any) -> None:
+        self.spec, self.source, self._slope = spec, source, slope
         written = f"{source}\n{spec.cutoff!r} {spec.skin!r}"
         #: Identifies the kernel, in this process and in others.
         self.name = hashlib.sha256(written.encode()).hexdigest()[:32]
         KERNELS[self.name] = self
+
+    @staticmethod
+    @abstractmethod
+    def check(spec: KernelSpec) -> None:
+        """Refuse a specification that there is no kernel of, before anything is printed."""
+
+    @staticmethod
+    @abstractmethod
+    def printed(graph: GraphModule, spec: KernelSpec, chosen: Sequence[int] | None = None) -> Any:
+        """Print the chosen formulas of a trace; None: all of them."""
+
+    @abstractmethod
+    def computed(self, shape: torch.Size, given: PairInputs) -> list[Tensor]:
+        """Compute the outputs and the gradients.
+
+        ``shape`` is that of positions, of which ``given`` has the systems along one axis.
+        """
 
     def shares_force(self, other: Kernel) -> bool:
         """Return whether it computes the same force, to the last bit, as another kernel."""
@@ -263,7 +290,6 @@ class Kernel:
             return None if x is None else plain(x, dtype).contiguous()
 
         flat = plain(inputs.position).reshape(-1, *shape[-2:])
-        # The call holds addresses, so this keeps the tensors.
         given = PairInputs(
             position=flat,
             vector=None if inputs.vector is None else plain(inputs.vector).reshape(flat.shape),
@@ -276,9 +302,44 @@ class Kernel:
             stretch=dense(inputs.stretch),
             virial_spacing=dense(inputs.virial_spacing),
         )
+        return self.computed(shape, given)
+
+
+class CppKernel(Kernel):
+    """A kernel of the CPU, compiled from C++."""
+
+    by, slower_than_loops, has_lists, sums_tables = "", True, True, True
+
+    def __init__(
+        self, spec: KernelSpec, functions: str, slope: str, lookups: Sequence[int] = ()
+    ) -> None:
+        source = spec.source(functions, lookups)
+        self._library = compiled(source, threads=True)
+        #: The addresses of its function, and of those that provide and release lists, if any.
+        self.address, self.list_addresses = _address(self._library.pairs), (0, 0)
+        if spec.skin is not None:
+            found = lists(spec.dtype)
+            functions_of_lists = found.neighbours_acquire, found.neighbours_release
+            self.list_addresses = tuple(map(_address, functions_of_lists))
+        super().__init__(spec, source, slope)
+
+    @staticmethod
+    def check(spec: KernelSpec) -> None:
+        pass
+
+    @staticmethod
+    def printed(graph: GraphModule, spec: KernelSpec, chosen: Sequence[int] | None = None) -> str:
+        # A number of each atom is two inputs of a formula.
+        inputs = [x for kind in spec.kinds for x in ([kind] * (2 if kind == ATOM else 1))]
+        tables = [k for k, kind in enumerate(inputs) if kind == FUNCTION]
+        return print_on_vectors(graph, spec.dtype, chosen, tables)
+
+    def computed(self, shape: torch.Size, given: PairInputs) -> list[Tensor]:
+        # The call holds addresses of the tensors given.
+        spec, flat = self.spec, given.position
         gradients = [torch.empty_like(given.operands[k]) for k in spec.gradients]
         results = [
-            torch.empty(spec.shape_of(name, inputs.position), dtype=spec.dtype, device="cpu")
+            torch.empty(spec.shape_of(name, shape), dtype=spec.dtype, device="cpu")
             for name in spec.outputs
         ]
 
@@ -327,7 +388,7 @@ def pairs(*given: Any) -> list[Tensor]:
 @pairs.register_fake
 def _(position: Tensor, vector: Any, weight: Any, operands: Sequence[Tensor], *rest: Any) -> Any:
     spec = KERNELS[rest[-1]].spec
-    results = [position.new_empty(spec.shape_of(name, position)) for name in spec.outputs]
+    results = [position.new_empty(spec.shape_of(name, position.shape)) for name in spec.outputs]
     return [*results, *(torch.empty_like(operands[k]) for k in spec.gradients)]
 
 
