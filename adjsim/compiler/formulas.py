@@ -41,7 +41,6 @@ _IN_TRITON: dict[str, Printer] = {
     "sigmoid": lambda x: f"1 / (1 + libdevice.exp(-{x}))",
     "abs": lambda x: f"tl.abs({x})",
     "where": lambda c, x, y: f"tl.where({c}, {x}, {y})",
-    "masked_fill": lambda x, c, y: f"tl.where({c}, {y}, {x})",
     "maximum": lambda x, y: f"tl.where(({x} > {y}) | ({x} != {x}), {x}, {y})",
     "minimum": lambda x, y: f"tl.where(({x} < {y}) | ({x} != {x}), {x}, {y})",
     "relu": lambda x: f"tl.where({x} < 0, 0 * {x}, {x})",

@@ -103,7 +103,7 @@ def is_product_or_root(exponent: float) -> bool:
     return whole or exponent in (0.5, -0.5)
 
 
-def power(x: str, exponent: float, dialect: Dialect) -> str:
+def power(x: str, exponent: float, dtype: torch.dtype, dialect: Dialect) -> str:
     """Print a power as a root, as a product (small integers) or as pow().
 
     Torch computes the powers 2 and 3 as products too.
@@ -114,7 +114,9 @@ def power(x: str, exponent: float, dialect: Dialect) -> str:
     if exponent == 0:
         return "1"
     if not is_product_or_root(exponent):
-        return f"{dialect.functions}pow({x}, {dialect.literal(exponent, torch.float64)})"
+        # C++ converts the exponent, and Triton has no power of numbers of two types.
+        kind = torch.float64 if dialect is CPP else dtype
+        return f"{dialect.functions}pow({x}, {dialect.literal(exponent, kind)})"
     product = _product(x, abs(int(exponent)))
     return product if exponent > 0 else f"1 / ({product})"
 
@@ -288,7 +290,7 @@ def pointwise(
         exponent = args[1]
         if integral and exponent not in (1, 2, 3):
             raise UnprintableError(name)
-        return printed(lambda x: power(x, exponent, dialect), args[0])
+        return printed(lambda x: power(x, exponent, dtype, dialect), args[0])
     if base in ("clamp", "clamp_min", "clamp_max"):
         low = args[1] if len(args) > 1 and base != "clamp_max" else kwargs.get("min")
         high = args[1] if base == "clamp_max" else args[2] if len(args) > 2 else kwargs.get("max")

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import adjsim
-from adjsim.potentials import ForceShifted, LennardJonesMixture, Switched
+from adjsim.core.rounding import Rounding
+from adjsim.potentials import (
+    ContinuousFunction,
+    CustomPairs,
+    DiscreteFunction,
+    ForceShifted,
+    LennardJonesMixture,
+    PairPotential,
+    Switched,
+)
 from adjsim.potentials.pairs import dense, operator
-from adjsim.potentials.pairs.kernels import gpu
+from adjsim.potentials.pairs.kernels import gpu, kernel as kernels
+from tests import tiles
 from tests.contracts.test_pair_operator import cell, gas
 from tests.problems import parameter, slow_but
 
@@ -23,94 +33,52 @@ from tests.problems import parameter, slow_but
 CLOSE = 1e-12
 
 
-class Pointer:
-    """A place in the memory of a tensor, or an array of places."""
-
-    def __init__(self, memory: Any, place: Any = 0) -> None:
-        self.memory, self.place = memory, place
-
-    def __add__(self, more: Any) -> Pointer:
-        return Pointer(self.memory, self.place + more)
-
-
-def load(at: Pointer, mask: Any = True, other: Any = 0) -> Any:
-    if mask is True:
-        return at.memory[at.place]
-    place, mask = np.broadcast_arrays(at.place, mask)
-    found = np.full(place.shape, other, at.memory.dtype)
-    found[mask] = at.memory[place[mask]]
-    return found
-
-
-def store(at: Pointer, value: Any, mask: Any) -> None:
-    place, value, mask = np.broadcast_arrays(at.place, value, mask)
-    at.memory[place[mask]] = value[mask]
-
-
-def memory_of(x: Tensor) -> Any:
-    """Return what follows the first number of a tensor in its memory."""
-    length = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-    return x.as_strided((length,), (1,)).numpy()
-
-
-class Program:
-    """A function of Triton, whose programs run one after another."""
-
-    number: int
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def run(*args: Any, num_warps: int, enable_fp_fusion: bool, **sizes: int) -> None:
-            given = [Pointer(memory_of(x)) if isinstance(x, Tensor) else x for x in args]
-            with np.errstate(all="ignore"):
-                for Program.number in range(*grid):
-                    self.function(*given, **sizes)
-
-        return run
-
-
-class Libdevice(ModuleType):
-    """The functions of numbers, by torch."""
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(torch, name)
-        return lambda *x: function(*map(torch.as_tensor, x)).numpy()
-
-
 @pytest.fixture
-def by_tiles(monkeypatch: pytest.MonkeyPatch) -> Any:
+def by_tiles() -> Iterator[Any]:
     """Let programs evaluate pairs on the CPU; return how to turn to torch's operations."""
-    language, triton = ModuleType("language"), ModuleType("triton")
-    vars(language).update(
-        abs=np.abs, arange=np.arange, where=np.where, zeros=np.zeros, full=np.full,
-        float64=np.float64, float32=np.float32, int64=np.int64, constexpr=int,
-        cast=lambda x, dtype: dtype(x), cdiv=lambda a, b: -(-a // b),
-        program_id=lambda axis: Program.number, sum=np.sum, max=np.max, load=load, store=store,
-    )  # fmt: skip
-    vars(triton).update(jit=lambda **options: Program, language=language)
-    extra = ModuleType("extra")
-    vars(extra)["libdevice"] = Libdevice("libdevice")
-    modules = {"triton": triton, "triton.language": language, "triton.language.extra": extra}
+    with tiles.by_tiles("cpu") as turn:
+        yield lambda: turn(False)
 
-    def program(kernel: gpu.TritonKernel) -> Any:
-        found: dict[str, Any] = {}
-        # Torch asks for Triton too, so it is there for the imports of the program alone.
-        with patch.dict(sys.modules, modules):
-            exec(compile(kernel.source, kernel.name, "exec"), found)
-        return found["pairs"]
 
-    monkeypatch.setattr(gpu.TritonKernel, "program", property(program))
-    monkeypatch.setitem(operator.KERNEL_CLASSES, "cpu", gpu.TritonKernel)
+class Operations(PairPotential):
+    """Every operation that is printed as a call, or otherwise than in C++."""
 
-    def turn(on: bool) -> None:
-        monkeypatch.setattr(gpu, "has_triton", lambda: on)
-        operator._kernels_of.cache_clear()
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.a, self.b = parameter(1.3), parameter(0.7)
 
-    turn(True)
-    yield lambda: turn(False)
-    operator._kernels_of.cache_clear()
+    def pair_energy(self, s):
+        a, b, r = self.a, self.b, s.sqrt()
+        near = ((r < a) & ~(s > 4 * b)) | (r == 1.0)
+        small = torch.exp(-s)
+        of_one = (
+            (small.sin() + small.cos() + small.tan() + small.tanh() + small.sinh() + small.cosh())
+            + (small.expm1() + small.log1p() + small.erf() + small.erfc() + small.atan())
+            + ((0.5 * small).asin() + (0.5 * small).acos() + small.asinh() + (1 + s).acosh())
+            + ((0.5 * small).atanh() + small.exp2() + s.log2() + s.log10() + s.log())
+        )
+        whole = r.floor() + r.ceil() + r.trunc() + (a * r).round() + torch.fmod(s, b)
+        of_two = torch.hypot(r, a * r) + torch.atan2(r, b * s)
+        chosen = torch.maximum(r, a * b * s) + torch.minimum(s, a * r)
+        chosen = chosen + torch.where(near, s, r).clamp(min=0.3)
+        rest = s.rsqrt() + s.reciprocal() + torch.sigmoid(s) + s**2.5 + s**-3 + torch.sign(r - a)
+        return a * of_one + whole + of_two + chosen + b * rest + torch.addcmul(s, r, r, value=0.1)
+
+
+def tabulated(**options: Any) -> CustomPairs:
+    """Pairs with functions in tables, of distances and of numbers of atoms."""
+    drawn = torch.Generator().manual_seed(3)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=drawn, dtype=torch.float64)
+
+    tables = {
+        "f": ContinuousFunction(values(11), 0.3, 1.9),
+        "h": DiscreteFunction(values(3)),
+    }
+    numbers = {"k": parameter(0.7), "q": nn.Parameter(values(24)), "t": SPECIES.double()}
+    text = "q1*q2*f(r) + k*h(t1)*h(t2)*r"
+    return CustomPairs(text, numbers, tables=tables, **options)
 
 
 BOX = torch.tensor([5.2, 5.4, 6.0], dtype=torch.float64)
@@ -143,12 +111,18 @@ POTENTIALS = {
     "species": lambda: LennardJonesMixture(
         SPECIES, torch.tensor([1.0, 1.2, 0.9]), torch.tensor([0.8, 0.9, 1.0]), cutoff=2.5, box=BOX
     ),
+    "tables": lambda: tabulated(cutoff=2.5, box=BOX),
+    "Mie": lambda: adjsim.Mie(parameter(1.1), parameter(0.95), 10.5, 5.0, cutoff=2.5, box=BOX),
+    "Wolf": lambda: adjsim.Wolf(
+        nn.Parameter(torch.linspace(-1.0, 1.0, 24, dtype=torch.float64)), 0.8, cutoff=2.5, box=BOX
+    ),
+    "operations": lambda: Operations(cutoff=2.5, box=BOX),
 }  # fmt: skip
 
 
 def computed(pair: Any, position: Tensor) -> list[Tensor]:
     """Return energy and force, with their products with cotangents."""
-    wanted = [position.requires_grad_(), *pair.parameters()]
+    wanted = [position.requires_grad_(), *(x for x in pair.parameters() if x.requires_grad)]
     cotangent = torch.linspace(-1.0, 2.0, position.numel(), dtype=position.dtype)
     energy, force = pair(position), pair.force(position)
     totals = energy.square().sum(), (cotangent.view_as(force) * force).sum()
@@ -227,3 +201,64 @@ def test_a_table_that_requires_grad_is_left_to_torch(by_tiles):
     position = gas(torch.diag(BOX), 24, 4)
     assert pair.path(position) == "all pairs, by torch: a table of its parameters requires grad"
     assert torch.equal(pair.force(position), dense.force(pair, position))
+
+
+def test_a_program_that_does_not_compile_is_left_to_torch(by_tiles, monkeypatch):
+    def fails(kernel):
+        raise RuntimeError("a traceback\nFailed to find C compiler.")
+
+    monkeypatch.setattr(gpu.TritonKernel, "program", property(fails))
+    pair, position = POTENTIALS["switched"](), gas(torch.diag(BOX), 24, 4)
+    reason = "Triton failed: RuntimeError: Failed to find C compiler."
+    assert pair.path(position) == f"all pairs, by torch: {reason}"
+    assert torch.equal(pair.force(position), dense.force(pair, position))
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[Any, ...]]]:
+    """Collect the arguments of the operator of pairs."""
+    found: list[tuple[Any, ...]] = []
+
+    def called(kernel: kernels.Kernel, inputs: kernels.PairInputs) -> list[Tensor]:
+        found.append((*inputs, kernel.name))
+        return kernel(inputs)
+
+    with patch.object(operator, "evaluate", called):
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("name", "by"),
+    slow_but(
+        lambda *row: row == ("charges", "tiles"),
+        product(["charges", "exclusions", "species"], ["tiles", "C++"]),
+    ),
+)
+def test_the_operator_is_what_torch_expects(name, by, request):
+    """Its outputs have the shapes, types, strides and memory that a trace is told."""
+    if by == "tiles":
+        request.getfixturevalue("by_tiles")
+    pair = POTENTIALS[name]()
+    with recorded() as calls:
+        computed(pair, gas(torch.diag(BOX), 24, 1, replicas=2).mT.contiguous().mT)
+    assert len({call[-1] for call in calls}) == 3 + (name != "species")
+    for call in {call[-1]: call for call in calls}.values():
+        given = [[y.detach() for y in x] if isinstance(x, list | tuple) else x for x in call]
+        given = [x.detach() if isinstance(x, Tensor) else x for x in given]
+        torch.library.opcheck(torch.ops.adjsim.pairs, tuple(given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", POTENTIALS)
+def test_programs_compile_for_a_card(by_tiles, name, dtype):
+    """Triton and the assembler of NVIDIA take them, for a card that need not be there."""
+    pytest.importorskip("triton")
+    pair, position = POTENTIALS[name]().to(dtype), gas(torch.diag(BOX), 24, 1).to(dtype)
+    with recorded() as calls:
+        computed(pair, position)
+        pair.force(position.detach(), Rounding(torch.tensor(2.0**-30, dtype=dtype)))
+    made = {call[-1]: kernels.KERNELS[call[-1]] for call in calls}
+    for kernel in made.values():
+        assert isinstance(kernel, gpu.TritonKernel)
+        assert tiles.machine_code(kernel).startswith(b"\x7fELF")

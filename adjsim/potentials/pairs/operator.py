@@ -116,6 +116,7 @@ def form_of(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
         lengths=tuple(x.numel() if kind_of(x) == FUNCTION else 0 for x in operands.values()),
         has_species=pair.species is not None,
         device=device,
+        tile=KERNEL_CLASSES[device].tile_of(atoms),
     )
     # A formula may read the shapes of tensors, such as the number of atoms, but no exclusions.
     shapes = tuple(

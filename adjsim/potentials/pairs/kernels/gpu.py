@@ -17,11 +17,16 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from adjsim.compiler import UnprintableError
+from adjsim.core.layout import outside_tracing
 from adjsim.potentials.pairs.kernels.kernel import (
     ATOM,
     FUNCTION,
+    NO_BOX,
+    NUMBER,
+    PRODUCT,
     SLOPES,
     TABLE,
+    TILTED,
     Kernel,
     KernelSpec,
     PairInputs,
@@ -40,7 +45,7 @@ def has_triton() -> bool:
 
 
 class TritonKernel(Kernel):
-    """A kernel of a GPU, compiled when it is first called."""
+    """A kernel of a GPU, compiled by Triton when it is made."""
 
     by, slower_than_loops, has_lists, sums_tables = ", by Triton", False, False, False
 
@@ -49,6 +54,44 @@ class TritonKernel(Kernel):
     ) -> None:
         assert not lookups, "check() refuses gradients of functions"
         super().__init__(spec, source_of(spec, *functions), slope)
+        try:
+            with outside_tracing(), torch.no_grad():
+                self(self._trial())
+        # Triton raises errors of many classes: for a language that changes, an old card, or where
+        # the C compiler of its launcher is missing. Each is the reason why torch sums the pairs.
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            raise UnprintableError(
+                f"Triton failed: {type(error).__name__}: {lines[-1][:200]}"
+            ) from error
+
+    def _trial(self) -> PairInputs:
+        """Return the inputs of two atoms, by which the program is compiled, loaded and run."""
+        spec = self.spec
+        real: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
+        whole: dict[str, Any] = {"dtype": torch.int64, "device": spec.device}
+        shapes = {NUMBER: (), TABLE: (2, 2), ATOM: (2,)}
+        position = torch.zeros(1, 2, spec.dim, **real)
+        position[:, 1] = 1.0
+        rows = torch.eye(spec.dim, **real)
+        return PairInputs(
+            position=position,
+            vector=position if spec.mode == PRODUCT else None,
+            weight=torch.ones(1, **real),
+            operands=[
+                torch.ones(shapes.get(kind, (1, 1, length)), **real)
+                for kind, length in zip(spec.kinds, spec.lengths, strict=True)
+            ],
+            box=None if spec.image == NO_BOX else rows if spec.image == TILTED else rows.sum(0),
+            species=torch.zeros(2, **whole) if spec.has_species else None,
+            exclusions=torch.arange(2, **whole)[None] if spec.excluded else None,
+            spacing=torch.ones((), **real) if spec.rounds else None,
+        )
+
+    @staticmethod
+    def tile_of(atoms: int) -> tuple[int, int]:
+        columns = min(COLUMNS, _power_of_two(atoms))
+        return min(TILE // columns, _power_of_two(atoms)), columns
 
     @staticmethod
     def check(spec: KernelSpec) -> None:
@@ -77,6 +120,18 @@ class TritonKernel(Kernel):
         exec(compile(self.source, name, "exec"), found)
         return found["pairs"]
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """How it is compiled, beside the types of its arguments."""
+        assert self.spec.tile is not None
+        rows, columns = self.spec.tile
+        return {
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "num_warps": max(1, rows * columns // EACH_WARP),
+            "enable_fp_fusion": not self.spec.rounds,
+        }
+
     def computed(self, shape: torch.Size, given: PairInputs) -> list[Tensor]:
         spec, flat = self.spec, given.position
         systems, atoms, _ = flat.shape
@@ -99,15 +154,10 @@ class TritonKernel(Kernel):
             **({} if given.vector is None else _strides("vector", given.vector)),
         }
         tensors, numbers = arguments_of(spec)
-        columns = min(COLUMNS, _power_of_two(atoms))
-        side = min(TILE // columns, _power_of_two(atoms))
+        blocks = -(-atoms // self.options["ROWS"])
         with torch.cuda.device_of(flat):
-            self.program[(systems * -(-atoms // side),)](
-                *(known[name] for name in (*tensors, *numbers)),
-                ROWS=side,
-                COLUMNS=columns,
-                num_warps=max(1, side * columns // EACH_WARP),
-                enable_fp_fusion=not spec.rounds,
+            self.program[(systems * blocks,)](
+                *(known[name] for name in (*tensors, *numbers)), **self.options
             )
         found = [
             0.5 * x.sum(-1).reshape(shape[:-2]) if name == "to_energy" else x.reshape(shape)

@@ -74,7 +74,8 @@ class KernelSpec:
     derivatives are computed. Without a ``skin`` all pairs are evaluated, and no neighbour list.
     ``strained``: systems have boxes of their own, and the virial is computed with the force, its
     :data:`DIAGONAL` or :data:`WHOLE`. ``lengths`` are those of functions, 0 for other operands.
-    ``device`` is the type of the device of the positions.
+    ``device`` is the type of the device of the positions, and ``tile`` the rows and columns of the
+    pairs that a program of a GPU sums at once.
     """
 
     mode: str
@@ -91,6 +92,7 @@ class KernelSpec:
     lengths: tuple[int, ...] = ()
     has_species: bool = False
     device: str = "cpu"
+    tile: tuple[int, int] | None = None
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -258,6 +260,11 @@ class Kernel(ABC):
 
     @staticmethod
     @abstractmethod
+    def tile_of(atoms: int) -> tuple[int, int] | None:
+        """Return the tile of a specification for this number of atoms."""
+
+    @staticmethod
+    @abstractmethod
     def check(spec: KernelSpec) -> None:
         """Refuse a specification that there is no kernel of, before anything is printed."""
 
@@ -322,6 +329,10 @@ class CppKernel(Kernel):
             functions_of_lists = found.neighbours_acquire, found.neighbours_release
             self.list_addresses = tuple(map(_address, functions_of_lists))
         super().__init__(spec, source, slope)
+
+    @staticmethod
+    def tile_of(atoms: int) -> None:
+        return None
 
     @staticmethod
     def check(spec: KernelSpec) -> None:
@@ -389,7 +400,8 @@ def pairs(*given: Any) -> list[Tensor]:
 def _(position: Tensor, vector: Any, weight: Any, operands: Sequence[Tensor], *rest: Any) -> Any:
     spec = KERNELS[rest[-1]].spec
     results = [position.new_empty(spec.shape_of(name, position.shape)) for name in spec.outputs]
-    return [*results, *(torch.empty_like(operands[k]) for k in spec.gradients)]
+    # Gradients are contiguous, whatever the strides of operands.
+    return [*results, *(operands[k].new_empty(operands[k].shape) for k in spec.gradients)]
 
 
 def evaluate(kernel: Kernel, inputs: PairInputs) -> list[Tensor]:
