@@ -13,9 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adjsim.adjoints.loops.runner import cache
 from adjsim.potentials.pairs import operator
 from adjsim.potentials.pairs.kernels import gpu
 from adjsim.potentials.pairs.kernels.tiles import arguments_of
+
+# The program that Triton compiles, which by_tiles() replaces.
+PROGRAM: Any = vars(gpu.TritonKernel)["program"]
 
 
 class Pointer:
@@ -53,12 +57,15 @@ class Program:
     """A function of Triton, whose programs run one after another."""
 
     number: int
+    # How often programs have been launched.
+    launches = 0
 
     def __init__(self, function: Any) -> None:
         self.function = function
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def run(*args: Any, num_warps: int, enable_fp_fusion: bool, **sizes: int) -> None:
+            Program.launches += 1
             given = [Pointer(memory_of(x)) if isinstance(x, Tensor) else x for x in args]
             with np.errstate(all="ignore"):
                 for Program.number in range(*grid):
@@ -71,7 +78,7 @@ class Libdevice(ModuleType):
     """The functions of numbers, by torch."""
 
     def __getattr__(self, name: str) -> Any:
-        function = getattr(torch, name)
+        function = getattr(torch, {"nearbyint": "round"}.get(name, name))
         return lambda *x: function(*map(torch.as_tensor, x)).numpy()
 
 
@@ -88,6 +95,12 @@ def modules() -> dict[str, ModuleType]:
     extra = ModuleType("extra")
     vars(extra)["libdevice"] = Libdevice("libdevice")
     return {"triton": triton, "triton.language": language, "triton.language.extra": extra}
+
+
+def forget() -> None:
+    """Let kernels and loops be made anew, which are kept for all potentials of a class."""
+    operator._kernels_of.cache_clear()
+    cache.drop(lambda key: True)
 
 
 @contextmanager
@@ -110,13 +123,13 @@ def by_tiles(*devices: str) -> Generator[Callable[[bool], None], None, None]:
 
         def turn(on: bool) -> None:
             has_triton.return_value = on
-            operator._kernels_of.cache_clear()
+            forget()
 
         try:
             turn(True)
             yield turn
         finally:
-            operator._kernels_of.cache_clear()
+            forget()
 
 
 def machine_code(kernel: gpu.TritonKernel, capability: int = 90) -> bytes:
@@ -134,5 +147,5 @@ def machine_code(kernel: gpu.TritonKernel, capability: int = 90) -> bytes:
         **dict.fromkeys(tensors, real), **indices, **dict.fromkeys(numbers, "i32"),
         **dict.fromkeys(sizes, "constexpr"),
     }  # fmt: skip
-    source = ASTSource(kernel.program, signature, sizes)
+    source = ASTSource(PROGRAM.func(kernel), signature, sizes)
     return compiled(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]

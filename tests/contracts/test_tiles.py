@@ -41,28 +41,25 @@ def by_tiles() -> Iterator[Any]:
 
 
 class Operations(PairPotential):
-    """Every operation that is printed as a call, or otherwise than in C++."""
+    """Operations that are printed as calls, or otherwise than in C++."""
 
     def __init__(self, **options):
         super().__init__(**options)
         self.a, self.b = parameter(1.3), parameter(0.7)
 
     def pair_energy(self, s):
-        a, b, r = self.a, self.b, s.sqrt()
+        a, b, r, small = self.a, self.b, s.sqrt(), 0.5 * torch.exp(-s)
         near = ((r < a) & ~(s > 4 * b)) | (r == 1.0)
-        small = torch.exp(-s)
         of_one = (
-            (small.sin() + small.cos() + small.tan() + small.tanh() + small.sinh() + small.cosh())
+            (small.sin() + small.cos() + small.tan() + small.sinh() + small.cosh() + small.acos())
             + (small.expm1() + small.log1p() + small.erf() + small.erfc() + small.atan())
-            + ((0.5 * small).asin() + (0.5 * small).acos() + small.asinh() + (1 + s).acosh())
-            + ((0.5 * small).atanh() + small.exp2() + s.log2() + s.log10() + s.log())
+            + (small.asin() + small.asinh() + (1 + s).acosh() + small.exp2())
+            + (s.log2() + s.log10() + s.log() + torch.hypot(r, a * r))
         )
         whole = r.floor() + r.ceil() + r.trunc() + (a * r).round() + torch.fmod(s, b)
-        of_two = torch.hypot(r, a * r) + torch.atan2(r, b * s)
-        chosen = torch.maximum(r, a * b * s) + torch.minimum(s, a * r)
-        chosen = chosen + torch.where(near, s, r).clamp(min=0.3)
+        chosen = torch.where(near, s, r).clamp(min=0.3) + (b * s).clamp(max=2.0)
         rest = s.rsqrt() + s.reciprocal() + torch.sigmoid(s) + s**2.5 + s**-3 + torch.sign(r - a)
-        return a * of_one + whole + of_two + chosen + b * rest + torch.addcmul(s, r, r, value=0.1)
+        return a * of_one + whole * s + chosen + b * rest + torch.addcmul(s, r, r, value=0.1)
 
 
 def tabulated(**options: Any) -> CustomPairs:
@@ -123,7 +120,7 @@ POTENTIALS = {
 def computed(pair: Any, position: Tensor) -> list[Tensor]:
     """Return energy and force, with their products with cotangents."""
     wanted = [position.requires_grad_(), *(x for x in pair.parameters() if x.requires_grad)]
-    cotangent = torch.linspace(-1.0, 2.0, position.numel(), dtype=position.dtype)
+    cotangent = torch.linspace(-1.0, 2.0, position.numel()).to(position)
     energy, force = pair(position), pair.force(position)
     totals = energy.square().sum(), (cotangent.view_as(force) * force).sum()
     return [energy, force, *(g for x in totals for g in torch.autograd.grad(x, wanted))]
