@@ -8,6 +8,7 @@ Prints a line of JSON for each row. Run: python -m tests.devices.costs [row ...]
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -16,7 +17,9 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -35,7 +38,7 @@ from tests.devices.systems import SYSTEMS, TILED, System
 
 # Lists are for tensors of torch's own class, and on a GPU for larger systems than these.
 vars(listed)["Tensor"] = Pretended
-TILES = ", by tiles"
+TILES, BENCHMARK = ", by tiles", "benchmark"
 formula.LISTED_ON_GPU = 0
 STEPS = 4
 PARTS = ("waits", "copies", "kernels")
@@ -190,8 +193,30 @@ def loop_cost(make: Callable[[], System]) -> dict[str, Any]:
     return found
 
 
+def dry_run() -> dict[str, Any]:
+    """Run the part of the benchmark of a GPU that compares the ways to sum pairs."""
+    place = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", place)
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark: Any = importlib.util.module_from_spec(spec)
+    # The other parts need the libraries beside which they are measured.
+    peers = ModuleType("suite")
+    vars(peers).update(lattice=None, lennard_jones=None, ours=None)
+    with patch.dict(sys.modules, {"suite": peers}):
+        spec.loader.exec_module(benchmark)
+    benchmark.ROUNDS = 1
+    (row,) = benchmark.pairs(str(DEVICE), True)
+    return row
+
+
 def measured(name: str) -> dict[str, Any]:
     """Return what a row costs, in the way that its name says."""
+    if name == BENCHMARK:
+        by_tiles = tiles.by_tiles(DEVICE.type)
+        tensors = patch.object(base, "Tensor", Pretended)
+        with by_tiles, tensors, redirect_stdout(sys.stderr), pretended():
+            return dry_run()
     if not name.endswith(TILES):
         return cost(SYSTEMS[name])
     name = name.removesuffix(TILES)

@@ -75,6 +75,14 @@ def test_programs_keep_to_their_device(name):
         assert not row["noted"]
 
 
+@pytest.mark.slow
+def test_the_benchmark_compares_the_ways_to_sum_pairs():
+    row = costs("benchmark")["benchmark"]
+    assert not row["failed"]
+    assert row["agrees"]
+    assert set(row["microseconds a step"]) == {"tiles", "list", "torch"}
+
+
 def keeps_to_its_device(name, rows):
     """Assert that eager steps mix no devices, and wait and copy as often as a row may."""
     assert rows
