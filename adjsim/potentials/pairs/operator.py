@@ -32,6 +32,7 @@ from adjsim.potentials.pairs.formula import (
     read_at,
     skin_of,
 )
+from adjsim.potentials.pairs.kernels.cpu import CppKernel
 from adjsim.potentials.pairs.kernels.formulas import OTHER, Slot, trace, trace_elementwise
 from adjsim.potentials.pairs.kernels.gpu import TritonKernel
 from adjsim.potentials.pairs.kernels.kernel import (
@@ -47,7 +48,6 @@ from adjsim.potentials.pairs.kernels.kernel import (
     TABLE,
     TILTED,
     WHOLE,
-    CppKernel,
     Kernel,
     KernelSpec,
     PairInputs,

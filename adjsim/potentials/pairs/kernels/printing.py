@@ -27,12 +27,12 @@ from adjsim.compiler import (
     pointer_to,
 )
 from adjsim.potentials.pairs.kernels.call import CALL, declarations
+from adjsim.potentials.pairs.kernels.cpu import CppKernel
 from adjsim.potentials.pairs.kernels.exclusions import matrix
 from adjsim.potentials.pairs.kernels.kernel import (
     FORCE,
     KERNELS,
     PRODUCT,
-    CppKernel,
     PairInputs,
     pairs,
 )
