@@ -1,5 +1,5 @@
 """What a GPU makes of this library: gradients beside jitted JAX, torchdiffeq and torchsde, their
-memory by horizon, from how many atoms on a list is faster than all pairs, and the cost of noise.
+memory by horizon, the ways to sum pairs by the number of atoms, and the cost of noise.
 
 Float64 unless said, warm, minima of alternating runs of the whole gradient. JAX is timed on the
 device that it finds, which is printed. Each part prints its table and adds it to ``gpu.json`` with
@@ -36,7 +36,8 @@ from adjsim.potentials.pairs import formula
 DT, ROUNDS, HORIZONS = 0.002, 3, (1, 4)
 # Atoms, steps, replicas.
 LIQUIDS = [(256, 400, None), (1000, 200, None), (4000, 40, None), (13, 400, 4096)]
-LISTS = (500, 1000, 2000, 4000, 8000)
+# Atoms whose pairs are summed in every way, and the most by torch, for its memory.
+PAIRS, MOST_BY_TORCH = (1000, 4000, 8000, 16000, 32000, 64000), 8000
 # Batch, width and steps of a neural differential equation.
 NETWORKS = [(256, 64, 100), (65536, 64, 100)]
 Row = dict[str, Any]
@@ -136,18 +137,25 @@ def liquid(atoms: int, device: str) -> tuple[Any, Any]:
     return dynamics, dynamics.init(position.to(device), momentum.to(device))
 
 
-def lists(device: str, small: bool) -> list[Row]:
-    """All pairs beside a list, not compiled: forward and gradient."""
-    rows, usual, steps = [], (box.LISTED, formula.LISTED_ON_GPU), 10 if small else 40
-    for atoms in (216,) if small else LISTS:
+def pairs(device: str, small: bool) -> list[Row]:
+    """The ways to sum pairs, not compiled: forward and gradient."""
+    rows, steps = [], 10 if small else 20
+    usual = box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES
+    never = float("inf")
+    # From which sizes a list is made: by atoms, by pairs, and by pairs where there are tiles.
+    ways = {"tiles": (0.0, never, never), "list": (0.0, 0.0, 0.0), "torch": (0.0, never, 0.0)}
+    for atoms in (216,) if small else PAIRS:
 
-        def run(listed: float, atoms: int = atoms) -> Callable[[], Tensor]:
-            # The number of atoms from which a list is made is kept with the potential.
-            box.LISTED, formula.LISTED_ON_GPU = listed, 0
+        def run(way: str, atoms: int = atoms) -> Callable[[], Tensor]:
+            def chosen() -> None:
+                box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES = ways[way]
+
+            chosen()
             dynamics, state = liquid(atoms, device)
             print(f"  {atoms} atoms: {dynamics.potential.path(state.position)}")
 
             def gradient() -> Tensor:
+                chosen()
                 final = adjsim.simulate(
                     dynamics, state, [0.0, steps * DT], solver=adjsim.VelocityVerlet(DT),
                     adjoint=adjsim.ReversibleAdjoint(),
@@ -157,9 +165,9 @@ def lists(device: str, small: bool) -> list[Row]:
 
             return gradient
 
-        sides = {"all pairs": run(float("inf")), "list": run(0.0)}
+        sides = {way: run(way) for way in ways if way != "torch" or atoms <= MOST_BY_TORCH}
         rows.append(compared(f"{atoms} atoms, cutoff 2.5", sides, steps, device, 1e-6))
-    box.LISTED, formula.LISTED_ON_GPU = usual
+    box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES = usual
     cache.drop(lambda key: True)
     return rows
 
@@ -279,7 +287,7 @@ def networks(device: str, small: bool) -> list[Row]:
     return rows
 
 
-PARTS = {"liquids": liquids, "networks": networks, "noise": noise, "lists": lists}
+PARTS = {"liquids": liquids, "networks": networks, "noise": noise, "pairs": pairs}
 
 
 def main() -> None:

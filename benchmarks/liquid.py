@@ -42,7 +42,7 @@ from rounds import Side, measure
 from torch import Tensor, nn
 
 import adjsim
-from adjsim.potentials.pairs.kernels.kernel import lists
+from adjsim.potentials.pairs.kernels.cpu import lists
 
 jax.config.update("jax_enable_x64", True)
 DENSITY, KT, CUTOFF, DT, SKIN, ROUNDS = 0.8, 1.0, 2.5, 0.005, 0.3, 5

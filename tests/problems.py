@@ -16,7 +16,7 @@ from adjsim.compiler.inductor import compile_with_torch
 from adjsim.compiler.to_cpp import Compiled, Parts
 from adjsim.core.state import State
 from adjsim.dynamics import Dynamics
-from adjsim.potentials.pairs.kernels.kernel import lists
+from adjsim.potentials.pairs.kernels.cpu import lists
 from adjsim.solvers.base import SteppingSolver
 
 # For tests of chaotic runs, whose sweeps warn that their gradients grow.

@@ -6,12 +6,13 @@ printed calls and kernels of other packages share with them, and the folder of c
 
 from adjsim.compiler.cache import CACHE_LIMIT, cache_entries, cache_folder, trim_cache
 from adjsim.compiler.calls import Address, Call, Operators, address_of, in_order, pointer_to
+from adjsim.compiler.formulas import TRITON, print_formulas, print_on_vectors, triton_type
 from adjsim.compiler.invariants import undetached
 from adjsim.compiler.library import CompilerError, compiled
 from adjsim.compiler.loops import LoopSpec, clone, compile_loop, leaves, mapped
 from adjsim.compiler.mathematics import VECTOR_FUNCTIONS, scalar_functions
 from adjsim.compiler.nests import PARALLEL_WORK
-from adjsim.compiler.operations import lookup, print_on_vectors
+from adjsim.compiler.operations import lookup
 from adjsim.compiler.products import multiplications
 from adjsim.compiler.refusals import CompileError, Constant, NoCapture
 from adjsim.compiler.systems import (
@@ -24,10 +25,11 @@ from adjsim.compiler.tracing import graph_of
 from adjsim.compiler.values import TYPES, UnprintableError, Value, dense_copy
 
 __all__ = [
-    "CACHE_LIMIT", "LARGEST_SYSTEM", "PARALLEL_WORK", "TYPES", "VECTOR_FUNCTIONS", "Address",
-    "Call", "CompileError", "CompilerError", "Constant", "LoopSpec", "NoCapture", "Operators",
-    "UnprintableError", "Value", "address_of", "cache_entries", "cache_folder", "clone",
-    "compile_loop", "compiled", "dense_copy", "graph_of", "has_negative_eigenvalue",
+    "CACHE_LIMIT", "LARGEST_SYSTEM", "PARALLEL_WORK", "TRITON", "TYPES", "VECTOR_FUNCTIONS",
+    "Address", "Call", "CompileError", "CompilerError", "Constant", "LoopSpec", "NoCapture",
+    "Operators", "UnprintableError", "Value", "address_of", "cache_entries", "cache_folder",
+    "clone", "compile_loop", "compiled", "dense_copy", "graph_of", "has_negative_eigenvalue",
     "has_negative_eigenvalue_if", "in_order", "leaves", "lookup", "mapped", "multiplications",
-    "pointer_to", "print_on_vectors", "scalar_functions", "solve", "trim_cache", "undetached",
+    "pointer_to", "print_formulas", "print_on_vectors", "scalar_functions", "solve", "trim_cache",
+    "triton_type", "undetached",
 ]  # fmt: skip

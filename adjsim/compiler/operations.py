@@ -2,8 +2,9 @@
 
 The tables have a line for each operation. Operations with options (``rounding_mode``, a bound that
 may be absent) are in :func:`pointwise`, and those that a trace replaces by others in
-:mod:`adjsim.compiler.decompositions`. Loops and formulas of vectors (:func:`print_on_vectors`) read
-the same tables, since C++ chooses the functions by the types of their arguments.
+:mod:`adjsim.compiler.decompositions`. Loops and formulas of vectors (:mod:`~.formulas`) read the
+same tables, since C++ chooses the functions by the types of their arguments. Another language
+(:class:`Dialect`) has a table of the operations that it writes otherwise.
 
 Arithmetic follows IEEE 754 in the order of the traced operations, so results agree bit for bit.
 The exceptions are the order of sums, the last bits of functions such as exp and of higher powers,
@@ -13,14 +14,13 @@ and ``addcmul`` and similar operations, which torch's own kernels fuse.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
 
 from adjsim.compiler.mathematics import FUNCTIONS, FUNCTIONS_OF_TWO
 from adjsim.compiler.values import TYPES, UnprintableError, Value
@@ -51,9 +51,50 @@ def literal(x: Any, dtype: torch.dtype) -> str:
     return f"({text})" if math.copysign(1, x) < 0 or dtype == torch.float32 else text
 
 
-def scaled(number: Any, dtype: torch.dtype, x: str) -> str:
+@dataclass(frozen=True)
+class Dialect:
+    """A language of elementwise expressions.
+
+    Attributes:
+        functions: the names of functions such as exp begin so.
+        literal: prints a Python number of a type.
+        splat: prints such a number of every pair.
+        statement: prints the definition of a variable, and whether it is a condition.
+        lookup: prints the values of a table at places, of the number of values.
+        printers: the printers of operations, where they are not those of the tables.
+    """
+
+    functions: str
+    literal: Callable[[Any, torch.dtype], str]
+    splat: Callable[[Any, torch.dtype], str]
+    statement: Callable[[str, str, bool], str]
+    lookup: Callable[[str, str, int], str]
+    printers: Mapping[str, Printer]
+
+    def printer(self, base: str) -> Printer | None:
+        """Return the printer of an operation without options; None: it is not printed."""
+        tables = self.printers, LOGICAL, BITWISE, SHIFTS, TRANSCENDENTAL, EXACT
+        return next((table[base] for table in tables if base in table), None)
+
+
+def _splat(x: Any, dtype: torch.dtype) -> str:
+    x = float(x)
+    return f"splat({x!r})" if math.isfinite(x) else f"splat({literal(x, torch.float64)})"
+
+
+CPP = Dialect(
+    "math::",
+    literal,
+    _splat,
+    lambda name, text, condition: f"  const {'Mask' if condition else 'V'} {name} = {text};",
+    lambda values, place, _: f"math::lookup({values}, {place})",
+    {},
+)
+
+
+def scaled(number: Any, dtype: torch.dtype, dialect: Dialect, x: str) -> str:
     """Print a multiple of an expression."""
-    return x if number == 1 else f"{literal(number, dtype)} * {x}"
+    return x if number == 1 else f"{dialect.literal(number, dtype)} * {x}"
 
 
 def is_product_or_root(exponent: float) -> bool:
@@ -62,18 +103,20 @@ def is_product_or_root(exponent: float) -> bool:
     return whole or exponent in (0.5, -0.5)
 
 
-def power(x: str, exponent: float) -> str:
+def power(x: str, exponent: float, dtype: torch.dtype, dialect: Dialect) -> str:
     """Print a power as a root, as a product (small integers) or as pow().
 
     Torch computes the powers 2 and 3 as products too.
     """
     if exponent in (0.5, -0.5):
-        root = f"math::sqrt({x})"
+        root = f"{dialect.functions}sqrt({x})"
         return root if exponent > 0 else f"1 / {root}"
     if exponent == 0:
         return "1"
     if not is_product_or_root(exponent):
-        return f"math::pow({x}, {literal(exponent, torch.float64)})"
+        # C++ converts the exponent, and Triton has no power of numbers of two types.
+        kind = torch.float64 if dialect is CPP else dtype
+        return f"{dialect.functions}pow({x}, {dialect.literal(exponent, kind)})"
     product = _product(x, abs(int(exponent)))
     return product if exponent > 0 else f"1 / ({product})"
 
@@ -206,7 +249,12 @@ def is_inexact(base: str, args: Sequence[Any]) -> bool:
 
 
 def pointwise(
-    base: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
+    base: str,
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dtype: torch.dtype,
+    dialect: Dialect = CPP,
 ) -> tuple[list[Any], Printer]:
     """Return the operands of an elementwise operation, and the printer of its expression.
 
@@ -219,7 +267,10 @@ def pointwise(
         def expression(*texts: str) -> str:
             rest = iter(texts)
             return function(
-                *(next(rest) if isinstance(x, _OPERAND) else literal(x, dtype) for x in arguments)
+                *(
+                    next(rest) if isinstance(x, _OPERAND) else dialect.literal(x, dtype)
+                    for x in arguments
+                )
             )
 
         return operands, expression
@@ -228,10 +279,10 @@ def pointwise(
     if base in SCALED:
         count = 3 if base in ("addcmul", "addcdiv") else 2
         factor = args[count] if len(args) > count else kwargs.get("alpha", kwargs.get("value", 1))
-        scale = partial(scaled, factor, dtype)
+        scale = partial(scaled, factor, dtype, dialect)
         return printed(partial(SCALED[base], scale), *args[:count])
     quotient = quotient_of(base, kwargs)
-    if quotient is not None:
+    if quotient is not None and dialect is CPP:
         # Torch raises an error for integer division by zero, which would end the process in C++.
         refused = ", refused" if refuses(base, kwargs, dtype) else ""
         return printed(lambda x, y: f"{quotient}({x}, {y}{refused})", *args[:2])
@@ -239,159 +290,41 @@ def pointwise(
         exponent = args[1]
         if integral and exponent not in (1, 2, 3):
             raise UnprintableError(name)
-        return printed(lambda x: power(x, exponent), args[0])
+        return printed(lambda x: power(x, exponent, dtype, dialect), args[0])
     if base in ("clamp", "clamp_min", "clamp_max"):
         low = args[1] if len(args) > 1 and base != "clamp_max" else kwargs.get("min")
         high = args[1] if base == "clamp_max" else args[2] if len(args) > 2 else kwargs.get("max")
         bounds = [x for x in (low, high) if x is not None]
+        choose = dialect.printer("where")
+        assert choose is not None
 
         def clamp(x: str, *limits: str) -> str:
             rest = iter(limits)
             if low is not None:
                 least = next(rest)
-                x = f"({x} < {least} || {least} != {least} ? {least} : {x})"
+                x = f"({choose(f'({x} < {least}) | ({least} != {least})', least, x)})"
             if high is not None:
                 most = next(rest)
-                x = f"({x} > {most} || {most} != {most} ? {most} : {x})"
+                x = f"({choose(f'({x} > {most}) | ({most} != {most})', most, x)})"
             return x
 
         return printed(clamp, args[0], *bounds)
+    printer = dialect.printer(base)
     if base == "round" and not integral and len(args) == 1 and not kwargs.get("decimals"):
-        return printed(EXACT["round"], args[0])
-    table = next(
-        (table for table in (LOGICAL, BITWISE, SHIFTS, TRANSCENDENTAL) if base in table), EXACT
-    )
+        assert printer is not None
+        return printed(printer, args[0])
     of_other_type = base in (OF_FRACTIONS if integral else SHIFTS)
-    if base not in table or base == "round" or of_other_type:
+    if printer is None or base == "round" or quotient is not None or of_other_type:
         raise UnprintableError(name)
-    return printed(table[base], *args)
+    return printed(printer, *args)
 
 
 @torch.library.custom_op("adjsim::lookup", mutates_args=())
 def lookup(values: Tensor, place: Tensor) -> Tensor:
-    """Return the values at whole numbers, in a formula that is printed on vectors."""
+    """Return the values at whole numbers, in a formula that is printed."""
     return values.flatten()[place.long()]
 
 
 @lookup.register_fake
 def _(values: Tensor, place: Tensor) -> Tensor:
     return torch.empty_like(place)
-
-
-def print_on_vectors(
-    graph: GraphModule,
-    dtype: torch.dtype,
-    chosen: Sequence[int] | None = None,
-    tables: Collection[int] = (),
-) -> str:
-    """Print a trace as the C++ function ``functions(s, operands, tables, results)``.
-
-    Its results are the ``chosen`` outputs of the trace; None: all of them. ``tables`` are the
-    numbers of the inputs after the first one that :func:`lookup` reads.
-    """
-    lines: list[str] = []
-    texts: dict[Node, str] = {}
-    constants: set[Node] = set()
-    vectors, pointers = count(), count()
-    inputs = chain(
-        ["s"],
-        (
-            f"tables[{next(pointers)}]" if k in tables else f"operands[{next(vectors)}]"
-            for k in count()
-        ),
-    )
-    outputs: Any = graph.graph.output_node().args[0]
-    results = outputs if chosen is None else [outputs[i] for i in chosen]
-    needed = _needed(results)
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            texts[node] = next(inputs)
-        elif node.op == "get_attr":
-            texts[node] = _constant(graph, node)
-            constants.add(node)
-        elif node.op == "call_function" and node in needed:
-            if node.args and node.args[0] in constants:
-                texts[node] = texts[node.args[0]]
-                continue
-            kind = "Mask" if node.meta["val"].dtype == torch.bool else "V"
-            text, texts[node] = _expression(node, texts, dtype), f"t{len(lines)}"
-            lines.append(f"  const {kind} {texts[node]} = {text};")
-    lines += [f"  results[{i}] = {texts[x]};" for i, x in enumerate(results)]
-    return "\n".join(
-        [
-            "static inline __attribute__((always_inline))",
-            "void functions(const V s, const V* operands, const REAL* const* tables, V* results) {",
-            *lines,
-            "}",
-        ]
-    )
-
-
-def _needed(results: Sequence[Node]) -> set[Node]:
-    """Collect the nodes that results depend on; a tensor like another needs only its shape."""
-    found, todo = set[Node](), list(results)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            if filling(_base(node), node.args) is None:
-                todo.extend(node.all_input_nodes)
-    return found
-
-
-def _base(node: Node) -> str:
-    return str(node.target).removeprefix("aten.").split(".")[0]
-
-
-def _constant(graph: GraphModule, node: Node) -> str:
-    """Print a tensor of one number that the formula itself creates."""
-    value = getattr(graph, str(node.target))
-    fresh = all(str(user.target).startswith("aten.lift_fresh") for user in node.users)
-    if not fresh or value.numel() != 1 or value.requires_grad or value.dtype == torch.bool:
-        raise UnprintableError(
-            f"its formulas read a tensor of shape {tuple(value.shape)} that is not a number or a "
-            "parameter of pairs"
-        )
-    return _splat(value)
-
-
-def _splat(x: Any) -> str:
-    """Print a vector of equal numbers."""
-    x = float(x)
-    return f"splat({x!r})" if math.isfinite(x) else f"splat({literal(x, torch.float64)})"
-
-
-def _expression(node: Any, texts: Mapping[Node, str], dtype: torch.dtype) -> str:
-    name, base = str(node.target).removeprefix("aten."), _base(node)
-    meta = node.meta.get("val")
-    if not isinstance(meta, Tensor) or meta.dtype not in (dtype, torch.bool):
-        raise UnprintableError(f"its formulas use {name}")
-    tensors = [x for x in node.args if isinstance(x, Node)]
-    if node.target is lookup._opoverload:
-        return f"math::lookup({texts[tensors[0]]}, {texts[tensors[1]]})"
-    masks = [x for x in tensors if x.meta["val"].dtype == torch.bool]
-    if base in (*COPIES, "expand", "view") and meta.dtype == tensors[0].meta["val"].dtype:
-        return texts[tensors[0]]
-    number = filling(base, node.args)
-    if number is not None and meta.dtype != torch.bool:
-        return _splat(number)
-    if masks and base == "_to_copy":
-        return f"{texts[masks[0]]} ? splat(1) : splat(0)"
-    # True is -1 in a vector of conditions, so conditions have no order.
-    known = {"where", *LOGICAL, *BITWISE} - {"lt", "le", "gt", "ge"}
-    if masks and (base not in known or (base == "where" and tensors[0] is not masks[0])):
-        raise UnprintableError(f"its formulas use {name} of conditions")
-    if base == "pow" and node.args[1] == 0:
-        return "splat(1)"
-    if base == "sign":
-        x = texts[tensors[0]]
-        return f"{x} > 0 ? splat(1) : {x} < 0 ? splat(-1) : {x}"
-
-    def operand(x: Any) -> Any:
-        number = isinstance(x, (int, float)) and base != "pow"
-        return texts[x] if isinstance(x, Node) else _splat(x) if number else x
-
-    factors = node.args[2:] if base in ("add", "sub", "rsub") else ()
-    arguments = [*map(operand, node.args[: len(node.args) - len(factors)]), *factors]
-    operands, expression = pointwise(base, name, arguments, node.kwargs, dtype)
-    return expression(*operands)

@@ -44,7 +44,7 @@ def replayed(
     carried = list(map(torch.clone, start.graph(*constants, *carry, *at_start)))
     fixed = list(map(torch.clone, (*constants, *at_body)))
     rows = [
-        torch.empty((capacity, *x.shape), dtype=x.dtype, device=x.device)
+        torch.empty((capacity, *x.shape), dtype=x.dtype, device=carried[0].device)
         for x in stored_examples(body.graph, len(carry))
     ]
 

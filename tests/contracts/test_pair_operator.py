@@ -21,7 +21,7 @@ from adjsim.core import box as _box, derived as _derived
 from adjsim.core.declared import declared
 from adjsim.potentials import ForceShifted, LennardJonesMixture, PairPotential, Switched
 from adjsim.potentials.pairs import dense, operator as pair_operator
-from adjsim.potentials.pairs.kernels import PAIR_OPERATORS, kernel as kernels
+from adjsim.potentials.pairs.kernels import PAIR_OPERATORS, cpu, kernel as kernels
 from tests.problems import lists_built, parameter
 
 LISTED, DENSE = 0.0, 1e9
@@ -771,7 +771,7 @@ def test_without_a_compiler_torch_is_taken(monkeypatch):
     def refuse(source, threads):
         raise CompilerError("no C++ compiler was found")
 
-    monkeypatch.setattr(kernels, "compiled", refuse)
+    monkeypatch.setattr(cpu, "compiled", refuse)
     monkeypatch.setattr(pair_operator, "_kernels_of", lambda *_: pair_operator.Kernels())
     pair = adjsim.LennardJones(parameter(1.0), 1.0)
     q = torch.tensor([[0.0, 0.0], [1.3, 0.0]], dtype=torch.float64)

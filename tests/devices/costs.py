@@ -1,29 +1,44 @@
 """What a step costs on a pretended device: synchronisations, copies and kernels, forward and back.
 
+In rows that end with TILES pairs are summed by the programs for a GPU, which NumPy runs. Their
+loops are compiled too, as for a GPU: the device repeats one traced iteration.
+
 Prints a line of JSON for each row. Run: python -m tests.devices.costs [row ...]
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import os
 import sys
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import adjsim
-from adjsim.potentials.pairs import formula, listed
+from adjsim.compiler import inductor, loops
+from adjsim.compiler.replays import replayed
+from adjsim.core import box
+from adjsim.potentials.pairs import base, formula, listed
+from adjsim.potentials.pairs.kernels import gpu
+from tests import tiles
 from tests.devices.pretended import DEVICE, Log, Pretended, pretended
-from tests.devices.systems import SYSTEMS, System
+from tests.devices.systems import SYSTEMS, TILED, System
 
 # Lists are for tensors of torch's own class, and on a GPU for larger systems than these.
 vars(listed)["Tensor"] = Pretended
+TILES, BENCHMARK = ", by tiles", "benchmark"
 formula.LISTED_ON_GPU = 0
 STEPS = 4
 PARTS = ("waits", "copies", "kernels")
@@ -62,14 +77,19 @@ def run(system: System, solver: Any, adjoint: Any, steps: int) -> tuple[Log, Log
     return forward, backward, [final, *(x for x in gradients if x is not None)]
 
 
-def cost(name: str) -> dict[str, Any]:
-    """Return what each adjoint of a row costs a step, and what it does in a wrong place."""
+def cost(make: Callable[[], System], warm: bool = False) -> dict[str, Any]:
+    """Return what each adjoint of a row costs a step, and what it does in a wrong place.
+
+    ``warm``: a run before has made kernels.
+    """
     found: dict[str, Any] = {}
-    system = SYSTEMS[name]()
+    system = make()
     with pretended():
         system.dynamics.to(DEVICE)
     for label, (solver, adjoint) in adjoints(system).items():
         try:
+            if warm:
+                run(system, solver, adjoint, 1)
             once, twice = (run(system, solver, adjoint, n) for n in (STEPS, 2 * STEPS))
         except Exception as error:  # One row that fails is a result, and the others are run.
             lines = [
@@ -96,10 +116,124 @@ def cost(name: str) -> dict[str, Any]:
     return found
 
 
+def gradients(
+    system: System, solver: Any, adjoint: Any, compiled: bool
+) -> tuple[list[Tensor], dict[str, str]]:
+    """Return the end of a run on the CPU and its gradients, and how pairs were evaluated."""
+    state = type(system.state)._make(
+        x.detach().requires_grad_(x.is_floating_point()) for x in system.state
+    )
+    path = adjsim.simulate(
+        system.dynamics, state, [0.0, STEPS * solver.dt], solver=solver, adjoint=adjoint,
+        generator=1, compile=compiled,
+    )  # fmt: skip
+    wanted = [x for x in (*state, *system.dynamics.parameters()) if x.requires_grad]
+    found = torch.autograd.grad(path.final[0].square().sum(), wanted)
+    return [path.final[0].detach(), *found], path.stats["pairs"]
+
+
+def on_device(logs: list[Log]) -> Any:
+    """Return a compiler of loops whose iterations the device repeats; note what they do."""
+
+    def noted(iterate: Any) -> Any:
+        def again() -> None:
+            with pretended() as log:
+                iterate()
+            logs.append(log)
+
+        # A GPU runs an iteration once before it is captured.
+        again()
+        return again
+
+    def moved(tensors: Any) -> list[Tensor]:
+        return [x.to(DEVICE) for x in tensors]
+
+    def compiled(
+        parts: Any, constants: Any, carry: Any, exact: bool, threads: int, capacity: int = 0
+    ) -> Any:
+        with pretended():
+            there = inductor.on_device(parts, DEVICE)
+            loop = replayed(
+                there, there.body.graph, moved(constants), moved(carry), capacity, noted
+            )
+
+        def called(constants: Any, carry: Any) -> Any:
+            with pretended():
+                final, rows = loop(moved(constants), moved(carry))
+                return [x.cpu() for x in final], [x.cpu() for x in rows]
+
+        return called, "torch", None
+
+    return compiled
+
+
+def loop_cost(make: Callable[[], System]) -> dict[str, Any]:
+    """Return what iterations of compiled loops do, and how far results are from those of C++."""
+    found: dict[str, Any] = {}
+    for label, settings in adjoints(make()).items():
+        logs: list[Log] = []
+        expected, _ = gradients(make(), *settings, False)
+        with tiles.by_tiles("cpu"), patch.object(loops, "compile_to_cpp", on_device(logs)):
+            results, paths = gradients(make(), *settings, True)
+        errors = [
+            float((x - y).abs().max() / y.abs().max())
+            for x, y in zip(results, expected, strict=True)
+        ]
+        found[label] = {
+            "error": max(errors),
+            "paths": sorted({*paths.values()}),
+            "iterations": len(logs),
+            "noted": [
+                f"{part}: {a} @ {b}"
+                for log in logs
+                for part in ("mixes", "waits", "copies")
+                for a, b in getattr(log, part)
+            ],
+        }
+    return found
+
+
+def dry_run() -> dict[str, Any]:
+    """Run the part of the benchmark of a GPU that compares the ways to sum pairs."""
+    place = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", place)
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark: Any = importlib.util.module_from_spec(spec)
+    # The other parts need the libraries beside which they are measured.
+    peers = ModuleType("suite")
+    vars(peers).update(lattice=None, lennard_jones=None, ours=None)
+    with patch.dict(sys.modules, {"suite": peers}):
+        spec.loader.exec_module(benchmark)
+    benchmark.ROUNDS = 1
+    (row,) = benchmark.pairs(str(DEVICE), True)
+    return row
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Return what a row costs, in the way that its name says."""
+    if name == BENCHMARK:
+        by_tiles = tiles.by_tiles(DEVICE.type)
+        tensors = patch.object(base, "Tensor", Pretended)
+        with by_tiles, tensors, redirect_stdout(sys.stderr), pretended():
+            return dry_run()
+    if not name.endswith(TILES):
+        return cost(SYSTEMS[name])
+    name = name.removesuffix(TILES)
+    with tiles.by_tiles(DEVICE.type), patch.object(base, "Tensor", Pretended):
+        found = cost(TILED[name], warm=True)
+    # The CPU has lists for fewer atoms than a GPU.
+    with patch.object(box, "LISTED", math.inf):
+        loops_of_row = loop_cost(TILED[name])
+    return found | {f"{label}, compiled": row for label, row in loops_of_row.items()}
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    # NumPy takes a microsecond for each operation, so tiles are large.
+    gpu.TILE, gpu.COLUMNS = 2**16, 2**8
     for name in sys.argv[1:] or SYSTEMS:
-        print(json.dumps({name: cost(name)}), flush=True)
+        print(json.dumps({name: measured(name)}), flush=True)
     # Torch's backend of the pretended device does not survive the end of the interpreter.
     os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from adjsim.core.state import State
 from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
 from adjsim.potentials.learnt.graph import GraphPotential
 from tests import fields, mechanics, pressure, problems
-from tests.contracts import test_elastic, test_ewald, test_graph, test_solvent
+from tests.contracts import test_elastic, test_ewald, test_graph, test_solvent, test_tiles
+from tests.contracts.test_pair_operator import gas
 from tests.problems import parameter, vector
 from tests.sites import force_field
 
@@ -63,6 +65,12 @@ def mixed() -> tuple[nn.Module, Tensor]:
         torch.arange(216) % 2, vector(1.1, 0.8), vector(0.95, 0.9), cutoff=1.8, box=[7.2] * 3
     )
     return mixture, position
+
+
+def several() -> tuple[nn.Module, Tensor]:
+    """Pairs with exclusions, numbers of species and of atoms, and functions in tables."""
+    made = (test_tiles.POTENTIALS[name]() for name in ("exclusions", "species", "Wolf", "tables"))
+    return functools.reduce(operator.add, made), gas(torch.diag(test_tiles.BOX), 24, 1)
 
 
 def bonded() -> tuple[nn.Module, Tensor]:
@@ -149,4 +157,10 @@ SYSTEMS: dict[str, Callable[[], System]] = {
             ("diagonal", adjsim.solvers.ReversibleHeun(DT)),
         )
     },
+}
+# Those whose pairs are summed by the programs for a GPU.
+TILED: dict[str, Callable[[], System]] = {
+    "langevin": SYSTEMS["langevin"],
+    "listed": SYSTEMS["listed"],
+    "pairs": potential(several),
 }

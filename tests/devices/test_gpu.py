@@ -14,12 +14,17 @@ from torch import Tensor
 
 import adjsim
 from adjsim.core.noise import Noise
+from adjsim.potentials.pairs.base import pair_paths
+from tests.contracts import test_tiles
+from tests.contracts.test_pair_operator import gas
 from tests.devices.calls import CALLS
-from tests.devices.systems import SYSTEMS, System
+from tests.devices.systems import SYSTEMS, TILED, System
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NAMES = list(SYSTEMS) if torch.cuda.is_available() else []
 CALLED = list(CALLS) if torch.cuda.is_available() else []
+BY_TILES = list(TILED) if torch.cuda.is_available() else []
+FORMULAS = list(test_tiles.POTENTIALS) if torch.cuda.is_available() else []
 STEPS = 12
 # Sums have other orders. Gradients of stiff contact are what is left of much larger terms: loops in
 # another order of operations differ by 3e-10 on the CPU too.
@@ -81,6 +86,41 @@ def test_gpu_agrees_with_cpu(name: str, way: str, compiled: bool) -> None:
     for x, y in zip(found, expected, strict=True):
         atol = RTOL * max(float(y.abs().max()), ZERO * scale)
         torch.testing.assert_close(x, y, rtol=RTOL, atol=atol)
+
+
+@gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BY_TILES)
+def test_programs_of_pairs_agree_with_cpu(name: str, way: str, compiled: bool) -> None:
+    """In eager steps, and in the captured iterations of compiled loops."""
+    pytest.importorskip("triton")
+    system = TILED[name]()
+    paths = pair_paths(system.dynamics.to("cuda").potential, system.state.position.to("cuda"))
+    assert {*paths.values()} == {"all pairs, by Triton"}
+    expected = computed(TILED[name](), way, False, "cpu")
+    found = computed(TILED[name](), way, compiled, "cuda")
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_programs_of_formulas_agree_with_cpu(name: str, dtype: torch.dtype) -> None:
+    """Those of every formula, which the assembler of the card has compiled."""
+    pytest.importorskip("triton")
+    position = gas(torch.diag(test_tiles.BOX), 24, 1, replicas=3).to(dtype)
+    expected, found = (
+        test_tiles.computed(
+            test_tiles.POTENTIALS[name]().to(device, dtype), position.detach().to(device)
+        )
+        for device in ("cpu", "cuda")
+    )
+    close = 1e-12 if dtype == torch.float64 else 1e-4
+    for x, y in zip(found, expected, strict=True):
+        atol = close * float(y.detach().abs().max())
+        torch.testing.assert_close(x.cpu(), y, rtol=close, atol=atol)
 
 
 @gpu

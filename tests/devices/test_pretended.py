@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.devices.systems import SYSTEMS
+from tests.devices.systems import SYSTEMS, TILED
 from tests.problems import slow_but
 
 SLOW = ["hamiltonian", "langevin-atoms", "listed", "EulerMaruyama, diagonal"]
+BY_TILES = [f"{name}, by tiles" for name in TILED]
+SLOW_BY_TILES = ["listed, by tiles"]
 # Synchronisations and copies of a step, forward and backward, with the reason.
 ALLOWED = {
     "chain-1": (0.5, "the buffer of an exact run is checked at times"),
@@ -54,6 +56,35 @@ def costs(*names: str) -> dict[str, dict[str, Any]]:
 )
 def test_a_step_keeps_to_its_device(name):
     rows = costs(*SLOW)[name] if name in SLOW else costs(name)[name]
+    keeps_to_its_device(name, rows)
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(lambda _: False, BY_TILES, marathon=lambda name: name not in SLOW_BY_TILES)
+)
+def test_programs_keep_to_their_device(name):
+    """Eager, and in loops whose iteration is repeated; there with the numbers of C++."""
+    rows = costs(name)[name]
+    loops = {adjoint: rows.pop(adjoint) for adjoint in [*rows] if adjoint.endswith("compiled")}
+    keeps_to_its_device(name, rows)
+    assert len(loops) == len(rows)
+    for row in loops.values():
+        assert row["paths"] == ["all pairs, by Triton"]
+        assert row["error"] < 1e-13
+        assert row["iterations"] > 1
+        assert not row["noted"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_the_ways_to_sum_pairs():
+    row = costs("benchmark")["benchmark"]
+    assert not row["failed"]
+    assert row["agrees"]
+    assert set(row["microseconds a step"]) == {"tiles", "list", "torch"}
+
+
+def keeps_to_its_device(name, rows):
+    """Assert that eager steps mix no devices, and wait and copy as often as a row may."""
     assert rows
     allowed, _ = ALLOWED.get(name, (0, ""))
     for adjoint, row in rows.items():

@@ -7,9 +7,10 @@ import torch
 
 from adjsim.compiler import inductor, loops
 from adjsim.compiler.replays import replayed
+from tests import tiles
 from tests.devices.systems import SYSTEMS
 from tests.devices.test_gpu import RTOL, STEPS, UNCOMPILED, WAYS, computed
-from tests.problems import slow_but
+from tests.problems import by_inductor, slow_but
 
 SHORT = ["langevin"]
 SLOW = ["hamiltonian", "chain-1", "own module", "listed", "rk4", "EulerMaruyama, diagonal"]
@@ -50,6 +51,29 @@ def test_replayed_iterations_equal_steps(name, way):
     if way == "exact" and SYSTEMS[name]().exact is None:
         pytest.skip("it has no exact form")
     agree(name, way)
+
+
+def agree_by_tiles(way):
+    expected = computed(SYSTEMS["langevin"](), way, False, "cpu")
+    launches = tiles.Program.launches
+    with tiles.by_tiles("cpu"):
+        found = computed(SYSTEMS["langevin"](), way, True, "cpu")
+    assert tiles.Program.launches - launches > 2 * STEPS
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12 * float(y.abs().max()))
+
+
+@pytest.mark.usefixtures("_by_replays")
+@pytest.mark.parametrize("way", [pytest.param("direct", marks=pytest.mark.slow), "exact"])
+def test_programs_in_replayed_iterations(way):
+    agree_by_tiles(way)
+
+
+@pytest.mark.marathon
+@pytest.mark.parametrize("way", ["direct", "exact"])
+def test_programs_in_iterations_of_inductor(way, monkeypatch):
+    monkeypatch.setattr(loops, "compile_to_cpp", by_inductor)
+    agree_by_tiles(way)
 
 
 @pytest.mark.usefixtures("_by_replays")

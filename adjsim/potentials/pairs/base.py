@@ -1,7 +1,7 @@
 """Pair potentials, written as a function of the squared distance, and the way they are summed.
 
-They are summed by kernels on the CPU (``operator.py``), or by torch over a neighbour list
-(``listed.py``) or all pairs (``dense.py``). The choice is made once for each copy that a reading
+They are summed by kernels (``operator.py``), or by torch over a neighbour list (``listed.py``) or
+all pairs (``dense.py``). The choice is made once for each copy that a reading
 makes. A run computes with such a copy, so it asks once, at its first force.
 """
 
@@ -26,9 +26,10 @@ from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import Evaluated
 from adjsim.potentials.pairs import dense, kernel_sums, listed, strained_sums
-from adjsim.potentials.pairs.formula import PairFormula
+from adjsim.potentials.pairs.formula import PairFormula, skin_of
+from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import FORCE
-from adjsim.potentials.pairs.operator import PairForm, PairOperator, form_of
+from adjsim.potentials.pairs.operator import KERNEL_CLASSES, PairForm, PairOperator, form_of
 from adjsim.potentials.products import ParameterVJP, Pullback, Tensors
 from adjsim.potentials.strained import Forced, StrainedPullback, energy_at
 
@@ -142,10 +143,13 @@ class PairPotential(PairFormula, Potential):
         """Say how pairs are evaluated for such positions, and why not by the operator."""
         pair = read(self)
         evaluator = evaluator_of(pair, position)
-        if isinstance(evaluator.form, PairForm):
-            return "all pairs" if evaluator.form.spec.skin is None else "neighbour list"
+        operator = evaluator.operator(pair, position)
+        if isinstance(operator, PairOperator):
+            spec = operator.form.spec
+            way = "all pairs" if spec.skin is None else "neighbour list"
+            return way + KERNEL_CLASSES[spec.device].by
         near = evaluator.by_torch(pair, position, "truncated_slope") is listed
-        return f"{'neighbour list' if near else 'all pairs'}, by torch: {evaluator.form.reason}"
+        return f"{'neighbour list' if near else 'all pairs'}, by torch: {operator.reason}"
 
 
 def _strained(pair: PairPotential, position: Tensor, strain: Strain) -> PairOperator | None:
@@ -172,8 +176,10 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
     if in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return Refusal("a transform of torch.func, torch.compile or torch.jit.trace is active")
     box, dtype, kind = pair.box, position.dtype, type(position)
+    kernels = KERNEL_CLASSES.get(position.device.type)
+    by_tiles = kernels is not None and not kernels.has_lists
     reasons = {
-        f"positions are on {position.device.type}": position.device.type != "cpu",
+        f"positions are on {position.device.type}": kernels is None,
         f"positions are {dtype}": dtype not in TYPES or not dtype.is_floating_point,
         "there are no atoms": position.numel() == 0,
         "forward-mode differentiation is active": forward_ad._current_level >= 0,
@@ -193,6 +199,8 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
         ),
     }
     reason = next((words for words, holds in reasons.items() if holds), None)
+    if reason is None and by_tiles and not is_tracing() and skin_of(pair, position, by_tiles=True):
+        reason = "all pairs would take longer"
     return None if reason is None else Refusal(reason)
 
 
@@ -209,14 +217,24 @@ class PairEvaluator:
             # The kernel of the force is the same for all values of operands.
             found = PairOperator(pair, (), form).kernel(FORCE)
             form = found if isinstance(found, Refusal) else form
+            if pair.exclusions is not None and not is_tracing():
+                # Kernels of a GPU do not report an atom that there is not.
+                check_exclusions(pair.exclusions, position.shape[-2])
         self.form = form
         self._listed: dict[str, bool] = {}
 
     def way(self, pair: PairFormula, position: Tensor, *formulas: str) -> tuple[Any, Any]:
         """Return the module whose functions sum these formulas, and their first argument."""
-        if isinstance(self.form, PairForm):
-            return kernel_sums, PairOperator.of(pair, self.form, position)
+        operator = self.operator(pair, position)
+        if isinstance(operator, PairOperator):
+            return kernel_sums, operator
         return self.by_torch(pair, position, *formulas), pair
+
+    def operator(self, pair: PairFormula, position: Tensor) -> PairOperator | Refusal:
+        """Return the operator with the present operands, or the reason why there is none."""
+        if not isinstance(self.form, PairForm):
+            return self.form
+        return PairOperator.of(pair, self.form, position).usable
 
     def by_torch(self, pair: PairFormula, position: Tensor, *formulas: str) -> Any:
         """Return the module by whose torch operations these formulas are summed."""

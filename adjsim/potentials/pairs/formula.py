@@ -276,15 +276,17 @@ def read_at(coefficients: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda place: coefficients.flatten()[place.long()]
 
 
-# Up to this number of pairs, of all systems of a batch, all pairs take less time than a list on a
-# GPU: a list is bound by launches and by what the host reads. Measured, see benchmarks/README.md.
-LISTED_ON_GPU = 7e6
+# Up to these numbers of pairs, of all systems of a batch, all pairs take less time than a list on a
+# GPU, by torch and by a kernel of tiles: a list is bound by launches and by what the host reads.
+# Measured, see benchmarks/README.md.
+LISTED_ON_GPU, LISTED_BESIDE_TILES = 7e6, 1e9
 
 
-def skin_of(pair: PairFormula, position: Tensor) -> float | None:
+def skin_of(pair: PairFormula, position: Tensor, by_tiles: bool = False) -> float | None:
     """Return the skin of the neighbour list; None: evaluate all pairs."""
     smallest, atoms = pair.smallest_listed, position.shape[-2]
     if smallest is None or atoms < smallest:
         return None
-    few = position.device.type != "cpu" and position.shape[:-1].numel() * atoms < LISTED_ON_GPU
+    limit = LISTED_BESIDE_TILES if by_tiles else LISTED_ON_GPU
+    few = position.device.type != "cpu" and position.shape[:-1].numel() * atoms < limit
     return None if few else pair.list_skin

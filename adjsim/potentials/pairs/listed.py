@@ -1,7 +1,8 @@
 """Sums over the pairs of a neighbour list, by torch operations.
 
-They evaluate large systems where the pair operator cannot: on a GPU, without a compiler, and for
-formulas that are not written in C++. The sums are those of :mod:`adjsim.potentials.pairs.dense`.
+They evaluate large systems where the pair operator cannot: the largest on a GPU, without a
+compiler, and for formulas that are not printed. The sums are those of
+:mod:`adjsim.potentials.pairs.dense`.
 
 Of the list (:mod:`adjsim.core.neighbour_list`), the pairs within the cutoff alone are evaluated and
 summed, in ascending order. These pairs are a function of the position, so results are too, to the

@@ -1,23 +1,23 @@
-"""The operator that evaluates a pair potential on the CPU.
+"""The operator that evaluates a pair potential, by kernels made from its formulas.
 
-Its kernels are made from the formulas of the potential (:mod:`adjsim.potentials.pairs.kernels`),
-and evaluate all pairs of a small system and a neighbour list of a large one. Each atom sums its
-neighbours in the order of their numbers, so the result has the same bits with a list and without,
-whatever its skin.
+On the CPU they evaluate all pairs of a small system and a neighbour list of a large one
+(:mod:`~.kernels.kernel`). Each atom sums its neighbours in the order of their numbers, so the
+result has the same bits with a list and without, whatever its skin. On a GPU they evaluate all
+pairs (:mod:`~.kernels.gpu`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from adjsim.compiler import UnprintableError, print_on_vectors
+from adjsim.compiler import UnprintableError
 from adjsim.core.cache_key import UninspectableError, cache_key
 from adjsim.core.derived import own_tensors, replaced
 from adjsim.core.layout import is_tracing
@@ -32,7 +32,9 @@ from adjsim.potentials.pairs.formula import (
     read_at,
     skin_of,
 )
+from adjsim.potentials.pairs.kernels.cpu import CppKernel
 from adjsim.potentials.pairs.kernels.formulas import OTHER, Slot, trace, trace_elementwise
+from adjsim.potentials.pairs.kernels.gpu import TritonKernel
 from adjsim.potentials.pairs.kernels.kernel import (
     ATOM,
     DIAGONAL,
@@ -51,6 +53,12 @@ from adjsim.potentials.pairs.kernels.kernel import (
     PairInputs,
     evaluate,
 )
+
+# The kernels of the types of devices.
+KERNEL_CLASSES: dict[str, type[CppKernel] | type[TritonKernel]] = {
+    "cpu": CppKernel,
+    "cuda": TritonKernel,
+}
 
 
 @dataclass
@@ -93,19 +101,22 @@ def form_of(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
     reason = misshapen(pair.species, atoms, operands)
     if reason is not None:
         return reason
-    box = pair.image_box
+    box, device = pair.image_box, position.device.type
     spec = KernelSpec(
         mode=FORCE,
         dtype=position.dtype,
         dim=dim,
         image=NO_BOX if box is None else ORTHOGONAL if box.ndim == 1 else TILTED,
         cutoff=pair.cutoff,
-        skin=skin_of(pair, position),
+        skin=skin_of(pair, position) if KERNEL_CLASSES[device].has_lists else None,
         rounds=False,
         kinds=tuple(map(kind_of, operands.values())),
         gradients=(),
         excluded=pair.exclusions is not None,
         lengths=tuple(x.numel() if kind_of(x) == FUNCTION else 0 for x in operands.values()),
+        has_species=pair.species is not None,
+        device=device,
+        tile=KERNEL_CLASSES[device].tile_of(atoms),
     )
     # A formula may read the shapes of tensors, such as the number of atoms, but no exclusions.
     shapes = tuple(
@@ -170,8 +181,19 @@ class PairOperator:
     def printed(self) -> bool:
         """Whether all pairs are evaluated by loops of a compiled step, which are faster."""
         # The loops cannot sum gradients of a table over the pairs of two species.
-        small = self.form.spec.skin is None and not {TABLE, FUNCTION} & {*self.form.spec.kinds}
-        return small and is_tracing() and not self.pair.costly
+        spec = self.form.spec
+        small = spec.skin is None and not {TABLE, FUNCTION} & {*spec.kinds}
+        slower = KERNEL_CLASSES[spec.device].slower_than_loops
+        return small and slower and is_tracing() and not self.pair.costly
+
+    @property
+    def usable(self) -> PairOperator | Refusal:
+        """The operator, or why its kernels lack a gradient that may be asked for."""
+        spec = self.form.spec
+        tables = any(spec.kinds[k] in (TABLE, FUNCTION) for k in self.wanted)
+        if tables and not KERNEL_CLASSES[spec.device].sums_tables:
+            return Refusal("a table of its parameters requires grad")
+        return self
 
     @property
     def settings(self) -> tuple[Tensor | None, ...]:
@@ -254,6 +276,8 @@ class PairOperator:
         return known
 
     def _compiled(self, spec: KernelSpec) -> Kernel:
+        Made = KERNEL_CLASSES[spec.device]
+        Made.check(spec)
         slope, energy, curvature = map(
             self._formula, ("truncated_slope", "truncated_energy", "truncated_curvature")
         )
@@ -270,23 +294,18 @@ class PairOperator:
         if graph is None:
             graph = trace_elementwise([slope, energy, curvature], slots, spec.dtype, lengths)
             self.form.kernels.graph = graph
-        printed = partial(
-            print_on_vectors,
-            dtype=spec.dtype,
-            tables=[k for k, slot in enumerate(slots) if slot in lengths],
-        )
-        force = printed(graph, chosen=[0])
+        force = Made.printed(graph, spec, [0])
         wanted = [(self.form.names[k], 0) for k in spec.gradients]
         if not wanted:
             chosen = {FORCE: [0], PRODUCT: [0, 2], ENERGY: [1], SLOPES: []}[spec.mode]
-            return Kernel(spec, printed(graph, chosen=chosen), force)
+            return Made(spec, Made.printed(graph, spec, chosen), force)
         formulas, differentiated = {PRODUCT: ([slope, curvature], slope), SLOPES: ([], energy)}[
             spec.mode
         ]
         graph, places = trace(
             formulas, list(slots), spec.dtype, lengths, differentiated=differentiated, wanted=wanted
         )
-        return Kernel(spec, printed(graph), force, places)
+        return Made(spec, Made.printed(graph, spec), force, places)
 
     def _formula(self, method: str) -> Any:
         # Potentials of one class share kernels. So the values of tensors other than operands

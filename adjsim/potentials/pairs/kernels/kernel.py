@@ -1,23 +1,22 @@
-"""Kernels: compiled sums over pairs, their operator, and the neighbour lists that they share."""
+"""Kernels: compiled sums over pairs, and the operator that evaluates them."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
-from adjsim.compiler import PARALLEL_WORK, VECTOR_FUNCTIONS, compiled, scalar_functions
+from adjsim.compiler import PARALLEL_WORK, VECTOR_FUNCTIONS, scalar_functions
 from adjsim.core.layout import is_tracing
-from adjsim.potentials.pairs.kernels.call import CALL, CallStruct, ViewStruct, declarations, text
-from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
+from adjsim.potentials.pairs.kernels.call import CALL, declarations, text
 
 FORCE, PRODUCT, ENERGY, SLOPES = "FORCE", "PRODUCT", "ENERGY", "SLOPES"
 NUMBER, TABLE, ATOM = "NUMBER", "TABLE", "ATOM"
@@ -69,6 +68,8 @@ class KernelSpec:
     derivatives are computed. Without a ``skin`` all pairs are evaluated, and no neighbour list.
     ``strained``: systems have boxes of their own, and the virial is computed with the force, its
     :data:`DIAGONAL` or :data:`WHOLE`. ``lengths`` are those of functions, 0 for other operands.
+    ``device`` is the type of the device of the positions, and ``tile`` the rows and columns of the
+    pairs that a program of a GPU sums at once.
     """
 
     mode: str
@@ -83,15 +84,18 @@ class KernelSpec:
     excluded: bool
     strained: str | None = None
     lengths: tuple[int, ...] = ()
+    has_species: bool = False
+    device: str = "cpu"
+    tile: tuple[int, int] | None = None
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """What the kernel computes before derivatives by operands."""
         return (OUTPUTS | STRAINED if self.strained else OUTPUTS)[self.mode]
 
-    def shape_of(self, output: str, position: Any) -> tuple[int, ...]:
-        """Return the shape of an output, for a tensor of positions."""
-        *batch, atoms, dim = position.shape
+    def shape_of(self, output: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of an output, for that of positions."""
+        *batch, atoms, dim = shape
         if output == "energy":
             return tuple(batch)
         whole = self.strained == WHOLE and output in ("virial", "strain")
@@ -227,28 +231,49 @@ def _array(name: str, entries: Iterable[Any]) -> str:
     return f"constexpr {name}[] = {{{', '.join(map(str, entries))}}};"
 
 
-class Kernel:
-    """A compiled sum over pairs, from printed formulas.
+class Kernel(ABC):
+    """A sum over pairs, from printed formulas.
 
     ``slope``, the formula of the force alone, tells whether another kernel computes the same force.
     """
 
-    def __init__(
-        self, spec: KernelSpec, functions: str, slope: str, lookups: Sequence[int] = ()
-    ) -> None:
-        self.spec, self._slope = spec, slope
-        source = spec.source(functions, lookups)
-        self._library = compiled(source, threads=True)
-        #: The addresses of its function, and of those that provide and release lists, if any.
-        self.address, self.list_addresses = _address(self._library.pairs), (0, 0)
-        if spec.skin is not None:
-            found = lists(spec.dtype)
-            functions_of_lists = found.neighbours_acquire, found.neighbours_release
-            self.list_addresses = tuple(map(_address, functions_of_lists))
+    # The ending of the name of the way by which pairs are evaluated.
+    by: ClassVar[str]
+    # Whether loops of a compiled step evaluate all pairs faster.
+    slower_than_loops: ClassVar[bool]
+    # Whether there are kernels that take pairs from a neighbour list.
+    has_lists: ClassVar[bool]
+    # Whether they sum the gradients of tables and of functions in tables.
+    sums_tables: ClassVar[bool]
+
+    def __init__(self, spec: KernelSpec, source: str, slope: Any) -> None:
+        self.spec, self.source, self._slope = spec, source, slope
         written = f"{source}\n{spec.cutoff!r} {spec.skin!r}"
         #: Identifies the kernel, in this process and in others.
         self.name = hashlib.sha256(written.encode()).hexdigest()[:32]
         KERNELS[self.name] = self
+
+    @staticmethod
+    @abstractmethod
+    def tile_of(atoms: int) -> tuple[int, int] | None:
+        """Return the tile of a specification for this number of atoms."""
+
+    @staticmethod
+    @abstractmethod
+    def check(spec: KernelSpec) -> None:
+        """Refuse a specification that there is no kernel of, before anything is printed."""
+
+    @staticmethod
+    @abstractmethod
+    def printed(graph: GraphModule, spec: KernelSpec, chosen: Sequence[int] | None = None) -> Any:
+        """Print the chosen formulas of a trace; None: all of them."""
+
+    @abstractmethod
+    def computed(self, shape: torch.Size, given: PairInputs) -> list[Tensor]:
+        """Compute the outputs and the gradients.
+
+        ``shape`` is that of positions, of which ``given`` has the systems along one axis.
+        """
 
     def shares_force(self, other: Kernel) -> bool:
         """Return whether it computes the same force, to the last bit, as another kernel."""
@@ -267,7 +292,6 @@ class Kernel:
             return None if x is None else plain(x, dtype).contiguous()
 
         flat = plain(inputs.position).reshape(-1, *shape[-2:])
-        # The call holds addresses, so this keeps the tensors.
         given = PairInputs(
             position=flat,
             vector=None if inputs.vector is None else plain(inputs.vector).reshape(flat.shape),
@@ -282,36 +306,7 @@ class Kernel:
             classes=dense(inputs.classes, torch.int64),
             partners=dense(inputs.partners, torch.int64),
         )
-        gradients = [torch.empty_like(given.operands[k]) for k in spec.gradients]
-        results = [
-            torch.empty(spec.shape_of(name, inputs.position), dtype=spec.dtype, device="cpu")
-            for name in spec.outputs
-        ]
-
-        def field(x: Tensor) -> ViewStruct:
-            x = x.reshape(*flat.shape[:-1], x.shape[-1])
-            return ViewStruct(x.data_ptr(), *x.stride())
-
-        operands, sums = (
-            (ctypes.c_void_p * (len(x) + 1))(*map(Tensor.data_ptr, x))
-            for x in (given.operands, gradients)
-        )
-        acquire, release = self.list_addresses
-        call = CallStruct(
-            **spec.arguments(len(flat), given, results, field, Tensor.data_ptr),
-            operands=ctypes.addressof(operands),
-            gradients=ctypes.addressof(sums),
-            acquire=acquire,
-            release=release,
-        )
-        status = self._library.pairs(ctypes.byref(call))
-        if status == OUT_OF_RANGE:
-            raise IndexError(f"species must be indices from 0 to {call.kinds - 1}.")
-        if status == NO_SUCH_ATOM and given.exclusions is not None:
-            check_exclusions(given.exclusions, shape[-2])
-        if status:
-            raise MemoryError("there is no memory for the pairs of atoms.")
-        return [*results, *gradients]
+        return self.computed(shape, given)
 
 
 # Kernels of this process by name, for the operators that name them.
@@ -333,8 +328,9 @@ def pairs(*given: Any) -> list[Tensor]:
 @pairs.register_fake
 def _(position: Tensor, vector: Any, weight: Any, operands: Sequence[Tensor], *rest: Any) -> Any:
     spec = KERNELS[rest[-1]].spec
-    results = [position.new_empty(spec.shape_of(name, position)) for name in spec.outputs]
-    return [*results, *(torch.empty_like(operands[k]) for k in spec.gradients)]
+    results = [position.new_empty(spec.shape_of(name, position.shape)) for name in spec.outputs]
+    # Gradients are contiguous, whatever the strides of operands.
+    return [*results, *(operands[k].new_empty(operands[k].shape) for k in spec.gradients)]
 
 
 def evaluate(kernel: Kernel, inputs: PairInputs) -> list[Tensor]:
@@ -351,16 +347,3 @@ def evaluate(kernel: Kernel, inputs: PairInputs) -> list[Tensor]:
 def thread_count(pairs: int) -> int:
     """Return the number of threads that share this number of pairs."""
     return torch.get_num_threads() if pairs >= PARALLEL_WORK else 1
-
-
-def _address(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-@functools.cache
-def lists(dtype: torch.dtype) -> ctypes.CDLL:
-    """Load the library of neighbour lists."""
-    parts = declarations(dtype), text("cells.cpp"), text("neighbours.cpp")
-    library = compiled("\n".join(parts), threads=True)
-    library.neighbours_builds.restype = ctypes.c_int64
-    return library

@@ -27,6 +27,7 @@ from adjsim.compiler import (
     pointer_to,
 )
 from adjsim.potentials.pairs.kernels.call import CALL, declarations
+from adjsim.potentials.pairs.kernels.cpu import CppKernel
 from adjsim.potentials.pairs.kernels.exclusions import matrix
 from adjsim.potentials.pairs.kernels.kernel import (
     FORCE,
@@ -48,7 +49,9 @@ class PairCall(Call):
         self, args: Sequence[Any], outputs: Sequence[torch.Tensor], store: Callable[..., None]
     ) -> None:
         *given, kernel = args
-        self.kernel, self._store, self.batch = KERNELS[kernel], store, given[0].shape[:-2]
+        found_kernel: Any = KERNELS[kernel]
+        self.kernel: CppKernel = found_kernel
+        self._store, self.batch = store, given[0].shape[:-2]
         found = dict(zip(PairInputs._fields, given, strict=True))
         values = found.pop("operands")
         stored: Any = {name: value and self._stored(name, value) for name, value in found.items()}
