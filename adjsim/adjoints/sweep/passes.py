@@ -49,21 +49,24 @@ SETTLE_EVERY = 256
 
 
 class EagerDriver(AttributeState):
-    """Runs steps one by one, in Python."""
+    """Runs steps one by one, in Python, and stops after each of them only if ``each``."""
 
     divisible = True
     # The first force of a run is evaluated again.
     force = None
 
-    def __init__(self, stepper: Stepper, inputs: Inputs, forces: ForceEvaluator) -> None:
-        self.stepper, self.inputs, self.forces = stepper, inputs, forces
+    def __init__(
+        self, stepper: Stepper, inputs: Inputs, forces: ForceEvaluator, each: bool = True
+    ) -> None:
+        self.stepper, self.inputs, self.forces, self.each = stepper, inputs, forces, each
 
     def stops(self, wanted: set[int]) -> Sequence[int]:
-        return range(1, self.stepper.clock.last + 1)
+        last = self.stepper.clock.last
+        return range(1, last + 1) if self.each else sorted({*wanted, *self.stepper.looks(last)})
 
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
-        for step in range(start, stop):
-            state = self.stepper.step(step, state, self.inputs, self.forces)
+        state = self.stepper.steps(start, stop, state, self.inputs, self.forces)
+        self.forces.count_backward(state)
         return state, stop
 
     def sweep(
@@ -101,7 +104,11 @@ def run_forward(
     budget, rows = (None, None) if history is None else (history.error_budget, history.state_rows)
     if runner is None:
         forces = stepper.plan.forces(run.dynamics.potential, report=report)
-        driver: EagerDriver | ForwardLoops = EagerDriver(stepper, inputs, forces)
+        # These look at the state after every step.
+        each = run.progress or run.dynamics.limit is not None or recording.averages
+        driver: EagerDriver | ForwardLoops = EagerDriver(
+            stepper, inputs, forces, each or budget is not None
+        )
     else:
         driver = ForwardLoops(runner, recording, budget, rows)
     # The history reads the growth of the same step.

@@ -94,8 +94,13 @@ class Recording(AttributeState):
         self.dtype: torch.dtype | None = None
         self.last_step = -1
 
+    @property
+    def averages(self) -> bool:
+        """Whether it sums a function over all steps."""
+        return self.recorder.average is not None
+
     def stops(self, stepper: Stepper) -> Iterable[int]:
-        return () if self.recorder.average is not None else stepper.clock.saves
+        return () if self.averages else stepper.clock.saves
 
     def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         recorder = self.recorder
