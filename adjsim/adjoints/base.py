@@ -25,6 +25,8 @@ class Adjoint(ABC):
     """A method to compute a gradient, combined with solvers of the classes ``accepts``."""
 
     accepts: ClassVar[tuple[type, ...]] = (SteppingSolver, ContinuousSolver)
+    # Whether autograd's graph has every operation of an uncompiled run.
+    keeps_graph: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, run: Run[State], report: RunReport) -> Result[State]:

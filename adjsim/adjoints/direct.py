@@ -33,6 +33,8 @@ class DirectAdjoint(Adjoint):
     again.
     """
 
+    keeps_graph = True
+
     def check(self, run: Run[State]) -> None:
         if isinstance(run.solver, ContinuousSolver):
             run.solver.check(run, None)

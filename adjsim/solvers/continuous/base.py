@@ -173,17 +173,16 @@ class VectorField(torch.nn.Module, Generic[State]):
             value = self.average.function(state)
             check_shape(value, fields[-1].shape, f"at t = {float(t.detach()):g}")
             rates = (*rates, value.to(fields[-1].dtype))
-        if self.backsolve is not None and torch.is_grad_enabled():
-            known = [*fields, t, *self.parameters_of_adjoint]
-            what = "the drift, or the averaged function,"
-            for rate in rates:
-                refuse_unknown(rate, self.run.dynamics, known, what)
         self.report.energy_evaluations += 1
         if self.backsolve is None:
             count_backward(self.report, rates)
         elif torch.is_grad_enabled():
             # A continuous adjoint takes one product at each evaluation of its way back.
             self.report.energy_evaluations += 1
+            known = [*fields, t, *self.parameters_of_adjoint]
+            what = "the drift, or the averaged function,"
+            for rate in rates:
+                refuse_unknown(rate, self.run.dynamics, known, what)
         rates = rates if self.unit is None else tuple(rate * self.unit for rate in rates)
         return rates[0] if isinstance(y, Tensor) else rates
 
