@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import describe_type
-from adjsim.core.state import State
+from adjsim.core.state import AnyState, State
 from adjsim.core.tableaus import TABLEAUS, Tableau
 from adjsim.dynamics.base import Dynamics
 from adjsim.solvers.base import SteppingSolver, StepPlan, refuse_no_equation
@@ -43,7 +43,7 @@ def combined(
 
 
 def advanced(
-    state: State, h: float, weights: Sequence[float], rates: Sequence[tuple[Tensor, ...]]
+    state: AnyState, h: float, weights: Sequence[float], rates: Sequence[tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
     """Compute ``y + h sum_j weights_j rates_j`` by field."""
     parts = zip(*rates, strict=True)
