@@ -74,7 +74,7 @@ def pulled_together(
     def pull_rows(*rows: Tensor) -> list[Tensor]:
         parts = iter(rows)
         whole = [None if x is None else next(parts) for x in cotangents]
-        with _outside_vmap():
+        with outside_vmap():
             found = _rows_of(pull, whole, one_by_one)
         present[:] = [x is not None for x in found]
         return [x for x in found if x is not None]
@@ -94,6 +94,25 @@ def shown_rows(x: Tensor) -> Tensor:
 def hide_rows(x: Tensor, level: int) -> Tensor:
     """Return a tensor whose first axis is hidden, as ``is_grads_batched`` hides it."""
     return _torch._add_batch_dim(x, 0, level)
+
+
+def of_each_row(
+    function: Callable[[dict[str, Any]], Sequence[Tensor]], inputs: dict[str, Any]
+) -> list[Tensor]:
+    """Call a function of named inputs once for each of the rows that torch hides in some of them.
+
+    The function, such as a kernel, has no rule for them. Without rows it is called once.
+    """
+    rows = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and are_hidden(x)}
+    if not rows:
+        return list(function(inputs))
+    level = vmap_depth()
+    shown = {name: shown_rows(x) for name, x in rows.items()}
+    found = [
+        function(inputs | {name: x[k] for name, x in shown.items()})
+        for k in range(len(next(iter(shown.values()))))
+    ]
+    return [hide_rows(torch.stack(x), level) for x in zip(*found, strict=True)]
 
 
 def has_rows(x: Tensor) -> bool:
@@ -153,7 +172,7 @@ def vmap_depth() -> int:
 
 
 @contextmanager
-def _outside_vmap() -> Generator[None, None, None]:
+def outside_vmap() -> Generator[None, None, None]:
     """Let go of the vmaps of ``is_grads_batched``, in which no random number may be drawn."""
     depth = vmap_depth()
     for _ in range(depth):
