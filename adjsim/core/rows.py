@@ -65,8 +65,8 @@ def pulled_together(
         return list(pull(*cotangents))
     level, legacy = vmap_depth(), any(map(are_hidden, given))
     if legacy:
-        count = max(len(_shown(x, level, 1)) for x in given)
-        rows = [_shown(x, level, count) for x in given]
+        count = max(len(shown(x, level, 1)) for x in given)
+        rows = [shown(x, level, count) for x in given]
     else:
         rows = [x[None] for x in given]
     present: list[bool] = []
@@ -88,7 +88,17 @@ def pulled_together(
 
 def shown_rows(x: Tensor) -> Tensor:
     """Return a tensor inside of ``pull`` with its hidden rows as first axis, any other as it is."""
-    return _shown(x, vmap_depth(), 1) if are_hidden(x) else x
+    return shown(x, vmap_depth(), 1) if are_hidden(x) else x
+
+
+def rows_of(tensors: Sequence[Tensor]) -> int:
+    """Return how many rows torch hides in some of the tensors; 0: none."""
+    return max((len(shown_rows(x)) for x in tensors if are_hidden(x)), default=0)
+
+
+def vmap_rows(function: Callable[..., Sequence[Tensor]], rows: Sequence[Tensor]) -> list[Tensor]:
+    """Call a function once for rows on leading axes, which torch hides inside of it."""
+    return list(_vmap(function)(*rows))
 
 
 def hide_rows(x: Tensor, level: int) -> Tensor:
@@ -159,7 +169,7 @@ def are_hidden(x: Tensor) -> bool:
     return _functorch.is_legacy_batchedtensor(x)
 
 
-def _shown(x: Tensor, level: int, count: int) -> Tensor:
+def shown(x: Tensor, level: int, count: int) -> Tensor:
     """Return a tensor with its hidden rows as first axis, ``count`` equal rows if it has none."""
     return _torch._remove_batch_dim(x, level, count, 0)
 

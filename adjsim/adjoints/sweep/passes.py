@@ -164,7 +164,7 @@ class _SweptRun:
 
         A compiled loop has the shapes of one, and a save belongs to the sweep of one.
         """
-        return self.runner is not None or self.run.saving is not None
+        return self.run.saving is not None
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """List the tensors that autograd sees: start, coefficients and trainable parameters."""
