@@ -245,4 +245,4 @@ def of_rows(function: Callable[..., Any], tree: Any) -> Any:
 
 
 BACKWARD = LoopKind(partial(_specify, False), differentiates=True, backward=True)
-ROWS = LoopKind(partial(_specify, True), differentiates=True, backward=True)
+ROWS = LoopKind(partial(_specify, True), differentiates=True, backward=True, optional=True)

@@ -23,6 +23,7 @@ from adjsim.core.derived import own_tensors, replaced
 from adjsim.core.layout import is_tracing
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rows import vmap_depth
 from adjsim.core.strain import Strain
 from adjsim.potentials.pairs.formula import (
     Operand,
@@ -171,7 +172,8 @@ class PairOperator:
         """Whether all pairs are evaluated by loops of a compiled step, which are faster."""
         # The loops cannot sum gradients of a table over the pairs of two species.
         small = self.form.spec.skin is None and not {TABLE, FUNCTION} & {*self.form.spec.kinds}
-        return small and is_tracing() and not self.pair.costly
+        # Their product differentiates in the loop, which no rows of cotangents go through.
+        return small and is_tracing() and not self.pair.costly and vmap_depth() == 0
 
     @property
     def settings(self) -> tuple[Tensor | None, ...]:
