@@ -79,7 +79,8 @@ class BackwardLoops:
             {name: packed(cotangents[name], runner.batch) for name in cotangents.fields},
             dict(saved.growth.injected),
         )
-        level, count = vmap_depth(), rows_of([*leaves(given), *(() if average is None else (average,))])
+        others = () if average is None else (average,)
+        level, count = vmap_depth(), rows_of([*leaves(given), *others])
         if count:
             given = mapped(lambda x: shown(x, level, count), given)
             average = None if average is None else shown(average, level, count)
@@ -185,9 +186,7 @@ class _TracedSweep:
         )
 
 
-def _specify(
-    rows: bool, runner: LoopRunner, loop: Loop
-) -> LoopSpec[LoopConstants, BackwardCarry]:
+def _specify(rows: bool, runner: LoopRunner, loop: Loop) -> LoopSpec[LoopConstants, BackwardCarry]:
     """Specify an iteration: step k up to its last position move, and the rest of step k - 1.
 
     Iteration ``steps`` has no step k, and iteration 0 no step before it. Such a part is evaluated,

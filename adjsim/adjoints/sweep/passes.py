@@ -160,10 +160,7 @@ class _SweptRun:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether each of several rows of cotangents has a sweep of its own.
-
-        A compiled loop has the shapes of one, and a save belongs to the sweep of one.
-        """
+        """Whether each of several rows of cotangents has a sweep of its own, as saves need."""
         return self.run.saving is not None
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
