@@ -30,6 +30,8 @@ class Adjoint(ABC):
     accepts: ClassVar[tuple[type, ...]] = (SteppingSolver, ContinuousSolver)
     # The bound of the cotangents of a backward sweep over steps.
     clip: Clip | None = None
+    # Whether autograd's graph has every operation of an uncompiled run.
+    keeps_graph: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, run: Run[State], report: RunReport) -> Result[State]:

@@ -12,7 +12,7 @@ from adjsim.adjoints.sweep.passes import run_forward, run_swept
 from adjsim.adjoints.sweep.stepper import Stepper, prepare
 from adjsim.core.durable.stateful import Entries
 from adjsim.core.run_report import RunReport
-from adjsim.core.state import AnyState, State
+from adjsim.core.state import AnyState, State, in_transform
 from adjsim.dynamics.buffer import Spill
 from adjsim.solvers.continuous.base import ContinuousSolver
 from adjsim.solvers.run import Run
@@ -33,6 +33,8 @@ class DirectAdjoint(Adjoint):
     again.
     """
 
+    keeps_graph = True
+
     def check(self, run: Run[State]) -> None:
         if isinstance(run.solver, ContinuousSolver):
             run.solver.check(run, None)
@@ -40,7 +42,8 @@ class DirectAdjoint(Adjoint):
     def run(self, run: Run[State], report: RunReport) -> Result[State]:
         if run.compile and run.needs_gradient:
             return run_swept(run, report, AllStates)
-        run = run.connected()
+        if run.needs_gradient or in_transform():
+            run = run.connected()
         if isinstance(run.solver, ContinuousSolver):
             found = run.solver.solve(run, report, None)
             run.refuse_written()

@@ -9,7 +9,7 @@ from adjsim.compiler.calls import Address, Call, Operators, address_of, in_order
 from adjsim.compiler.formulas import TRITON, print_formulas, print_on_vectors, triton_type
 from adjsim.compiler.invariants import undetached
 from adjsim.compiler.library import CompilerError, compiled
-from adjsim.compiler.loops import LoopSpec, clone, compile_loop, leaves, mapped
+from adjsim.compiler.loops import LoopSpec, clone, compile_loop, filled, leaves, mapped
 from adjsim.compiler.mathematics import VECTOR_FUNCTIONS, scalar_functions
 from adjsim.compiler.nests import PARALLEL_WORK
 from adjsim.compiler.operations import lookup
@@ -28,7 +28,8 @@ __all__ = [
     "CACHE_LIMIT", "LARGEST_SYSTEM", "PARALLEL_WORK", "TRITON", "TYPES", "VECTOR_FUNCTIONS",
     "Address", "Call", "CompileError", "CompilerError", "Constant", "LoopSpec", "NoCapture",
     "Operators", "UnprintableError", "Value", "address_of", "cache_entries", "cache_folder",
-    "clone", "compile_loop", "compiled", "dense_copy", "graph_of", "has_negative_eigenvalue",
+    "clone", "compile_loop", "compiled", "dense_copy", "filled", "graph_of",
+    "has_negative_eigenvalue",
     "has_negative_eigenvalue_if", "in_order", "leaves", "lookup", "mapped", "multiplications",
     "pointer_to", "print_formulas", "print_on_vectors", "scalar_functions", "solve", "trim_cache",
     "triton_type", "undetached",

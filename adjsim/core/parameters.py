@@ -192,21 +192,23 @@ def point_of_differentiation(x: Tensor) -> Tensor:
 def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor]:
     """Find the leaf tensors of an output's graph, without searching behind registered tensors."""
     for node in graph_nodes(output, registered):
-        leaf = getattr(node, "variable", None)
+        # Nodes of leaves have nothing behind them.
+        leaf = None if node.next_functions else getattr(node, "variable", None)
         if leaf is not None and not hasattr(leaf, "is_point_of_differentiation"):
             yield leaf
 
 
 def graph_nodes(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Any]:
     """Yield the nodes of an output's graph, without those of registered tensors and behind them."""
-    seen, queue = {value.grad_fn for value in registered}, [output.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    seen: set[Any] = {None, *[value.grad_fn for value in registered]}
+    nodes: list[Any] = [] if output.grad_fn in seen else [output.grad_fn]
+    # The list grows while it is read.
+    for node in nodes:
         yield node
-        queue.extend(parent for parent, _ in node.next_functions)
+        for parent, _ in node.next_functions:
+            if parent not in seen:
+                seen.add(parent)
+                nodes.append(parent)
 
 
 def refuse_unknown(output: Tensor, module: nn.Module, known: Sequence[Tensor], what: str) -> None:

@@ -65,8 +65,8 @@ def pulled_together(
         return list(pull(*cotangents))
     level, legacy = vmap_depth(), any(map(are_hidden, given))
     if legacy:
-        count = max(len(_shown(x, level, 1)) for x in given)
-        rows = [_shown(x, level, count) for x in given]
+        count = max(len(shown(x, level, 1)) for x in given)
+        rows = [shown(x, level, count) for x in given]
     else:
         rows = [x[None] for x in given]
     present: list[bool] = []
@@ -74,7 +74,7 @@ def pulled_together(
     def pull_rows(*rows: Tensor) -> list[Tensor]:
         parts = iter(rows)
         whole = [None if x is None else next(parts) for x in cotangents]
-        with _outside_vmap():
+        with outside_vmap():
             found = _rows_of(pull, whole, one_by_one)
         present[:] = [x is not None for x in found]
         return [x for x in found if x is not None]
@@ -88,12 +88,41 @@ def pulled_together(
 
 def shown_rows(x: Tensor) -> Tensor:
     """Return a tensor inside of ``pull`` with its hidden rows as first axis, any other as it is."""
-    return _shown(x, vmap_depth(), 1) if are_hidden(x) else x
+    return shown(x, vmap_depth(), 1) if are_hidden(x) else x
+
+
+def rows_of(tensors: Sequence[Tensor]) -> int:
+    """Return how many rows torch hides in some of the tensors; 0: none."""
+    return max((len(shown_rows(x)) for x in tensors if are_hidden(x)), default=0)
+
+
+def vmap_rows(function: Callable[..., Sequence[Tensor]], rows: Sequence[Tensor]) -> list[Tensor]:
+    """Call a function once for rows on leading axes, which torch hides inside of it."""
+    return list(_vmap(function)(*rows))
 
 
 def hide_rows(x: Tensor, level: int) -> Tensor:
     """Return a tensor whose first axis is hidden, as ``is_grads_batched`` hides it."""
     return _torch._add_batch_dim(x, 0, level)
+
+
+def of_each_row(
+    function: Callable[[dict[str, Any]], Sequence[Tensor]], inputs: dict[str, Any]
+) -> list[Tensor]:
+    """Call a function of named inputs once for each of the rows that torch hides in some of them.
+
+    The function, such as a kernel, has no rule for them. Without rows it is called once.
+    """
+    rows = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and are_hidden(x)}
+    if not rows:
+        return list(function(inputs))
+    level = vmap_depth()
+    shown = {name: shown_rows(x) for name, x in rows.items()}
+    found = [
+        function(inputs | {name: x[k] for name, x in shown.items()})
+        for k in range(len(next(iter(shown.values()))))
+    ]
+    return [hide_rows(torch.stack(x), level) for x in zip(*found, strict=True)]
 
 
 def has_rows(x: Tensor) -> bool:
@@ -140,7 +169,7 @@ def are_hidden(x: Tensor) -> bool:
     return _functorch.is_legacy_batchedtensor(x)
 
 
-def _shown(x: Tensor, level: int, count: int) -> Tensor:
+def shown(x: Tensor, level: int, count: int) -> Tensor:
     """Return a tensor with its hidden rows as first axis, ``count`` equal rows if it has none."""
     return _torch._remove_batch_dim(x, level, count, 0)
 
@@ -153,7 +182,7 @@ def vmap_depth() -> int:
 
 
 @contextmanager
-def _outside_vmap() -> Generator[None, None, None]:
+def outside_vmap() -> Generator[None, None, None]:
     """Let go of the vmaps of ``is_grads_batched``, in which no random number may be drawn."""
     depth = vmap_depth()
     for _ in range(depth):

@@ -95,6 +95,8 @@ class ForceEvaluator:
         self._last = known
         self._caches = one_time_per_position or not isinstance(potential, ForceField)
         self._linear: tuple[Point, LinearForce] | None = None
+        # The passes in autograd's graph whose backpropagation no hook counts yet.
+        self._uncounted = 0
 
     @property
     def forces(self) -> ForcesAt:
@@ -116,7 +118,7 @@ class ForceEvaluator:
         if values is None:
             values = self.forces.values(t, point)
             self.count()
-            count_backward(self.report, values)
+            self.record()
             self._last = point, values
         return values
 
@@ -140,6 +142,17 @@ class ForceEvaluator:
         """Add passes over the energy, or evaluations of a drift."""
         self.report.energy_evaluations += passes
 
+    def record(self, passes: int = 1) -> None:
+        """Note passes of a run, if autograd may go back through them."""
+        if torch.is_grad_enabled():
+            self._uncounted += passes
+
+    def count_backward(self, values: Iterable[Tensor]) -> None:
+        """Count backpropagation through values as the passes noted since the last call."""
+        passes, self._uncounted = self._uncounted, 0
+        if passes:
+            count_backward(self.report, values, passes)
+
     def refuse_unknown(self, output: Tensor, known: list[Tensor], what: str) -> None:
         """Refuse a value that depends on a tensor neither in ``known`` nor a parameter."""
         module = nn.Module() if self._forces is None else self._forces.potential
@@ -151,7 +164,7 @@ def _same(one: Point, other: Point) -> bool:
 
 
 def count_backward(report: RunReport, values: Iterable[Tensor], passes: int = 1) -> None:
-    """Count backpropagation through values, if there is any, as another pass, or as several."""
+    """Count backpropagation through any of the values as another pass, or as several."""
 
     # The hook refers to the report alone. A reference to the evaluator, which keeps the force,
     # would close a cycle through autograd's graph, which Python's garbage collector cannot see: the
@@ -159,9 +172,11 @@ def count_backward(report: RunReport, values: Iterable[Tensor], passes: int = 1)
     def count(grad: Tensor) -> None:
         report.energy_evaluations += passes
 
-    tracked = next((x for x in values if x.requires_grad), None)
-    if tracked is not None:
-        tracked.register_hook(count)
+    tracked = [x for x in values if x.requires_grad]
+    if len(tracked) == 1:
+        tracked[0].register_hook(count)
+    elif tracked:
+        torch.autograd.graph.register_multi_grad_hook(tracked, count, mode="any")
 
 
 def add_to(sums: dict[Any, Tensor], key: Any, value: Tensor) -> None:

@@ -322,7 +322,7 @@ class GeneralFlow(Move):
         return before
 
     def _fields(self, state: AnyState) -> tuple[Tensor, ...]:
-        return tuple(getattr(state, name) for name in self.fields)
+        return tuple(map(partial(getattr, state), self.fields))
 
     def _replaced(
         self,
@@ -332,7 +332,8 @@ class GeneralFlow(Move):
         values: Sequence[Tensor],
     ) -> State:
         found = function(context.coefficients, *values, *self._fields(state))
-        return state._replace(**dict(zip(self.fields, found, strict=True)))
+        new = dict(zip(self.fields, found, strict=True))
+        return type(state)._make(map(new.get, state._fields, state))
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from adjsim.potentials.pairs.base import pair_paths
 from adjsim.simulation.backwards import mirrored
 from adjsim.simulation.between_steps import Extension, between_steps, interpolated
 from adjsim.simulation.start_checks import check_rates
+from adjsim.simulation.transforms import run_outside
 from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.continuous.base import ContinuousSolver
 from adjsim.solvers.run import Run
@@ -193,14 +194,17 @@ def run(
     """Run :func:`simulate` on given noise, such as the part of one chunk of a larger batch."""
     _check_pair(solver, adjoint)
     check_record(record)
-    if in_transform() and not isinstance(adjoint, DirectAdjoint):
-        raise RuntimeError(
-            f"{type(adjoint).__name__} does not go through torch.func transforms (grad, vmap, "
-            "jvp, jacrev): use DirectAdjoint() there. For a Jacobian, run outside of them and use "
-            "torch.autograd.grad(..., is_grads_batched=True); for many replicas, give the state a "
-            "leading batch axis instead of vmap."
-        )
     times, state = check_times(ts, either=True), as_state(state)
+    if in_transform() and (compile or not adjoint.keeps_graph):
+        settings = noise, progress, compile, store, continues
+        # Made inside of a transform, a tensor is one of it.
+        saves = [float(t) for t in times]
+        return run_outside(
+            lambda copy, start, saved: run(copy, start, saves, solver, adjoint, saved, *settings),
+            dynamics,
+            state,
+            record,
+        )
     if times[1] < times[0]:
         back, path = mirrored(dynamics, noise, solver, times)
         settings = record, path, progress, compile, store, continues
@@ -315,11 +319,6 @@ def _check_compiled(run: Run[State], adjoint: Adjoint) -> None:
         raise TypeError(
             "compile=True is for solvers of fixed steps, such as Splitting; not for "
             f"{run.solver!r}."
-        )
-    if in_transform():
-        raise RuntimeError(
-            "compile=True does not go through torch.func transforms (grad, vmap, jvp): leave it "
-            "out there."
         )
     if run.needs_gradient and isinstance(adjoint, ReversibleAdjoint):
         kind, solver = type(run.dynamics).__name__, run.solver

@@ -47,7 +47,8 @@ class Clock(Saves):
 
     def time_in_step(self, step: int) -> Callable[[float], float]:
         """Return the time in step number ``step`` as a function of the share that has passed."""
-        return lambda share: self.time(step + share)
+        begin, before, dt = self.begin, self.before, self.dt
+        return lambda share: begin + (before + (step + share)) * dt
 
     def averaged(self, average: TimeAverage) -> range:
         """Return the steps whose ends enter a time average."""

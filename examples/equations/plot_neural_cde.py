@@ -166,13 +166,13 @@ for name, values in mean.items():
 
 # %%
 # The equation is right more often than the recurrent network at every number of
-# samples, above all at half of those that it was trained on: six points on a path are
-# a coarser path, but six steps of a recurrent network are another sequence. The steps
+# samples, above all at half of those that it was trained on: six points on a path are a
+# coarser path, but six steps of a recurrent network are another sequence. The steps
 # have to resolve the samples: with steps of 0.25, each of which passes over two of 48
-# samples, the equation is right in fewer than eight cases of ten. The order of the two is not general: with
-# errors of 0.3, and 128 to 256 series to train on, the recurrent network won at twelve
-# samples (0.92 to about 0.80). The area is right almost always and needs no training. A
-# network is for series whose law nobody knows.
+# samples, the equation is right in fewer than eight cases of ten. The order of the two
+# is not general: with errors of 0.3, and 128 to 256 series to train on, the recurrent
+# network won at twelve samples (0.92 to about 0.80). The area is right almost always
+# and needs no training. A network is for series whose law nobody knows.
 #
 # The answer at every time
 # ------------------------

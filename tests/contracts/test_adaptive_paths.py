@@ -80,8 +80,9 @@ def test_gradients_hold_the_times_fixed():
     assert torch.equal(run(sde, start, steps).y, recorded.y)
     wanted = [field.rate]
     (grad,) = torch.autograd.grad(recorded.final.y.square().sum(), wanted)
-    (direct,) = torch.autograd.grad(loss(adjsim.DirectAdjoint()), wanted)
-    torch.testing.assert_close(grad, direct, rtol=1e-10, atol=0)
+    for adjoint in (adjsim.DirectAdjoint(), adjsim.CheckpointAdjoint()):
+        (other,) = torch.autograd.grad(loss(adjoint), wanted)
+        torch.testing.assert_close(grad, other, rtol=1e-10, atol=0)
     ends = []
     with torch.no_grad():
         for change in (1e-5, -1e-5):

@@ -139,29 +139,181 @@ def test_a_single_row_and_nested_maps():
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "kind", slow_but(lambda kind: kind == "store", ["store", "pairs", "compile"])
-)
-def test_rows_that_do_not_go_together_have_sweeps_of_their_own(kind, tmp_path):
-    """The kernel of pairs takes one cotangent, and a loop or a store belongs to one sweep."""
-    if kind == "pairs":
-        dynamics = adjsim.Langevin(adjsim.LennardJones(sigma=parameter(0.9)), friction=parameter(1))
+KINDS = ["store", "implicit", "pairs", "implicit pairs"]
+KINDS += ["compiled", "compiled, undone", "compiled, average"]
+
+
+class Elementwise(nn.Module):
+    """A field that compiles in a second."""
+
+    def __init__(self):
+        super().__init__()
+        self.k = parameter(0.7)
+
+    def forward(self, t, y):
+        return torch.sin(t) - self.k * torch.sin(y)
+
+
+def made(kind, folder):
+    """A run, whose outputs are its frames, and the tensors that they depend on."""
+    if kind in ("pairs", "implicit pairs"):
+        pairs, solver = adjsim.LennardJones(sigma=parameter(0.9)), adjsim.ImplicitMidpoint(0.01)
+        dynamics = adjsim.Hamiltonian(pairs)
+        if kind == "pairs":
+            dynamics = adjsim.Langevin(pairs, friction=parameter(1))
+            solver = adjsim.Splitting("BAOAB", 0.01, exact=True)
         q, p = square()
         q.requires_grad_()
-        made = adjsim.simulate(
-            dynamics, dynamics.init(q, p), [0.0, 0.01, 0.02],
-            solver=adjsim.Splitting("BAOAB", 0.01, exact=True), adjoint=ReversibleAdjoint(),
-            generator=0,
+        run = adjsim.simulate(
+            dynamics, dynamics.init(q, p), [0.0, 0.01, 0.02], solver=solver,
+            adjoint=ReversibleAdjoint(), generator=0,
         )  # fmt: skip
-        values, inputs = [made.position], [q, *dynamics.parameters()]
-    else:
-        given = {"store": tmp_path} if kind == "store" else {"compile": True}
-        values, inputs = outputs("checkpoint", "states", **given)
+        return run, [run.position], [q, *dynamics.parameters()]
+    field = Elementwise() if "," in kind else Field()
+    dynamics, solver, adjoint = adjsim.ODE(field), adjsim.RungeKutta("rk4", 0.1), None
+    if kind == "implicit":
+        solver, adjoint = adjsim.ImplicitMidpoint(0.1), ReversibleAdjoint()
+    if kind == "compiled, undone":
+        solver, adjoint = adjsim.Coupled("rk4", 0.1, rate=5.0), ReversibleAdjoint()
+    y = torch.tensor([[1.0, 0.2], [0.3, 0.4]], dtype=torch.float64, requires_grad=True)
+    record = RECORDS["average"] if kind == "compiled, average" else None
+    run = adjsim.simulate(
+        dynamics, dynamics.init(y), TS, solver=solver, adjoint=adjoint or CheckpointAdjoint(),
+        record=record, store=folder if kind == "store" else None, compile="compiled" in kind,
+    )  # fmt: skip
+    values = [run.final.y, run.y if record is None else run.record]
+    return run, values, [y, *dynamics.parameters()]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    slow_but(lambda kind: kind in ("store", "implicit"), KINDS),
+)
+def test_other_runs_have_the_rows_of_single_sweeps(kind, tmp_path):
+    """All but a store, which belongs to one sweep, go through one."""
+    run, values, inputs = made(kind, tmp_path)
     rows = rows_of(values, 3)
+    before = run.stats["energy_evaluations"]
     expected = one_by_one(values, inputs, rows)
+    each = run.stats["energy_evaluations"] - before
     for pull in (at_once, mapped):
-        for x, y in zip(pull(values, inputs, rows), expected, strict=True):
+        before = run.stats["energy_evaluations"]
+        found = pull(values, inputs, rows)
+        together = run.stats["energy_evaluations"] - before
+        # A store keeps each sweep, and linear systems have a solution for each row.
+        if kind not in ("store", "implicit pairs"):
+            assert together == each // 3
+        for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def decay(p, kind, **settings):
+    """A run of dy/dt = -p y^2, back in time unless ``ts`` are given."""
+    equation = adjsim.ODE(lambda t, y, p: -p * y**2, args=(p,))
+    solver, adjoint = adjsim.RungeKutta("rk4", 0.1), CheckpointAdjoint()
+    if kind == "backsolve":
+        solver, adjoint = adjsim.ODESolver("dopri5", rtol=1e-8, atol=1e-9), BacksolveAdjoint()
+    if kind == "undone":
+        solver, adjoint = adjsim.Coupled("rk4", 0.1, rate=5.0), ReversibleAdjoint()
+    if kind == "direct":
+        adjoint = adjsim.DirectAdjoint()
+    start = equation.init(torch.tensor([[1.0, 0.5]], dtype=torch.float64))
+    given = {"solver": solver, "adjoint": adjoint, "compile": kind == "compiled"} | settings
+    return adjsim.simulate(equation, start, given.pop("ts", [0.4, 0.25, 0.0]), **given)
+
+
+P = torch.tensor([0.7, 0.3], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    slow_but(lambda kind: kind == "checkpoint", ["checkpoint", "undone", "backsolve", "compiled"]),
+)
+def test_jacrev_goes_around_a_run(kind):
+    """Each output, with save times between steps, back in time."""
+
+    def outputs(p):
+        run, steps = decay(p, kind), [0.1 * k for k in range(5)]
+        values = [run.y, run.final.y]
+        if kind in ("checkpoint", "undone"):
+            record, average = lambda s: p * s.y, TimeAverage(lambda s: s.y.prod(-1))
+            values.append(decay(p, kind, ts=steps, record=record).record)
+            values.append(decay(p, kind, ts=[0.0, 0.4], record=average).record)
+            values.append(decay(p, kind, ts=steps).at(0.1 * p).y)
+        return torch.cat([x.flatten() for x in values])
+
+    found = torch.func.jacrev(outputs)(P)
+    leaf = P.clone().requires_grad_()
+    values = outputs(leaf)
+    pull, unit = (one_by_one if kind == "backsolve" else at_once), torch.eye(len(values)).double()
+    (rows,) = pull([values], [leaf], [unit])
+    torch.testing.assert_close(found.detach(), rows, rtol=1e-12, atol=1e-14)
+    ends = [outputs(P + s * torch.tensor([1e-5, 0.0])).detach() for s in (1, -1)]
+    slope = (ends[0] - ends[1]) / 2e-5
+    torch.testing.assert_close(found[:, 0].detach(), slope, rtol=1e-6, atol=1e-8)
+    total = torch.func.grad(lambda p: outputs(p).sum())(P)
+    # A continuous adjoint chooses its steps by its cotangent.
+    rtol = 1e-8 if kind == "backsolve" else 1e-12
+    torch.testing.assert_close(total.detach(), rows.sum(0), rtol=rtol, atol=0)
+    weight = torch.linspace(1, 2, len(values), dtype=torch.float64)
+    _, pull = torch.func.vjp(outputs, P)
+    expected = weight @ rows
+    torch.testing.assert_close(pull(weight)[0].detach(), expected, rtol=rtol, atol=0)
+
+
+def test_jacrev_takes_one_sweep_and_parameters_of_modules():
+    field = Counted()
+    equation = adjsim.ODE(field)
+    holder, y = nn.Module(), torch.tensor([[1.0, 0.2]], dtype=torch.float64)
+    holder.equation = equation
+    holder.forward = lambda adjoint: (
+        adjsim.simulate(
+            equation, equation.init(y), TS, solver=adjsim.RungeKutta("rk4", 0.1), adjoint=adjoint
+        ).final.y
+    )
+
+    def end(weight, adjoint):
+        name = {"equation.fun.net.0.weight": weight}
+        return torch.func.functional_call(holder, name, (adjoint,))
+
+    weight = field.net[0].weight.detach()
+    found, calls = counted(torch.func.jacrev(end), weight, CheckpointAdjoint())
+    known = torch.func.jacrev(end)(weight, adjsim.DirectAdjoint())
+    torch.testing.assert_close(found.detach(), known.detach(), rtol=1e-10, atol=1e-14)
+    # The check of the start, 2 x 4 stages, and these twice more on the way back.
+    assert calls <= 2 + 3 * 8
+
+
+@pytest.mark.parametrize(
+    ("transform", "why"),
+    [
+        (torch.func.jacfwd, "need DirectAdjoint"),
+        (torch.func.hessian, "cannot be differentiated again"),
+        (lambda f: torch.func.jacrev(torch.func.jacrev(f)), "cannot be differentiated again"),
+        (lambda f: lambda p: torch.func.vmap(f)(torch.stack([p, p])), "leading batch axis"),
+    ],
+    ids=["jacfwd", "hessian", "twice", "vmap"],
+)
+def test_what_goes_through_direct_alone(transform, why):
+    with pytest.raises((RuntimeError, NotImplementedError), match=why):
+        transform(lambda p: decay(p, "checkpoint").final.y.sum())(P)
+    transform(lambda p: decay(p, "direct").final.y.sum())(P)
+
+
+def test_a_tensor_that_is_not_registered_is_refused_in_a_transform():
+    def end(p):
+        equation = adjsim.ODE(lambda t, y: -p * y)
+        start = equation.init(torch.ones(2, dtype=torch.float64))
+        return adjsim.simulate(
+            equation, start, TS, solver=adjsim.RungeKutta("rk4", 0.1), adjoint=CheckpointAdjoint()
+        ).final.y
+
+    with pytest.raises(ValueError, match=r"is not registered.*args="):
+        torch.func.jacrev(end)(P)
+    leaf = P.clone().requires_grad_()
+    outer = torch.func.grad(lambda p: decay(p, "checkpoint").final.y.sum())(leaf)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(outer.sum(), leaf)
 
 
 def test_the_growth_is_that_of_the_row_that_grows_most():

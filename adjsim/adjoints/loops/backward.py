@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,21 +17,29 @@ from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import SavedTensors
 from adjsim.adjoints.sweep.history import Rewind
 from adjsim.adjoints.sweep.recorder import CotangentGrowth, RecordSweep
-from adjsim.compiler import LoopSpec, clone
+from adjsim.compiler import LoopSpec, clone, filled, leaves, mapped
+from adjsim.core.layout import packed
 from adjsim.core.progress import with_progress
+from adjsim.core.rows import hide_rows, outside_vmap, rows_of, shown, vmap_depth, vmap_rows
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState
 from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
 from adjsim.solvers.base import StepContext
 
 
-class BackwardCarry(NamedTuple):
-    """The carry: cotangents, and the norms ``injected`` of those that outputs have given."""
+class Cotangent(NamedTuple):
+    """The cotangents, and the norms ``injected`` of those that outputs have given."""
 
     coefficients: dict[tuple[str, str], Tensor]
     parameters: dict[str, Tensor]
-    cotangents: dict[str, Tensor]
+    fields: dict[str, Tensor]
     injected: dict[str, Tensor]
+
+
+class BackwardCarry(NamedTuple):
+    """The carry: the cotangent, or rows of cotangents on leading axes, and the state."""
+
+    cotangent: Cotangent
     state: tuple[Tensor, ...]
 
 
@@ -64,38 +74,50 @@ class BackwardLoops:
         runner, average, cotangents = self.runner, saved.average_cotangent, saved.sums
         coefficients, sums = runner.fixed.coefficients, cotangents.coefficient_sums
         parameter_sums, parameters = cotangents.parameter_sums, cotangents.parameters
-        carry = BackwardCarry(
+        given = Cotangent(
             {(a, n): _sum(sums.get((a, n)), coefficients[a][n]) for a, n in runner.wanted},
             {name: _sum(parameter_sums.get(name), p) for name, p in parameters.items()},
-            {name: runner.pack(cotangents[name]) for name in cotangents.fields},
-            {name: clone(x) for name, x in saved.growth.injected.items()},
-            runner.pack_state(state),
+            {name: packed(cotangents[name], runner.batch) for name in cotangents.fields},
+            dict(saved.growth.injected),
         )
+        others = () if average is None else (average,)
+        level, count = vmap_depth(), rows_of([*leaves(given), *others])
+        if count:
+            given = mapped(lambda x: shown(x, level, count), given)
+            average = None if average is None else shown(average, level, count)
+        kind = ROWS if count else BACKWARD
+        carry = BackwardCarry(mapped(clone, given), runner.pack_state(state))
         while stop > start:
             # The parts of the forward run, which begin at ``start``.
-            count = (stop - start - 1) % runner.length + 1
+            steps = (stop - start - 1) % runner.length + 1
             averaged = () if average is None or not runner.averages(stop) else (average,)
-            stop -= count
+            stop -= steps
             states = rewind.states_from(stop, runner) if runner.keeps_states else ()
-            carry, _ = runner.run_loop(BACKWARD, stop, count, carry, averaged, states)
-        for name, cotangent in carry.cotangents.items():
+            with outside_vmap():
+                carry, _ = runner.run_loop(kind, stop, steps, carry, averaged, states)
+        found = carry.cotangent
+        if count:
+            found = mapped(lambda x: hide_rows(x, level), found)
+        for name, cotangent in found.fields.items():
             cotangents[name] = runner.unpack(cotangent)
-        sums.update(carry.coefficients)
-        parameter_sums.update(carry.parameters)
-        saved.growth.injected.update(carry.injected)
+        sums.update(found.coefficients)
+        parameter_sums.update(found.parameters)
+        saved.growth.injected.update(found.injected)
         return runner.unpack_state(carry.state)
 
 
 class _TracedSweep:
     """The backward pass inside a trace, rebuilt from its carry."""
 
-    def __init__(self, runner: LoopRunner, constants: LoopConstants, carry: BackwardCarry) -> None:
+    def __init__(
+        self, runner: LoopRunner, constants: LoopConstants, state: Any, given: Cotangent
+    ) -> None:
         self.runner, self.constants, self.report = runner, constants, RunReport()
-        self.state = runner.unpack_state(carry.state)
+        self.state = state
         trainable = runner.reading.trainable(constants.parameters)
-        fields = {name: runner.unpack(x) for name, x in carry.cotangents.items()}
-        self.sums = Cotangents(fields, trainable, carry.coefficients, carry.parameters)
-        self.growth = CotangentGrowth(carry.injected)
+        fields = {name: runner.unpack(x) for name, x in given.fields.items()}
+        self.sums = Cotangents(fields, trainable, given.coefficients, given.parameters)
+        self.growth = CotangentGrowth(given.injected)
         self.plan = runner.plan.with_spacings(constants.spacings)
         self.forces = self.plan.forces(
             runner.dynamics.potential, parameters=trainable, report=self.report
@@ -154,19 +176,18 @@ class _TracedSweep:
                 after = self.growth.injected[name]
                 self.growth.injected[name] = torch.where(absent, x, after)
 
-    def carry(self) -> BackwardCarry:
+    def cotangent(self) -> Cotangent:
         runner, sums = self.runner, self.sums
         sums.complete()
-        return BackwardCarry(
-            {key: clone(sums.coefficient_sums[key]) for key in runner.wanted},
-            {name: clone(sums.parameter_sums[name]) for name in sums.parameters},
-            {name: runner.pack(sums[name]) for name in sums.fields},
-            {name: clone(x) for name, x in self.growth.injected.items()},
-            runner.pack_state(self.state),
+        return Cotangent(
+            {key: sums.coefficient_sums[key] for key in runner.wanted},
+            {name: sums.parameter_sums[name] for name in sums.parameters},
+            {name: packed(sums[name], runner.batch) for name in sums.fields},
+            dict(self.growth.injected),
         )
 
 
-def _specify(runner: LoopRunner, loop: Loop) -> LoopSpec[LoopConstants, BackwardCarry]:
+def _specify(rows: bool, runner: LoopRunner, loop: Loop) -> LoopSpec[LoopConstants, BackwardCarry]:
     """Specify an iteration: step k up to its last position move, and the rest of step k - 1.
 
     Iteration ``steps`` has no step k, and iteration 0 no step before it. Such a part is evaluated,
@@ -184,24 +205,44 @@ def _specify(runner: LoopRunner, loop: Loop) -> LoopSpec[LoopConstants, Backward
     def body(
         constants: LoopConstants, k: Tensor, carry: BackwardCarry
     ) -> tuple[Tensor, BackwardCarry, tuple[()]]:
-        sweep = _TracedSweep(runner, constants, carry)
-        if shared:
-            sweep.traverse_unless(k == constants.steps, early, k)
-            sweep.add_average(k == 0)
-            sweep.traverse_unless(k == 0, late, k - 1)
-        else:
-            sweep.add_average(None)
-            sweep.traverse(k)
-        found = sweep.carry()
-        loop.evaluations_per_step = sweep.report.energy_evaluations
-        loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
-        return k - 1, found, ()
+        before, after = runner.unpack_state(carry.state), list[Any]()
+
+        def traverse(given: Cotangent, average: tuple[Tensor, ...]) -> Cotangent:
+            sweep = _TracedSweep(runner, constants._replace(average=average), before, given)
+            if shared:
+                sweep.traverse_unless(k == constants.steps, early, k)
+                sweep.add_average(k == 0)
+                sweep.traverse_unless(k == 0, late, k - 1)
+            else:
+                sweep.add_average(None)
+                sweep.traverse(k)
+            after[:] = runner.pack_state(sweep.state)
+            loop.evaluations_per_step = sweep.report.energy_evaluations
+            loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
+            return sweep.cotangent()
+
+        given = carry.cotangent, constants.average
+        found = of_rows(traverse, given) if rows else traverse(*given)
+        return k - 1, BackwardCarry(mapped(clone, found), tuple(after)), ()
 
     return LoopSpec(start, lambda k, _: k >= 0, body, lambda steps: steps + shared)
 
 
 def _sum(known: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(clone(like)) if known is None else clone(known)
+    return torch.zeros_like(like) if known is None else known
 
 
-BACKWARD = LoopKind(_specify, differentiates=True, backward=True)
+def of_rows(function: Callable[..., Any], tree: Any) -> Any:
+    """Return the nested values of a function of rows on the leading axes of all tensors."""
+    made: list[Any] = []
+
+    def row(*tensors: Tensor) -> tuple[Tensor, ...]:
+        made[:] = [function(*filled(tree, iter(tensors)))]
+        return tuple(leaves(made[0]))
+
+    found = vmap_rows(row, leaves(tree))
+    return filled(made[0], iter(found))
+
+
+BACKWARD = LoopKind(partial(_specify, False), differentiates=True, backward=True)
+ROWS = LoopKind(partial(_specify, True), differentiates=True, backward=True, optional=True)

@@ -104,12 +104,14 @@ class LoopKind:
     Attributes:
         differentiates: whether autograd runs in it, so that parameters and coefficients are leaves.
         uncompiled: specifies the same steps without compilation; None: ``specify``.
+        optional: whether a run has another way if the loop cannot be compiled.
     """
 
     specify: Specify
     differentiates: bool = False
     backward: bool = False
     uncompiled: Specify | None = None
+    optional: bool = False
 
 
 @dataclass(frozen=True)

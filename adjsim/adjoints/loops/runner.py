@@ -42,6 +42,8 @@ FINITE_EVERY = 1024
 
 # Compiled loops by their keys, which begin with that of what their step reads.
 cache: RecentCache[Loop] = RecentCache(256)
+# Why optional loops could not be compiled, so that no later run tries again.
+_refused: RecentCache[CompileError] = RecentCache(256)
 
 
 class LoopRunner:
@@ -291,7 +293,14 @@ class LoopRunner:
                     "reads (a plain attribute, a mode, a global) has changed since the run, and "
                     "the backward pass had not been compiled yet. Call backward before the change."
                 )
-            loop = self._compile(kind, constants, carry)
+            if kind.optional and (reason := _refused.get(key)) is not None:
+                raise reason
+            try:
+                loop = self._compile(kind, constants, carry)
+            except CompileError as error:
+                if kind.optional:
+                    _refused.put(key, error)
+                raise
             cache.put(key, loop)
             self.used.add(loop)
         return loop

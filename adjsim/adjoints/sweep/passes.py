@@ -50,7 +50,7 @@ SETTLE_EVERY = 256
 
 
 class EagerDriver(AttributeState):
-    """Runs steps one by one, in Python."""
+    """Runs steps one by one, in Python, and stops after each of them only if ``each``."""
 
     divisible = True
     # The first force of a run is evaluated again.
@@ -61,17 +61,23 @@ class EagerDriver(AttributeState):
         stepper: Stepper,
         inputs: Inputs,
         forces: ForceEvaluator,
+        each: bool = True,
         clip: Callable[[Any, int], Any] | None = None,
     ) -> None:
-        self.stepper, self.inputs, self.forces, self.clip = stepper, inputs, forces, clip
+        self.stepper, self.inputs, self.forces = stepper, inputs, forces
+        self.each, self.clip = each, clip
 
     def stops(self, wanted: set[int]) -> Sequence[int]:
-        return range(1, self.stepper.clock.last + 1)
+        last = self.stepper.clock.last
+        return range(1, last + 1) if self.each else sorted({*wanted, *self.stepper.looks(last)})
 
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
-        for step in range(start, stop):
-            state = state if self.clip is None else self.clip(state, step)
-            state = self.stepper.step(step, state, self.inputs, self.forces)
+        # The state is clipped before a step.
+        ends = [stop] if self.clip is None else range(start + 1, stop + 1)
+        for begin, end in zip([start, *ends], ends, strict=False):
+            state = state if self.clip is None else self.clip(state, begin)
+            state = self.stepper.steps(begin, end, state, self.inputs, self.forces)
+        self.forces.count_backward(state)
         return state, stop
 
     def sweep(
@@ -113,7 +119,9 @@ def run_forward(
         clip = None
         if run.clip is not None and history is None and run.needs_gradient:
             clip = partial(run.clip.inserted, batch=len(run.dynamics.batch_shape(run.state)))
-        driver: EagerDriver | ForwardLoops = EagerDriver(stepper, inputs, forces, clip)
+        # These look at the state after every step.
+        each = run.progress or run.dynamics.limit is not None or budget is not None
+        driver: EagerDriver | ForwardLoops = EagerDriver(stepper, inputs, forces, each, clip)
     else:
         driver = ForwardLoops(runner, recording, budget, rows)
     # The history reads the growth of the same step.
@@ -165,11 +173,8 @@ class _SweptRun:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether each of several rows of cotangents has a sweep of its own.
-
-        A compiled loop has the shapes of one, and a save belongs to the sweep of one.
-        """
-        return self.runner is not None or self.run.saving is not None
+        """Whether each of several rows of cotangents has a sweep of its own, as saves need."""
+        return self.run.saving is not None
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """List the tensors that autograd sees: start, coefficients and trainable parameters."""

@@ -135,10 +135,31 @@ class Stepper:
         state = state if plan.lattice is None else plan.lattice.from_lattice(state)
         return state if plan.copies is None else plan.copies.remove(state)
 
+    def steps(
+        self, start: int, stop: int, state: State, inputs: Inputs, forces: ForceEvaluator
+    ) -> State:
+        """Run the steps from number ``start`` up to ``stop``, which is not run.
+
+        The error of a step without a solution names its number.
+        """
+        step = self.plan.step
+        with naming(start + 1) as name:
+            for number in range(start, stop):
+                name.step = number + 1
+                state = step(state, self.context(number, inputs, forces))
+        return state
+
     def step(self, number: int, state: State, inputs: Inputs, forces: ForceEvaluator) -> State:
-        """Run a step; the error of a step without a solution names its number."""
-        with naming(number + 1):
-            return self.plan.step(state, self.context(number, inputs, forces))
+        """Run a step."""
+        return self.steps(number, number + 1, state, inputs, forces)
+
+    def looks(self, last: int) -> set[int]:
+        """Return the numbers of steps after which buffers spill, or states are checked."""
+        growth, before = self.buffer_growth, self.clock.before
+        found = set(range(FINITE_EVERY, last, FINITE_EVERY))
+        if growth is not None:
+            found.update(range(-before % growth.check_every, last, growth.check_every))
+        return found - {0}
 
     def context(self, number: int, inputs: Inputs, forces: ForceEvaluator) -> StepContext:
         """Return the context of a step."""
@@ -282,12 +303,11 @@ class _StateChecks:
 class naming:
     """A context that adds the number of a step to the message that it has no solution."""
 
-    # A class, since a generator takes a hundredth of an eager step of a few atoms.
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def __enter__(self) -> None:
-        return
+    def __enter__(self) -> naming:
+        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, UnsolvedStepError):

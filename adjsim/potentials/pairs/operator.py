@@ -23,6 +23,7 @@ from adjsim.core.derived import own_tensors, replaced
 from adjsim.core.layout import is_tracing
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rows import vmap_depth
 from adjsim.core.strain import Strain
 from adjsim.potentials.pairs.formula import (
     Operand,
@@ -184,7 +185,9 @@ class PairOperator:
         spec = self.form.spec
         small = spec.skin is None and not {TABLE, FUNCTION} & {*spec.kinds}
         slower = KERNEL_CLASSES[spec.device].slower_than_loops
-        return small and slower and is_tracing() and not self.pair.costly
+        # Their product differentiates in the loop, which no rows of cotangents go through.
+        alone = vmap_depth() == 0
+        return small and slower and is_tracing() and not self.pair.costly and alone
 
     @property
     def usable(self) -> PairOperator | Refusal:

@@ -149,13 +149,10 @@ class VectorField(torch.nn.Module, Generic[State]):
         backsolve: dict[str, Any] | None,
     ) -> None:
         super().__init__()
-        # In a list, so that the module does not register the dynamics.
-        self._run, self.report, self.average, self.unit = [run], report, average, unit
+        # A method, so that the module does not register the dynamics.
+        self.run, self.drift, self.kind = run, run.dynamics.drift, type(run.state)
+        self.report, self.average, self.unit = report, average, unit
         self.backsolve = backsolve
-
-    @property
-    def run(self) -> Run[State]:
-        return self._run[0]
 
     @cached_property
     def parameters_of_adjoint(self) -> tuple[Tensor, ...]:
@@ -163,7 +160,7 @@ class VectorField(torch.nn.Module, Generic[State]):
         return tuple(self.run.reading.trainable(self.run.tensors).values())
 
     def state(self, fields: Fields) -> State:
-        return type(self.run.state)._make(fields[: len(self.run.state)])
+        return self.kind._make(fields[: len(self.run.state)])
 
     def time(self, t: Tensor) -> Any:
         return t if self.unit is None else self.run.times[0] + t * self.unit
@@ -172,18 +169,21 @@ class VectorField(torch.nn.Module, Generic[State]):
         """Return the rates at a time, one tensor if y is one."""
         fields = (y,) if isinstance(y, Tensor) else y
         state = self.state(fields)
-        rates: Fields = tuple(self.run.dynamics.drift(self.time(t), state))
+        rates: Fields = tuple(self.drift(self.time(t), state))
         if self.average is not None:
             value = self.average.function(state)
             check_shape(value, fields[-1].shape, f"at t = {float(t.detach()):g}")
             rates = (*rates, value.to(fields[-1].dtype))
-        if self.backsolve is not None and torch.is_grad_enabled():
+        self.report.energy_evaluations += 1
+        if self.backsolve is None:
+            count_backward(self.report, rates)
+        elif torch.is_grad_enabled():
+            # A continuous adjoint takes one product at each evaluation of its way back.
+            self.report.energy_evaluations += 1
             known = [*fields, t, *self.parameters_of_adjoint]
             what = "the drift, or the averaged function,"
             for rate in rates:
                 refuse_unknown(rate, self.run.dynamics, known, what)
-        self.report.energy_evaluations += 1
-        count_backward(self.report, rates)
         rates = rates if self.unit is None else tuple(rate * self.unit for rate in rates)
         return rates[0] if isinstance(y, Tensor) else rates
 

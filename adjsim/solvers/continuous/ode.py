@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -123,4 +123,4 @@ def _largest(count: int, found: Any) -> Tensor:
     """Return the largest root mean square over the fields, without that of a time average."""
     fields = _fields(found)
     # The choice of steps is not differentiated.
-    return torch.stack([x.detach().abs().pow(2).mean().sqrt() for x in fields[:count]]).amax()
+    return reduce(torch.maximum, (x.detach().square().mean().sqrt() for x in fields[:count]))

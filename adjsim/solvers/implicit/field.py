@@ -16,6 +16,7 @@ from torch import Tensor
 
 from adjsim.compiler import has_negative_eigenvalue, has_negative_eigenvalue_if, solve
 from adjsim.core.layout import is_tracing, outside_tracing
+from adjsim.core.rows import outside_vmap, shown_rows
 from adjsim.core.second_derivative import once_differentiable
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents, add_each
@@ -50,7 +51,7 @@ class Linear(NamedTuple):
         """
         if not self.rate.requires_grad:
             return torch.zeros((), dtype=torch.bool, device=self.rate.device)
-        with outside_tracing():
+        with outside_tracing(), outside_vmap():
             generator = torch.Generator().manual_seed(0)
             vector = torch.randn(self.point.shape, generator=generator, dtype=torch.float64)
             vector = vector.to(self.point.dtype).to(self.point.device)
@@ -238,7 +239,7 @@ class ImplicitField(Move):
         # In a compiled loop w is NaN for a singular matrix, and the forward run has refused systems
         # that depend on each other.
         if not is_tracing():
-            if bool(singular):
+            if bool(shown_rows(singular).any()):
                 raise UnsolvedStepError(
                     f"the implicit step at t = {float(t):g} has no derivative: 1 - theta h J is "
                     "singular. Use a smaller dt."

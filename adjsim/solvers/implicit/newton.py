@@ -17,7 +17,7 @@ near atoms alone, and follows from some dozens of products
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -92,15 +92,8 @@ class StepMatrix:
         return float(left / b.norm().clamp(min=torch.finfo(b.dtype).tiny))
 
     def _factorised(self, b: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-        *batch, atoms, dim = b.shape
-        size = atoms * dim
-        units = torch.eye(size).to(b).reshape(size, *(1 for _ in batch), atoms, dim)
-        copies = self.x.expand(size, *b.shape)
-        _, pullback = force_vjp(self.forces.potential, copies, [], self.t)
-        rows, _ = pullback((self.root * units).expand_as(copies))
-        self.forces.count(2 * size)
-        rows = (units - self.a**2 * self.root * rows).movedim(0, -3).reshape(*batch, size, size)
-        right = b.reshape(*batch, size, 1)
+        rows = self._rows
+        right = b.flatten(-2).unsqueeze(-1)
         if not self.symmetric:
             w = torch.linalg.solve(rows.mT if transposed else rows, right)
             return w.reshape(b.shape), torch.zeros_like(dot(b, b), dtype=torch.bool)
@@ -113,6 +106,18 @@ class StepMatrix:
             shrinking = vectors @ ((vectors.mT @ right) / values.abs().clamp(min=1e-8)[..., None])
             w = torch.where(refused, shrinking, w)
         return w.reshape(b.shape), refused
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        """The transposed matrix of each system, ``(*batch, n, n)``, made once for all b."""
+        *batch, atoms, dim = self.x.shape
+        size = atoms * dim
+        units = torch.eye(size).to(self.x).reshape(size, *(1 for _ in batch), atoms, dim)
+        copies = self.x.expand(size, *self.x.shape)
+        _, pullback = force_vjp(self.forces.potential, copies, [], self.t)
+        rows, _ = pullback((self.root * units).expand_as(copies))
+        self.forces.count(2 * size)
+        return (units - self.a**2 * self.root * rows).movedim(0, -3).reshape(*batch, size, size)
 
     def _iterated(self, b: Tensor, share: float) -> tuple[Tensor, Tensor]:
         x, refused, left = conjugate_gradients(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from adjsim.core.arguments import as_positive
 from adjsim.core.reading import Reading
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import power_of_two
+from adjsim.core.rows import of_each_row
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import (
     AnyMomentumState,
@@ -137,6 +139,16 @@ class ImplicitMove(Move):
     ) -> Tensor:
         """Solve ``(1 - a^2 c J^T) w = b``."""
         matrix = StepMatrix(context.forces, x, context.t, self.theta * self.h, c)
+
+        def solved(given: Mapping[str, Tensor]) -> list[Tensor]:
+            return [self._solved(matrix, given["b"], c, context, reversed_)]
+
+        return of_each_row(solved, {"b": b})[0]
+
+    def _solved(
+        self, matrix: StepMatrix, b: Tensor, c: Tensor, context: MoveContext, reversed_: bool
+    ) -> Tensor:
+        x = matrix.x
         scaled = torch.where(c > 0, b / torch.where(c > 0, matrix.root, 1.0), 0.0)
         # Squares of exploded cotangents overflow, those of vanished ones are zero. A power of two
         # changes no digit. The solution of a system whose cotangent is not finite is NaN.

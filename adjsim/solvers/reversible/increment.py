@@ -15,7 +15,6 @@ from adjsim.core.state import AnyState, State, detached
 from adjsim.core.tableaus import Tableau
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.cotangents import Cotangents
-from adjsim.dynamics.forces import count_backward
 from adjsim.dynamics.sources import Differentiated, Linearised, MoveContext, Time
 from adjsim.solvers.runge_kutta.runge_kutta import increment
 
@@ -47,9 +46,8 @@ class Increment(Differentiated):
     what = "the vector field"
 
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
-        value = super().value(state, context)
-        count_backward(context.forces.report, (value,), len(self.tableau.b))
-        return value
+        context.forces.record(len(self.tableau.b))
+        return super().value(state, context)
 
     def vjp(self, state: AnyState, context: MoveContext, cotangents: Cotangents) -> Linearised:
         value, accumulate = super().vjp(state, context, cotangents)

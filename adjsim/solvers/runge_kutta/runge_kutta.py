@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import describe_type
-from adjsim.core.state import State
+from adjsim.core.state import AnyState, State
 from adjsim.core.tableaus import TABLEAUS, Tableau
 from adjsim.dynamics.base import Dynamics
 from adjsim.solvers.base import SteppingSolver, StepPlan, refuse_no_equation
@@ -30,11 +30,8 @@ def stage_rates(
     """Compute the rates k of all stages, by field."""
     rates: list[tuple[Tensor, ...]] = []
     for row, node in zip(tableau.a, tableau.nodes, strict=True):
-        parts = zip(*rates, strict=True) if rates else [()] * len(state)
-        inner = type(state)._make(
-            add_rates(y, h, row, part) for y, part in zip(state, parts, strict=True)
-        )
-        rates.append(tuple(dynamics.drift(t + node * h, inner)))
+        at = type(state)._make(advanced(state, h, row, rates)) if any(row) else state
+        rates.append(tuple(dynamics.drift(t + node * h if node else t, at)))
     return rates
 
 
@@ -43,6 +40,14 @@ def combined(
 ) -> tuple[Tensor, ...]:
     """Compute ``h sum_j weights_j rates_j`` by field."""
     return tuple(add_rates(None, h, weights, part) for part in zip(*rates, strict=True))
+
+
+def advanced(
+    state: AnyState, h: float, weights: Sequence[float], rates: Sequence[tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """Compute ``y + h sum_j weights_j rates_j`` by field."""
+    parts = zip(*rates, strict=True)
+    return tuple([add_rates(y, h, weights, part) for y, part in zip(state, parts, strict=True)])
 
 
 def add_rates(y: Any, h: float, weights: Sequence[float], rates: Sequence[Tensor]) -> Any:
@@ -100,10 +105,7 @@ class RungeKutta(SteppingSolver):
         tableau = self.tableau
 
         def step(h: float, t: Tensor, at: State) -> tuple[Tensor, ...]:
-            rates = zip(*stage_rates(dynamics, tableau, t, h, at), strict=True)
-            return tuple(
-                add_rates(y, h, tableau.b, part) for y, part in zip(at, rates, strict=True)
-            )
+            return advanced(at, h, tableau.b, stage_rates(dynamics, tableau, t, h, at))
 
         loses = "the stages of an explicit step"
         return drift_plan(step, state, self.dt, self.order, evaluations=len(tableau.b), loses=loses)

@@ -12,7 +12,6 @@ from torch import Tensor
 from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents
-from adjsim.dynamics.forces import count_backward
 from adjsim.dynamics.moves import GeneralFlow
 from adjsim.dynamics.sources import Coefficients, MoveContext, Random, Source, Time
 from adjsim.solvers.base import LETTER, Stage, StepPlan
@@ -26,9 +25,8 @@ class DriftMove(GeneralFlow):
 
     def flow(self, state: State, context: MoveContext) -> State:
         context.forces.count(self.evaluations)
-        after = super().flow(state, context)
-        count_backward(context.forces.report, after, self.evaluations)
-        return after
+        context.forces.record(self.evaluations)
+        return super().flow(state, context)
 
     def backward(
         self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from adjsim.compiler import PARALLEL_WORK, VECTOR_FUNCTIONS, scalar_functions
 from adjsim.core.layout import is_tracing
+from adjsim.core.rows import of_each_row
 from adjsim.potentials.pairs.kernels.call import CALL, declarations, text
 
 FORCE, PRODUCT, ENERGY, SLOPES = "FORCE", "PRODUCT", "ENERGY", "SLOPES"
@@ -334,12 +335,16 @@ def _(position: Tensor, vector: Any, weight: Any, operands: Sequence[Tensor], *r
 
 
 def evaluate(kernel: Kernel, inputs: PairInputs) -> list[Tensor]:
-    """Evaluate a kernel, or record its evaluation in a trace."""
+    """Evaluate a kernel, or record its evaluation in a trace, for each row of cotangents."""
+    return of_each_row(functools.partial(_evaluate, kernel), inputs._asdict())
+
+
+def _evaluate(kernel: Kernel, inputs: dict[str, Any]) -> list[Tensor]:
     if not is_tracing():
-        return kernel(inputs)
+        return kernel(PairInputs(**inputs))
     given = {
         name: [y.detach() for y in x] if name == "operands" else x if x is None else x.detach()
-        for name, x in inputs._asdict().items()
+        for name, x in inputs.items()
     }
     return torch.ops.adjsim.pairs(*given.values(), kernel.name)
 
