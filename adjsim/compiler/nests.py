@@ -33,6 +33,8 @@ from adjsim.compiler.values import (
 PARALLEL_WORK = 131_072
 # Number of neighbouring sums that are accumulated together.
 BLOCK = 16
+# The same, of sums over the rows of a matrix.
+ROW = 512
 # The lengths of the loops over kept axes and over summed axes.
 Space = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -261,9 +263,11 @@ class Nest:
     def _blocks(self, innermost: str, limit: int) -> list[str]:
         """Print sums for neighbouring elements, a block of elements at a time."""
         (summed,) = self.summed_loops
-        block = min(BLOCK, limit)
-        head = f"for (int64_t l = 0; l < {block}; ++l) {{ const int64_t {innermost} = b + l;"
         sums = self._sums(1)
+        reads_rows = any(at.factor(innermost) and at.factor(summed) for _, at in self.places)
+        # Parts of rows that are far apart in memory take longer to read than whole rows.
+        block = min(ROW if reads_rows and all(s.lanes == 1 for s in sums) else BLOCK, limit)
+        head = f"for (int64_t l = 0; l < {block}; ++l) {{ const int64_t {innermost} = b + l;"
         lines = [
             *self._heads(),
             *_steps(limit, block),
