@@ -6,7 +6,8 @@ until nothing else is ready, so that as many as possible share one loop over pai
 The statements are then in groups: a call, or loops that could run in any order. A value that reads
 what an earlier loop has just computed, element by element, is computed in that loop too, where
 these numbers are at hand. A stored value that is read by one loop, element by element, is computed
-in that loop alone, so that it is neither written nor read. Loops that sum read stored values.
+in that loop alone, so that it is neither written nor read. A loop that fills matrices takes the
+sums of their rows too. Other loops that sum read stored values.
 """
 
 from __future__ import annotations
