@@ -272,9 +272,13 @@ def _follows(nest: Nest, task: Task) -> bool:
     """Whether a task has the loops of a nest of matrices, with the same innermost one."""
     if not task.kept or len(task.summed) > 1 or task.buffer.variable:
         return False
+    name, limit = nest.innermost
+    if task.summed and limit > nest.length[name]:
+        # Compilers do not vectorise loops over padded rows that both write and sum.
+        return False
     alone = Nest([task], nest.threads)
     loops = [*zip(nest.length, alone.length, strict=True)]
-    return (nest.innermost[0], alone.innermost[0]) in loops
+    return (name, alone.innermost[0]) in loops
 
 
 def fuse(groups: Iterable[NestGroup], needed: Set[str]) -> list[NestGroup]:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from adjsim.compiler.values import (
     LANES,
+    LONG,
     TYPES,
     Body,
     Buffer,
@@ -264,7 +265,9 @@ class Nest:
         """Print sums for neighbouring elements, a block of elements at a time."""
         (summed,) = self.summed_loops
         sums = self._sums(1)
-        reads_rows = any(at.factor(innermost) and at.factor(summed) for _, at in self.places)
+        reads_rows = limit > LONG and any(
+            at.factor(innermost) and at.factor(summed) for _, at in self.places
+        )
         # Parts of rows that are far apart in memory take longer to read than whole rows.
         block = min(ROW if reads_rows and all(s.lanes == 1 for s in sums) else BLOCK, limit)
         head = f"for (int64_t l = 0; l < {block}; ++l) {{ const int64_t {innermost} = b + l;"
