@@ -6,7 +6,8 @@ until nothing else is ready, so that as many as possible share one loop over pai
 The statements are then in groups: a call, or loops that could run in any order. A value that reads
 what an earlier loop has just computed, element by element, is computed in that loop too, where
 these numbers are at hand. A stored value that is read by one loop, element by element, is computed
-in that loop alone, so that it is neither written nor read. Loops that sum read stored values.
+in that loop alone, so that it is neither written nor read. A loop that fills matrices takes the
+sums of their rows too. Other loops that sum read stored values.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from itertools import count
 
 from adjsim.compiler.calls import Call, Called
 from adjsim.compiler.graph import Lowering
-from adjsim.compiler.nests import Nest, Space, Task
+from adjsim.compiler.nests import Nest, Space, Task, matrices
 from adjsim.compiler.values import (
     Buffer,
     Index,
@@ -115,8 +116,9 @@ class FunctionPrinter:
         scalars = [value for value in small if value.numel == value.work == 1]
         if small:
             return scalars or small
-        space = tasks[ready[0]][0].space
-        return [value for value in ready if tasks[value][0].space == space]
+        # Matrices with the sums that may share their loops.
+        space = matrices(tasks[ready[0]][0].space)
+        return [value for value in ready if matrices(tasks[value][0].space) == space]
 
 
 def _tasks(value: Value) -> list[Task]:
@@ -214,13 +216,14 @@ def group_of(tasks: Iterable[Task], threads: int) -> NestGroup:
     groups: dict[Space, list[Task]] = {}
     for task in tasks:
         groups.setdefault(task.space, []).append(task)
-    return NestGroup(nests={space: Nest(space, group, threads) for space, group in groups.items()})
+    return NestGroup(nests={space: Nest(group, threads) for space, group in groups.items()})
 
 
 def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
     """Move each value into the earlier nest that computes the last of its operands.
 
-    The groups are in the order in which they run.
+    The groups are in the order in which they run. A nest that fills matrices also takes the sums of
+    their rows, and other sums that read the same pairs in the same order.
     """
     joined: list[NestGroup] = []
     # The group that fills each buffer, and the space of the nest there that fills it by itself.
@@ -234,14 +237,18 @@ def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
                 read = (x.buffer.name for x in _stored_operands(task.value) if x.buffer)
                 found = [made[name] for name in read if name in made]
                 last = max((i for i, _ in found), default=at)
-                alone = {where for i, where in found if i == last} == {space}
-                host = joined[last].nests.get(space) if alone else None
-                joins = host is not None and _computes_operands(host, task)
-                placed.setdefault((last if joins else at, space), []).append(task)
+                where = {where for i, where in found if i == last}
+                rows = matrices(space)
+                host = joined[last].nests.get(rows) if where == {rows} else None
+                if host is not None and _computes_operands(host, task):
+                    placed.setdefault((last, rows), []).append(task)
+                elif rows in group.nests and _follows(group.nests[rows], task):
+                    placed.setdefault((at, rows), []).append(task)
+                else:
+                    placed.setdefault((at, space), []).append(task)
         for (where, space), tasks in placed.items():
             host = joined[where].nests.get(space)
-            together = [*(host.tasks if host else ()), *tasks]
-            joined[where].nests[space] = Nest(space, together, threads)
+            joined[where].nests[space] = Nest([*(host.tasks if host else ()), *tasks], threads)
             for task in tasks:
                 last, _ = made.get(task.buffer.name, (where, space))
                 made[task.buffer.name] = max(last, where), None if task.begin else space
@@ -249,16 +256,29 @@ def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
 
 
 def _computes_operands(nest: Nest, task: Task) -> bool:
-    """Whether a task can join a nest without sums that computes what the task reads.
+    """Whether a task can join a nest of matrices that computes what the task reads.
 
     The task must read these values element by element, and the innermost loop must stay the same.
     """
-    if nest.summed_loops or not nest.kept_loops or task.buffer.variable:
+    if not _follows(nest, task) or (nest.summed_loops and not task.summed):
         return False
-    alone = Nest(task.space, [task], nest.threads)
+    alone = Nest([task], nest.threads)
     read = {buffer.name for buffer, _ in alone.body.reads}
     own = [x for x in nest.tasks if x.buffer.name in read]
-    return alone.innermost == nest.innermost and all(_reads_once(alone, x) for x in own)
+    return all(_reads_once(alone, x) for x in own)
+
+
+def _follows(nest: Nest, task: Task) -> bool:
+    """Whether a task has the loops of a nest of matrices, with the same innermost one."""
+    if not task.kept or len(task.summed) > 1 or task.buffer.variable:
+        return False
+    name, limit = nest.innermost
+    if task.summed and limit > nest.length[name]:
+        # Compilers do not vectorise loops over padded rows that both write and sum.
+        return False
+    alone = Nest([task], nest.threads)
+    loops = [*zip(nest.length, alone.length, strict=True)]
+    return (name, alone.innermost[0]) in loops
 
 
 def fuse(groups: Iterable[NestGroup], needed: Set[str]) -> list[NestGroup]:
@@ -280,7 +300,9 @@ def fuse(groups: Iterable[NestGroup], needed: Set[str]) -> list[NestGroup]:
                 if len(found) != 1 or task.buffer.name in needed:
                     continue
                 (reader,) = found
-                if reader[1] == space and _reads_once(groups[reader[0]].nests[space], task):
+                nest = groups[reader[0]].nests[reader[1]]
+                apart = reader != (at, space) and nest.summed_loops
+                if reader[1] == space and not apart and _reads_once(nest, task):
                     assert isinstance(task.value, StoredExpression)
                     fused[task] = task.value.value
                     changed |= {reader, (at, space)}
@@ -288,7 +310,7 @@ def fuse(groups: Iterable[NestGroup], needed: Set[str]) -> list[NestGroup]:
             known = groups[where].nests
             tasks = [task for task in known[space].tasks if task not in fused]
             if tasks:
-                known[space] = Nest(space, tasks, known[space].threads, {*fused.values()})
+                known[space] = Nest(tasks, known[space].threads, {*fused.values()})
             else:
                 del known[space]
         for where, space in {*changed, *((at, space) for space in groups[at].nests)}:
@@ -299,10 +321,10 @@ def fuse(groups: Iterable[NestGroup], needed: Set[str]) -> list[NestGroup]:
 
 
 def _reads_once(nest: Nest, task: Task) -> bool:
-    """Whether a nest without sums reads each element of a value of floating point once."""
-    if not isinstance(task.value, StoredExpression) or task.buffer.variable or nest.summed_loops:
+    """Whether a nest reads each element of a value of floating point once."""
+    if not isinstance(task.value, StoredExpression) or task.buffer.variable:
         return False
-    place = task.target(task.index(nest.kept_loops, nest.summed_loops))
+    place = task.target(nest.index(task))
     return task.buffer.dtype.is_floating_point and all(
         buffer is task.buffer and at == place
         for buffer, at in nest.body.reads

@@ -26,6 +26,7 @@ from adjsim.compiler.factors import FACTOR_OPERATORS
 from adjsim.compiler.inductor import compile_with_torch
 from adjsim.compiler.invariants import hoist_invariants
 from adjsim.compiler.refusals import CompileError, explained
+from adjsim.compiler.repetitions import merge_repetitions
 from adjsim.compiler.systems import SYSTEM_OPERATORS
 from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
 from adjsim.compiler.torch_calls import mutates, overwrites_its_own
@@ -211,6 +212,7 @@ def _trace(
         # Assignments to parts of a tensor, as operations that return a new one.
         without = torch.func.functionalize(graph, remove="mutations")
         graph = graph_of(without, *inputs, decompositions=decomposed)
+    merge_repetitions(graph)
     for table in tables:
         table.prepare(graph)
     baked = _lift(graph)

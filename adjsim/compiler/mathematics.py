@@ -26,8 +26,12 @@ HEADER = r"""#include <stdint.h>
 #define INFINITY __builtin_inf()
 #define NAN __builtin_nan("")
 namespace {
-template <class T> struct vector_of { typedef T type __attribute__((vector_size(8 * sizeof(T)))); };
+template <class T> struct vector_of {
+  typedef T type __attribute__((vector_size(8 * sizeof(T))));
+  typedef T anywhere __attribute__((vector_size(8 * sizeof(T)), aligned(sizeof(T)), may_alias));
+};
 template <class T> using partial_sums = typename vector_of<T>::type;
+template <class T> using terms = typename vector_of<T>::anywhere;
 #define EXACT_FUNCTIONS \
   ONE(fabs) ONE(sqrt) ONE(floor) ONE(ceil) ONE(trunc) ONE(nearbyint) TWO(fmod) TWO(copysign)
 namespace math {
@@ -310,7 +314,7 @@ INLINE double log(double x) {{
   double n, f;
   memcpy(&n, &exponent, 8);
   memcpy(&f, &fraction, 8);
-  n = (n - 0x1p52) - (small ? 1077 : 1023);
+  n = (n - 0x1p52) - (small ? 1077.0 : 1023.0);
   f = f - 1;
   const double s = f / (2 + f), z = s * s, half = 0.5 * f * f;
   const double fourth = z * z;

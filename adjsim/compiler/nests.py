@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from adjsim.compiler.values import (
     LANES,
+    LONG,
     TYPES,
     Body,
     Buffer,
@@ -33,6 +34,8 @@ from adjsim.compiler.values import (
 PARALLEL_WORK = 131_072
 # Number of neighbouring sums that are accumulated together.
 BLOCK = 16
+# The same, of sums over the rows of a matrix.
+ROW = 512
 # The lengths of the loops over kept axes and over summed axes.
 Space = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -96,10 +99,17 @@ class Task:
         return self.buffer.at(tuple(i + b for i, b in zip(index, begin, strict=True)))
 
 
+def matrices(space: Space) -> Space:
+    """Return the space of the matrices whose rows are summed."""
+    kept, summed = space
+    return (*kept, *summed), ()
+
+
 class Nest:
     """A loop nest over kept and summed axes that several tasks share.
 
-    The ``fused`` values have buffers, but are computed where the nest reads them.
+    A nest that sums may also write elements of matrices, such as those that it sums. The ``fused``
+    values have buffers, but are computed where the nest reads them.
 
     Attributes:
         kept_loops, summed_loops: the variables of the loops over the kept and the summed axes. Any
@@ -109,11 +119,9 @@ class Nest:
         results: for each task, the expression of an element and its offset in the buffer.
     """
 
-    def __init__(
-        self, space: Space, tasks: list[Task], threads: int, fused: Set[Lazy] = frozenset()
-    ) -> None:
+    def __init__(self, tasks: Sequence[Task], threads: int, fused: Set[Lazy] = frozenset()) -> None:
         self.tasks, self.threads = tasks, threads
-        kept, summed = space
+        kept, summed = next((x for x in tasks if x.summed), tasks[0]).space
         self.kept_loops = [f"i{n}" for n in range(len(kept))]
         self.summed_loops = [f"j{n}" for n in range(len(summed))]
         loops = [*self.kept_loops, *self.summed_loops]
@@ -122,8 +130,14 @@ class Nest:
         self.body = Body("v", own, fused)
         self.results = []
         for task in tasks:
-            index = task.index(self.kept_loops, self.summed_loops)
+            index = self.index(task)
             self.results.append((task, task.value.load(self.body, index), task.target(index)))
+
+    def index(self, task: Task) -> Indices:
+        """Return the index of the value of a task in the loops."""
+        if task.summed:
+            return task.index(self.kept_loops, self.summed_loops)
+        return task.index([*self.kept_loops, *self.summed_loops], [])
 
     def lines(self) -> list[str]:
         """Print the nest."""
@@ -204,30 +218,31 @@ class Nest:
             "#pragma omp simd",
             self._head(innermost, limit),
             *self.body.lines,
-            *(f"{task.buffer.name}[{at}] = {text};" for task, text, at in self.results),
+            *self._stores(),
             *["}"] * (len(self._outer) + 1),
         ]
 
     def _rows(self, innermost: str, limit: int) -> list[str]:
         """Print sums along rows, a vector of terms at a time."""
-        length, whole = self.length[innermost], limit % LANES == 0
+        length = self.length[innermost]
         sums, lines = self._sums(LANES if length > LANES else 1), self._heads()
+        if length > LANES:
+            # Behind the terms of a step are zeros, which take the place of those added before.
+            lines += [f"alignas(64) {s.kind} {s.name}t[{2 * LANES}] = {{}};" for s in sums]
         for s in sums:
             kind = f"partial_sums<{s.kind}>" if s.lanes > 1 else s.kind
             lines.append(f"{kind} {s.name} = {{}};")
         if length <= LANES:
-            lines += [self._head(innermost), *self.body.lines]
+            lines += [self._head(innermost), *self.body.lines, *self._stores()]
             lines += [f"{s.name} += {s.term};" for s in sums]
         else:
-            stop = f"{LANES}" if whole else f"{limit} - b < {LANES} ? {limit} - b : {LANES}"
             lines += [
-                f"for (int64_t b = 0; b < {limit}; b += {LANES}) {{",
-                f"const int64_t end = {stop};",
-                *(f"alignas(64) {s.kind} {s.name}t[{LANES}] = {{}};" for s in sums),
+                *_steps(limit, LANES),
                 "#pragma omp simd",
-                f"for (int64_t l = 0; l < {LANES if whole else 'end'}; ++l) {{",
+                f"for (int64_t l = 0; l < {LANES}; ++l) {{",
                 f"const int64_t {innermost} = b + l;",
                 *self.body.lines,
+                *self._stores(),
             ]
             for s in sums:
                 inside = f"({innermost} < {length} ? {s.term} : ({s.kind})0)"
@@ -235,9 +250,9 @@ class Nest:
             lines.append("}")
             # A sum that starts at zero is never -0, and adding zero does not change it.
             lines += [
-                f"{s.name} += *(const partial_sums<{s.kind}>*){s.name}t;"
+                f"{s.name} += *(const terms<{s.kind}>*)({s.name}t + again);"
                 if s.lanes > 1
-                else f"for (int64_t l = 0; l < end; ++l) {s.name} += {s.name}t[l];"
+                else f"for (int64_t l = again; l < {LANES}; ++l) {s.name} += {s.name}t[l];"
                 for s in sums
             ]
         lines.append("}")
@@ -249,16 +264,16 @@ class Nest:
     def _blocks(self, innermost: str, limit: int) -> list[str]:
         """Print sums for neighbouring elements, a block of elements at a time."""
         (summed,) = self.summed_loops
-        block = min(BLOCK, limit)
-        whole = limit % block == 0
-        end = str(block) if whole else f"{limit} - b < {block} ? {limit} - b : {block}"
-        stop = str(block) if whole else "end"
-        head = f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {innermost} = b + l;"
         sums = self._sums(1)
+        reads_rows = limit > LONG and any(
+            at.factor(innermost) and at.factor(summed) for _, at in self.places
+        )
+        # Parts of rows that are far apart in memory take longer to read than whole rows.
+        block = min(ROW if reads_rows and all(s.lanes == 1 for s in sums) else BLOCK, limit)
+        head = f"for (int64_t l = 0; l < {block}; ++l) {{ const int64_t {innermost} = b + l;"
         lines = [
             *self._heads(),
-            f"for (int64_t b = 0; b < {limit}; b += {block}) {{",
-            f"const int64_t end = {end};",
+            *_steps(limit, block),
             *(f"alignas(64) {s.kind} {s.name}[{s.lanes * block}] = {{}};" for s in sums),
         ]
         # One partial sum after the other, unless a sum has to take its terms in order.
@@ -272,13 +287,13 @@ class Nest:
             ]
         else:
             lines.append(self._head(summed))
-        lines += ["#pragma omp simd", head, *self.body.lines]
+        lines += ["#pragma omp simd", head, *self.body.lines, *self._stores()]
         for s in sums:
             lane = f"{summed} % {LANES} * {block} + l" if s.lanes > 1 else "l"
             lines.append(f"{s.name}{'p[l]' if apart else f'[{lane}]'} += {s.term};")
         lines += ["}", "}"]
         if apart:
-            lines.append(f"for (int64_t l = 0; l < {stop}; ++l) {{")
+            lines.append(f"for (int64_t l = 0; l < {block}; ++l) {{")
             lines += [f"{s.name}[lane * {block} + l] = {s.name}p[l];" for s in sums]
             lines += ["}", "}"]
         lines.append(head)
@@ -291,8 +306,12 @@ class Nest:
         """Return the sums, with ``lanes`` partial sums where a sum may have any number."""
         return [
             _Sum(f"s{n}", TYPES[t.buffer.dtype], t.lanes or lanes, term, _element(t.buffer, at))
-            for n, (t, term, at) in enumerate(self.results)
+            for n, (t, term, at) in enumerate(r for r in self.results if r[0].summed)
         ]
+
+    def _stores(self) -> list[str]:
+        """Print the assignments of elements that are not summed."""
+        return [f"{t.buffer.name}[{at}] = {term};" for t, term, at in self.results if not t.summed]
 
 
 class _Sum(NamedTuple):
@@ -303,6 +322,20 @@ class _Sum(NamedTuple):
     lanes: int
     term: str
     target: str
+
+
+def _steps(limit: int, width: int) -> list[str]:
+    """Print the head of a loop whose steps are of one width.
+
+    The last step begins early, and its first numbers, ``again``, are computed twice.
+    """
+    if limit % width == 0:
+        return [f"for (int64_t b = 0; b < {limit}; b += {width}) {{", "const int64_t again = 0;"]
+    last = limit - width
+    return [
+        f"for (int64_t step = 0; step < {limit}; step += {width}) {{",
+        f"const int64_t b = step < {last} ? step : {last}, again = step - b;",
+    ]
 
 
 def _element(buffer: Buffer, at: Index) -> str:

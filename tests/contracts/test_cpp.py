@@ -19,7 +19,10 @@ from torch import Tensor
 from adjsim.compiler import LoopSpec, Operators, compile_loop, library
 from adjsim.compiler.invariants import transposed
 from adjsim.compiler.mathematics import FUNCTIONS, TANH
+from adjsim.compiler.repetitions import merge_repetitions
 from adjsim.compiler.to_cpp import new_rows
+from adjsim.compiler.tracing import graph_of
+from adjsim.core.layout import materialise_contiguous
 from tests.problems import slow_but
 
 SHAPES = [(1,), (5,), (13, 3), (2, 7, 64), (3, 13, 13), (20, 6, 3)]
@@ -900,3 +903,36 @@ def test_transposes_share_no_memory_with_their_matrix(shape):
     assert torch.equal(y, x.T)
     assert y.is_contiguous()
     assert y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("size", "exact"),
+    [
+        pytest.param(75, True),
+        *(pytest.param(n, False, marks=pytest.mark.slow) for n in (5, 20, 72, 75)),
+    ],
+)
+def test_matrices_are_filled_and_summed_in_one_loop(size, exact):
+    """Rows and columns, of lengths that are and are not multiples of a vector."""
+    x = numbers(size)
+
+    def sums(x: Tensor) -> Tensor:
+        d = x.unsqueeze(-1) - x
+        first, second = (materialise_contiguous(f(d) + x) for f in (torch.exp, torch.sin))
+        return torch.cat([(first * d).sum(-1), first.sum(-1), (second * first).sum(-2)])
+
+    torch.testing.assert_close(printed(sums, x, exact=exact), sums(x), rtol=1e-13, atol=1e-13)
+
+
+def test_repeated_operations_are_one():
+    def repeats(x: Tensor) -> list[Tensor]:
+        return [(x.sin() * 1).sum() + (x.sin() * 1.0).sum() + x.clone().mul_(2) + x.clone()]
+
+    graph = graph_of(repeats, numbers(3))
+    before = graph(numbers(3))[0]
+    merge_repetitions(graph)
+    assert torch.equal(graph(numbers(3))[0], before)
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert names.count("aten.sin.default") == 1
+    # 1 and 1.0 are two numbers, and a copy that is overwritten is of its own.
+    assert names.count("aten.mul.Tensor") == names.count("aten.clone.default") == 2

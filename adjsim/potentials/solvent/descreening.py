@@ -104,7 +104,8 @@ class Descreening:
 
     def _moved(self) -> Tensor:
         """Compute dL/dr."""
-        return torch.where(self.gap > self.rho, torch.sign(self.r - self.t), 0.0)
+        outwards = torch.where(self.r > self.t, 1.0, -torch.ones_like(self.r))
+        return torch.where(self.gap > self.rho, outwards, 0.0)
 
     def _change_of_squares(self) -> Tensor:
         """Compute the derivative of 1/U^2 - 1/L^2 with respect to r."""

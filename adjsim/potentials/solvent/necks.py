@@ -57,14 +57,18 @@ class NeckPairs:
 
         dN/dr = -N D'/D        d2N/dr2 = N (2 (D'/D)^2 - D''/D)
         dN/ds = dN/dr / (2 r)  d2N/ds2 = (d2N/dr2 - dN/dr / r) / (4 r^2)
+
+    ``inverse`` is 1/r.
     """
 
-    def __init__(self, necks: Necks, r: Tensor, radius: Tensor, included: Tensor) -> None:
+    def __init__(
+        self, necks: Necks, r: Tensor, inverse: Tensor, radius: Tensor, included: Tensor
+    ) -> None:
         x = r - necks.place.to(r)
         square = x * x
         fourth = square * square
         a, b = necks.quadratic, necks.sextic
-        self.inverse = 1 / r
+        self.inverse = inverse
         over = 1 / (1 + square * (a + b * fourth))
         reach = radius.unsqueeze(-1) + radius + necks.reach
         near = torch.where(included, r, torch.inf) < reach

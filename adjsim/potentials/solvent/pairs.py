@@ -77,9 +77,6 @@ class BornPairs:
         if self.cutoff is not None:
             included = torch.where(included, self.s, math.inf) < self.cutoff**2
         r = torch.where(included, self.s, 1.0).sqrt()
-        self.necks = None
-        if numbers.necks is not None:
-            self.necks = NeckPairs(numbers.necks, r, self.radius, included)
         self.descreening = Descreening(
             r,
             self.rho.unsqueeze(-1),
@@ -87,6 +84,11 @@ class BornPairs:
             included,
             contained=numbers.contained,
         )
+        self.necks = None
+        if numbers.necks is not None:
+            self.necks = NeckPairs(
+                numbers.necks, r, self.descreening.inverse, self.radius, included
+            )
         h = self.displaced(Descreening.value, NeckPairs.value)
         psi = self.summed(self.rho.unsqueeze(-1) * h, self.pure)
         self.born = BornRadii(

@@ -210,21 +210,28 @@ class KernelSpec:
     def _loads(self) -> str:
         """Write the statements that load the operands of pairs into ``found``."""
         statements: list[str] = []
+        listed = self.skin is not None
         for k, kind in enumerate(self.kinds):
             lanes, slot = "for (int l = 0; l < W; ++l)", len(statements)
             if kind == NUMBER:
                 statements.append(f"found[{slot}] = numbers[{k}];")
             elif kind == FUNCTION:
                 continue
-            elif kind == TABLE:
+            elif kind == TABLE and listed:
                 row, column = (f"operands.column[{side}[l]]" for side in ("mine", "other"))
                 entry = f"call.operands[{k}][call.kinds * {row} + {column}]"
                 statements.append(f"{lanes} found[{slot}][l] = {entry};")
+            elif kind == TABLE:
+                place = "entry(mine[0], call.kinds, operands.column[other[0]])"
+                entry = f"operands.tables[{k}] + {place}"
+                statements.append(f"memcpy(&found[{slot}], {entry}, sizeof(V));")
             else:
-                statements += [
-                    f"{lanes} found[{slot + i}][l] = operands.atoms[{k}][{side}[l]];"
-                    for i, side in enumerate(("mine", "other"))
-                ]
+                values = f"operands.atoms[{k}]"
+                other = f"{lanes} found[{slot + 1}][l] = {values}[other[l]];"
+                statements.append(f"found[{slot}] = own[{k}];")
+                statements.append(
+                    other if listed else f"found[{slot + 1}] = splat({values}[other[0]]);"
+                )
         return " ".join(statements)
 
 

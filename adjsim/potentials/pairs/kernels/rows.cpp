@@ -189,8 +189,15 @@ struct Block {
 // The operands of the atoms of one system, in the order of places.
 struct Operands {
   const REAL* atoms[OPERANDS + 1];
+  const REAL* tables[OPERANDS + 1];  // without a list, by entry()
   const int* column;
 };
+
+// The place of a number of each atom and each kind of neighbour. Without a list a vector of atoms
+// has one neighbour, so the numbers of its atoms are side by side.
+static inline int64_t entry(int64_t atom, int64_t kinds, int64_t kind) {
+  return LISTED ? kinds * atom + kind : (atom / W * kinds + kind) * W + atom % W;
+}
 
 // What one thread needs to evaluate blocks of one system.
 struct System {
@@ -202,7 +209,7 @@ struct System {
   const REAL* rows;
   V cutoff, grid, virial_grid;
   const V* stretch;  // the cotangent of the virial
-  REAL* const* gradients;  // of each atom, one row of kinds for a table
+  REAL* const* gradients;  // of each atom, for a table by entry()
   REAL* energies;
   V numbers[OPERANDS + 1];
   REAL* by_place;  // derivatives by the coefficients of functions
@@ -212,7 +219,8 @@ struct System {
 
   // Add a neighbour of each of W atoms, of which the first `live` count.
   template <bool CHECKED>
-  inline void step(const int* mine, int live, const int* other, const V* x, const V* v, Sums& sums) const {
+  inline void step(const int* mine, int live, const int* other, const V* x, const V* v, const V* own,
+                   Sums& sums) const {
     V y[3], u[3] = {}, d[3], w[3] = {}, found[SLOTS + 1];
     V rest[GRADIENTS + LOOKUPS + 1], place[LOOKUPS + 1];
     const REAL* const tables[] = FUNCTIONS;
@@ -251,12 +259,21 @@ struct System {
             MODE == SLOPES ? (REAL)0.5 * call.weight[number] * x : x;
       }
     if constexpr (TABLES && GRADIENTS > 0)
-      for (int g = 0; g < GRADIENTS; ++g)
-        if (GRADIENT_KIND[g] == TABLE)
-          for (int l = 0; l < live; ++l)
-            if (!CHECKED || valid[l])
-              gradients[g][call.kinds * atom[mine[l]] + operands.column[other[l]]] +=
-                  MODE == SLOPES ? (REAL)0.5 * call.weight[number] * rest[g][l] : rest[g][l];
+      for (int g = 0; g < GRADIENTS; ++g) {
+        if (GRADIENT_KIND[g] != TABLE) continue;
+        const V part = MODE == SLOPES ? (REAL)0.5 * call.weight[number] * rest[g] : rest[g];
+#if LISTED
+        for (int l = 0; l < live; ++l)
+          if (!CHECKED || valid[l])
+            gradients[g][entry(atom[mine[l]], call.kinds, operands.column[other[l]])] += part[l];
+#else
+        V sum;
+        REAL* place = gradients[g] + entry(mine[0], call.kinds, operands.column[other[0]]);
+        memcpy(&sum, place, sizeof sum);
+        sum += part;
+        memcpy(place, &sum, sizeof sum);
+#endif
+      }
   }
 
   inline void block(int64_t first, const List* list, int64_t b) const {
@@ -267,19 +284,23 @@ struct System {
     V x[3], v[3] = {};
     gather(rows, mine, x[0], x[1], x[2]);
     if constexpr (MODE == PRODUCT) gather(rows + 4, mine, v[0], v[1], v[2]);
+    V own[OPERANDS + 1];
+    for (int k = 0; k < OPERANDS; ++k)
+      if (KIND[k] == ATOM)
+        for (int l = 0; l < W; ++l) own[k][l] = operands.atoms[k][mine[l]];
     Sums sums;
 #if LISTED
     const int* index = list->index + list->start[b];
     int64_t k = 0;
-    for (; k < list->full[b]; ++k) step<false>(mine, live, index + k * W, x, v, sums);
-    for (; k < list->steps[b]; ++k) step<true>(mine, live, index + k * W, x, v, sums);
+    for (; k < list->full[b]; ++k) step<false>(mine, live, index + k * W, x, v, own, sums);
+    for (; k < list->steps[b]; ++k) step<true>(mine, live, index + k * W, x, v, own, sums);
 #elif defined(MASKED)
     const uint8_t* bits = left_out + b * call.atoms;
     int other[W];
     for (int64_t j = 0; j < call.atoms; ++j) {
       for (int l = 0; l < W; ++l) other[l] = (int)j;
-      if (bits[j]) step<true>(mine, live, other, x, v, sums);
-      else step<false>(mine, live, other, x, v, sums);
+      if (bits[j]) step<true>(mine, live, other, x, v, own, sums);
+      else step<false>(mine, live, other, x, v, own, sums);
     }
 #else
     // The vector holds atoms whose numbers follow each other, and the last atom fills it up.
@@ -288,15 +309,15 @@ struct System {
     const int64_t stop = first + live;
     for (; j < first; ++j) {
       for (int l = 0; l < W; ++l) other[l] = (int)j;
-      step<false>(mine, live, other, x, v, sums);
+      step<false>(mine, live, other, x, v, own, sums);
     }
     for (; j < stop; ++j) {
       for (int l = 0; l < W; ++l) other[l] = (int)j;
-      step<true>(mine, live, other, x, v, sums);
+      step<true>(mine, live, other, x, v, own, sums);
     }
     for (; j < call.atoms; ++j) {
       for (int l = 0; l < W; ++l) other[l] = (int)j;
-      step<false>(mine, live, other, x, v, sums);
+      step<false>(mine, live, other, x, v, own, sums);
     }
 #endif
     for (int l = 0; l < live; ++l) {
@@ -347,7 +368,7 @@ extern "C" int pairs(const Call* given) {
   const Cell shared(c.box);
   constexpr bool ROWS = TABLES && GRADIENTS > 0;
   // Sums over the neighbours of each atom: of one system after another, or a row of a table.
-  const int64_t each = n * (ROWS && c.kinds > c.systems ? c.kinds : c.systems);
+  const int64_t each = blocks * W * (ROWS && c.kinds > c.systems ? c.kinds : c.systems);
   Block<REAL> sums(GRADIENTS * each), energies(MODE == ENERGY ? c.systems * n : 0);
   // The rows of a table have one sum an atom for all systems, which threads must not share, and
   // which takes the systems in order.
@@ -358,10 +379,11 @@ extern "C" int pairs(const Call* given) {
   // Systems have their own order of places with a list, and one order without.
   const int64_t orders = LISTED ? c.systems : 1;
   Block<REAL> values(ATOMS ? orders * OPERANDS * n : 0);
+  Block<REAL> tables(TABLES && !LISTED ? OPERANDS * blocks * W * c.kinds : 0);
   Block<int> columns(TABLES ? orders * n : 0);
   Block<Operands> operands(orders);
   Block<bool> lost(c.systems);  // Systems with a position that is not finite.
-  if (!sums.data || !energies.data || !values.data || !columns.data || !operands.data || !lost.data ||
+  if (!sums.data || !energies.data || !values.data || !tables.data || !columns.data || !operands.data || !lost.data ||
       !by_place.data)
     return 1;
   REAL* gradients[GRADIENTS + 1] = {};
@@ -413,6 +435,12 @@ extern "C" int pairs(const Call* given) {
       if (KIND[k] == ATOM)
         for (int64_t p = 0; p < n; ++p) value[p] = c.operands[k][atom[p]];
       mine.atoms[k] = value;
+      REAL* table = tables.data + k * blocks * W * c.kinds;
+      if (KIND[k] == TABLE && !LISTED)
+        for (int64_t p = 0; p < n; ++p)
+          for (int64_t kind = 0; kind < c.kinds; ++kind)
+            table[entry(p, c.kinds, kind)] = c.operands[k][c.kinds * column[p] + kind];
+      mine.tables[k] = table;
     }
   }
   for (int64_t round = 0; round < rounds; ++round)
@@ -483,7 +511,7 @@ extern "C" int pairs(const Call* given) {
     if (kind == TABLE) {
       for (int64_t i = 0; i < n; ++i)
         for (int64_t k = 0; k < c.kinds; ++k)
-          out[c.kinds * (c.species ? c.species[i] : i) + k] += gradients[g][c.kinds * i + k];
+          out[c.kinds * (c.species ? c.species[i] : i) + k] += gradients[g][entry(i, c.kinds, k)];
       continue;
     }
     for (int64_t b = 0; b < c.systems; ++b) {
