@@ -157,8 +157,7 @@ def edges_operator(
     found = len(shifts)
     if found > capacity:
         raise ValueError(
-            f"a graph of {found} edges does not fit into capacity={capacity}: make the potential "
-            f"with a larger capacity."
+            f"a graph of {found} edges does not fit into capacity={capacity}: give it a larger one."
         )
     all_pairs = pairs.new_zeros(2, capacity)
     all_pairs[:, :found] = pairs

@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
@@ -343,7 +344,7 @@ def _(position: Tensor, vector: Any, weight: Any, operands: Sequence[Tensor], *r
 
 def evaluate(kernel: Kernel, inputs: PairInputs) -> list[Tensor]:
     """Evaluate a kernel, or record its evaluation in a trace, for each row of cotangents."""
-    return of_each_row(functools.partial(_evaluate, kernel), inputs._asdict())
+    return of_each_row(partial(_evaluate, kernel), inputs._asdict())
 
 
 def _evaluate(kernel: Kernel, inputs: dict[str, Any]) -> list[Tensor]:
