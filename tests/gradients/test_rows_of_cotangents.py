@@ -212,7 +212,7 @@ def decay(p, kind, **settings):
     equation = adjsim.ODE(lambda t, y, p: -p * y**2, args=(p,))
     solver, adjoint = adjsim.RungeKutta("rk4", 0.1), CheckpointAdjoint()
     if kind == "backsolve":
-        solver, adjoint = adjsim.ODESolver("dopri5", rtol=1e-8, atol=1e-9), BacksolveAdjoint()
+        solver, adjoint = adjsim.ODESolver("dopri5", rtol=1e-10, atol=1e-12), BacksolveAdjoint()
     if kind == "undone":
         solver, adjoint = adjsim.Coupled("rk4", 0.1, rate=5.0), ReversibleAdjoint()
     if kind == "direct":

@@ -1,8 +1,6 @@
-"""Stiff kinetics with known ends: values, gradients, and the time of the backward pass."""
+"""Stiff kinetics with known ends: values, gradients, and the passes of a backward run."""
 
 from __future__ import annotations
-
-import time
 
 import numpy as np
 import pytest
@@ -91,30 +89,21 @@ def test_hires_has_its_known_end_and_gradient(method):
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 10])
 @pytest.mark.parametrize("method", STIFF)
-def test_the_gradient_of_twenty_species_takes_five_times_the_values(method, times, monkeypatch):
-    """By the clock of this process, and in passes of autograd, whatever the clock says."""
-    ratios, calls, grad = [], [], torch.autograd.grad
+def test_the_gradient_of_twenty_species_takes_few_passes(method, times, monkeypatch):
+    """Of autograd; ``benchmarks/kinetics.py`` measures the time."""
     options = {"times": np.linspace(60 / times, 60, times), "rtol": 1e-6, "atol": 1e-9}
+    calls, grad = [], torch.autograd.grad
+    y = solved(method, pollu_rates().requires_grad_(), **options)
 
     def counted(*given, **settings):
         calls.append(1)
         return grad(*given, **settings)
 
-    for _ in range(3):
-        k, begin = pollu_rates().requires_grad_(), time.process_time()
-        with torch.no_grad():
-            solved(method, k, **options)
-        middle, y = time.process_time(), solved(method, k, **options)
-        again = time.process_time()
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.autograd, "grad", counted)
-            calls.clear()
-            y.sum().backward()
-        ratios.append((time.process_time() - again) / (middle - begin))
+    monkeypatch.setattr(torch.autograd, "grad", counted)
+    y.sum().backward()
     # 105 to 153 passes for one time, 246 to 278 for ten: three for each step, one for each step
     # that is rejected.
     assert len(calls) < 12 * times + 180
-    assert min(ratios) <= 5
 
 
 def test_a_function_that_vmap_does_not_take():

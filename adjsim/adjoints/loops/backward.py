@@ -217,9 +217,11 @@ def _specify(rows: bool, runner: LoopRunner, loop: Loop) -> LoopSpec[LoopConstan
                 sweep.add_average(None)
                 sweep.traverse(k)
             after[:] = runner.pack_state(sweep.state)
+            found = sweep.cotangent()
+            # With the products that the sums of the cotangent complete.
             loop.evaluations_per_step = sweep.report.energy_evaluations
             loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
-            return sweep.cotangent()
+            return found
 
         given = carry.cotangent, constants.average
         found = of_rows(traverse, given) if rows else traverse(*given)
