@@ -14,18 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from adjsim.core.rows import are_hidden, hide_rows, shown_rows, vmap_depth
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import in_transform
+from adjsim.core.transforms import FunctionOfRows, RefuseWrapped, is_wrapped, unwrapped
 
 # Rows of cotangents of the value to rows of cotangents of each input, and of tangents back.
 Pull = Callable[[Tensor], Sequence[Tensor]]
@@ -35,21 +35,13 @@ NO_BATCH = (
     "torch.vmap over the inputs of solve_ivp is not possible, since SciPy solves one problem at a "
     "time: give the problems as columns, y0 of shape (n, batch). torch.vmap over cotangents is."
 )
-# Torch has no public functions for these.
-_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+AGAIN = partial(RuntimeError, f"{WHY}, so it cannot be differentiated again (nested transforms).")
 
 
 def plain(x: Tensor) -> Tensor:
     """Return the values of a tensor that transforms of torch.func may have wrapped, detached."""
-    levels = 0
     with outside_transforms():
-        while _functorch.is_functorch_wrapped_tensor(x):
-            if _functorch.is_batchedtensor(x):
-                raise ValueError(NO_BATCH)
-            x, levels = _functorch.get_unwrapped(x), levels + 1
-        if levels > 1:
-            raise RuntimeError(f"{WHY}, so it cannot be differentiated again (nested transforms).")
-        return x.detach()
+        return unwrapped(x, partial(ValueError, NO_BATCH), AGAIN).detach()
 
 
 @contextmanager
@@ -64,22 +56,13 @@ def outside_transforms() -> Generator[None, None, None]:
 
 def has_tangent(x: Tensor) -> bool:
     """Return whether a tensor carries a tangent, or is differentiated by torch.func."""
-    wrapped = in_transform() and _functorch.is_functorch_wrapped_tensor(x)
+    wrapped = in_transform() and is_wrapped(x)
     return wrapped or forward_ad.unpack_dual(x).tangent is not None
 
 
-class RefuseWrapped(TorchFunctionMode):
-    """Refuses tensors that torch.func has wrapped, whose derivative would be lost.
-
-    Outside of the transforms of the user, one transform may be active: the vmap over times.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-        own = _functorch.is_batchedtensor if in_transform() else lambda _: False
-        if any(_functorch.is_functorch_wrapped_tensor(x) and not own(x) for x in given):
-            raise undeclared("a tensor that torch.func differentiates, which")
-        return func(*args, **(kwargs or {}))
+def refuse_wrapped() -> RefuseWrapped:
+    """Make the mode in which fun may read no tensor that torch.func differentiates."""
+    return RefuseWrapped(partial(undeclared, "a tensor that torch.func differentiates, which"))
 
 
 def undeclared(name: str) -> ValueError:
@@ -130,7 +113,8 @@ class _Connected(torch.autograd.Function):
             level = vmap_depth()
             found = [hide_rows(x, level) for x in ctx.pull(shown_rows(cotangent))]
         else:
-            found = [x[0] for x in _Rows.apply(ctx.pull, 1, cotangent[None], *likes)]
+            rows = FunctionOfRows.apply(ctx.pull, AGAIN, 1, cotangent[None], *likes)
+            found = [x[0] for x in rows]
         return None, None, None, *(x.to(like) for x, like in zip(found, likes, strict=True))
 
     @staticmethod
@@ -145,40 +129,10 @@ class _Connected(torch.autograd.Function):
             like.new_zeros((1, *shape)) if x is None else x[None]
             for x, like, shape in zip(tangents[3:], likes, shapes, strict=True)
         ]
-        (found,) = _Rows.apply(lambda *rows: [ctx.push(*rows)], len(along), *along, *likes)
+        given = len(along), *along, *likes
+        (found,) = FunctionOfRows.apply(lambda *rows: [ctx.push(*rows)], AGAIN, *given)
         return found[0]
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         raise ValueError(NO_BATCH)
-
-
-class _Rows(torch.autograd.Function):
-    """A function of rows, the first ``count`` tensors; others say what else it depends on."""
-
-    @staticmethod
-    def forward(function: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(function(*tensors[:count]))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        raise RuntimeError(f"{WHY}, so it cannot be differentiated again.")
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(f"{WHY}, so it cannot be differentiated again.")
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        (function, count, *tensors), size = args, info.batch_size
-        rows = [
-            x.expand(size, *x.shape) if axis is None else x.movedim(axis, 0)
-            for x, axis in zip(tensors[:count], in_dims[2 : 2 + count], strict=True)
-        ]
-        each = rows[0].shape[:2]
-        found = _Rows.apply(function, count, *(x.flatten(0, 1) for x in rows), *tensors[count:])
-        return tuple(x.unflatten(0, each) for x in found), (0,) * len(found)

@@ -29,10 +29,10 @@ from adjsim.core.reading import Reading
 from adjsim.core.rebinding import Rebound
 from adjsim.core.state import in_transform
 from adjsim.ivp.connection import (
-    RefuseWrapped,
     has_tangent,
     outside_transforms,
     plain,
+    refuse_wrapped,
     undeclared,
 )
 from adjsim.ivp.histories import History, HistoryReader
@@ -73,7 +73,7 @@ class InputTensors:
         of_module = any(isinstance(x, nn.Module) for x in own)
         captured = unregistered if of_module else [*unregistered, *registered]
         stand_ins = {id(x): leaf_of[id(x)] for x in captured if id(x) in leaf_of}
-        self._given, self._guard = fun, RefuseWrapped() if in_transform() else nullcontext()
+        self._given, self._guard = fun, refuse_wrapped() if in_transform() else nullcontext()
         self._function = Rebound(function, stand_ins, (), ()) if stand_ins else function
         #: The solutions that the function reads, whose states become originals too.
         self.histories = HistoryReader(self.originals, self.leaves)

@@ -10,26 +10,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from adjsim.core.reading import Reading
 from adjsim.core.rows import pulled_rows
 from adjsim.core.state import State
 from adjsim.core.trajectory import Record, Trajectory
+from adjsim.core.transforms import FunctionOfRows, RefuseWrapped, is_wrapped, unwrapped
 from adjsim.dynamics.base import Dynamics
 from adjsim.solvers.run import bound_record
 
-# Torch has no public functions for these.
-_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-TWICE = (
+TWICE = partial(
+    RuntimeError,
     "this gradient was swept backward and has no graph of its own, so it cannot be differentiated "
-    "again (nested transforms, hessian). Use DirectAdjoint() without compile=True."
+    "again (nested transforms, hessian). Use DirectAdjoint() without compile=True.",
+)
+NO_BATCH = partial(
+    RuntimeError,
+    "only DirectAdjoint() without compile=True goes through torch.func.vmap over a run: give "
+    "the state a leading batch axis instead. vmap over cotangents, and jacrev, do go through.",
+)
+UNREGISTERED = partial(
+    ValueError,
+    "the dynamics or the record reads a tensor that torch.func differentiates and that is not "
+    "registered, so an adjoint would lose its gradient. Pass it in args= of the equation, or put "
+    "it into a module by torch.func.functional_call, or use DirectAdjoint().",
 )
 
 
@@ -42,7 +52,7 @@ def run_outside(
     """Run outside of the active transforms, and connect the results to what they wrap."""
     reading = Reading(dynamics)
     given = (*state, *reading.tensors)
-    with temporarily_clear_interpreter_stack(), RefuseWrapped():
+    with temporarily_clear_interpreter_stack(), RefuseWrapped(UNREGISTERED):
         values = [_value(x) for x in given]
         inside, tensors = type(state)._make(values[: len(state)]), values[len(state) :]
         copy = reading.bound(tensors)
@@ -96,44 +106,15 @@ class _Extension:
         return Connection(inputs, leaves).state(found)
 
 
-class RefuseWrapped(TorchFunctionMode):
-    """Refuses tensors that a transform has wrapped, whose derivative would be lost."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-        if any(map(_functorch.is_functorch_wrapped_tensor, given)):
-            raise ValueError(
-                "the dynamics or the record reads a tensor that torch.func differentiates and that "
-                "is not registered, so an adjoint would lose its gradient. Pass it in args= of the "
-                "equation, or put it into a module by torch.func.functional_call, or use "
-                "DirectAdjoint()."
-            )
-        return func(*args, **(kwargs or {}))
-
-
 def _is_tracked(x: Tensor) -> bool:
     """Return whether a derivative with respect to a tensor is recorded now."""
-    wrapped = _functorch.is_functorch_wrapped_tensor(x)
-    return wrapped or (torch.is_grad_enabled() and x.requires_grad)
+    return is_wrapped(x) or (torch.is_grad_enabled() and x.requires_grad)
 
 
 def _value(x: Tensor) -> Tensor:
     """Return the value of a tensor, as a leaf if a derivative with respect to it is recorded."""
-    tracked, levels = _is_tracked(x), 0
-    while _functorch.is_functorch_wrapped_tensor(x):
-        if _functorch.is_batchedtensor(x):
-            _refuse_batch()
-        x, levels = _functorch.get_unwrapped(x), levels + 1
-    if levels > 1:
-        raise RuntimeError(TWICE)
+    tracked, x = _is_tracked(x), unwrapped(x, NO_BATCH, TWICE)
     return x.detach().clone().requires_grad_() if tracked else x
-
-
-def _refuse_batch() -> NoReturn:
-    raise RuntimeError(
-        "only DirectAdjoint() without compile=True goes through torch.func.vmap over a run: give "
-        "the state a leading batch axis instead. vmap over cotangents, and jacrev, do go through."
-    )
 
 
 class _Connected(torch.autograd.Function):
@@ -153,7 +134,7 @@ class _Connected(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         given = ctx.saved_tensors
         rows = [x[None] for x in cotangents]
-        found = _Pulled.apply(ctx.pull, ctx.count, *rows, *given)
+        found = FunctionOfRows.apply(ctx.pull, TWICE, ctx.count, *rows, *given)
         return None, None, *[None] * ctx.count, *(x[0] for x in found)
 
     @staticmethod
@@ -165,36 +146,4 @@ class _Connected(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
-        _refuse_batch()
-
-
-class _Pulled(torch.autograd.Function):
-    """The products of ``count`` rows of cotangents, which each level of vmap adds rows to."""
-
-    @staticmethod
-    def forward(pull: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return tuple(pull(*tensors[:count]))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        return
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> NoReturn:
-        raise RuntimeError(TWICE)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        raise RuntimeError(TWICE)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        (pull, count, *tensors), size = args, info.batch_size
-        rows = [
-            x.expand(size, *x.shape) if axis is None else x.movedim(axis, 0)
-            for x, axis in zip(tensors[:count], in_dims[2 : 2 + count], strict=True)
-        ]
-        each = rows[0].shape[:2]
-        found = _Pulled.apply(pull, count, *(x.flatten(0, 1) for x in rows), *tensors[count:])
-        return tuple(x.unflatten(0, each) for x in found), (0,) * len(found)
+        raise NO_BATCH()
