@@ -79,6 +79,22 @@ def test_a_pair_of_two_groups_counts_twice():
     assert list(once.state_dict()) == ["c", "l", "q", "set_0", "set_1"]
 
 
+def assert_equal_to_dense(pairs, q, parameters):
+    """The force, its product with a cotangent, and all gradients, relative to the largest."""
+    v = q.cos()
+    value, product = force_vjp(pairs, q, parameters)
+    along, grads = product(v)
+    expected, others = dense.force_vjp(pairs, q, parameters, UNROUNDED)
+    wanted, rest = others(v)
+    found = [value, along, *grads, *torch.autograd.grad(pairs(q), parameters)]
+    known = torch.autograd.grad(dense.energy(pairs, q), parameters)
+    for one, other in zip(
+        found, [expected, wanted, *rest.gradient(parameters), *known], strict=True
+    ):
+        size = float(other.abs().max())
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * size)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -96,22 +112,12 @@ def test_a_list_holds_the_pairs_of_groups(options):
     few[torch.randperm(atoms, generator=generator)[:4]] = True
     numbers = {"c": parameter(0.3), "q": charge}
     pairs = CustomPairs("c*q1*q2*exp(-r)", numbers, groups=[(few, ~few)] * 2, **options)
-    parameters, v = list(pairs.parameters()), q.cos()
+    parameters = list(pairs.parameters())
     for shift in (0.0, 9.0):
         q = q + shift * torch.rand(atoms, 3, generator=generator, dtype=torch.float64)
         assert pairs.path(q) == "neighbour list"
         assert pairs.pair_share == pytest.approx(2 * int(few.sum()) * int((~few).sum()) / atoms**2)
-        value, product = force_vjp(pairs, q, parameters)
-        along, grads = product(v)
-        expected, others = dense.force_vjp(pairs, q, parameters, UNROUNDED)
-        wanted, rest = others(v)
-        found = [value, along, *grads, *torch.autograd.grad(pairs(q), parameters)]
-        known = torch.autograd.grad(dense.energy(pairs, q), parameters)
-        for one, other in zip(
-            found, [expected, wanted, *rest.gradient(parameters), *known], strict=True
-        ):
-            size = float(other.abs().max())
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * size)
+        assert_equal_to_dense(pairs, q, parameters)
         # Other atoms, of the same list otherwise.
         few = few.roll(1)
         pairs.set_0.copy_(few)
@@ -189,19 +195,9 @@ def test_tables_in_kernels(atoms, options, path, monkeypatch):
     q = torch.rand(atoms, 3, generator=generator, dtype=torch.float64)
     q *= 2 * (atoms / 8) ** (1 / 3)
     assert pairs.path(q) == path
-    parameters, v = list(pairs.parameters()), q.cos()
+    parameters = list(pairs.parameters())
     for _ in range(2):
-        value, product = force_vjp(pairs, q, parameters)
-        along, grads = product(v)
-        expected, others = dense.force_vjp(pairs, q, parameters, UNROUNDED)
-        wanted, rest = others(v)
-        found = [value, along, *grads, *torch.autograd.grad(pairs(q), parameters)]
-        known = torch.autograd.grad(dense.energy(pairs, q), parameters)
-        for one, other in zip(
-            found, [expected, wanted, *rest.gradient(parameters), *known], strict=True
-        ):
-            size = float(other.abs().max())
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * size)
+        assert_equal_to_dense(pairs, q, parameters)
         with torch.no_grad():
             pairs.f.values.mul_(1.1)
             pairs.h.values[1] += 0.3

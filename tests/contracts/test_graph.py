@@ -20,6 +20,7 @@ from adjsim.potentials import (
 from adjsim.potentials.base import force, force_vjp
 from adjsim.potentials.learnt.graph import GraphForce, GraphPotential, find_edges
 from adjsim.potentials.learnt.mace import MACEPotential
+from tests.problems import slow_but
 
 CUTOFF = 2.0
 BOXES = {
@@ -544,7 +545,10 @@ def assert_compiled(potential, **settings):
 
 
 @pytest.mark.parametrize(
-    "kind", ["cube", *(pytest.param(x, marks=pytest.mark.slow) for x in BOXES if x != "cube")]
+    "kind",
+    slow_but(
+        lambda kind: kind == "cube", BOXES, marathon=lambda kind: kind not in ("cube", "tilted")
+    ),
 )
 def test_compiled_loops_have_the_same_gradients(kind):
     potential = graph(BOXES[kind])
@@ -552,7 +556,7 @@ def test_compiled_loops_have_the_same_gradients(kind):
     assert_compiled(graph(BOXES[kind], capacity=edges + 30))
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_compiled_batches_and_sums():
     batch = lattice(batch=(3,))
     potential = graph(BOXES["tilted"], capacity=600)

@@ -43,7 +43,7 @@ FINITE_EVERY = 1024
 # Compiled loops by their keys, which begin with that of what their step reads.
 cache: RecentCache[Loop] = RecentCache(256)
 # Why optional loops could not be compiled, so that no later run tries again.
-_refused: RecentCache[CompileError] = RecentCache(256)
+_refused: RecentCache[str] = RecentCache(256)
 
 
 class LoopRunner:
@@ -294,12 +294,12 @@ class LoopRunner:
                     "the backward pass had not been compiled yet. Call backward before the change."
                 )
             if kind.optional and (reason := _refused.get(key)) is not None:
-                raise reason
+                raise CompileError(reason)
             try:
                 loop = self._compile(kind, constants, carry)
             except CompileError as error:
                 if kind.optional:
-                    _refused.put(key, error)
+                    _refused.put(key, str(error))
                 raise
             cache.put(key, loop)
             self.used.add(loop)
