@@ -34,7 +34,7 @@ def test_sessions_print_what_the_page_shows():
 @pytest.mark.parametrize(
     "page",
     slow_but(
-        lambda page: page in ("index", "coming_from", "scaling", "molecules", "recipes"),
+        lambda page: page in ("index", "coming_from", "scaling", "molecules"),
         [
             "index",
             "initial_value_problems",
