@@ -7,7 +7,6 @@ printed calls and kernels of other packages share with them, and the folder of c
 from adjsim.compiler.cache import CACHE_LIMIT, cache_entries, cache_folder, trim_cache
 from adjsim.compiler.calls import Address, Call, Operators, address_of, in_order, pointer_to
 from adjsim.compiler.formulas import TRITON, print_formulas, print_on_vectors, triton_type
-from adjsim.compiler.invariants import undetached
 from adjsim.compiler.library import CompilerError, compiled
 from adjsim.compiler.loops import LoopSpec, clone, compile_loop, filled, leaves, mapped
 from adjsim.compiler.mathematics import VECTOR_FUNCTIONS, scalar_functions
@@ -21,7 +20,7 @@ from adjsim.compiler.systems import (
     has_negative_eigenvalue_if,
     solve,
 )
-from adjsim.compiler.tracing import graph_of
+from adjsim.compiler.tracing import graph_of, present_recorder
 from adjsim.compiler.values import TYPES, UnprintableError, Value, dense_copy
 
 __all__ = [
@@ -31,6 +30,6 @@ __all__ = [
     "clone", "compile_loop", "compiled", "dense_copy", "filled", "graph_of",
     "has_negative_eigenvalue",
     "has_negative_eigenvalue_if", "in_order", "leaves", "lookup", "mapped", "multiplications",
-    "pointer_to", "print_formulas", "print_on_vectors", "scalar_functions", "solve", "trim_cache",
-    "triton_type", "undetached",
+    "pointer_to", "present_recorder", "print_formulas", "print_on_vectors", "scalar_functions", "solve", "trim_cache",
+    "triton_type",
 ]  # fmt: skip

@@ -48,7 +48,6 @@ def hoist_invariants(graph: GraphModule, constants: Sequence[Node]) -> list[Loop
     *_, after = graph.graph.find_nodes(op="placeholder")
     for node in [node for node in graph.graph.nodes if "invariant" in node.meta]:
         source, *settings = node.args
-        source = undetached(source)
         if source not in constants:
             continue
         example = node.meta["val"]
@@ -66,19 +65,12 @@ def hoist_invariants(graph: GraphModule, constants: Sequence[Node]) -> list[Loop
 def _name_transposes(graph: GraphModule, constants: Sequence[Node]) -> None:
     """Call :func:`transposed` for the transposed constants by which a graph multiplies."""
     for node in [node for node in graph.graph.nodes if node.target in MATRIX_PRODUCTS]:
-        factor = undetached(node.args[-1])
+        factor = node.args[-1]
         if factor.target is not torch.ops.aten.t.default:
             continue
-        source = undetached(factor.args[0])
+        source = factor.args[0]
         if source in constants:
             with graph.graph.inserting_before(node):
                 made = graph.graph.call_function(transposed, (source,))
             made.meta |= {"val": transposed(factor.args[0].meta["val"]), "invariant": True}
             node.replace_input_with(node.args[-1], made)
-
-
-def undetached(node: Any) -> Any:
-    """Return the node whose value a node detaches, or itself."""
-    while node.target is torch.ops.aten.detach.default:
-        node = node.args[0]
-    return node

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from adjsim.compiler.tracing import is_of_user, runs_user_code, user_line
+from adjsim.compiler.lines import is_of_user, runs_user_code, user_line
 from adjsim.compiler.values import UnprintableError
 from adjsim.core.writes import version_of
 

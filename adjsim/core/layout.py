@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from adjsim.core.state import in_transform
 
@@ -25,7 +28,9 @@ def is_tracing() -> bool:
     """Return whether the operations of this thread are being recorded for compilation."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        return True
+    return any(getattr(mode, "records", False) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 
-from adjsim.compiler import multiplications, undetached
+from adjsim.compiler import multiplications, present_recorder
 from adjsim.core.state import State, detached
 from adjsim.solvers.base import StepContext, StepPlan
 
@@ -139,9 +139,5 @@ _OTHERS = "a step saves other tensors backward than forward."
 
 def _node(x: Tensor) -> Node | None:
     """Return the operation of the current trace that has computed a tensor, if one has."""
-    # Importing the tracer takes a while, and most runs do not need it.
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-
-    mode: Any = get_proxy_mode()
-    slot = get_proxy_slot(x, mode.tracer, None)
-    return None if slot is None else undetached(slot.proxy.node)
+    recorder = present_recorder()
+    return None if recorder is None else recorder.node_of(x)

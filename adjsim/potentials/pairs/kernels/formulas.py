@@ -146,7 +146,7 @@ def trace(
             for shape in ((_ROW,) if shapes is None else (_AXIS, _AXIS), *sizes)
         ]
         try:
-            graph = graph_of(outputs, *examples)
+            graph = graph_of(outputs, *examples, by_shape=False)
         except UnprintableError:
             raise
         except Exception as error:
