@@ -15,7 +15,7 @@ _TORCH, _ADJSIM, _PYTHON = (
     str(Path(file).parents[n])
     for file, n in ((torch.__file__, 0), (__file__, 1), (contextlib.__file__, 0))
 )
-# Every operation of a trace goes through the modes in these files, and a trace begins in `graph_of`.
+# Each operation of a trace goes through the modes in these files. A trace begins in `graph_of`.
 _REFUSALS, _TRACING = (str(Path(__file__).with_name(x)) for x in ("refusals.py", "tracing.py"))
 
 

@@ -13,7 +13,7 @@ others, such as products of saved tensors, are computed again from the saved one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
