@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 import adjsim
+from adjsim.core.neighbour_list import AllImages, NearestImages, NeighbourList
 from adjsim.core.noise import Noise
+from adjsim.potentials.pairs import formula
 from adjsim.potentials.pairs.base import pair_paths
 from tests.contracts import test_tiles
 from tests.contracts.test_pair_operator import gas
@@ -24,6 +26,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NAMES = list(SYSTEMS) if torch.cuda.is_available() else []
 CALLED = list(CALLS) if torch.cuda.is_available() else []
 BY_TILES = list(TILED) if torch.cuda.is_available() else []
+LISTED = ["listed", "listed mixture"] if torch.cuda.is_available() else []
 FORMULAS = list(test_tiles.POTENTIALS) if torch.cuda.is_available() else []
 STEPS = 12
 # Sums have other orders. Gradients of stiff contact are what is left of much larger terms: loops in
@@ -102,6 +105,35 @@ def test_programs_of_pairs_agree_with_cpu(name: str, way: str, compiled: bool) -
     found = computed(TILED[name](), way, compiled, "cuda")
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
+
+
+@gpu
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LISTED)
+def test_lists_agree_with_cpu(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists that the card builds, of systems for which it would sum all pairs."""
+    expected = computed(SYSTEMS[name](), way, False, "cpu")
+    monkeypatch.setattr(formula, "LISTED_ON_GPU", 0)
+    monkeypatch.setattr(formula, "LISTED_BESIDE_TILES", 0)
+    system = SYSTEMS[name]()
+    paths = pair_paths(system.dynamics.to("cuda").potential, system.state.position.to("cuda"))
+    assert all(path.startswith("neighbour list, by torch") for path in paths.values())
+    found = computed(SYSTEMS[name](), way, False, "cuda")
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
+
+
+@gpu
+@pytest.mark.parametrize("kind", [NearestImages, AllImages])
+def test_a_card_finds_the_pairs_of_the_cpu(kind: type[NeighbourList]) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    position = 20 * torch.rand(2, 4000, 3, generator=drawn, dtype=torch.float64)
+    box = torch.tensor([17.0, 18.0, 19.0], dtype=torch.float64)
+    found, expected = (
+        kind(2.0, 0.3, box.to(device)).pairs(position.to(device)) for device in ("cuda", "cpu")
+    )
+    for x, y in zip(found, expected, strict=True):
+        assert x is y is None or torch.equal(x.cpu(), y)
 
 
 @gpu

@@ -217,9 +217,9 @@ class PairEvaluator:
             # The kernel of the force is the same for all values of operands.
             found = PairOperator(pair, (), form).kernel(FORCE)
             form = found if isinstance(found, Refusal) else form
-            if pair.exclusions is not None and not is_tracing():
-                # Kernels of a GPU do not report an atom that there is not.
-                check_exclusions(pair.exclusions, position.shape[-2])
+        if pair.exclusions is not None and not (is_tracing() or torch.compiler.is_compiling()):
+            # Neither kernels of a GPU nor lists report an atom that there is not.
+            check_exclusions(pair.exclusions, position.shape[-2])
         self.form = form
         self._listed: dict[str, bool] = {}
 
