@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ import adjsim
 from adjsim.compiler import inductor, loops
 from adjsim.compiler.replays import replayed
 from adjsim.core import box
+from adjsim.core.noise import Noise
 from adjsim.potentials.pairs import base, formula, listed
 from adjsim.potentials.pairs.kernels import gpu
 from tests import tiles
@@ -38,7 +40,7 @@ from tests.devices.systems import SYSTEMS, TILED, System
 
 # Lists are for tensors of torch's own class, and on a GPU for larger systems than these.
 vars(listed)["Tensor"] = Pretended
-TILES, BENCHMARK = ", by tiles", "benchmark"
+TILES, BENCHMARK, DRAWN = ", by tiles", "benchmark", "drawn"
 formula.LISTED_ON_GPU = 0
 STEPS = 4
 PARTS = ("waits", "copies", "kernels")
@@ -210,8 +212,28 @@ def dry_run() -> dict[str, Any]:
     return row
 
 
+def drawn() -> dict[str, Any]:
+    """Return whether numbers that the device draws have the bits of the CPU, and what is mixed."""
+    path, steps = adjsim.BrownianPath(3, 2.0**-12), [(-16, 0), (0, 16), (16, 23), (0, 16)]
+    seed, columns = Noise(3), range(3, 5)
+    expected = path.reader(300).rows(steps)
+    tiles = [seed._tile(7, column, 2) for column in columns]
+    with pretended() as log:
+        rows = path.reader(300, DEVICE).rows(steps)
+        block = seed._on_device(7, columns, 2, DEVICE)
+    same = [torch.equal(x.cpu(), y) for x, y in zip(rows, expected, strict=True)]
+    same.append(bool((block.cpu().numpy() == np.concatenate(tiles, axis=1)).all()))
+    return {
+        "same": all(same),
+        "there": all(x.device == DEVICE for x in [*rows, block]),
+        "mixes": list(log.mixes),
+    }
+
+
 def measured(name: str) -> dict[str, Any]:
     """Return what a row costs, in the way that its name says."""
+    if name == DRAWN:
+        return drawn()
     if name == BENCHMARK:
         by_tiles = tiles.by_tiles(DEVICE.type)
         tensors = patch.object(base, "Tensor", Pretended)

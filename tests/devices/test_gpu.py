@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import adjsim
+from adjsim.core.brownian_path import MANY, BrownianPath
 from adjsim.core.neighbour_list import AllImages, NearestImages, NeighbourList
 from adjsim.core.noise import Noise
 from adjsim.potentials.pairs import formula
@@ -176,3 +177,18 @@ def test_noise_has_the_same_bits() -> None:
                 assert torch.equal(
                     Noise(3, first=5)(step, shape, like.to("cuda", dtype)).cpu(), on_cpu
                 )
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_paths_have_the_same_bits(dtype: torch.dtype) -> None:
+    """Steps of several sizes, forward and back, of so many entries that the card draws them."""
+    like, shape = torch.zeros((), dtype=dtype), (700, 39)
+    for size in (2.0**-8, 7 * 2.0**-12):
+        drawn = []
+        for device in ("cpu", "cuda"):
+            noise = BrownianPath(3, 2.0**-12).steps(-size, size)
+            spans = [noise.span(k, 12, shape, like.to(device), 40) for k in (0, 12, 5)]
+            drawn.append(torch.cat([part.cpu() for parts in spans for part in parts]))
+        assert MANY < 12 * 700 * 39
+        assert torch.equal(*drawn)
