@@ -156,7 +156,13 @@ def on_device(logs: list[Log]) -> Any:
         with pretended():
             there = inductor.on_device(parts, DEVICE)
             loop = replayed(
-                there, there.body.graph, moved(constants), moved(carry), capacity, noted
+                there,
+                there.start.graph,
+                there.body.graph,
+                moved(constants),
+                moved(carry),
+                capacity,
+                noted,
             )
 
         def called(constants: Any, carry: Any) -> Any:
