@@ -8,7 +8,7 @@ Prints a line of JSON for each row. Run: python -m tests.devices.costs [row ...]
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -203,16 +202,9 @@ def loop_cost(make: Callable[[], System]) -> dict[str, Any]:
 
 def dry_run() -> dict[str, Any]:
     """Run the part of the benchmark of a GPU that compares the ways to sum pairs."""
-    place = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", place)
-    assert spec is not None
-    assert spec.loader is not None
-    benchmark: Any = importlib.util.module_from_spec(spec)
-    # The other parts need the libraries beside which they are measured.
-    peers = ModuleType("suite")
-    vars(peers).update(lattice=None, lennard_jones=None, ours=None)
-    with patch.dict(sys.modules, {"suite": peers}):
-        spec.loader.exec_module(benchmark)
+    place = Path(__file__).parents[2] / "benchmarks"
+    with patch.object(sys, "path", [str(place), *sys.path]):
+        benchmark: Any = importlib.import_module("gpu")
     benchmark.ROUNDS = 1
     (row,) = benchmark.pairs(str(DEVICE), True)
     return row

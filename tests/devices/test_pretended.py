@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,20 @@ def test_the_benchmark_compares_the_ways_to_sum_pairs():
     assert not row["failed"]
     assert row["agrees"]
     assert set(row["microseconds a step"]) == {"tiles", "list", "torch"}
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_the_benchmark(tmp_path):
+    script, out = Path(__file__).parents[2] / "benchmarks" / "gpu.py", tmp_path / "gpu.json"
+    settings = ["--device", "cpu", "--small", "--out", str(out), "exact", "noise"]
+    subprocess.run([sys.executable, str(script), *settings], check=True, timeout=300)
+    found = json.loads(out.read_text())
+    rows = [*found["exact"], *found["noise"]]
+    assert len(rows) == 3
+    for row in rows:
+        assert not row["failed"]
+        assert len(row["microseconds a step"]) == 2
+    assert found["exact"][0]["agrees"]
 
 
 def keeps_to_its_device(name, rows):
