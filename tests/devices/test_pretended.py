@@ -56,13 +56,13 @@ def costs(*names: str) -> dict[str, dict[str, Any]]:
     "name", slow_but(lambda _: False, NAMES, marathon=lambda name: name not in SLOW)
 )
 def test_a_step_keeps_to_its_device(name):
-    rows = costs(*SLOW, "drawn")[name] if name in SLOW else costs(name)[name]
+    rows = costs(*SLOW)[name] if name in SLOW else costs(name)[name]
     keeps_to_its_device(name, rows)
 
 
 @pytest.mark.slow
 def test_numbers_that_a_device_draws_have_the_bits_of_the_cpu():
-    assert costs(*SLOW, "drawn")["drawn"] == {"same": True, "there": True, "mixes": []}
+    assert costs("drawn")["drawn"] == {"same": True, "there": True, "mixes": []}
 
 
 @pytest.mark.parametrize(
