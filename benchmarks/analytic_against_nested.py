@@ -13,7 +13,8 @@ import statistics
 import time
 
 import torch
-from suite import lattice, parameter
+from clusters import lattice
+from suite import parameter
 from torch import Tensor, nn
 
 import adjsim

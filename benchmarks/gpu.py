@@ -1,12 +1,13 @@
-"""What a GPU makes of this library: gradients beside jitted JAX, torchdiffeq and torchsde, their
-memory by horizon, the ways to sum pairs by the number of atoms, and the cost of noise.
+"""What a GPU makes of this library: the ways to sum pairs by the number of atoms, exact runs, the
+cost of noise, and gradients beside torchdiffeq, torchsde and jitted JAX, with their memory.
 
 Float64 unless said, warm, minima of alternating runs of the whole gradient. JAX is timed on the
-device that it finds, which is printed. Each part prints its table and adds it to ``gpu.json`` with
-the commit and the card; a part that fails is reported and the next is run. It needs
-``pip install -c constraints.txt -e ".[bench]"`` with CUDA builds of torch and jax. Run::
+device that it finds. The parts that no other table can stand for come first, and
+none begins a row after ``--seconds``. Each row is printed and added to ``gpu.json`` with the commit
+and the card; a part that fails is reported and the next is run. The parts ``networks`` and
+``liquids`` need ``pip install -c constraints.txt -e ".[bench]"`` with CUDA builds. Run::
 
-    python benchmarks/gpu.py [--device cpu] [--small] [part ...]
+    python benchmarks/gpu.py [--device cpu] [--small] [--seconds 540] [part ...]
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import json
 import subprocess
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from suite import lattice, lennard_jones, ours
+from clusters import DT, lattice, ours
 from torch import Tensor, nn
 
 import adjsim
@@ -33,14 +34,22 @@ from adjsim.adjoints.loops.runner import cache
 from adjsim.core import box
 from adjsim.potentials.pairs import formula
 
-DT, ROUNDS, HORIZONS = 0.002, 3, (1, 4)
+ROUNDS, HORIZONS = 3, (1, 4)
 # Atoms, steps, replicas.
-LIQUIDS = [(256, 400, None), (1000, 200, None), (4000, 40, None), (13, 400, 4096)]
-# Atoms whose pairs are summed in every way, and the most by torch, for its memory.
-PAIRS, MOST_BY_TORCH = (1000, 4000, 8000, 16000, 32000, 64000), 8000
+LIQUIDS = [(1000, 200, None), (13, 400, 4096), (256, 400, None), (4000, 40, None)]
+# Atoms whose pairs are summed in every way, and the most by torch, for its memory. The list takes
+# the place of tiles between the first and the third.
+PAIRS, MOST_BY_TORCH = (16000, 24000, 32000, 64000, 8000, 4000, 1000), 8000
 # Batch, width and steps of a neural differential equation.
 NETWORKS = [(256, 64, 100), (65536, 64, 100)]
 Row = dict[str, Any]
+
+
+class OutOfTimeError(Exception):
+    """No row begins any more."""
+
+
+deadline = float("inf")
 
 
 def wait(device: str) -> None:
@@ -71,6 +80,8 @@ def compared(
     name: str, sides: dict[str, Callable[[], Any]], steps: int, device: str, agree: float | None
 ) -> Row:
     """Time sides in alternating rounds; those that fail are reported."""
+    if time.perf_counter() > deadline:
+        raise OutOfTimeError(f"{name} and all after it: the time was over")
     row: Row = {"name": name, "microseconds a step": {}, "first call, s": {}, "failed": {}}
     first: dict[str, Any] = {}
     for side, run in sides.items():
@@ -101,26 +112,39 @@ def compared(
     return row
 
 
-def liquids(device: str, small: bool) -> list[Row]:
-    """Lennard-Jones atoms, all pairs, by velocity Verlet."""
-    rows = []
+def exact(device: str, small: bool) -> Iterator[Row]:
+    """Lennard-Jones atoms by velocity Verlet, compiled: exact steps beside plain ones."""
     for atoms, steps, replicas in [(27, 10, None)] if small else LIQUIDS:
         size = (atoms, steps, replicas, "BAB")
         sides: dict[str, Callable[[], Any]] = {
             "adjsim": ours(*size, device=device),
             "adjsim, exact": ours(*size, True, device=device),
+        }
+        yield compared(sized(atoms, steps, replicas), sides, steps, device, 1e-6)
+
+
+def liquids(device: str, small: bool) -> Iterator[Row]:
+    """The same beside JAX and steps that are not compiled, and the memory by horizon."""
+    from suite import lennard_jones
+
+    for atoms, steps, replicas in [(27, 10, None)] if small else LIQUIDS:
+        size = (atoms, steps, replicas, "BAB")
+        sides: dict[str, Callable[[], Any]] = {
+            "adjsim": ours(*size, device=device),
             "adjsim, not compiled": ours(*size, adjoint=adjsim.ReversibleAdjoint(), device=device),
             **lennard_jones(atoms, steps, replicas, 1.0).peers,
         }
-        name = f"{atoms} atoms, {steps} steps" + (f", {replicas} replicas" if replicas else "")
-        row = compared(name, sides, steps, device, 1e-6)
+        row = compared(sized(atoms, steps, replicas), sides, steps, device, 1e-6)
         row["megabytes by steps"] = {
             times * steps: peak(ours(atoms, times * steps, replicas, "BAB", device=device), device)
             for times in HORIZONS
         }
         print(f"  peak megabytes by steps: {row['megabytes by steps']}", flush=True)
-        rows.append(row)
-    return rows
+        yield row
+
+
+def sized(atoms: int, steps: int, replicas: int | None) -> str:
+    return f"{atoms} atoms, {steps} steps" + (f", {replicas} replicas" if replicas else "")
 
 
 def liquid(atoms: int, device: str) -> tuple[Any, Any]:
@@ -137,9 +161,9 @@ def liquid(atoms: int, device: str) -> tuple[Any, Any]:
     return dynamics, dynamics.init(position.to(device), momentum.to(device))
 
 
-def pairs(device: str, small: bool) -> list[Row]:
+def pairs(device: str, small: bool) -> Iterator[Row]:
     """The ways to sum pairs, not compiled: forward and gradient."""
-    rows, steps = [], 10 if small else 20
+    steps = 10 if small else 40
     usual = box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES
     never = float("inf")
     # From which sizes a list is made: by atoms, by pairs, and by pairs where there are tiles.
@@ -166,13 +190,14 @@ def pairs(device: str, small: bool) -> list[Row]:
             return gradient
 
         sides = {way: run(way) for way in ways if way != "torch" or atoms <= MOST_BY_TORCH}
-        rows.append(compared(f"{atoms} atoms, cutoff 2.5", sides, steps, device, 1e-6))
-    box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES = usual
-    cache.drop(lambda key: True)
-    return rows
+        try:
+            yield compared(f"{atoms} atoms, cutoff 2.5", sides, steps, device, 1e-6)
+        finally:
+            box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES = usual
+            cache.drop(lambda key: True)
 
 
-def noise(device: str, small: bool) -> list[Row]:
+def noise(device: str, small: bool) -> Iterator[Row]:
     """Replicas under BAOAB, beside the same without noise."""
     atoms, steps, replicas = (13, 10, 8) if small else (13, 200, 4096)
     position = lattice(atoms, replicas, device)[0]
@@ -196,7 +221,41 @@ def noise(device: str, small: bool) -> list[Row]:
         "BAOAB": run(adjsim.Langevin(potential, 1.0, 1.0, 1.0), "BAOAB"),
         "BAB": run(adjsim.Hamiltonian(potential), "BAB"),
     }
-    return [compared(f"{replicas} replicas of {atoms} atoms", sides, steps, device, None)]
+    yield compared(f"{replicas} replicas of {atoms} atoms", sides, steps, device, None)
+    yield from paths(device, small)
+
+
+def paths(device: str, small: bool) -> Iterator[Row]:
+    """A Brownian path of many entries beside the numbers of a seed, under a linear equation."""
+    batch, steps = (64, 8) if small else (65536, 64)
+    rate = nn.Parameter(torch.tensor(0.3, dtype=torch.float64, device=device))
+    sde = adjsim.SDE(Decay(rate), lambda t, y: 0.5 * torch.ones_like(y))
+    start = sde.init(torch.ones(batch, 2, dtype=torch.float64, device=device))
+
+    def run(drawn: Any) -> Callable[[], Tensor]:
+        def gradient() -> Tensor:
+            solver = adjsim.EulerMaruyama(2.0**-6)
+            final = adjsim.simulate(
+                sde, start, [0.0, steps * 2.0**-6], solver=solver,
+                adjoint=adjsim.CheckpointAdjoint(), compile=True, generator=drawn,
+            ).final  # fmt: skip
+            return torch.autograd.grad(final.y.square().mean(), rate)[0]
+
+        return gradient
+
+    sides = {"path": run(adjsim.BrownianPath(3, 2.0**-12)), "seed": run(1)}
+    yield compared(f"noise of {batch} x 2 entries", sides, steps, device, None)
+
+
+class Decay(nn.Module):
+    """The drift -r y."""
+
+    def __init__(self, rate: nn.Parameter) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return -self.rate * y
 
 
 class Network(nn.Module):
@@ -225,12 +284,11 @@ class Network(nn.Module):
     f = forward
 
 
-def networks(device: str, small: bool) -> list[Row]:
+def networks(device: str, small: bool) -> Iterator[Row]:
     """Neural ODEs by RK4 and SDEs by Euler and Maruyama, with the gradient of the drift."""
     import torchdiffeq
     import torchsde
 
-    rows = []
     for batch, width, steps in [(4, 8, 10)] if small else NETWORKS:
         network = Network(width).to(device)
         y = torch.randn(batch, 2, dtype=torch.float64).to(device)
@@ -283,11 +341,10 @@ def networks(device: str, small: bool) -> list[Row]:
         for kind, runs, agree in (("ODE", odes, 1e-6), ("SDE", sdes, None)):
             name = f"neural {kind}, batch {batch}, width {width}"
             sides = {side: gradient(run) for side, run in runs.items()}
-            rows.append(compared(name, sides, steps, device, agree))
-    return rows
+            yield compared(name, sides, steps, device, agree)
 
 
-PARTS = {"liquids": liquids, "networks": networks, "noise": noise, "pairs": pairs}
+PARTS = {"pairs": pairs, "exact": exact, "noise": noise, "networks": networks, "liquids": liquids}
 
 
 def main() -> None:
@@ -295,26 +352,30 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all without one")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="a dry run of seconds")
+    parser.add_argument("--seconds", type=float, default=540.0, help="no row begins later")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device: this script measures a GPU.")
-    import jax
-
+    global deadline
+    deadline = time.perf_counter() + given.seconds
     card = torch.cuda.get_device_name() if given.device == "cuda" else "a CPU"
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         capture_output=True, text=True, check=False, cwd=Path(__file__).parent,
     ).stdout.strip()  # fmt: skip
     found: Row = {"card": card, "torch": torch.__version__, "commit": commit}
-    print(f"adjsim {commit} on {card}, torch {torch.__version__}, JAX on {jax.devices()[0]}")
+    print(f"adjsim {commit} on {card}, torch {torch.__version__}")
     for name in given.parts or PARTS:
-        begun = time.perf_counter()
+        begun, found[name] = time.perf_counter(), []
         try:
-            found[name] = PARTS[name](given.device, given.small)
+            for row in PARTS[name](given.device, given.small):
+                found[name].append(row)
+                given.out.write_text(json.dumps(found, indent=1))
         except Exception as error:  # The other parts are measured.
-            traceback.print_exc()
-            found[name] = f"failed: {type(error).__name__}: {error}"
+            if not isinstance(error, OutOfTimeError):
+                traceback.print_exc()
+            found[name].append({"failed": f"{type(error).__name__}: {error}"})
         print(f"  ({name}: {time.perf_counter() - begun:.0f} s)", flush=True)
         given.out.write_text(json.dumps(found, indent=1))
 

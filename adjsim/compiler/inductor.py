@@ -1,8 +1,8 @@
 """Compilation of iterations by torch: on a GPU, and for tensors of types that C++ lacks.
 
-Inductor compiles the graph of one iteration. Kernels that it fuses have other last bits than those
-of another graph, so an iteration of an exact run on a GPU is run operation by operation: a kernel
-of torch gives the same bits for the same operands.
+Inductor compiles the graph of one iteration. In exact runs on a GPU it fuses only what has the same
+bits in every kernel (:mod:`adjsim.compiler.exact_kernels`), there also of what precedes the first
+iteration: the force at the start of a loop is that at the end of the loop before.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import TracingContext, tracing
+from torch.fx import GraphModule
 
 from adjsim.compiler.replays import captured, replayed
 from adjsim.compiler.to_cpp import Compiled, Part, Parts, last_inputs
@@ -53,16 +54,15 @@ def compile_with_torch(
     checks = any(
         node.op == "call_function" and node.is_impure() for node in parts.body.graph.graph.nodes
     )
-    iteration, path = parts.body.graph, "torch"
-    if not (on_gpu and exact):
-        options = {} if on_gpu else EXACT if exact else SCALAR if short else {}
-        iteration, path = _by_inductor(parts, constants, carry, options), "Inductor"
+    options = options_of(on_gpu, exact, short)
+    begin, iteration = by_inductor(parts, constants, carry, options, with_start=on_gpu and exact)
+    path = "Inductor"
     if on_gpu and not checks:
         path = f"{path}, in a CUDA graph"
         capture = partial(captured, device=device)
     else:
         capture = _repeated
-    return replayed(parts, iteration, constants, carry, capacity, capture), path
+    return replayed(parts, begin, iteration, constants, carry, capacity, capture), path
 
 
 def on_device(parts: Parts, device: torch.device) -> Parts:
@@ -78,19 +78,41 @@ def on_device(parts: Parts, device: torch.device) -> Parts:
     return replace(parts, start=moved(parts.start), body=moved(parts.body))
 
 
-def _by_inductor(
-    parts: Parts, constants: Sequence[Tensor], carry: Sequence[Tensor], options: dict[str, Any]
-) -> Callable[..., Sequence[Tensor]]:
-    """Compile the graph of an iteration."""
+def options_of(on_gpu: bool, exact: bool, short: bool) -> dict[str, Any]:
+    """Return Inductor's options of a loop."""
+    if not on_gpu:
+        return {**OPTIONS, **(EXACT if exact else SCALAR if short else {})}
+    if not exact:
+        return OPTIONS
     # Importing Inductor takes a second, and most runs do not need it.
+    from adjsim.compiler import exact_kernels
+
+    return {**OPTIONS, **exact_kernels.OPTIONS}
+
+
+def by_inductor(
+    parts: Parts,
+    constants: Sequence[Tensor],
+    carry: Sequence[Tensor],
+    options: dict[str, Any],
+    with_start: bool,
+) -> tuple[Callable[..., Sequence[Tensor]], Callable[..., Sequence[Tensor]]]:
+    """Return the start and the iteration of a loop, which is compiled; ``with_start``: both are."""
     from torch._inductor import compile as inductor
 
-    _, at_body = last_inputs((parts.start, parts.body), constants)
-    graph = graph_of(parts.body.graph, constants[0].clone(), *carry, *constants, *at_body)
-    like = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-    with tracing(TracingContext(like[0].fake_mode)):
-        compiled: Any = inductor(graph, like, options={**OPTIONS, **options})
-    return compiled
+    def compiled(graph: GraphModule, *examples: Tensor) -> Callable[..., Sequence[Tensor]]:
+        traced = graph_of(graph, *examples)
+        like = [node.meta["val"] for node in traced.graph.find_nodes(op="placeholder")]
+        with tracing(TracingContext(like[0].fake_mode)):
+            found: Any = inductor(traced, like, options=options)
+        return found
+
+    at_start, at_body = last_inputs((parts.start, parts.body), constants)
+    begin: Callable[..., Sequence[Tensor]] = parts.start.graph
+    if with_start:
+        begin = compiled(parts.start.graph, *constants, *carry, *at_start)
+    number = constants[0].clone()
+    return begin, compiled(parts.body.graph, number, *carry, *constants, *at_body)
 
 
 def _repeated(function: Callable[[], None]) -> Callable[[], None]:

@@ -25,6 +25,7 @@ _pools: dict[torch.device, torch.cuda.CUDAGraph] = {}
 
 def replayed(
     parts: Parts,
+    begin: Callable[..., Sequence[Tensor]],
     iteration: Callable[..., Sequence[Tensor]],
     constants: Sequence[Tensor],
     carry: Sequence[Tensor],
@@ -34,14 +35,15 @@ def replayed(
     """Make a function of constants and carry that runs a loop.
 
     Args:
-        iteration: computes what the graph of an iteration computes, from the same inputs.
+        begin, iteration: compute what the graphs of the start and of an iteration compute, from
+            the same inputs.
         capacity: the number of rows that a loop stores.
         capture: turns a function without arguments into one that repeats what it did to the same
             memory: :func:`captured`, or the identity.
     """
     start, more, body = parts.start, parts.more, parts.body
     at_start, at_body = last_inputs((start, body), constants)
-    carried = list(map(torch.clone, start.graph(*constants, *carry, *at_start)))
+    carried = list(map(torch.clone, begin(*constants, *carry, *at_start)))
     fixed = list(map(torch.clone, (*constants, *at_body)))
     rows = [
         torch.empty((capacity, *x.shape), dtype=x.dtype, device=carried[0].device)
@@ -64,7 +66,7 @@ def replayed(
     @torch.no_grad()
     def loop(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> Results:
         at_start, at_body = last_inputs((start, body), constants)
-        first = start.graph(*constants, *carry, *at_start)
+        first = begin(*constants, *carry, *at_start)
         with _replaying:
             for x, new in zip((*carried, *fixed), (*first, *constants, *at_body), strict=True):
                 x.copy_(new)

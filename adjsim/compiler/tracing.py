@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -104,10 +104,7 @@ class Recorder(TorchDispatchMode):
         if func is _ATEN._local_scalar_dense.default and self._is_number(args[0]):
             raise RuntimeError("the value of a tensor is read while its operations are recorded")
         # Before the operation is evaluated, which may write to its arguments.
-        recorded = (
-            tuple(self._recorded(args)),
-            {key: self._recorded(x) for key, x in kwargs.items()},
-        )
+        inputs = tuple(self._recorded(args)), {k: self._recorded(x) for k, x in kwargs.items()}
         found = func(*args, **kwargs)
         # Sizes and numbers are not recorded. Operations that return nothing check, or write.
         if found is not None and not _has_tensors(found):
@@ -167,7 +164,7 @@ def present_recorder() -> Recorder | None:
 
 
 @contextmanager
-def _disable_autocast_cache() -> Iterator[None]:
+def _disable_autocast_cache() -> Generator[None]:
     """Keep parameters that autocast has cast before out of a trace."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_tensor, describe_type
-from adjsim.core.noise import ELEMENTS, SEED_BITS, Noise
+from adjsim.core.noise import ELEMENTS, FROM_TILES, SEED_BITS, STEPS, Noise
+from adjsim.core.tiles_on_device import normal_tiles
 
+# The numbers of a span of steps from which a GPU draws them, as it draws those of seeds. A step
+# takes about two numbers an entry.
+MANY = FROM_TILES * STEPS * ELEMENTS // 2
+# The numbers of a span that are drawn at a time: two gigabytes with the halves of intervals.
+MOST = 2**26
+CPU = torch.device("cpu")
 # Intervals of 2^TOP tol are independent; shorter ones are parts of them.
 TOP = 32
 # How far from a multiple of tol, as a part of tol, a time may be.
@@ -78,7 +85,7 @@ class BrownianPath:
         ticks = [self.ticks(f"times[{i}]", t) for i, t in enumerate(times.tolist())]
         read = self.reader(math.prod(shape))
         rows = [read(a, b) if a <= b else -read(b, a) for a, b in pairwise(ticks)]
-        return torch.from_numpy(np.stack(rows)).reshape(len(rows), *shape)
+        return torch.stack(rows).reshape(len(rows), *shape)
 
     def ticks(self, name: str, t: float) -> int:
         """Return a time in units of ``tol``."""
@@ -96,9 +103,9 @@ class BrownianPath:
             )
         return found
 
-    def reader(self, count: int) -> Reader:
-        """Return the function that reads increments of ``count`` entries."""
-        return Reader(self, count)
+    def reader(self, count: int, device: torch.device = CPU) -> Reader:
+        """Return the function that reads increments of ``count`` entries, drawn on a device."""
+        return Reader(self, count, device)
 
     def steps(self, begin: float, dt: float) -> PathNoise:
         """Return the noise of steps of size dt from the time ``begin``."""
@@ -117,8 +124,8 @@ class BrownianPath:
 class _Reversed(BrownianPath):
     """A path that runs back in time."""
 
-    def reader(self, count: int) -> Reader:
-        return _ReversedReader(self, count)
+    def reader(self, count: int, device: torch.device = CPU) -> Reader:
+        return _ReversedReader(self, count, device)
 
     def reversed(self) -> BrownianPath:
         return BrownianPath(self.seed, self.tol)
@@ -131,22 +138,35 @@ class Reader:
     """Reads increments of all entries, in units of the grid, and keeps the last intervals.
 
     For each level the two halves of the last interval are kept, so neighbouring steps, forward or
-    backward, draw each interval once.
+    backward, draw each interval once. Sums and products of the bridge have the same bits on every
+    device, if each is an operation of its own.
     """
 
-    def __init__(self, path: BrownianPath, count: int) -> None:
-        self._path, self._count = path, count
+    def __init__(self, path: BrownianPath, count: int, device: torch.device = CPU) -> None:
+        self._path, self._count, self._device = path, count, device
         self._tiles = [_Tile(path.seed, k) for k in range((max(count, 1) - 1) // ELEMENTS + 1)]
-        self._halves: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
+        self._halves: dict[int, tuple[int, Tensor, Tensor]] = {}
+        self._ahead: dict[tuple[int, int], Tensor] = {}
 
-    def __call__(self, begin: int, end: int) -> np.ndarray:
-        """Return the increment from one tick to a later one, ``(count,)``."""
-        total = np.zeros(self._count)
-        for level, index in _dyadic(begin, end):
-            total = total + self._increment(level, index)
-        return total
+    def __call__(self, begin: int, end: int) -> Tensor:
+        """Return the increment from one tick to a later one, ``(count,)``, float64."""
+        return self.rows([(begin, end)])[0]
 
-    def _increment(self, level: int, index: int) -> np.ndarray:
+    def rows(self, steps: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Return the increments of steps, each from one tick to a later one."""
+        parts = [list(_dyadic(begin, end)) for begin, end in steps]
+        if self._device.type != "cpu":
+            self._ahead = self._drawn_on_device(self._needed(chain.from_iterable(parts)))
+        rows = []
+        for intervals in parts:
+            total = torch.zeros(self._count, dtype=torch.float64, device=self._device)
+            for level, index in intervals:
+                total = total + self._increment(level, index)
+            rows.append(total)
+        self._ahead = {}
+        return rows
+
+    def _increment(self, level: int, index: int) -> Tensor:
         """Return the increment from ``index`` 2^level ticks to ``index + 1`` times as many."""
         length = self._path.tol * 2.0**level
         if level == TOP:
@@ -159,14 +179,43 @@ class Reader:
         _, left, right = kept
         return right if index % 2 else left
 
-    def _drawn(self, level: int, index: int) -> np.ndarray:
+    def _drawn(self, level: int, index: int) -> Tensor:
+        if (level, index) in self._ahead:
+            return self._ahead[level, index]
         drawn = [tile(level, index) for tile in self._tiles]
-        return np.concatenate(drawn)[: self._count]
+        return torch.from_numpy(np.concatenate(drawn)[: self._count]).to(self._device)
+
+    def _needed(self, intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return what increments of these intervals, read in turn, draw."""
+        kept = {level: halves[0] for level, halves in self._halves.items()}
+        found: dict[tuple[int, int], None] = {}
+        for level, index in intervals:
+            while level < TOP and kept.get(level) != index >> 1:
+                kept[level] = index = index >> 1
+                found[level, index] = None
+                level += 1
+            if level == TOP:
+                found[level, index] = None
+        return list(found)
+
+    def _drawn_on_device(self, needed: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
+        """Draw the numbers of many intervals at once, on the device."""
+        if not needed:
+            return {}
+        columns = len(self._tiles)
+        level, index = (
+            torch.tensor(needed).to(self._device).repeat_interleave(columns, 0).unbind(-1)
+        )
+        column = torch.arange(columns, device=self._device).repeat(len(needed))
+        streams = torch.stack([column, index, level, torch.ones_like(level)], -1)
+        tiles = normal_tiles(self._path.seed, streams, ELEMENTS)
+        drawn = tiles.reshape(len(needed), -1)[:, : self._count]
+        return dict(zip(needed, drawn.unbind(0), strict=True))
 
 
 class _ReversedReader(Reader):
-    def __call__(self, begin: int, end: int) -> np.ndarray:
-        return -super().__call__(-end, -begin)
+    def rows(self, steps: Sequence[tuple[int, int]]) -> list[Tensor]:
+        return [-row for row in super().rows([(-end, -begin) for begin, end in steps])]
 
 
 class _Tile:
@@ -202,7 +251,7 @@ class PathNoise(Noise):
     def __init__(self, path: BrownianPath, tick: Callable[[int], int]) -> None:
         super().__init__(path.seed)
         self._path, self._tick = path, tick
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[tuple[int, torch.device], Reader] = {}
 
     def describe(self) -> str:
         return f"{self._path}"
@@ -213,14 +262,24 @@ class PathNoise(Noise):
     def span(
         self, step: int, count: int, shape: tuple[int, ...], like: Tensor, end: int
     ) -> list[Tensor]:
-        return [self._rows(step, min(count, end - step), shape, like)]
+        each, last = max(1, MOST // math.prod(shape)), min(step + count, end)
+        parts = range(step, last, each)
+        return [self._rows(at, min(each, last - at), shape, like) for at in parts]
 
     def _rows(self, step: int, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         entries = math.prod(shape)
-        read = self._readers.get(entries)
-        if read is None:
-            read = self._readers[entries] = self._path.reader(entries)
+        many = like.device.type == "cuda" and entries * count >= MANY
+        place = entries, like.device if many else CPU
+        if place not in self._readers:
+            self._readers[place] = self._path.reader(*place)
         steps = list(pairwise(self._tick(step + i) for i in range(count + 1)))
-        rows = [read(a, b) / math.sqrt((b - a) * self._path.tol) for a, b in steps]
-        drawn = torch.from_numpy(np.stack(rows))
-        return drawn.to(like.device, like.dtype).reshape(count, *shape)
+        rows = [
+            _divided(row, math.sqrt((b - a) * self._path.tol))
+            for row, (a, b) in zip(self._readers[place].rows(steps), steps, strict=True)
+        ]
+        return torch.stack(rows).to(like.device, like.dtype).reshape(count, *shape)
+
+
+def _divided(x: Tensor, number: float) -> Tensor:
+    """Divide by a number; a GPU would multiply by the inverse of a number of the host."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)

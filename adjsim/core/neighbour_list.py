@@ -1,7 +1,8 @@
 """The neighbour list: pairs of atoms that are near, found again when atoms have moved.
 
-A list holds the pairs within a cutoff and a skin, found by a tree. It is built again once the two
-largest displacements of a system since the list was built sum to the skin. Until then it contains
+A list holds the pairs within a cutoff and a skin, found by a tree, or by cells on the device that
+holds the positions (:mod:`adjsim.core.cells_on_device`). It is built again once the two largest
+displacements of a system since the list was built sum to the skin. Until then it contains
 all pairs within the cutoff, so a caller that selects these pairs, in the order of the list, has a
 result that is a function of the position, to the last bit. A list is therefore a cache and never a
 state.
@@ -21,9 +22,12 @@ from torch import Tensor
 
 from adjsim.core.arguments import outside_inference_mode
 from adjsim.core.box import nearest_image, perpendicular_widths, rows_of
+from adjsim.core.cells_on_device import pairs_in_cells
 
 # Lists are kept up to this number and to this number of pairs, unless one has more.
 KEPT, PAIRS = 16, 2**23
+# A grid of cells is made for so many axes; a tree is for any number.
+MOST_AXES = 3
 
 
 class NeighbourPairs(NamedTuple):
@@ -45,7 +49,7 @@ class NeighbourPairs(NamedTuple):
 @dataclass(frozen=True)
 class _Build:
     key: Any
-    exclusions: Tensor | None
+    settings: list[Tensor | None]
     position: Tensor
     pairs: NeighbourPairs
 
@@ -74,22 +78,27 @@ class NeighbourList(ABC):
         finite = torch.isfinite(position).flatten(-2).all(-1)
         # Atoms of systems that are not finite stay where they are.
         position = torch.where(finite[..., None, None], position, 0.0)
-        cell = None if self.box is None else self.box.tolist()
         reach = self.cutoff + self.skin
-        place = position.shape, position.dtype, position.device
-        key = (type(self), *place, reach, cell, finite.tolist())
+        settings = self.box, self.exclusions
+        shapes = [None if x is None else x.shape for x in settings]
+        key = type(self), position.shape, position.dtype, position.device, reach, shapes
         old: _Build | None = None
         for build in list(_builds):
-            if build.key != key or not _same(self.exclusions, build.exclusions):
+            if build.key != key:
                 continue
-            moved = _largest_approach(position, build.position)
+            same = (finite == build.pairs.finite).all()
+            for x, y in zip(settings, build.settings, strict=True):
+                if x is not None:
+                    same = same & (x == y).all().to(same.device)
+            # The host reads this number alone.
+            moved = float(_largest_approach(position, build.position).where(same, math.inf))
             if moved <= self.skin:
                 return build.pairs
             if moved <= 4 * self.skin:
                 old = build  # The list of the same run, which does not need it again.
         with outside_inference_mode():
-            excluded = None if self.exclusions is None else self.exclusions.clone()
-            found = _Build(key, excluded, position.clone(), self._build(position, finite, reach))
+            copies = [None if x is None else x.clone() for x in settings]
+            found = _Build(key, copies, position.clone(), self._build(position, finite, reach))
         kept = [found, *(build for build in _builds if build is not old)][:KEPT]
         while len(kept) > 1 and sum(len(build.pairs.i) for build in kept) > PAIRS:
             kept.pop()
@@ -104,7 +113,11 @@ class NeighbourList(ABC):
             reach += 16 * torch.finfo(position.dtype).eps * float(position.abs().max())
         none = torch.empty(0, dtype=torch.int64, device=position.device)
         found: list[tuple[Tensor, ...]] = [(none, none, position.new_zeros(0, dim))]
-        for k, q in enumerate(position.reshape(finite.numel(), atoms, dim)):
+        systems = position.reshape(finite.numel(), atoms, dim)
+        if position.device.type != "cpu" and dim <= MOST_AXES and position.numel():
+            i, j, *shift = self._search_on_device(systems, reach, finite)
+            return NeighbourPairs(i, j, shift[0] if shift else None, finite)
+        for k, q in enumerate(systems):
             if atoms and bool(finite.flatten()[k]):
                 i, j, *shift = self._search(q, reach)
                 found.append((i + k * atoms, j + k * atoms, *shift))
@@ -114,6 +127,10 @@ class NeighbourList(ABC):
     @abstractmethod
     def _search(self, q: Tensor, reach: float) -> tuple[Tensor, ...]:
         """Find the pairs of one system within a reach, and their shifts if they have any."""
+
+    @abstractmethod
+    def _search_on_device(self, q: Tensor, reach: float, finite: Tensor) -> tuple[Tensor, ...]:
+        """Find these pairs of all finite systems ``(systems, atoms, dim)`` on their device."""
 
 
 class NearestImages(NeighbourList):
@@ -131,6 +148,22 @@ class NearestImages(NeighbourList):
         order = torch.argsort(i * atoms + j)
         return i[order], j[order]
 
+    def _search_on_device(self, q: Tensor, reach: float, finite: Tensor) -> tuple[Tensor, Tensor]:
+        atoms = q.shape[1]
+        if self.box is not None:
+            reach = min(reach, _farthest(self.box))
+        i, j, _ = pairs_in_cells(q, self.box, reach, finite)
+        numbers = (i * atoms + j % atoms).sort().values
+        kept = numbers // atoms % atoms != numbers % atoms
+        # Several images of a pair may be within a reach beyond half the width.
+        kept[1:] &= numbers.diff() > 0
+        if self.exclusions is not None:
+            pairs = torch.cat([self.exclusions, self.exclusions.flip(-1)])
+            kept &= ~torch.isin(numbers % atoms**2, pairs[:, 0] * atoms + pairs[:, 1])
+        numbers = numbers[kept]
+        i = numbers // atoms
+        return i, numbers % atoms + i // atoms * atoms
+
 
 class AllImages(NeighbourList):
     """Each pair once for each image within the reach, also of an atom itself, for any cutoff."""
@@ -141,6 +174,18 @@ class AllImages(NeighbourList):
         i, j, n = i[other], j[other], n[other]
         order = np.lexsort((*n.T[::-1], j, i))
         i, j, n = (torch.from_numpy(x[order]).to(q.device) for x in (i, j, n))
+        return i, j, self._shifts(n, q)
+
+    def _search_on_device(
+        self, q: Tensor, reach: float, finite: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        i, j, n = pairs_in_cells(q, self.box, reach, finite)
+        order = ((i != j) | (n != 0).any(1)).nonzero().squeeze(-1)
+        for key in (*n.unbind(-1)[::-1], j, i):
+            order = order[key[order].argsort(stable=True)]
+        return i[order], j[order], self._shifts(n[order], q)
+
+    def _shifts(self, n: Tensor, q: Tensor) -> Tensor:
         shift = torch.zeros_like(n, dtype=q.dtype)
         if self.box is not None:
             rows = rows_of(self.box).to(q)
@@ -148,19 +193,20 @@ class AllImages(NeighbourList):
             # the list.
             for number, row in zip(n.T, rows, strict=True):
                 shift = shift - number.unsqueeze(-1) * row
-        return i, j, shift
+        return shift
 
 
-def _same(x: Tensor | None, y: Tensor | None) -> bool:
-    return x is y or (x is not None and y is not None and torch.equal(x, y))
-
-
-def _largest_approach(one: Tensor, other: Tensor) -> float:
+def _largest_approach(one: Tensor, other: Tensor) -> Tensor:
     """Return by how much two atoms of a system may have come closer between two positions."""
     if not one.numel():
-        return 0.0
+        return one.new_zeros(())
     moved = (one - other).norm(dim=-1)
-    return float(moved.topk(min(2, moved.shape[-1])).values.sum(-1).max())
+    return moved.topk(min(2, moved.shape[-1])).values.sum(-1).max()
+
+
+def _farthest(cell: Tensor) -> float:
+    """Return the sum of the edges of a cell: no nearest image is farther."""
+    return float(rows_of(cell).norm(dim=1).sum())
 
 
 def pairs_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor, Tensor]:
@@ -171,8 +217,7 @@ def pairs_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor,
     """
     points = q.detach().double().cpu().numpy()
     if cell is not None:
-        # No nearest image is farther than the sum of the edges.
-        radius = min(radius, float(rows_of(cell).norm(dim=1).sum()))
+        radius = min(radius, _farthest(cell))
     if cell is None:
         pairs = _tree(points).query_pairs(radius, output_type="ndarray")
     elif cell.ndim == 1:

@@ -137,8 +137,9 @@ class Noise:
     def _on_device(self, block: int, columns: range, steps: int, device: torch.device) -> Tensor:
         """Draw the first steps of tiles side by side, as :meth:`_tile` does, on a device."""
         first, second = self._key(block, columns.start)
-        keys = second + torch.arange(len(columns), device=device)
-        tiles = normal_tiles(first, keys, steps * ELEMENTS)
+        streams = torch.zeros(len(columns), 4, dtype=torch.int64, device=device)
+        streams[:, 0] = second + torch.arange(len(columns), device=device)
+        tiles = normal_tiles(first, streams, steps * ELEMENTS)
         return tiles.reshape(-1, steps, ELEMENTS).transpose(0, 1).flatten(1)
 
     def _key(self, block: int, column: int) -> tuple[int, int]:

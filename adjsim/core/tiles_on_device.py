@@ -41,8 +41,8 @@ SPARE, LEAST = 40, 64
 READ = 16
 # A comparison of numbers that are closer is left to NumPy, since the last bits of exp decide it.
 CLOSE = 1e-12
-# Tiles that are drawn at once: 70 MB for each intermediate value.
-CHUNK = 1024
+# Numbers that are drawn at once: 70 MB for each intermediate value.
+CHUNK = 2**23
 
 
 def signed(word: int) -> int:
@@ -59,12 +59,12 @@ def high(multiplier: int, x: Tensor) -> Tensor:
     return a1 * x1 + ((left >> 32) & LOW) + ((right >> 32) & LOW) + (carry >> 32)
 
 
-def words(first: int, second: Tensor, count: int) -> Tensor:
-    """Return ``count`` words of each key ``(first, second[tile])``, as ``(tiles, count)``."""
+def words(first: int, streams: Tensor, count: int) -> Tensor:
+    """Return ``count`` words of each stream, as ``(tiles, count)``; see :func:`normal_tiles`."""
     # NumPy increments the counter before it is used.
-    counter = torch.arange(1, -(-count // 4) + 1, device=second.device)
-    left_key, right_key = first, second[:, None]
-    x = [counter.expand(len(second), -1), *(torch.zeros_like(counter) for _ in range(3))]
+    counter = torch.arange(1, -(-count // 4) + 1, device=streams.device)
+    left_key, (right_key, *rest) = first, streams[..., None].unbind(1)
+    x = [counter.expand(len(streams), -1), *rest]
     for _ in range(ROUNDS):
         left, right = (high(m, y) for m, y in zip(MULTIPLIERS, x[::2], strict=True))
         low_left, low_right = (signed(m) * y for m, y in zip(MULTIPLIERS, x[::2], strict=True))
@@ -117,19 +117,21 @@ def in_tail(read: list[int]) -> tuple[int, float] | None:
     return None
 
 
-def normal_tiles(first: int, second: Tensor, count: int) -> Tensor:
-    """Return ``count`` normal numbers of each key ``(first, second[tile])``, ``(tiles, count)``.
+def normal_tiles(first: int, streams: Tensor, count: int) -> Tensor:
+    """Return ``count`` normal numbers of each stream, ``(tiles, count)``, float64.
 
-    Each row has the bits of ``Generator(Philox(key=[first, second[tile]])).standard_normal(count)``
-    on the CPU, in float64 on the device of ``second``, int64.
+    A stream ``(key, c1, c2, c3)`` is a row of ``streams``, int64 words, on the device that draws
+    it. Its numbers have the bits of ``Generator(Philox(key=[first, key], counter=[0, c1, c2,
+    c3])).standard_normal(count)`` on the CPU.
     """
-    return torch.cat([_chunk(signed(first), part, count) for part in second.split(CHUNK)])
+    parts = streams.split(max(1, CHUNK // count))
+    return torch.cat([_chunk(signed(first), part, count) for part in parts])
 
 
-def _chunk(first: int, second: Tensor, count: int) -> Tensor:
-    device, tiles, size = second.device, len(second), count + count // SPARE + LEAST
+def _chunk(first: int, streams: Tensor, count: int) -> Tensor:
+    device, tiles, size = streams.device, len(streams), count + count // SPARE + LEAST
     widths, bounds = (torch.from_numpy(x).to(device) for x in ziggurat())
-    word = words(first, second, size)
+    word = words(first, streams, size)
     index, magnitude = word & 0xFF, word >> 9 & (1 << BITS) - 1
     number = magnitude.to(torch.float64) * widths[index]
     number = torch.where(word >> 8 & 1 == 1, -number, number)
@@ -158,8 +160,12 @@ def _chunk(first: int, second: Tensor, count: int) -> Tensor:
     few = np.bincount(unread // size, minlength=tiles) > size - READ - count
     few[left // size] = True
     for tile in few.nonzero()[0].tolist():
-        key = np.array([first, int(second[tile])], dtype=np.int64).view(np.uint64)
-        drawn = np.random.Generator(np.random.Philox(key=key)).standard_normal(count)
+        key, *counter = streams[tile].tolist()
+        source = np.random.Philox(
+            key=np.array([first, key], dtype=np.int64).view(np.uint64),
+            counter=np.array([0, *counter], dtype=np.int64).view(np.uint64),
+        )
+        drawn = np.random.Generator(source).standard_normal(count)
         out[tile] = torch.from_numpy(drawn).to(device)
     return out
 

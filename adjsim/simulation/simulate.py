@@ -274,7 +274,8 @@ def assemble(
     if noise is not None:
         report.seed = noise.seed
     if dynamics.potential is not None:
-        report.pairs = pair_paths(dynamics.potential, state[0].detach()) or None
+        point = (x.detach() for x in dynamics.force_point(state))
+        report.pairs = pair_paths(dynamics.potential, *point) or None
     settings = solver, record, noise, progress, compile
     return Run(reading, tensors, dynamics, state, times, *settings, key=key), report
 

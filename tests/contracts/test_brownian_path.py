@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 from scipy import stats
 
 import adjsim
-from adjsim.core.brownian_path import TOP
+from adjsim.core.brownian_path import TOP, _dyadic
 
 DTYPE = torch.float64
 TOL = 2.0**-12
@@ -74,6 +75,26 @@ def test_entries_do_not_depend_on_how_many_there_are():
     assert len(many.unique()) == many.numel()
     other = adjsim.BrownianPath(4, TOL).increments([0.0, 0.5, 1.0], (2, 7))
     assert not torch.isin(other, few).any()
+
+
+@pytest.mark.parametrize("path", [PATH, PATH.reversed()], ids=["path", "reversed"])
+@pytest.mark.parametrize("ratio", [16, 7])
+def test_a_span_draws_ahead_with_the_bits_of_its_steps(path, ratio):
+    """As a GPU draws: all numbers of a span at once, those that its steps ask for."""
+    steps = list(pairwise(range(-9 * ratio, 9 * ratio, ratio)))
+    read, asked = path.reader(300), []
+    host = read._drawn
+    read._drawn = lambda level, index: asked.append((level, index)) or host(level, index)
+    for part in (steps, steps[::-1], steps[3:]):
+        asked.clear()
+        intervals = [x for step in part for x in _dyadic(*step)]
+        if path is not PATH:
+            intervals = [x for a, b in part for x in _dyadic(-b, -a)]
+        needed = read._needed(intervals)
+        read.rows(part)
+        assert set(asked) == set(needed)
+        for place, row in read._drawn_on_device(needed).items():
+            assert torch.equal(row, host(*place))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ from torch import nn
 
 import adjsim
 from adjsim.core import box as _box, derived as _derived, neighbour_list
+from adjsim.core.box import checked_box
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED
 from adjsim.potentials import PairPotential
-from adjsim.potentials.pairs import base, dense
+from adjsim.potentials.pairs import base, dense, formula
 from tests.contracts.test_pair_operator import KINDS, box_of, cell, gas
 from tests.problems import parameter
 
@@ -279,11 +280,44 @@ def test_virial_of_a_potential_with_an_operator(monkeypatch):
     torch.testing.assert_close(pair.virial(q), dense.virial(pair, q), rtol=CLOSE, atol=CLOSE * 100)
 
 
+@pytest.mark.parametrize("kind", [None, "cube", "slab", "tilted"])
+def test_cells_find_the_pairs_of_the_tree(kind):
+    """Those that a GPU builds: in all systems but one that is not finite."""
+    box = None if kind is None else checked_box(box_of(kind), None)
+    q, atoms = gas(cell(kind or "cube"), 40, seed=2, replicas=3), 40
+    allowed = torch.tensor([True, False, True])
+    exclusions = torch.tensor([[3, 1], [0, 7], [12, 13]])
+    lists = [
+        (neighbour_list.NearestImages, reach, excluded)
+        for reach, excluded in ((0.9, None), (2.4, exclusions), (9.0, exclusions))
+    ]
+    for made, reach, excluded in [*lists, (neighbour_list.AllImages, 5.2, None)]:
+        near = made(reach, 0.0, box, excluded)
+        found = near._search_on_device(q, reach, allowed)
+        rows = [(k, near._search(q[k], reach)) for k in (0, 2)]
+        moved = [(i + k * atoms, j + k * atoms, *shift) for k, (i, j, *shift) in rows]
+        for x, *parts in zip(found, *moved, strict=True):
+            assert torch.equal(x, torch.cat(parts))
+
+
+def test_cells_of_atoms_in_little_of_their_space():
+    """Atoms on a line, and two that are far from all others."""
+    line = torch.arange(30.0, dtype=torch.float64)[:, None] * torch.tensor([0.0, 1.0, 0.0])
+    q = torch.cat([line, torch.tensor([[1e9, 0.0, 0.0], [1e9, 0.0, 0.5]])])
+    near = neighbour_list.NearestImages(1.5, 0.0)
+    found = near._search_on_device(q[None], 1.5, torch.tensor([True]))
+    for x, y in zip(found, near._search(q, 1.5), strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", sorted(KINDS))
-def test_on_a_gpu(name):
+def test_on_a_gpu(name, monkeypatch):
+    monkeypatch.setattr(formula, "LISTED_ON_GPU", 0)
     pair, q = KINDS[name](box_of("cube")), gas(cell("cube"), 60, seed=4, replicas=2)
     expected = dense.force(pair, q)
-    found = pair.cuda().force(q.cuda())
+    pair, q = pair.cuda(), q.cuda()
+    assert pair.path(q).startswith("neighbour list, by torch")
+    found = pair.force(q)
     assert found.is_cuda
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-10, atol=1e-10)

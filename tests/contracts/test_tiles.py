@@ -25,7 +25,7 @@ from adjsim.potentials import (
 )
 from adjsim.potentials.pairs import dense, operator
 from adjsim.potentials.pairs.kernels import gpu, kernel as kernels
-from tests import tiles
+from tests import pressure, tiles
 from tests.contracts.test_pair_operator import cell, gas
 from tests.problems import parameter, slow_but
 
@@ -190,6 +190,15 @@ def test_exclusions_of_an_atom_that_there_is_not(by_tiles):
     pair = adjsim.LennardJones(exclusions=[(0, 30)])
     with pytest.raises(ValueError, match="position has 24 atoms"):
         pair.force(gas(torch.diag(BOX), 24, 4))
+
+
+@pytest.mark.usefixtures("by_tiles")
+def test_a_piston_says_that_torch_sums_its_pairs():
+    dynamics = pressure.piston()
+    state, solver = pressure.start(dynamics), adjsim.Splitting(dynamics.scheme, 0.002)
+    run = adjsim.simulate(dynamics, state, [0.0, 0.002], solver=solver, generator=1)
+    (path,) = run.stats["pairs"].values()
+    assert path == "all pairs, by torch: systems have boxes of their own"
 
 
 def test_a_table_that_requires_grad_is_left_to_torch(by_tiles):

@@ -8,7 +8,7 @@ Prints a line of JSON for each row. Run: python -m tests.devices.costs [row ...]
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +30,7 @@ import adjsim
 from adjsim.compiler import inductor, loops
 from adjsim.compiler.replays import replayed
 from adjsim.core import box
+from adjsim.core.noise import Noise
 from adjsim.potentials.pairs import base, formula, listed
 from adjsim.potentials.pairs.kernels import gpu
 from tests import tiles
@@ -38,7 +39,7 @@ from tests.devices.systems import SYSTEMS, TILED, System
 
 # Lists are for tensors of torch's own class, and on a GPU for larger systems than these.
 vars(listed)["Tensor"] = Pretended
-TILES, BENCHMARK = ", by tiles", "benchmark"
+TILES, BENCHMARK, DRAWN = ", by tiles", "benchmark", "drawn"
 formula.LISTED_ON_GPU = 0
 STEPS = 4
 PARTS = ("waits", "copies", "kernels")
@@ -154,7 +155,13 @@ def on_device(logs: list[Log]) -> Any:
         with pretended():
             there = inductor.on_device(parts, DEVICE)
             loop = replayed(
-                there, there.body.graph, moved(constants), moved(carry), capacity, noted
+                there,
+                there.start.graph,
+                there.body.graph,
+                moved(constants),
+                moved(carry),
+                capacity,
+                noted,
             )
 
         def called(constants: Any, carry: Any) -> Any:
@@ -195,23 +202,36 @@ def loop_cost(make: Callable[[], System]) -> dict[str, Any]:
 
 def dry_run() -> dict[str, Any]:
     """Run the part of the benchmark of a GPU that compares the ways to sum pairs."""
-    place = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", place)
-    assert spec is not None
-    assert spec.loader is not None
-    benchmark: Any = importlib.util.module_from_spec(spec)
-    # The other parts need the libraries beside which they are measured.
-    peers = ModuleType("suite")
-    vars(peers).update(lattice=None, lennard_jones=None, ours=None)
-    with patch.dict(sys.modules, {"suite": peers}):
-        spec.loader.exec_module(benchmark)
+    place = Path(__file__).parents[2] / "benchmarks"
+    with patch.object(sys, "path", [str(place), *sys.path]):
+        benchmark: Any = importlib.import_module("gpu")
     benchmark.ROUNDS = 1
     (row,) = benchmark.pairs(str(DEVICE), True)
     return row
 
 
+def drawn() -> dict[str, Any]:
+    """Return whether numbers that the device draws have the bits of the CPU, and what is mixed."""
+    path, steps = adjsim.BrownianPath(3, 2.0**-12), [(-16, 0), (0, 16), (16, 23), (0, 16)]
+    seed, columns = Noise(3), range(3, 5)
+    expected = path.reader(300).rows(steps)
+    tiles = [seed._tile(7, column, 2) for column in columns]
+    with pretended() as log:
+        rows = path.reader(300, DEVICE).rows(steps)
+        block = seed._on_device(7, columns, 2, DEVICE)
+    same = [torch.equal(x.cpu(), y) for x, y in zip(rows, expected, strict=True)]
+    same.append(bool((block.cpu().numpy() == np.concatenate(tiles, axis=1)).all()))
+    return {
+        "same": all(same),
+        "there": all(x.device == DEVICE for x in [*rows, block]),
+        "mixes": list(log.mixes),
+    }
+
+
 def measured(name: str) -> dict[str, Any]:
     """Return what a row costs, in the way that its name says."""
+    if name == DRAWN:
+        return drawn()
     if name == BENCHMARK:
         by_tiles = tiles.by_tiles(DEVICE.type)
         tensors = patch.object(base, "Tensor", Pretended)

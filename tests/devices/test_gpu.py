@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 import adjsim
+from adjsim.core.brownian_path import MANY, BrownianPath
+from adjsim.core.neighbour_list import AllImages, NearestImages, NeighbourList
 from adjsim.core.noise import Noise
+from adjsim.potentials.pairs import formula
 from adjsim.potentials.pairs.base import pair_paths
 from tests.contracts import test_tiles
 from tests.contracts.test_pair_operator import gas
@@ -24,6 +27,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NAMES = list(SYSTEMS) if torch.cuda.is_available() else []
 CALLED = list(CALLS) if torch.cuda.is_available() else []
 BY_TILES = list(TILED) if torch.cuda.is_available() else []
+LISTED = ["listed", "listed mixture"] if torch.cuda.is_available() else []
 FORMULAS = list(test_tiles.POTENTIALS) if torch.cuda.is_available() else []
 STEPS = 12
 # Sums have other orders. Gradients of stiff contact are what is left of much larger terms: loops in
@@ -105,6 +109,35 @@ def test_programs_of_pairs_agree_with_cpu(name: str, way: str, compiled: bool) -
 
 
 @gpu
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LISTED)
+def test_lists_agree_with_cpu(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists that the card builds, of systems for which it would sum all pairs."""
+    expected = computed(SYSTEMS[name](), way, False, "cpu")
+    monkeypatch.setattr(formula, "LISTED_ON_GPU", 0)
+    monkeypatch.setattr(formula, "LISTED_BESIDE_TILES", 0)
+    system = SYSTEMS[name]()
+    paths = pair_paths(system.dynamics.to("cuda").potential, system.state.position.to("cuda"))
+    assert all(path.startswith("neighbour list, by torch") for path in paths.values())
+    found = computed(SYSTEMS[name](), way, False, "cuda")
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
+
+
+@gpu
+@pytest.mark.parametrize("kind", [NearestImages, AllImages])
+def test_a_card_finds_the_pairs_of_the_cpu(kind: type[NeighbourList]) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    position = 20 * torch.rand(2, 4000, 3, generator=drawn, dtype=torch.float64)
+    box = torch.tensor([17.0, 18.0, 19.0], dtype=torch.float64)
+    found, expected = (
+        kind(2.0, 0.3, box.to(device)).pairs(position.to(device)) for device in ("cuda", "cpu")
+    )
+    for x, y in zip(found, expected, strict=True):
+        assert x is y is None or torch.equal(x.cpu(), y)
+
+
+@gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_programs_of_formulas_agree_with_cpu(name: str, dtype: torch.dtype) -> None:
@@ -144,3 +177,18 @@ def test_noise_has_the_same_bits() -> None:
                 assert torch.equal(
                     Noise(3, first=5)(step, shape, like.to("cuda", dtype)).cpu(), on_cpu
                 )
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_paths_have_the_same_bits(dtype: torch.dtype) -> None:
+    """Steps of several sizes, forward and back, of so many entries that the card draws them."""
+    like, shape = torch.zeros((), dtype=dtype), (700, 39)
+    for size in (2.0**-8, 7 * 2.0**-12):
+        drawn = []
+        for device in ("cpu", "cuda"):
+            noise = BrownianPath(3, 2.0**-12).steps(-size, size)
+            spans = [noise.span(k, 12, shape, like.to(device), 40) for k in (0, 12, 5)]
+            drawn.append(torch.cat([part.cpu() for parts in spans for part in parts]))
+        assert MANY < 12 * 700 * 39
+        assert torch.equal(*drawn)

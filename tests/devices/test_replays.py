@@ -7,6 +7,7 @@ import torch
 
 from adjsim.compiler import inductor, loops
 from adjsim.compiler.replays import replayed
+from adjsim.compiler.tracing import graph_of
 from tests import tiles
 from tests.devices.systems import SYSTEMS
 from tests.devices.test_gpu import RTOL, STEPS, UNCOMPILED, WAYS, computed
@@ -29,7 +30,9 @@ def _by_replays(monkeypatch):
 
     def by_replays(parts, constants, carry, exact, threads, capacity=0):
         moved = inductor.on_device(parts, constants[0].device)
-        made = replayed(moved, moved.body.graph, constants, carry, capacity, once_before)
+        made = replayed(
+            moved, moved.start.graph, moved.body.graph, constants, carry, capacity, once_before
+        )
         return made, "torch", None
 
     monkeypatch.setattr(loops, "compile_to_cpp", by_replays)
@@ -67,6 +70,35 @@ def agree_by_tiles(way):
 @pytest.mark.parametrize("way", [pytest.param("direct", marks=pytest.mark.slow), "exact"])
 def test_programs_in_replayed_iterations(way):
     agree_by_tiles(way)
+
+
+@pytest.mark.slow
+def test_sums_of_exact_iterations_are_left_to_torch():
+    from adjsim.compiler.exact_kernels import LeaveToTorch
+
+    def function(x, y):
+        z = torch.where(x > 0, x * y + 1, y).exp()
+        return [z.sum(-1), (z @ y.T) * 2, torch.cat([z, y])[1:].mean()]
+
+    graph = graph_of(function, *torch.rand(2, 3, 4)).graph
+    LeaveToTorch()(graph)
+    left = {str(node.target) for node in graph.nodes if "should_fallback" in node.meta}
+    assert left == {"aten.sum.dim_IntList", "aten.mm.default", "aten.mean.default"}
+
+
+@pytest.mark.marathon
+@pytest.mark.parametrize("name", ["chain-3", "mesh"])
+def test_exact_iterations_are_fused(name, monkeypatch):
+    """By Inductor with the settings of a GPU: a run that does not come back raises an error."""
+
+    def fused(parts, constants, carry, exact, threads, capacity=0):
+        moved = inductor.on_device(parts, constants[0].device)
+        options = inductor.options_of(True, exact, False)
+        found = inductor.by_inductor(moved, constants, carry, options, with_start=True)
+        return replayed(moved, *found, constants, carry, capacity, once_before), "Inductor", None
+
+    monkeypatch.setattr(loops, "compile_to_cpp", fused)
+    agree(name, "exact")
 
 
 @pytest.mark.marathon

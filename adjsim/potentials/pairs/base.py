@@ -31,7 +31,7 @@ from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import FORCE
 from adjsim.potentials.pairs.operator import KERNEL_CLASSES, PairForm, PairOperator, form_of
 from adjsim.potentials.products import ParameterVJP, Pullback, Tensors
-from adjsim.potentials.strained import Forced, StrainedPullback, energy_at
+from adjsim.potentials.strained import Forced, StrainedPullback, energy_at, reference_box
 
 
 class PairPotential(PairFormula, Potential):
@@ -139,11 +139,19 @@ class PairPotential(PairFormula, Potential):
         way = evaluator_of(self, position).by_torch(self, position, "truncated_slope")
         return way.virial(self, position)
 
-    def path(self, position: Positions) -> str:
-        """Say how pairs are evaluated for such positions, and why not by the operator."""
+    def path(self, position: Positions, strain: Strain | None = None) -> str:
+        """Say how pairs are evaluated for such positions, and why not by the operator.
+
+        ``strain`` is that of the boxes of systems; None: all have the box of the potential.
+        """
         pair = read(self)
         evaluator = evaluator_of(pair, position)
         operator = evaluator.operator(pair, position)
+        if pair.box is not None and strain is not None:
+            strained = _strained(pair, position, strain)
+            operator = operator if strained is None else strained.usable
+            if isinstance(operator, Refusal):
+                return f"all pairs, by torch: {operator.reason}"
         if isinstance(operator, PairOperator):
             spec = operator.form.spec
             way = "all pairs" if spec.skin is None else "neighbour list"
@@ -158,16 +166,23 @@ def _strained(pair: PairPotential, position: Tensor, strain: Strain) -> PairOper
     return PairOperator.of(pair, form, position, strain) if isinstance(form, PairForm) else None
 
 
-def pair_paths(potential: nn.Module, position: Positions) -> dict[str, str]:
-    """Say how a potential, or the parts of a sum, evaluate pairs, by the name of their class."""
-    parts = [potential]
+def pair_paths(
+    potential: nn.Module, position: Positions, strain: Tensor | None = None
+) -> dict[str, str]:
+    """Say how a potential, or the parts of a sum, evaluate pairs, by the name of their class.
+
+    ``strain`` is that of a state whose box moves.
+    """
+    parts, moved = [potential], None
+    if strain is not None:
+        moved = Strain.of(reference_box(potential), strain)
     if isinstance(potential, Evaluated):
         parts, position = potential.evaluated_parts(position)
     found: dict[str, str] = {}
     for k, part in enumerate(parts):
         if isinstance(part, PairPotential):
             number = f" {k}" if len(parts) > 1 else ""
-            found[f"{type(part).__name__}{number}"] = part.path(position)
+            found[f"{type(part).__name__}{number}"] = part.path(position, moved)
     return found
 
 
@@ -217,9 +232,9 @@ class PairEvaluator:
             # The kernel of the force is the same for all values of operands.
             found = PairOperator(pair, (), form).kernel(FORCE)
             form = found if isinstance(found, Refusal) else form
-            if pair.exclusions is not None and not is_tracing():
-                # Kernels of a GPU do not report an atom that there is not.
-                check_exclusions(pair.exclusions, position.shape[-2])
+        if pair.exclusions is not None and not (is_tracing() or torch.compiler.is_compiling()):
+            # Neither kernels of a GPU nor lists report an atom that there is not.
+            check_exclusions(pair.exclusions, position.shape[-2])
         self.form = form
         self._listed: dict[str, bool] = {}
 

@@ -32,7 +32,6 @@ from adjsim.potentials.pairs.formula import (
     read_at,
     skin_of,
 )
-from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import ATOM, FUNCTION, TABLE
 from adjsim.potentials.products import DeferredVJP, Pullback, Tensors
 
@@ -102,8 +101,8 @@ def force_vjp(
             curvature = -4 * near.pair.truncated_curvature(near.s) * dw
             along = near.checked(near.sum_rows(curvature * near.d + weight * w))
         grads = DeferredVJP(pair, slope, -dw, near.s).gradient(parameters)
-        lost = not bool(near.finite.all())
-        return along, [g * torch.nan if lost and g is not None else g for g in grads]
+        lost = torch.where(near.finite.all(), 1.0, torch.nan)
+        return along, [None if g is None else g * lost.to(g) for g in grads]
 
     return value, pullback
 
@@ -138,8 +137,6 @@ class _Geometry:
         assert pair.cutoff is not None
         skin, excluded = skin_of(pair, position), pair.exclusions
         assert skin is not None
-        if excluded is not None:
-            check_exclusions(excluded, position.shape[-2])
         i, j, _, finite = NearestImages(pair.cutoff, skin, pair.image_box, excluded).pairs(position)
         d = _differences(position, i, j)
         if pair.image_box is not None:
@@ -157,7 +154,8 @@ class _Geometry:
     def sum_rows(self, parts: Tensor) -> Tensor:
         """Sum ``(n, pairs)`` over the neighbours of each atom: ``(*batch, atoms, n)``."""
         atoms = self.position.shape[:-1]
-        counts = torch.bincount(self.i, minlength=atoms.numel())
+        ends = torch.arange(atoms.numel() + 1, device=self.i.device)
+        counts = torch.searchsorted(self.i, ends).diff()
         rows: Tensor = _RowSum.apply(parts.T.contiguous(), self.i, counts)
         return rows.reshape(*atoms, parts.shape[0])
 
@@ -189,7 +187,8 @@ class _RowSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, row: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(row)
-        return torch.segment_reduce(x, "sum", lengths=counts, axis=0, initial=0)
+        # The lengths are right, and a check of them waits for a GPU.
+        return torch.segment_reduce(x, "sum", lengths=counts, axis=0, initial=0, unsafe=True)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:

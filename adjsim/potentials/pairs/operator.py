@@ -179,6 +179,11 @@ class PairOperator:
         return box if self.strain is None or box is None else self.strain.stretched(box)
 
     @property
+    def strained(self) -> str | None:
+        """What is computed along strains: products by coordinate, or the whole virial."""
+        return None if self.strain is None else WHOLE if self.strain.full else DIAGONAL
+
+    @property
     def printed(self) -> bool:
         """Whether all pairs are evaluated by loops of a compiled step, which are faster."""
         # The loops cannot sum gradients of a table over the pairs of two species.
@@ -191,8 +196,13 @@ class PairOperator:
 
     @property
     def usable(self) -> PairOperator | Refusal:
-        """The operator, or why its kernels lack a gradient that may be asked for."""
+        """The operator, or why its kernels lack a gradient or boxes that may be asked for."""
         spec = self.form.spec
+        if self.strain is not None:
+            try:
+                KERNEL_CLASSES[spec.device].check(replace(spec, strained=self.strained))
+            except UnprintableError as error:
+                return Refusal(str(error))
         tables = any(spec.kinds[k] in (TABLE, FUNCTION) for k in self.wanted)
         if tables and not KERNEL_CLASSES[spec.device].sums_tables:
             return Refusal("a table of its parameters requires grad")
@@ -254,8 +264,7 @@ class PairOperator:
     def kernel(self, mode: str, rounds: bool = False) -> Kernel | Refusal:
         """Return the kernel of a mode, or the reason why there is none."""
         gradients = self.wanted if mode in (PRODUCT, SLOPES) else ()
-        strained = None if self.strain is None else WHOLE if self.strain.full else DIAGONAL
-        made, key = self.form.kernels.made, (mode, rounds, gradients, strained)
+        made, key = self.form.kernels.made, (mode, rounds, gradients, self.strained)
         known = made.get(key)
         if known is None:
             if _formula_key(self.pair) != self.form.key:
@@ -269,7 +278,7 @@ class PairOperator:
                 mode=mode,
                 rounds=rounds,
                 gradients=gradients,
-                strained=strained,
+                strained=self.strained,
             )
             try:
                 known = self._compiled(spec)

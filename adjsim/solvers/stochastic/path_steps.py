@@ -168,4 +168,4 @@ class _Increments:
         self._read, self._like = path.reader(torch.Size(self._shape).numel()), state[0]
 
     def __call__(self, begin: int, end: int) -> Tensor:
-        return torch.from_numpy(self._read(begin, end)).to(self._like).reshape(self._shape)
+        return self._read(begin, end).to(self._like).reshape(self._shape)
