@@ -322,7 +322,7 @@ def pointwise(
 @torch.library.custom_op("adjsim::lookup", mutates_args=())
 def lookup(values: Tensor, place: Tensor) -> Tensor:
     """Return the values at whole numbers, in a formula that is printed."""
-    return values.flatten()[place.long()]
+    return torch.take(values, place.long())
 
 
 @lookup.register_fake

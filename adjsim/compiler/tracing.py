@@ -112,7 +112,8 @@ class Recorder(TorchDispatchMode):
         # A constant is copied, since the next operation may write to it.
         target = _ATEN.lift_fresh_copy.default if func is _ATEN.lift_fresh.default else func
         node = self.graph.call_function(target, *inputs)
-        node.meta["line"] = user_line(sys._getframe(1))
+        # A thread of autograd, for a device, has no frame above.
+        node.meta["line"] = user_line(sys._getframe().f_back)
         self._add(found, node)
         return found
 
