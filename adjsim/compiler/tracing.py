@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from adjsim.compiler.recording import recording
+
 # Code in these folders, those of torch, this library and Python, is not the user's.
 _TORCH, _ADJSIM, _PYTHON = (
     str(Path(file).parents[n])
@@ -36,7 +38,7 @@ def graph_of(
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-    def noted(*inputs: Tensor) -> Sequence[Tensor]:
+    def noted(*inputs: Any) -> Sequence[Tensor]:
         mode: Any = get_proxy_mode()
         graph = mode.tracer.graph
         create = graph.create_node
@@ -47,14 +49,23 @@ def graph_of(
             return node
 
         graph.create_node = create_noted
+        mode.__torch_dispatch__ = recording(mode, inputs[0].fake_mode)
         try:
             return function(*inputs)
         finally:
-            del graph.create_node
+            del graph.create_node, mode.__torch_dispatch__
 
+    make = make_fx(
+        noted,
+        decompositions,
+        "fake",
+        _allow_non_fake_inputs=True,
+        # The functions of torch that a step calls are not counted.
+        _disable_torch_fn_metadata_mode=True,
+    )
     # Few graphs are called, so their Python code is not written whenever they change.
     with _use_lazy_graph_module(True):
-        return make_fx(noted, decompositions, "fake", _allow_non_fake_inputs=True)(*examples)
+        return make(*examples)
 
 
 def user_line(frame: FrameType | None) -> str:
