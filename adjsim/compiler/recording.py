@@ -82,7 +82,8 @@ class _Recording:
                 described = tuple(map(_described, args)), tuple(map(_described, options.items()))
                 shape, strides, dtype = _result(func, *described, fills)
                 metas = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        node = self.tracer.graph.create_node("call_function", func, nodes, named)
+        name = func.overloadpacket.__name__
+        node = self.tracer.graph.create_node("call_function", func, nodes, named, name)
         if isinstance(metas, Tensor):
             return self._tracked(metas, device, node)
         found = []
