@@ -21,11 +21,18 @@ from adjsim.compiler.values import UnprintableError
 
 # No contraction to fused multiply-add, so that results equal those of the traced operations bit for
 # bit. Without floating-point traps both branches of a condition may be evaluated. Integers wrap
-# around as in torch. Of what -O3 adds, two are of use to loops, in three quarters of its time.
+# around as in torch.
 FLAGS = [
-    "-std=c++17", "-O2", "-fvect-cost-model", "-fpeel-loops", "-march=native",
-    "-mprefer-vector-width=512", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-    "-fwrapv", "-fopenmp-simd", "-shared", "-fPIC",
+    "-std=c++17", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=off",
+    "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd", "-shared", "-fPIC",
+]  # fmt: skip
+# Of what -O3 adds, two are of use to loops, in three quarters of its time.
+OPTIMISED = ["-O2", "-fvect-cost-model", "-fpeel-loops"]
+# Loops are as fast without some searches for common expressions of -O2, in two thirds of its time.
+OPTIMISED_BY_GCC = [
+    "-O1", "-ftree-loop-vectorize", "-ftree-slp-vectorize", "-fvect-cost-model", "-fpeel-loops",
+    "-fcaller-saves", "-fcode-hoisting", "-fexpensive-optimizations", "-finline-small-functions",
+    "-fipa-cp", "-fipa-ra", "-fstore-merging", "-fstrict-aliasing", "-fthread-jumps", "-ftree-vrp",
 ]  # fmt: skip
 # Linking with the C library alone takes two thirds of the time of linking with that of C++ too.
 LIBRARIES = ["-nodefaultlibs", "-lm", "-lc", "-lgcc"]
@@ -108,8 +115,9 @@ def debugging() -> bool:
 
 def _flags(threads: bool) -> list[str]:
     is_x86 = platform.machine() in ("x86_64", "AMD64")
+    is_gcc = "Free Software Foundation" in _version(_compiler())
     flags = [flag for flag in FLAGS if "vector-width" not in flag or is_x86]
-    flags = [*(x for x in flags if x != "-O2"), "-O1", "-g"] if debugging() else flags
+    flags += ["-O1", "-g"] if debugging() else OPTIMISED_BY_GCC if is_gcc else OPTIMISED
     return [*flags, "-fopenmp"] if threads else flags
 
 
