@@ -28,7 +28,8 @@ FLAGS = [
 ]  # fmt: skip
 # Of what -O3 adds, two are of use to loops, in three quarters of its time.
 OPTIMISED = ["-O2", "-fvect-cost-model", "-fpeel-loops"]
-# Loops are as fast without some searches for common expressions of -O2, in two thirds of its time.
+# Most loops are as fast without some searches of -O2 for common expressions, in two thirds of its
+# time. Kernels of pairs, and loops that threads share, are a twentieth slower.
 OPTIMISED_BY_GCC = [
     "-O1", "-ftree-loop-vectorize", "-ftree-slp-vectorize", "-fvect-cost-model", "-fpeel-loops",
     "-fcaller-saves", "-fcode-hoisting", "-fexpensive-optimizations", "-finline-small-functions",
@@ -115,9 +116,13 @@ def debugging() -> bool:
 
 def _flags(threads: bool) -> list[str]:
     is_x86 = platform.machine() in ("x86_64", "AMD64")
-    is_gcc = "Free Software Foundation" in _version(_compiler())
     flags = [flag for flag in FLAGS if "vector-width" not in flag or is_x86]
-    flags += ["-O1", "-g"] if debugging() else OPTIMISED_BY_GCC if is_gcc else OPTIMISED
+    if debugging():
+        flags += ["-O1", "-g"]
+    elif not threads and "Free Software Foundation" in _version(_compiler()):
+        flags += OPTIMISED_BY_GCC
+    else:
+        flags += OPTIMISED
     return [*flags, "-fopenmp"] if threads else flags
 
 
