@@ -248,7 +248,7 @@ def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
                     placed.setdefault((at, space), []).append(task)
         for (where, space), tasks in placed.items():
             host = joined[where].nests.get(space)
-            joined[where].nests[space] = Nest([*(host.tasks if host else ()), *tasks], threads)
+            joined[where].nests[space] = host.with_tasks(tasks) if host else Nest(tasks, threads)
             for task in tasks:
                 last, _ = made.get(task.buffer.name, (where, space))
                 made[task.buffer.name] = max(last, where), None if task.begin else space
@@ -262,7 +262,7 @@ def _computes_operands(nest: Nest, task: Task) -> bool:
     """
     if not _follows(nest, task) or (nest.summed_loops and not task.summed):
         return False
-    alone = Nest([task], nest.threads)
+    alone = task.alone
     read = {buffer.name for buffer, _ in alone.body.reads}
     own = [x for x in nest.tasks if x.buffer.name in read]
     return all(_reads_once(alone, x) for x in own)
@@ -276,7 +276,7 @@ def _follows(nest: Nest, task: Task) -> bool:
     if task.summed and limit > nest.length[name]:
         # Compilers do not vectorise loops over padded rows that both write and sum.
         return False
-    alone = Nest([task], nest.threads)
+    alone = task.alone
     loops = [*zip(nest.length, alone.length, strict=True)]
     return (name, alone.innermost[0]) in loops
 

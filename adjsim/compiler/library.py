@@ -21,12 +21,22 @@ from adjsim.compiler.values import UnprintableError
 
 # No contraction to fused multiply-add, so that results equal those of the traced operations bit for
 # bit. Without floating-point traps both branches of a condition may be evaluated. Integers wrap
-# around as in torch. Of what -O3 adds, two are of use to loops, in three quarters of its time.
+# around as in torch.
 FLAGS = [
-    "-std=c++17", "-O2", "-fvect-cost-model", "-fpeel-loops", "-march=native",
-    "-mprefer-vector-width=512", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-    "-fwrapv", "-fopenmp-simd", "-shared", "-fPIC",
+    "-std=c++17", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=off",
+    "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd", "-shared", "-fPIC",
 ]  # fmt: skip
+# Of what -O3 adds, two are of use to loops, in three quarters of its time.
+OPTIMISED = ["-O2", "-fvect-cost-model", "-fpeel-loops"]
+# Most loops are as fast without some searches of -O2 for common expressions, in two thirds of its
+# time. Kernels of pairs, and loops that threads share, are a twentieth slower.
+OPTIMISED_BY_GCC = [
+    "-O1", "-ftree-loop-vectorize", "-ftree-slp-vectorize", "-fvect-cost-model", "-fpeel-loops",
+    "-fcaller-saves", "-fcode-hoisting", "-fexpensive-optimizations", "-finline-small-functions",
+    "-fipa-cp", "-fipa-ra", "-fstore-merging", "-fstrict-aliasing", "-fthread-jumps", "-ftree-vrp",
+]  # fmt: skip
+# Linking with the C library alone takes two thirds of the time of linking with that of C++ too.
+LIBRARIES = ["-nodefaultlibs", "-lm", "-lc", "-lgcc"]
 
 
 # Counts the libraries that this process builds.
@@ -49,7 +59,7 @@ def compiled(source: str, threads: bool) -> ctypes.CDLL:
         if usable(path):
             with suppress(OSError):
                 return ctypes.CDLL(str(path))
-        _build(source, [*compiler, *flags], path)
+        _build(source, [*compiler, *flags], _libraries(threads), path)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise CompilerError(
@@ -62,16 +72,17 @@ def path_of(source: str, threads: bool) -> Path:
     compiler = _compiler()
     # Comments have lines of the user's code, which move.
     code = re.sub(r"//[^\n]*", "", source)
-    key_parts = [code, *compiler, _version(compiler), *_flags(threads), _processor()]
+    key_parts = [code, *compiler, _version(compiler), *_flags(threads)]
+    key_parts += [*_libraries(threads), _processor()]
     return cache_folder() / f"{hashlib.sha256(chr(0).join(key_parts).encode()).hexdigest()[:32]}.so"
 
 
-def _build(source: str, command: list[str], path: Path) -> None:
+def _build(source: str, command: list[str], libraries: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         code, built = Path(work) / "loop.cpp", Path(work) / "loop.so"
         code.write_text(indented(source))
         process = subprocess.run(
-            [*command, str(code), "-o", str(built)], capture_output=True, text=True
+            [*command, str(code), *libraries, "-o", str(built)], capture_output=True, text=True
         )
         if process.returncode:
             raise CompilerError(
@@ -106,8 +117,18 @@ def debugging() -> bool:
 def _flags(threads: bool) -> list[str]:
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     flags = [flag for flag in FLAGS if "vector-width" not in flag or is_x86]
-    flags = [*(x for x in flags if x != "-O2"), "-O1", "-g"] if debugging() else flags
+    if debugging():
+        flags += ["-O1", "-g"]
+    elif not threads and "Free Software Foundation" in _version(_compiler()):
+        flags += OPTIMISED_BY_GCC
+    else:
+        flags += OPTIMISED
     return [*flags, "-fopenmp"] if threads else flags
+
+
+def _libraries(threads: bool) -> list[str]:
+    # Compilers know which library of threads is theirs.
+    return [] if threads or platform.system() != "Linux" else LIBRARIES
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """The C++ functions that printed expressions call.
 
-They are declared here one by one: the header ``<cmath>`` alone takes longer to compile than the
-loop of a small system.
+They are declared here one by one, as those of the C library are: the header ``<cmath>`` alone takes
+longer to compile than the loop of a small system.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ FUNCTIONS_OF_TWO = ["atan2", "hypot", "pow"]
 
 # Functions that IEEE 754 defines to the last bit, and helpers.
 HEADER = r"""#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+extern "C" {
+void* calloc(__SIZE_TYPE__, __SIZE_TYPE__) noexcept;
+void free(void*) noexcept;
+void* memcpy(void*, const void*, __SIZE_TYPE__) noexcept;
+}
 #define INFINITY __builtin_inf()
 #define NAN __builtin_nan("")
 namespace {
@@ -107,7 +110,7 @@ const char* name;
 T& operator[](int64_t i) const {
 if (i >= 0 && i < size) return data[i];
 dprintf(2, "adjsim: index %ld of %s, which has %ld elements\n", (long)i, name, (long)size);
-abort();
+__builtin_abort();
 }
 T* operator+(int64_t i) const { return data + i; }
 };

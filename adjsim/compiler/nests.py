@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -82,6 +83,11 @@ class Task:
     def _loop_axes(self) -> list[int]:
         return [a for a, n in enumerate(self.value.shape) if n > 1]
 
+    @cached_property
+    def alone(self) -> Nest:
+        """The nest of this task alone."""
+        return Nest([self], 1)
+
     def index(self, kept: Sequence[str], summed: Sequence[str]) -> Indices:
         """Build the index of the value from the names of the loop variables."""
         names = dict(zip([*self.kept, *self.summed], [*kept, *summed], strict=True))
@@ -120,15 +126,32 @@ class Nest:
     """
 
     def __init__(self, tasks: Sequence[Task], threads: int, fused: Set[Lazy] = frozenset()) -> None:
-        self.tasks, self.threads = tasks, threads
+        self.threads = threads
+        self.tasks: list[Task] = []
         kept, summed = next((x for x in tasks if x.summed), tasks[0]).space
         self.kept_loops = [f"i{n}" for n in range(len(kept))]
         self.summed_loops = [f"j{n}" for n in range(len(summed))]
         loops = [*self.kept_loops, *self.summed_loops]
         self.length = dict(zip(loops, [*kept, *summed], strict=True))
-        own = {task.value.value for task in tasks if isinstance(task.value, StoredExpression)}
-        self.body = Body("v", own, fused)
-        self.results = []
+        self.body = Body("v", fused=fused)
+        self.results: list[tuple[Task, str, Index]] = []
+        self._add(tasks)
+
+    def with_tasks(self, tasks: Sequence[Task]) -> Nest:
+        """Return a nest that has these tasks too, which may read values of its own tasks."""
+        if self.length and not self.summed_loops and any(task.summed for task in tasks):
+            return Nest([*self.tasks, *tasks], self.threads, self.body.fused)
+        # Its own tasks need not be printed again.
+        found = copy(self)
+        found.__dict__.pop("innermost", None)
+        found.body, found.results, found.tasks = self.body.copy(), [*self.results], [*self.tasks]
+        found._add(tasks)
+        return found
+
+    def _add(self, tasks: Sequence[Task]) -> None:
+        self.tasks += tasks
+        stored = {task.value.value for task in tasks if isinstance(task.value, StoredExpression)}
+        self.body.own |= stored
         for task in tasks:
             index = self.index(task)
             self.results.append((task, task.value.load(self.body, index), task.target(index)))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from adjsim.compiler.lines import is_of_user, runs_user_code, user_line
 from adjsim.compiler.values import UnprintableError
@@ -103,6 +102,17 @@ def _is_place(index: Any) -> bool:
     return whole and not index.dtype.is_floating_point and index.dtype != torch.bool
 
 
+def _tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors in the arguments of a function, which torch's way takes longer to find."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if not isinstance(tree, (tuple, list, dict)):
+        return []
+    return [
+        x for part in (tree.values() if isinstance(tree, dict) else tree) for x in _tensors(part)
+    ]
+
+
 class Constant:
     """A captured tensor of a loop, no input and not registered, which may be read ``detached``."""
 
@@ -130,7 +140,7 @@ class NoCapture(TorchFunctionMode):
         self.registered, self.constants = {id(x) for x in registered}, constants
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = _tensors(args) + (_tensors(kwargs) if kwargs else [])
         masks = func is Tensor.__getitem__ and any(x.dtype == torch.bool for x in tensors[1:])
         needs = _SHAPE if masks else _READS.get(func)
         if needs is not None and any(isinstance(x, FakeTensor) for x in tensors):

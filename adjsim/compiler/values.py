@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -38,8 +39,7 @@ class UnprintableTypeError(UnprintableError):
     """Raised for a loop whose constants, carry or rows have a type that is not printed."""
 
 
-@dataclass(frozen=True)
-class Index:
+class Index(NamedTuple):
     """An integer that is an affine function of loop variables."""
 
     const: int = 0
@@ -50,22 +50,19 @@ class Index:
         """Return the value of a variable."""
         return Index(0, ((name, 1),))
 
-    def __add__(self, other: Index | int) -> Index:
+    def __add__(self, other: Index | int) -> Index:  # pyright: ignore[reportIncompatibleMethodOverride]
         if isinstance(other, int):
             return Index(self.const + other, self.terms)
-        terms = dict(self.terms)
-        for name, factor in other.terms:
-            terms[name] = terms.get(name, 0) + factor
-        return Index(self.const + other.const, tuple(sorted((n, f) for n, f in terms.items() if f)))
+        return offset((self, other), (1, 1))
 
-    def __mul__(self, factor: int) -> Index:
+    def __mul__(self, factor: int) -> Index:  # pyright: ignore[reportIncompatibleMethodOverride]
         if factor == 0:
             return Index()
         return Index(self.const * factor, tuple((name, f * factor) for name, f in self.terms))
 
     def factor(self, name: str) -> int:
         """Return the factor of a variable, 0 if it does not occur."""
-        return dict(self.terms).get(name, 0)
+        return next((factor for known, factor in self.terms if known == name), 0)
 
     def __str__(self) -> str:
         parts = [name if factor == 1 else f"{factor} * {name}" for name, factor in self.terms]
@@ -111,7 +108,13 @@ class Buffer:
 
 def offset(index: Indices, strides: Sequence[int]) -> Index:
     """Return the offset of an element in memory of these strides."""
-    return sum((i * n for i, n in zip(index, strides, strict=True)), start=Index())
+    const, terms = 0, dict[str, int]()
+    for i, stride in zip(index, strides, strict=True):
+        if stride:
+            const += i.const * stride
+            for name, factor in i.terms:
+                terms[name] = terms.get(name, 0) + factor * stride
+    return Index(const, tuple(sorted((n, f) for n, f in terms.items() if f)))
 
 
 def make_buffer(
@@ -366,13 +369,21 @@ class Body:
     """
 
     name: str
-    own: Set[Lazy] = frozenset()
+    own: set[Lazy] = field(default_factory=set)
     fused: Set[Lazy] = frozenset()
     lines: list[str] = field(default_factory=list)
     reads: list[tuple[Buffer, Index]] = field(default_factory=list)
     refuses: bool = False
     _known: dict[tuple[Value, Indices], str] = field(default_factory=dict)
     _expressions: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def copy(self) -> Body:
+        """Return a copy to which statements can be added."""
+        own, lines, reads = {*self.own}, [*self.lines], [*self.reads]
+        known, expressions = {**self._known}, {**self._expressions}
+        return replace(
+            self, own=own, lines=lines, reads=reads, _known=known, _expressions=expressions
+        )
 
     def read(self, buffer: Buffer, index: Indices) -> str:
         """Return the variable that holds an element of a buffer."""
