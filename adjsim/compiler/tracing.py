@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from adjsim.compiler.lines import user_line
+from adjsim.compiler.shapes import common_result, without_gradient
 
 _ATEN = torch.ops.aten
 
@@ -35,8 +36,8 @@ def graph_of(
             examples are large. With their values, operations on a few numbers take less time.
     """
     fakes = FakeTensorMode(allow_non_fake_inputs=True) if by_shape else nullcontext()
-    recorder = Recorder(decompositions or {})
     with _disable_autocast_cache(), fakes as mode:
+        recorder = Recorder(decompositions or {}, mode)
         inputs = [mode.from_tensor(x) for x in examples] if mode else examples
         for x in inputs:
             recorder.add_input(x)
@@ -62,9 +63,11 @@ class Recorder(TorchDispatchMode):
     # What `is_recording` looks for.
     records = True
 
-    def __init__(self, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(
+        self, decompositions: Mapping[Any, Callable[..., Any]], fakes: FakeTensorMode | None
+    ) -> None:
         super().__init__()
-        self.graph, self.decompositions = Graph(), decompositions
+        self.graph, self.decompositions, self.fakes = Graph(), decompositions, fakes
         self._known: dict[int, tuple[Tensor, Node]] = {}
         self._constants = nn.Module()
 
@@ -87,7 +90,7 @@ class Recorder(TorchDispatchMode):
         """Return the graph of these outputs."""
         self.graph.output(self._recorded(list(outputs)))
         self._known.clear()
-        return GraphModule(self._constants, self.graph)
+        return _make_graph_module(self._constants, self.graph)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -98,14 +101,14 @@ class Recorder(TorchDispatchMode):
         if made is not NotImplemented:
             return made
         if func is _ATEN.detach.default and (node := self.node_of(args[0])) is not None:
-            found = func(*args)
+            found = self._evaluated(func, args, kwargs)
             self._known[id(found)] = found, node
             return found
         if func is _ATEN._local_scalar_dense.default and self._is_number(args[0]):
             raise RuntimeError("the value of a tensor is read while its operations are recorded")
         # Before the operation is evaluated, which may write to its arguments.
         inputs = tuple(self._recorded(args)), {k: self._recorded(x) for k, x in kwargs.items()}
-        found = func(*args, **kwargs)
+        found = self._evaluated(func, args, kwargs)
         # Sizes and numbers are not recorded. Operations that return nothing check, or write.
         if found is not None and not _has_tensors(found):
             return found
@@ -126,6 +129,12 @@ class Recorder(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         return NotImplemented
+
+    def _evaluated(self, func: Any, args: Any, kwargs: Any) -> Any:
+        found = NotImplemented
+        if self.fakes is not None:
+            found = common_result(func, args, kwargs, self.fakes)
+        return func(*args, **kwargs) if found is NotImplemented else found
 
     def _is_number(self, x: Tensor) -> bool:
         """Whether a tensor has a value, which is that of an example."""
@@ -184,7 +193,7 @@ def _has_tensors(value: Any) -> bool:
 def _detached(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_detached, value))
-    return value.detach() if isinstance(value, Tensor) else value
+    return without_gradient(value) if isinstance(value, Tensor) else value
 
 
 @cache
