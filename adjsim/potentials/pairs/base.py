@@ -26,7 +26,7 @@ from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import Evaluated
 from adjsim.potentials.pairs import dense, kernel_sums, listed, strained_sums
-from adjsim.potentials.pairs.formula import PairFormula, skin_of
+from adjsim.potentials.pairs.formula import PairFormula
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import FORCE
 from adjsim.potentials.pairs.operator import KERNEL_CLASSES, PairForm, PairOperator, form_of
@@ -191,10 +191,8 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
     if in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return Refusal("a transform of torch.func, torch.compile or torch.jit.trace is active")
     box, dtype, kind = pair.box, position.dtype, type(position)
-    kernels = KERNEL_CLASSES.get(position.device.type)
-    by_tiles = kernels is not None and not kernels.has_lists
     reasons = {
-        f"positions are on {position.device.type}": kernels is None,
+        f"positions are on {position.device.type}": position.device.type not in KERNEL_CLASSES,
         f"positions are {dtype}": dtype not in TYPES or not dtype.is_floating_point,
         "there are no atoms": position.numel() == 0,
         "forward-mode differentiation is active": forward_ad._current_level >= 0,
@@ -214,8 +212,6 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
         ),
     }
     reason = next((words for words, holds in reasons.items() if holds), None)
-    if reason is None and by_tiles and not is_tracing() and skin_of(pair, position, by_tiles=True):
-        reason = "all pairs would take longer"
     return None if reason is None else Refusal(reason)
 
 
