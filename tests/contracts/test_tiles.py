@@ -191,6 +191,7 @@ def test_systems_that_are_not_finite_have_no_list(by_tiles, monkeypatch):
     pair, q = POTENTIALS["Lennard-Jones"](), gas(torch.diag(BOX), 24, 1, replicas=2)
     q[1, 3, 0] = torch.nan
     assert pair.path(q) == "neighbour list, by Triton"
+    assert pair.path(q, compiled=True) == "all pairs, by Triton"
     for x in (pair(q), pair.force(q), pair.force_vjp(q, [])[1](torch.ones_like(q))[0]):
         assert not x[0].isnan().any()
         assert x[1].isnan().all()
