@@ -262,7 +262,7 @@ class PathNoise(Noise):
     def span(
         self, step: int, count: int, shape: tuple[int, ...], like: Tensor, end: int
     ) -> list[Tensor]:
-        each, last = max(1, MOST // math.prod(shape)), min(step + count, end)
+        each, last = max(1, MOST // max(1, math.prod(shape))), min(step + count, end)
         parts = range(step, last, each)
         return [self._rows(at, min(each, last - at), shape, like) for at in parts]
 
