@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import adjsim
+from adjsim.adjoints.loops import runner
 from adjsim.core.brownian_path import MANY, BrownianPath
 from adjsim.core.neighbour_list import AllImages, NearestImages, NeighbourList
 from adjsim.core.noise import Noise
@@ -170,6 +171,17 @@ def test_calls_agree_with_cpu(name: str) -> None:
     for x, y in zip(found, expected, strict=True):
         assert x.is_cuda
         torch.testing.assert_close(x.cpu(), y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
+
+
+@gpu
+@pytest.mark.parametrize("way", ["direct", "exact"])
+def test_noise_is_drawn_while_loops_run(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread, in five loops of eight steps."""
+    monkeypatch.setattr(runner, "FINITE_EVERY", 8)
+    expected = computed(SYSTEMS["langevin"](), way, False, "cpu", 40)
+    found = computed(SYSTEMS["langevin"](), way, True, "cuda", 40)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
 
 
 @gpu
