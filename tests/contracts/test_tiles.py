@@ -158,13 +158,9 @@ def test_any_number_of_atoms(by_tiles, atoms):
         torch.testing.assert_close(x, y, rtol=CLOSE, atol=CLOSE * float(y.detach().abs().max()))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    slow_but(
-        lambda name, dtype: (name, dtype) == ("species", torch.float64),
-        product(["exclusions", "species", "tilted", "Wolf"], [torch.float64, torch.float32]),
-    ),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["exclusions", "species", "tilted", "Wolf"])
 def test_programs_of_lists_equal_operations(by_tiles, name, dtype, monkeypatch):
     """Those of two systems; a step longer than the skin has another list."""
     monkeypatch.setattr(box, "LISTED", 0.0)
