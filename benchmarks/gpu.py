@@ -33,13 +33,13 @@ import adjsim
 from adjsim.adjoints.loops.runner import cache
 from adjsim.core import box
 from adjsim.potentials.pairs import formula
+from adjsim.potentials.pairs.operator import KERNEL_CLASSES
 
 ROUNDS, HORIZONS = 3, (1, 4)
 # Atoms, steps, replicas.
 LIQUIDS = [(1000, 200, None), (13, 400, 4096), (256, 400, None), (4000, 40, None)]
-# Atoms whose pairs are summed in every way, and the most by torch, for its memory. The list takes
-# the place of tiles between the first and the third.
-PAIRS, MOST_BY_TORCH = (16000, 24000, 32000, 64000, 8000, 4000, 1000), 8000
+# Atoms whose pairs are summed in every way, and the most by torch, for its memory.
+PAIRS, MOST_BY_TORCH = (16000, 32000, 8000, 64000, 24000, 4000, 1000), 8000
 # Batch, width and steps of a neural differential equation.
 NETWORKS = [(256, 64, 100), (65536, 64, 100)]
 Row = dict[str, Any]
@@ -165,14 +165,23 @@ def pairs(device: str, small: bool) -> Iterator[Row]:
     """The ways to sum pairs, not compiled: forward and gradient."""
     steps = 10 if small else 40
     usual = box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES
-    never = float("inf")
-    # From which sizes a list is made: by atoms, by pairs, and by pairs where there are tiles.
-    ways = {"tiles": (0.0, never, never), "list": (0.0, 0.0, 0.0), "torch": (0.0, never, 0.0)}
+    kind, never = device.split(":")[0], float("inf")
+    kernels = KERNEL_CLASSES[kind]
+    # From which sizes a list is made: by atoms, by pairs, and by pairs where there are tiles; and
+    # whether kernels sum the pairs.
+    ways = {
+        "tiles": (0.0, never, never, True),
+        "list": (0.0, 0.0, 0.0, True),
+        "list, by torch": (0.0, 0.0, 0.0, False),
+        "torch": (0.0, never, never, False),
+    }
     for atoms in (216,) if small else PAIRS:
 
         def run(way: str, atoms: int = atoms) -> Callable[[], Tensor]:
             def chosen() -> None:
-                box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES = ways[way]
+                box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES = ways[way][:3]
+                KERNEL_CLASSES.pop(kind, None)
+                KERNEL_CLASSES.update({kind: kernels} if ways[way][3] else {})
 
             chosen()
             dynamics, state = liquid(atoms, device)
@@ -194,6 +203,7 @@ def pairs(device: str, small: bool) -> Iterator[Row]:
             yield compared(f"{atoms} atoms, cutoff 2.5", sides, steps, device, 1e-6)
         finally:
             box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES = usual
+            KERNEL_CLASSES[kind] = kernels
             cache.drop(lambda key: True)
 
 

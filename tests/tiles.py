@@ -139,7 +139,7 @@ def machine_code(kernel: gpu.TritonKernel, capability: int = 90) -> bytes:
     from triton.compiler import ASTSource
 
     tensors, numbers = arguments_of(kernel.spec)
-    indices = dict.fromkeys({"species", "excluded", "starts"} & {*tensors}, "*i64")
+    indices = dict.fromkeys({"species", "excluded", "neighbours", "starts"} & {*tensors}, "*i64")
     real = "*fp64" if kernel.spec.dtype == torch.float64 else "*fp32"
     options = dict(kernel.options)
     sizes = {name: options.pop(name) for name in ("ROWS", "COLUMNS")}

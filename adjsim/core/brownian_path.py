@@ -262,13 +262,19 @@ class PathNoise(Noise):
     def span(
         self, step: int, count: int, shape: tuple[int, ...], like: Tensor, end: int
     ) -> list[Tensor]:
-        each, last = max(1, MOST // math.prod(shape)), min(step + count, end)
+        each, last = max(1, MOST // max(1, math.prod(shape))), min(step + count, end)
         parts = range(step, last, each)
         return [self._rows(at, min(each, last - at), shape, like) for at in parts]
 
+    def twin(self) -> PathNoise:
+        return PathNoise(self._path, self._tick)
+
+    def drawn_by_host(self, shape: tuple[int, ...], count: int) -> bool:
+        return math.prod(shape) * count < MANY
+
     def _rows(self, step: int, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         entries = math.prod(shape)
-        many = like.device.type == "cuda" and entries * count >= MANY
+        many = like.device.type == "cuda" and not self.drawn_by_host(shape, count)
         place = entries, like.device if many else CPU
         if place not in self._readers:
             self._readers[place] = self._path.reader(*place)

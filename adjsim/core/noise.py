@@ -109,6 +109,18 @@ class Noise:
             for at in range(first - first % STEPS, last, STEPS)
         ]
 
+    def twin(self) -> Noise:
+        """Return the same numbers, for another thread."""
+        return Noise(self.seed, self.first, self.begin, self.stream)
+
+    def drawn_by_host(self, shape: tuple[int, ...], count: int) -> bool:
+        """Return whether the host draws the numbers of ``count`` steps, also for a GPU."""
+        return len(self._columns(*shape)) < FROM_TILES
+
+    def _columns(self, replicas: int, dof: int) -> range:
+        start = self.first * dof
+        return range(start // ELEMENTS, (start + replicas * dof - 1) // ELEMENTS + 1)
+
     def _block(
         self, block: int, replicas: int, dof: int, like: Tensor, steps: int = STEPS
     ) -> Tensor:
@@ -120,8 +132,7 @@ class Noise:
         if key not in self._blocks:
             if len(self._blocks) > 1:
                 del self._blocks[next(iter(self._blocks))]
-            start, count = self.first * dof, replicas * dof
-            columns = range(start // ELEMENTS, (start + count - 1) // ELEMENTS + 1)
+            start, count, columns = self.first * dof, replicas * dof, self._columns(replicas, dof)
             offset = start - columns.start * ELEMENTS
             if like.device.type == "cuda" and len(columns) >= FROM_TILES:
                 drawn = self._on_device(block, columns, steps, like.device)

@@ -275,7 +275,7 @@ def assemble(
         report.seed = noise.seed
     if dynamics.potential is not None:
         point = (x.detach() for x in dynamics.force_point(state))
-        report.pairs = pair_paths(dynamics.potential, *point) or None
+        report.pairs = pair_paths(dynamics.potential, *point, compiled=compile) or None
     settings = solver, record, noise, progress, compile
     return Run(reading, tensors, dynamics, state, times, *settings, key=key), report
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import adjsim
+from adjsim.core import box, derived
 from adjsim.core.rounding import Rounding
 from adjsim.potentials import (
     ContinuousFunction,
@@ -157,6 +158,41 @@ def test_any_number_of_atoms(by_tiles, atoms):
         torch.testing.assert_close(x, y, rtol=CLOSE, atol=CLOSE * float(y.detach().abs().max()))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["exclusions", "species", "tilted", "Wolf"])
+def test_programs_of_lists_equal_operations(by_tiles, name, dtype, monkeypatch):
+    """Those of two systems; a step longer than the skin has another list."""
+    monkeypatch.setattr(box, "LISTED", 0.0)
+    derived._known.clear()
+    position = gas(torch.diag(BOX), 24, 1, replicas=2).to(dtype)
+    pair = POTENTIALS[name]().to(dtype)
+    pair.skin, other = 0.2, POTENTIALS[name]().to(dtype)
+    assert pair.path(position) == "neighbour list, by Triton"
+    other.skin = 0.5
+    rows = [(x, computed(pair, x)) for x in (position, position + 0.3 * position.sin())]
+    for x, y in zip(rows[1][1], computed(other, rows[1][0]), strict=True):
+        assert torch.equal(x, y)
+    by_tiles()
+    again = POTENTIALS[name]().to(dtype)
+    close = CLOSE if dtype == torch.float64 else 1e-4
+    for place, found in rows:
+        for x, y in zip(found, computed(again, place), strict=True):
+            torch.testing.assert_close(x, y, rtol=close, atol=close * float(y.detach().abs().max()))
+
+
+def test_systems_that_are_not_finite_have_no_list(by_tiles, monkeypatch):
+    monkeypatch.setattr(box, "LISTED", 0.0)
+    derived._known.clear()
+    pair, q = POTENTIALS["Lennard-Jones"](), gas(torch.diag(BOX), 24, 1, replicas=2)
+    q[1, 3, 0] = torch.nan
+    assert pair.path(q) == "neighbour list, by Triton"
+    assert pair.path(q, compiled=True) == "all pairs, by Triton"
+    for x in (pair(q), pair.force(q), pair.force_vjp(q, [])[1](torch.ones_like(q))[0]):
+        assert not x[0].isnan().any()
+        assert x[1].isnan().all()
+
+
 def test_exact_runs_come_back(by_tiles):
     q = gas(torch.diag(BOX), 24, 3)
 
@@ -255,11 +291,15 @@ def test_the_operator_is_what_torch_expects(name, by, request):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("listed", [False, True], ids=["all", "listed"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", POTENTIALS)
-def test_programs_compile_for_a_card(by_tiles, name, dtype):
+def test_programs_compile_for_a_card(by_tiles, name, dtype, listed, monkeypatch):
     """Triton and the assembler of NVIDIA take them, for a card that need not be there."""
     pytest.importorskip("triton")
+    if listed:
+        monkeypatch.setattr(box, "LISTED", 0.0)
+        derived._known.clear()
     pair, position = POTENTIALS[name]().to(dtype), gas(torch.diag(BOX), 24, 1).to(dtype)
     with recorded() as calls:
         computed(pair, position)

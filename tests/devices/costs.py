@@ -1,7 +1,8 @@
 """What a step costs on a pretended device: synchronisations, copies and kernels, forward and back.
 
 In rows that end with TILES pairs are summed by the programs for a GPU, which NumPy runs. Their
-loops are compiled too, as for a GPU: the device repeats one traced iteration.
+loops are compiled too, as for a GPU: the device repeats one traced iteration. In rows that end with
+LISTS these programs take pairs from a list.
 
 Prints a line of JSON for each row. Run: python -m tests.devices.costs [row ...]
 """
@@ -39,7 +40,7 @@ from tests.devices.systems import SYSTEMS, TILED, System
 
 # Lists are for tensors of torch's own class, and on a GPU for larger systems than these.
 vars(listed)["Tensor"] = Pretended
-TILES, BENCHMARK, DRAWN = ", by tiles", "benchmark", "drawn"
+TILES, LISTS, BENCHMARK, DRAWN = ", by tiles", ", by lists of programs", "benchmark", "drawn"
 formula.LISTED_ON_GPU = 0
 STEPS = 4
 PARTS = ("waits", "copies", "kernels")
@@ -237,6 +238,10 @@ def measured(name: str) -> dict[str, Any]:
         tensors = patch.object(base, "Tensor", Pretended)
         with by_tiles, tensors, redirect_stdout(sys.stderr), pretended():
             return dry_run()
+    if name.endswith(LISTS):
+        few = patch.object(formula, "LISTED_BESIDE_TILES", 0)
+        with tiles.by_tiles(DEVICE.type), patch.object(base, "Tensor", Pretended), few:
+            return cost(TILED[name.removesuffix(LISTS)], warm=True)
     if not name.endswith(TILES):
         return cost(SYSTEMS[name])
     name = name.removesuffix(TILES)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 import adjsim
+from adjsim.adjoints.loops import runner
 from adjsim.core.brownian_path import MANY, BrownianPath
 from adjsim.core.neighbour_list import AllImages, NearestImages, NeighbourList
 from adjsim.core.noise import Noise
-from adjsim.potentials.pairs import formula
+from adjsim.potentials.pairs import formula, operator
 from adjsim.potentials.pairs.base import pair_paths
 from tests.contracts import test_tiles
 from tests.contracts.test_pair_operator import gas
@@ -27,7 +28,9 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NAMES = list(SYSTEMS) if torch.cuda.is_available() else []
 CALLED = list(CALLS) if torch.cuda.is_available() else []
 BY_TILES = list(TILED) if torch.cuda.is_available() else []
-LISTED = ["listed", "listed mixture"] if torch.cuda.is_available() else []
+# A table by species that requires grad is left to torch.
+LISTED = [("listed", "Triton"), ("listed", "torch"), ("listed mixture", "torch")]
+LISTED = LISTED if torch.cuda.is_available() else []
 FORMULAS = list(test_tiles.POTENTIALS) if torch.cuda.is_available() else []
 STEPS = 12
 # Sums have other orders. Gradients of stiff contact are what is left of much larger terms: loops in
@@ -110,15 +113,19 @@ def test_programs_of_pairs_agree_with_cpu(name: str, way: str, compiled: bool) -
 
 @gpu
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", LISTED)
-def test_lists_agree_with_cpu(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "by"), LISTED)
+def test_lists_agree_with_cpu(
+    name: str, by: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lists that the card builds, of systems for which it would sum all pairs."""
     expected = computed(SYSTEMS[name](), way, False, "cpu")
     monkeypatch.setattr(formula, "LISTED_ON_GPU", 0)
     monkeypatch.setattr(formula, "LISTED_BESIDE_TILES", 0)
+    if by == "torch":
+        monkeypatch.delitem(operator.KERNEL_CLASSES, "cuda")
     system = SYSTEMS[name]()
     paths = pair_paths(system.dynamics.to("cuda").potential, system.state.position.to("cuda"))
-    assert all(path.startswith("neighbour list, by torch") for path in paths.values())
+    assert all(path.startswith(f"neighbour list, by {by}") for path in paths.values())
     found = computed(SYSTEMS[name](), way, False, "cuda")
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
@@ -164,6 +171,17 @@ def test_calls_agree_with_cpu(name: str) -> None:
     for x, y in zip(found, expected, strict=True):
         assert x.is_cuda
         torch.testing.assert_close(x.cpu(), y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
+
+
+@gpu
+@pytest.mark.parametrize("way", ["direct", "exact"])
+def test_noise_is_drawn_while_loops_run(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread, in five loops of eight steps."""
+    monkeypatch.setattr(runner, "FINITE_EVERY", 8)
+    expected = computed(SYSTEMS["langevin"](), way, False, "cpu", 40)
+    found = computed(SYSTEMS["langevin"](), way, True, "cuda", 40)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
 
 
 @gpu

@@ -17,10 +17,12 @@ from tests.problems import slow_but
 SLOW = ["hamiltonian", "langevin-atoms", "listed", "EulerMaruyama, diagonal"]
 BY_TILES = [f"{name}, by tiles" for name in TILED]
 SLOW_BY_TILES = ["listed, by tiles"]
+LISTED = "listed, by lists of programs"
 # Synchronisations and copies of a step, forward and backward, with the reason.
 ALLOWED = {
     "chain-1": (0.5, "the buffer of an exact run is checked at times"),
     "chain-3": (0.5, "the buffer of an exact run is checked at times"),
+    LISTED: (3, "the host reads how far atoms have moved"),
     "listed": (4, "the host reads how far atoms have moved, and how many pairs are near"),
     "listed mixture": (4, "the host reads how far atoms have moved, and how many pairs are near"),
     "ewald": (5, "excluded pairs are checked, and reciprocal vectors are made from the box"),
@@ -82,11 +84,16 @@ def test_programs_keep_to_their_device(name):
 
 
 @pytest.mark.slow
+def test_programs_of_lists_keep_to_their_device():
+    keeps_to_its_device(LISTED, costs(LISTED)[LISTED])
+
+
+@pytest.mark.slow
 def test_the_benchmark_compares_the_ways_to_sum_pairs():
     row = costs("benchmark")["benchmark"]
     assert not row["failed"]
     assert row["agrees"]
-    assert set(row["microseconds a step"]) == {"tiles", "list", "torch"}
+    assert set(row["microseconds a step"]) == {"tiles", "list", "list, by torch", "torch"}
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.loops.loop import SHARE, Loop, LoopCheck, LoopConstants, LoopKind
+from adjsim.adjoints.loops.loop_noise import LoopNoise
 from adjsim.adjoints.loops.saved_tensors import MOST_STEPS
 from adjsim.adjoints.sweep.recorder import Recorder
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
@@ -113,7 +114,11 @@ class LoopRunner:
         self.what, self.stops = f"a step of {type(self.dynamics).__name__}", list[int]()
         # The loops that this run has called.
         self.used: set[Loop] = set()
-        self._noise: tuple[int, int, Tensor] | None = None
+        self.noise = None
+        if stepper.noise is not None:
+            # A step of some schemes reads the noise of the next one too.
+            more = self.plan.noise_steps - 1
+            self.noise = LoopNoise(stepper.noise, self.length, more, self.device)
         report.compile_seconds = 0.0
         report.compiled_forward = report.compiled_backward = None
         report.compiled_source = []
@@ -154,7 +159,7 @@ class LoopRunner:
         constants = self.fixed._replace(
             steps=torch.tensor(count, device=self.device),
             first=torch.tensor(self.clock.before + first, device=self.device),
-            noise=self._drawn(first, count),
+            noise=() if self.noise is None else (self.noise.of(first, count),),
             average=tuple(map(clone, average)),
             states=states,
         )
@@ -172,6 +177,9 @@ class LoopRunner:
             self.report.compiled_backward = loop.path
         else:
             self.report.compiled_forward = loop.path
+        following = self._following(kind, first, count)
+        if self.noise is not None and following is not None:
+            self.noise.draw_ahead(*following)
         carry, rows = loop.function(constants, carry)
         loop.seconds += time.perf_counter() - began
         # An iteration is a step, unless the carry counts iterations.
@@ -181,21 +189,18 @@ class LoopRunner:
         )
         return carry, tuple(rows)
 
-    def _drawn(self, first: int, count: int) -> tuple[Tensor, ...]:
-        """Return the noise of a loop, padded to the largest number of steps, if there is any."""
-        source = self.stepper.noise
-        if source is None:
-            return ()
-        # The backward pass begins with the noise that the forward pass ended with.
-        if self._noise is None or self._noise[:2] != (first, count):
-            # A step of some schemes reads the noise of the next one too.
-            more = self.plan.noise_steps - 1
-            parts = source.of_steps(first, count + more)
-            drawn = [packed(part, self.batch, leading=2) for part in parts]
-            padded = drawn[0].new_empty((self.length + more, *drawn[0].shape[1:]))
-            torch.cat(drawn, out=padded[: count + more])
-            self._noise = (first, count, padded)
-        return (self._noise[2],)
+    def _following(self, kind: LoopKind, first: int, count: int) -> tuple[int, int] | None:
+        """Return the first step and the number of steps of the loop that is expected next."""
+        stops = [0, *self.stops]
+        if kind.backward:
+            # The parts of a stretch begin where the stretch does.
+            start = max((x for x in stops if x < first), default=None)
+            if start is None:
+                return None
+            steps = (first - start - 1) % self.length + 1
+            return first - steps, steps
+        stop = min((x for x in stops if x > first + count), default=None)
+        return None if stop is None else (first + count, min(self.length, stop - first - count))
 
     def pack(self, x: Tensor) -> Tensor:
         """Copy a field to its layout inside a loop."""

@@ -68,6 +68,10 @@ class StepNoise:
         parts = self.noise.span(step, count, self._rows, self.like, self.end)
         return [rows.reshape(len(rows), *shape).movedim(axis, 1) for rows in parts]
 
+    def drawn_by_host(self, count: int) -> bool:
+        """Return whether the host draws the noise of so many steps on any device."""
+        return self.noise.drawn_by_host(self._rows, count)
+
     def _drawn(self, step: int) -> Sequence[Tensor]:
         drawn = self.noise(step, self._rows, self.like)
         if self.plan.draws == 1:

@@ -26,7 +26,7 @@ from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import Evaluated
 from adjsim.potentials.pairs import dense, kernel_sums, listed, strained_sums
-from adjsim.potentials.pairs.formula import PairFormula, skin_of
+from adjsim.potentials.pairs.formula import PairFormula
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import FORCE
 from adjsim.potentials.pairs.operator import KERNEL_CLASSES, PairForm, PairOperator, form_of
@@ -139,10 +139,13 @@ class PairPotential(PairFormula, Potential):
         way = evaluator_of(self, position).by_torch(self, position, "truncated_slope")
         return way.virial(self, position)
 
-    def path(self, position: Positions, strain: Strain | None = None) -> str:
+    def path(
+        self, position: Positions, strain: Strain | None = None, compiled: bool = False
+    ) -> str:
         """Say how pairs are evaluated for such positions, and why not by the operator.
 
         ``strain`` is that of the boxes of systems; None: all have the box of the potential.
+        ``compiled``: in a compiled loop.
         """
         pair = read(self)
         evaluator = evaluator_of(pair, position)
@@ -153,10 +156,10 @@ class PairPotential(PairFormula, Potential):
             if isinstance(operator, Refusal):
                 return f"all pairs, by torch: {operator.reason}"
         if isinstance(operator, PairOperator):
-            spec = operator.form.spec
-            way = "all pairs" if spec.skin is None else "neighbour list"
-            return way + KERNEL_CLASSES[spec.device].by
-        near = evaluator.by_torch(pair, position, "truncated_slope") is listed
+            spec, kernels = operator.form.spec, KERNEL_CLASSES[operator.form.spec.device]
+            near = spec.skin is not None and (kernels.lists_in_loops or not compiled)
+            return ("neighbour list" if near else "all pairs") + kernels.by
+        near = not compiled and evaluator.by_torch(pair, position, "truncated_slope") is listed
         return f"{'neighbour list' if near else 'all pairs'}, by torch: {operator.reason}"
 
 
@@ -167,11 +170,14 @@ def _strained(pair: PairPotential, position: Tensor, strain: Strain) -> PairOper
 
 
 def pair_paths(
-    potential: nn.Module, position: Positions, strain: Tensor | None = None
+    potential: nn.Module,
+    position: Positions,
+    strain: Tensor | None = None,
+    compiled: bool = False,
 ) -> dict[str, str]:
     """Say how a potential, or the parts of a sum, evaluate pairs, by the name of their class.
 
-    ``strain`` is that of a state whose box moves.
+    ``strain`` is that of a state whose box moves. ``compiled``: in a compiled loop.
     """
     parts, moved = [potential], None
     if strain is not None:
@@ -182,7 +188,7 @@ def pair_paths(
     for k, part in enumerate(parts):
         if isinstance(part, PairPotential):
             number = f" {k}" if len(parts) > 1 else ""
-            found[f"{type(part).__name__}{number}"] = part.path(position, moved)
+            found[f"{type(part).__name__}{number}"] = part.path(position, moved, compiled)
     return found
 
 
@@ -191,10 +197,8 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
     if in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return Refusal("a transform of torch.func, torch.compile or torch.jit.trace is active")
     box, dtype, kind = pair.box, position.dtype, type(position)
-    kernels = KERNEL_CLASSES.get(position.device.type)
-    by_tiles = kernels is not None and not kernels.has_lists
     reasons = {
-        f"positions are on {position.device.type}": kernels is None,
+        f"positions are on {position.device.type}": position.device.type not in KERNEL_CLASSES,
         f"positions are {dtype}": dtype not in TYPES or not dtype.is_floating_point,
         "there are no atoms": position.numel() == 0,
         "forward-mode differentiation is active": forward_ad._current_level >= 0,
@@ -214,8 +218,6 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
         ),
     }
     reason = next((words for words, holds in reasons.items() if holds), None)
-    if reason is None and by_tiles and not is_tracing() and skin_of(pair, position, by_tiles=True):
-        reason = "all pairs would take longer"
     return None if reason is None else Refusal(reason)
 
 

@@ -3,7 +3,8 @@
 On the CPU they evaluate all pairs of a small system and a neighbour list of a large one
 (:mod:`~.kernels.kernel`). Each atom sums its neighbours in the order of their numbers, so the
 result has the same bits with a list and without, whatever its skin. On a GPU they evaluate all
-pairs (:mod:`~.kernels.gpu`).
+pairs of systems of any size that is common, and a list of the largest, outside of compiled loops
+(:mod:`~.kernels.gpu`).
 """
 
 from __future__ import annotations
@@ -103,13 +104,17 @@ def form_of(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
     if reason is not None:
         return reason
     box, device = pair.image_box, position.device.type
+    kernels, skin = KERNEL_CLASSES[device], skin_of(pair, position)
+    if not kernels.lists_in_loops:
+        listed = pair.cutoff is not None and not is_tracing()
+        skin = skin_of(pair, position, by_tiles=True) if listed else None
     spec = KernelSpec(
         mode=FORCE,
         dtype=position.dtype,
         dim=dim,
         image=NO_BOX if box is None else ORTHOGONAL if box.ndim == 1 else TILTED,
         cutoff=pair.cutoff,
-        skin=skin_of(pair, position) if KERNEL_CLASSES[device].has_lists else None,
+        skin=skin,
         rounds=False,
         kinds=tuple(map(kind_of, operands.values())),
         gradients=(),
@@ -117,7 +122,7 @@ def form_of(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
         lengths=tuple(x.numel() if kind_of(x) == FUNCTION else 0 for x in operands.values()),
         has_species=pair.species is not None,
         device=device,
-        tile=KERNEL_CLASSES[device].tile_of(atoms),
+        tile=kernels.tile_of(atoms, skin is not None),
     )
     # A formula may read the shapes of tensors, such as the number of atoms, but no exclusions.
     shapes = tuple(

@@ -28,7 +28,7 @@ from adjsim.potentials.pairs.kernels.kernel import (
 class CppKernel(Kernel):
     """A kernel of the CPU, compiled from C++."""
 
-    by, slower_than_loops, has_lists, sums_tables = "", True, True, True
+    by, slower_than_loops, lists_in_loops, sums_tables = "", True, True, True
 
     def __init__(
         self, spec: KernelSpec, functions: str, slope: str, lookups: Sequence[int] = ()
@@ -44,7 +44,7 @@ class CppKernel(Kernel):
         super().__init__(spec, source, slope)
 
     @staticmethod
-    def tile_of(atoms: int) -> None:
+    def tile_of(atoms: int, listed: bool) -> None:
         return None
 
     @staticmethod

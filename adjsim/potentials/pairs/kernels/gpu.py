@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from adjsim.compiler import UnprintableError
 from adjsim.core.layout import outside_tracing
+from adjsim.core.neighbour_list import NearestImages, NeighbourPairs
 from adjsim.potentials.pairs.kernels.kernel import (
     ATOM,
     FUNCTION,
@@ -36,6 +37,8 @@ from adjsim.potentials.pairs.kernels.tiles import arguments_of, printed_formulas
 # The pairs of a tile, its most columns, and the pairs of each warp of 32 threads. With two pairs a
 # thread the sums of a product take 156 of 255 registers, so that three programs share a processor.
 TILE, COLUMNS, EACH_WARP = 256, 128, 64
+# The atoms whose neighbours a program sums, one for each thread.
+LISTED_ROWS, THREADS = 64, 32
 
 
 @functools.cache
@@ -47,7 +50,7 @@ def has_triton() -> bool:
 class TritonKernel(Kernel):
     """A kernel of a GPU, compiled by Triton when it is made."""
 
-    by, slower_than_loops, has_lists, sums_tables = ", by Triton", False, False, False
+    by, slower_than_loops, lists_in_loops, sums_tables = ", by Triton", False, False, False
 
     def __init__(
         self, spec: KernelSpec, functions: Any, slope: Any, lookups: Sequence[int] = ()
@@ -89,7 +92,9 @@ class TritonKernel(Kernel):
         )
 
     @staticmethod
-    def tile_of(atoms: int) -> tuple[int, int]:
+    def tile_of(atoms: int, listed: bool) -> tuple[int, int]:
+        if listed:
+            return min(LISTED_ROWS, _power_of_two(atoms)), 1
         columns = min(COLUMNS, _power_of_two(atoms))
         return min(TILE // columns, _power_of_two(atoms)), columns
 
@@ -128,7 +133,7 @@ class TritonKernel(Kernel):
         return {
             "ROWS": rows,
             "COLUMNS": columns,
-            "num_warps": max(1, rows * columns // EACH_WARP),
+            "num_warps": max(1, rows * columns // (THREADS if columns == 1 else EACH_WARP)),
             "enable_fp_fusion": not self.spec.rounds,
         }
 
@@ -140,11 +145,16 @@ class TritonKernel(Kernel):
             for name in spec.outputs
         }
         rows = {f"to_gradient{k}": flat.new_empty(systems, atoms) for k in spec.gradients}
-        spacing = given.spacing
+        spacing, near = given.spacing, None
+        if spec.skin is not None:
+            assert spec.cutoff is not None
+            listed = NearestImages(spec.cutoff, spec.skin, given.box, given.exclusions)
+            near = listed.pairs(flat)
         known: dict[str, Any] = {
             **given._asdict(),
             **{f"operand{k}": x for k, x in enumerate(given.operands)},
-            **(_by_atom(given.exclusions, atoms) if spec.excluded else {}),
+            **(_by_atom(given.exclusions, atoms) if spec.excluded and near is None else {}),
+            **({} if near is None else _by_row(near, systems * atoms)),
             **results,
             **rows,
             "atoms": atoms,
@@ -159,6 +169,11 @@ class TritonKernel(Kernel):
             self.program[(systems * blocks,)](
                 *(known[name] for name in (*tensors, *numbers)), **self.options
             )
+        if near is not None:
+            # Systems that are not finite have no pairs.
+            lost = torch.where(near.finite, 0.0, torch.nan).to(flat)
+            for x in (*results.values(), *rows.values()):
+                x += lost.reshape(-1, *[1] * (x.ndim - 1))
         found = [
             0.5 * x.sum(-1).reshape(shape[:-2]) if name == "to_energy" else x.reshape(shape)
             for name, x in results.items()
@@ -184,6 +199,12 @@ def _by_atom(exclusions: Any, atoms: int) -> dict[str, Tensor]:
     own = torch.arange(atoms + 1, device=first.device)
     starts = torch.searchsorted(first.contiguous(), own)
     return {"excluded": second.contiguous(), "starts": starts}
+
+
+def _by_row(near: NeighbourPairs, atoms: int) -> dict[str, Tensor]:
+    """Return the neighbours of all atoms, and where those of each start."""
+    ends = torch.arange(atoms + 1, device=near.i.device)
+    return {"neighbours": near.j, "starts": torch.searchsorted(near.i, ends)}
 
 
 def _strides(name: str, x: Tensor) -> dict[str, int]:

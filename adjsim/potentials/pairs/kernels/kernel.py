@@ -250,8 +250,8 @@ class Kernel(ABC):
     by: ClassVar[str]
     # Whether loops of a compiled step evaluate all pairs faster.
     slower_than_loops: ClassVar[bool]
-    # Whether there are kernels that take pairs from a neighbour list.
-    has_lists: ClassVar[bool]
+    # Whether kernels of compiled loops take pairs from a neighbour list.
+    lists_in_loops: ClassVar[bool]
     # Whether they sum the gradients of tables and of functions in tables.
     sums_tables: ClassVar[bool]
 
@@ -264,8 +264,8 @@ class Kernel(ABC):
 
     @staticmethod
     @abstractmethod
-    def tile_of(atoms: int) -> tuple[int, int] | None:
-        """Return the tile of a specification for this number of atoms."""
+    def tile_of(atoms: int, listed: bool) -> tuple[int, int] | None:
+        """Return the tile of a specification for a number of atoms, with a list or without."""
 
     @staticmethod
     @abstractmethod

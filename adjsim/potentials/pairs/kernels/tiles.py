@@ -7,6 +7,10 @@ which it takes one tile after another::
 
 Each pair is visited at both of its atoms, so no two programs add to one number: sums have the same
 bits in every run, and the memory is that of the atoms.
+
+With a neighbour list the columns are the neighbours of each atom, in the order of their numbers.
+Tiles have one column then, so each atom sums its neighbours in this order. A pair beyond the cutoff
+adds zero, so sums have the same bits whatever the list holds beside the pairs within the cutoff.
 """
 
 from __future__ import annotations
@@ -29,6 +33,18 @@ from adjsim.potentials.pairs.kernels.kernel import (
     KernelSpec,
 )
 
+# The loops over all atoms, and over the neighbours of each.
+ALL = (
+    "for start in range(0, atoms, COLUMNS):",
+    "    j = start + tl.arange(0, COLUMNS)[None, :]",
+    "    is_column = j < atoms",
+)
+LISTED = (
+    "for start in range(0, most, COLUMNS):",
+    "    place = start + tl.arange(0, COLUMNS)[None, :]",
+    "    is_column = place < count",
+    "    j = tl.load(neighbours + begin + place, mask=is_column, other=0) - system * atoms",
+)
 # Adding this number, and subtracting it, rounds to an integer.
 _SHIFT = {torch.float64: 1.5 * 2.0**52, torch.float32: 1.5 * 2.0**23}
 
@@ -40,8 +56,9 @@ def arguments_of(spec: KernelSpec) -> tuple[list[str], list[str]]:
         "box": spec.image != NO_BOX,
         "species": TABLE in spec.kinds and spec.has_species,
         "spacing": spec.rounds,
-        "excluded": spec.excluded,
-        "starts": spec.excluded,
+        "neighbours": spec.skin is not None,
+        "excluded": spec.excluded and spec.skin is None,
+        "starts": spec.excluded or spec.skin is not None,
     }
     tensors = [
         *fields,
@@ -102,13 +119,16 @@ def source_of(spec: KernelSpec, formulas: list[str], values: list[str]) -> str:
     if spec.cutoff is not None:
         once.append(f"cutoff = tl.full([1, 1], {spec.cutoff**2!r}, {real})")
         each.append("is_pair = is_pair & (s < cutoff)")
-    if spec.excluded:
-        # Atoms excluded from pairs with atom i are number starts[i] to starts[i + 1] of a list.
+    if spec.excluded or spec.skin is not None:
+        # Neighbours of atom i, or atoms excluded from pairs with it, are number starts[i] to
+        # starts[i + 1] of a list. Neighbours are numbered one system after another.
+        own = "i" if spec.skin is None else "system * atoms + i"
         once += [
-            "begin = tl.load(starts + i, mask=is_row, other=0)",
-            "count = tl.load(starts + i + 1, mask=is_row, other=0) - begin",
+            f"begin = tl.load(starts + {own}, mask=is_row, other=0)",
+            f"count = tl.load(starts + {own} + 1, mask=is_row, other=0) - begin",
             "most = tl.max(count)",
         ]
+    if spec.excluded and spec.skin is None:
         each += [
             "for k in range(0, most):",
             "    is_pair &= j != tl.load(excluded + begin + k, mask=k < count, other=-1)",
@@ -155,9 +175,7 @@ def source_of(spec: KernelSpec, formulas: list[str], values: list[str]) -> str:
             "    is_row = i < atoms",
             *(f"    {line}" for line in once),
             *(f"    {name} = tl.zeros([ROWS, COLUMNS], {real})" for name in adds),
-            "    for start in range(0, atoms, COLUMNS):",
-            "        j = start + tl.arange(0, COLUMNS)[None, :]",
-            "        is_column = j < atoms",
+            *(f"    {line}" for line in (ALL if spec.skin is None else LISTED)),
             *(f"        {line}" for line in each),
             *(f"        {name} += {part}" for name, part in adds.items()),
             *(f"    {stored(name)}" for name in adds),
