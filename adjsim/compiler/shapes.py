@@ -62,9 +62,10 @@ def common_result(
 
 def without_gradient(x: Tensor) -> Tensor:
     """Return a tensor like one that may come to require grad."""
-    if not isinstance(x, FakeTensor):
-        return x.detach()
-    return common_result(torch.ops.aten.detach.default, (x,), {}, x.fake_mode)
+    found: Any = NotImplemented
+    if isinstance(x, FakeTensor):
+        found = common_result(torch.ops.aten.detach.default, (x,), {}, x.fake_mode)
+    return x.detach() if found is NotImplemented else found
 
 
 def _devices(values: Sequence[Any]) -> set[torch.device | None]:
