@@ -36,7 +36,9 @@ def graph_of(
             examples are large. With their values, operations on a few numbers take less time.
     """
     fakes = FakeTensorMode(allow_non_fake_inputs=True) if by_shape else nullcontext()
-    with _disable_autocast_cache(), fakes as mode:
+    # Autograd has a thread for each device, in which nothing is recorded.
+    one_thread = torch.autograd.set_multithreading_enabled
+    with _disable_autocast_cache(), one_thread(False), fakes as mode:
         recorder = Recorder(decompositions or {}, mode)
         inputs = [mode.from_tensor(x) for x in examples] if mode else examples
         for x in inputs:
@@ -115,8 +117,7 @@ class Recorder(TorchDispatchMode):
         # A constant is copied, since the next operation may write to it.
         target = _ATEN.lift_fresh_copy.default if func is _ATEN.lift_fresh.default else func
         node = self.graph.call_function(target, *inputs)
-        # A thread of autograd, for a device, has no frame above.
-        node.meta["line"] = user_line(sys._getframe().f_back)
+        node.meta["line"] = user_line(sys._getframe(1))
         self._add(found, node)
         return found
 

@@ -87,7 +87,7 @@ def test_sums_of_exact_iterations_are_left_to_torch():
 
 
 @pytest.mark.marathon
-@pytest.mark.parametrize("name", ["langevin", "chain-3", "mesh"])
+@pytest.mark.parametrize("name", ["langevin", "chain-3", "mesh", "own module"])
 def test_exact_iterations_are_fused(name, monkeypatch):
     """By Inductor with the settings of a GPU: a run that does not come back raises an error."""
 
