@@ -19,8 +19,8 @@ _TORCH, _ADJSIM, _PYTHON = (
     str(Path(file).parents[n])
     for file, n in ((torch.__file__, 0), (__file__, 1), (contextlib.__file__, 0))
 )
-# Every operation of a trace goes through this mode.
-_MODE = str(Path(__file__).with_name("refusals.py"))
+# Operations of a trace go through the modes of these files.
+_MODES = [str(Path(_ADJSIM, name)) for name in ("compiler/refusals.py", "core/rebinding.py")]
 
 
 def graph_of(
@@ -93,7 +93,7 @@ def _innermost(frame: FrameType | None, owners: Sequence[str]) -> FrameType | No
 def _owner(file: str) -> str:
     if file == __file__:
         return "tracer"
-    if file == _MODE:
+    if file in _MODES:
         return "library"
     if file.startswith(_ADJSIM):
         return "adjsim"
