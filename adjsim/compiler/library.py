@@ -70,8 +70,11 @@ def _build(source: str, command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         code, built = Path(work) / "loop.cpp", Path(work) / "loop.so"
         code.write_text(indented(source))
+        kept = path.with_suffix(".cpp")
+        # Debuggers and the checks of bounds name the file that is kept.
+        names = [f"-ffile-prefix-map={code}={kept}"] if debugging() else []
         process = subprocess.run(
-            [*command, str(code), "-o", str(built)], capture_output=True, text=True
+            [*command, *names, str(code), "-o", str(built)], capture_output=True, text=True
         )
         if process.returncode:
             raise CompilerError(
@@ -79,7 +82,7 @@ def _build(source: str, command: list[str], path: Path) -> None:
             )
         built.chmod(0o700)
         # An atomic replacement: other processes see a complete library or none.
-        os.replace(code, path.with_suffix(".cpp"))
+        os.replace(code, kept)
         os.replace(built, path)
     if next(_built) % EVERY == 0:
         trim_cache(path.parent)
