@@ -69,28 +69,29 @@ def user_line(frame: FrameType | None) -> str:
 def runs_user_code(frame: FrameType | None) -> bool:
     """Whether the innermost code, from a frame on, is the user's and not of this library."""
     found = _innermost(frame, ("user", "adjsim"))
-    return found is not None and _owner(found.f_code.co_filename) == "user"
+    return found is not None and owner(found.f_code.co_filename) == "user"
 
 
 def is_of_user(line: str) -> bool:
     """Whether a file and line are of the user's code."""
-    return _owner(line.rpartition(":")[0]) == "user"
+    return owner(line.rpartition(":")[0]) == "user"
 
 
 def _innermost(frame: FrameType | None, owners: Sequence[str]) -> FrameType | None:
     """Return the innermost frame of a trace, from one on, of code of these owners."""
     while frame is not None:
-        owner = _owner(frame.f_code.co_filename)
-        if owner in owners:
+        found = owner(frame.f_code.co_filename)
+        if found in owners:
             return frame
-        if owner == "tracer":
+        if found == "tracer":
             break
         frame = frame.f_back
     return None
 
 
 @cache
-def _owner(file: str) -> str:
+def owner(file: str) -> str:
+    """Return whose code a file has: the user's, this library's, another library's, the tracer's."""
     if file == __file__:
         return "tracer"
     if file in _MODES:

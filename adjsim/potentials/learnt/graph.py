@@ -29,6 +29,18 @@ ADVICE = (
     "Wrap the potential in InPrecision(potential, dtype), or convert the model with "
     "model.to(dtype)."
 )
+
+
+def refuse_other_dtype(model: nn.Module, position: Tensor, error: RuntimeError) -> None:
+    """Raise if parameters of another dtype than that of positions may have caused an error."""
+    known = {x.dtype for x in model.parameters() if x.is_floating_point()}
+    if known and known != {position.dtype}:
+        raise ValueError(
+            f"{type(model).__name__} has parameters of {_names(known)} and position is "
+            f"{_names({position.dtype})}. {ADVICE}"
+        ) from error
+
+
 # The skin as a share of the cutoff. A list is built by a tree, which costs more than evaluating
 # the distances of more pairs.
 SKIN = 0.25
@@ -128,7 +140,7 @@ def _of_edges(factor: Tensor, receiver: Tensor, position: Tensor) -> Tensor:
 def _check_capacity(capacity: int | None, position: Tensor) -> None:
     if capacity is None:
         raise ValueError(
-            "compile=True holds a fixed number of edges: give the potential capacity=, such as "
+            "a compiled loop holds a fixed number of edges: give the potential capacity=, such as "
             "1.3 times the number of edges at the start, which is len(potential.edges(position)"
             ".shifts)."
         )
@@ -257,13 +269,8 @@ class _GraphModel(Periodic):
                 f"{int(species.min())} to {int(species.max())}; the model may know fewer."
             ) from error
         except RuntimeError as error:
-            known = {x.dtype for x in self.model.parameters() if x.is_floating_point()}
-            if not known or known == {position.dtype}:
-                raise
-            raise ValueError(
-                f"{name} has parameters of {_names(known)} and position is "
-                f"{_names({position.dtype})}. {ADVICE}"
-            ) from error
+            refuse_other_dtype(self.model, position, error)
+            raise
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"{name} returns {type(value).__name__} in place of a tensor. Wrap it in a module "

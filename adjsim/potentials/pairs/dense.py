@@ -44,7 +44,13 @@ def strained_energy(pair: PairFormula, position: Positions, strain: Strain) -> E
 
 
 def _energy(pair: PairFormula, s: Tensor, included: Tensor) -> Energies:
-    return 0.5 * torch.where(included, pair.truncated_energy(s), 0.0).sum((-1, -2))
+    energies = pair.truncated_energy(s)
+    if energies.numel() > 1 and energies.shape[-2:] != s.shape[-2:]:
+        raise ValueError(
+            f"the energy of a pair of {type(pair).__name__} must be elementwise in the squared "
+            f"distances; for shape {tuple(s.shape)} it has shape {tuple(energies.shape)}."
+        )
+    return 0.5 * torch.where(included, energies, 0.0).sum((-1, -2))
 
 
 def force(pair: PairFormula, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
