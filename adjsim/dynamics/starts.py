@@ -20,7 +20,7 @@ from adjsim.core.writes import refuse_written, version_of
 from adjsim.potentials.base import ForceField, Forces, Potential
 from adjsim.potentials.evaluated import Evaluated, terms_of
 from adjsim.potentials.force_field import refuse_high_energy
-from adjsim.potentials.learnt.graph import refuse_other_dtype
+from adjsim.potentials.learnt.precision import refuse_other_dtype
 from adjsim.potentials.points import ForcesAt
 from adjsim.potentials.strained import reference_box, strained_energy
 
@@ -128,8 +128,8 @@ def _energy_at(potential: nn.Module, position: Tensor) -> Tensor:
             given = leaf.clone()
             version = version_of(given)
             value = potential(given)
-    except RuntimeError as error:
-        refuse_other_dtype(potential, position, error)
+    except RuntimeError:
+        refuse_other_dtype(potential, position)
         raise
     refuse_written(potential, given, version)
     if not any(x is leaf for x in leaves(value)):

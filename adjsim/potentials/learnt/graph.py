@@ -23,23 +23,8 @@ from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential
 from adjsim.potentials.evaluated import as_module
+from adjsim.potentials.learnt.precision import ADVICE, names_of, refuse_other_dtype
 from adjsim.potentials.products import derivative
-
-ADVICE = (
-    "Wrap the potential in InPrecision(potential, dtype), or convert the model with "
-    "model.to(dtype)."
-)
-
-
-def refuse_other_dtype(model: nn.Module, position: Tensor, error: RuntimeError) -> None:
-    """Raise if parameters of another dtype than that of positions may have caused an error."""
-    known = {x.dtype for x in model.parameters() if x.is_floating_point()}
-    if known and known != {position.dtype}:
-        raise ValueError(
-            f"{type(model).__name__} has parameters of {_names(known)} and position is "
-            f"{_names({position.dtype})}. {ADVICE}"
-        ) from error
-
 
 # The skin as a share of the cutoff. A list is built by a tree, which costs more than evaluating
 # the distances of more pairs.
@@ -268,8 +253,8 @@ class _GraphModel(Periodic):
                 f"{name} looks up an index that it does not have. Species are "
                 f"{int(species.min())} to {int(species.max())}; the model may know fewer."
             ) from error
-        except RuntimeError as error:
-            refuse_other_dtype(self.model, position, error)
+        except RuntimeError:
+            refuse_other_dtype(self.model, position)
             raise
         if not isinstance(value, Tensor):
             raise TypeError(
@@ -278,8 +263,8 @@ class _GraphModel(Periodic):
             )
         if value.dtype != position.dtype:
             raise ValueError(
-                f"{name} returns {_names({value.dtype})} for a position of "
-                f"{_names({position.dtype})}. {ADVICE}"
+                f"{name} returns {names_of({value.dtype})} for a position of "
+                f"{names_of({position.dtype})}. {ADVICE}"
             )
         return value
 
@@ -401,7 +386,3 @@ def _marked(value: Tensor, finite: Tensor) -> Tensor:
     """Set the results of systems whose positions are not finite to NaN."""
     lost = torch.where(finite, 0.0, torch.nan).to(value)
     return value + lost.reshape(finite.shape + (1,) * (value.ndim - finite.ndim))
-
-
-def _names(dtypes: set[torch.dtype]) -> str:
-    return " and ".join(sorted(str(x).removeprefix("torch.") for x in dtypes))
