@@ -193,7 +193,7 @@ class Lattice:
             found[letter] = {**found[letter], "units": units}
         return found
 
-    def growth(
+    def buffer_growth(
         self, coefficients: dict[str, Coefficients], moves: Sequence[tuple[str, Move]]
     ) -> BufferGrowth:
         """Compute how fast the scales of a step fill the buffers."""

@@ -215,7 +215,7 @@ class ByStepSize(Protocol):
         """Return the coefficients of a step of size h, by letter."""
         ...
 
-    def growth(self, plan: StepPlan, clock: VaryingClock) -> BufferGrowth | None:
+    def buffer_growth(self, plan: StepPlan, clock: VaryingClock) -> BufferGrowth | None:
         """Return how the buffers of an exact run fill; None for any other run."""
         ...
 
