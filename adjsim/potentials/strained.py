@@ -18,24 +18,12 @@ from torch import Tensor, nn
 from adjsim.core.derived import derived_of, first_sources
 from adjsim.core.parameters import leaves, point_of_differentiation, refuse_unknown
 from adjsim.core.reading import Reading
-from adjsim.core.rounding import (
-    UNROUNDED,
-    UNROUNDED_BOTH,
-    Rounding,
-    Roundings,
-    straight_through,
-)
+from adjsim.core.rounding import UNROUNDED, UNROUNDED_BOTH, Rounding, Roundings, straight_through
 from adjsim.core.state import in_transform
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.evaluated import Evaluated
-from adjsim.potentials.products import (
-    ParameterVJP,
-    Tensors,
-    VJPSum,
-    derived_force,
-    energy_vjp,
-)
+from adjsim.potentials.products import ParameterVJP, Tensors, VJPSum, derived_force, energy_vjp
 
 Forced: TypeAlias = tuple[Tensor, Tensor]
 # Takes the cotangents of force and W, and returns those of position and strain, and of parameters.
@@ -255,9 +243,7 @@ class ByAutograd:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        energy: Callable[[nn.Module, Tensor, Strain], Tensor] = energy_at,
+        self, module: nn.Module, energy: Callable[[nn.Module, Tensor, Strain], Tensor] = energy_at
     ) -> None:
         self.module, self.energy = module, energy
 
@@ -275,11 +261,7 @@ class ByAutograd:
         return straight_through(smooth[0], same[0]), straight_through(smooth[1], same[1])
 
     def vjp(
-        self,
-        position: Tensor,
-        strain: Strain,
-        parameters: Tensors,
-        rounding: Rounding = UNROUNDED,
+        self, position: Tensor, strain: Strain, parameters: Tensors, rounding: Rounding = UNROUNDED
     ) -> tuple[Forced, StrainedPullback]:
         """Compute force and W, and their product with cotangents."""
         if not has_box(self.module):

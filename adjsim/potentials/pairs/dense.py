@@ -90,10 +90,7 @@ def virial(pair: PairFormula, position: Positions) -> Tensor:
 
 
 def strained_force(
-    pair: PairFormula,
-    position: Positions,
-    strain: Strain,
-    roundings: Roundings = UNROUNDED_BOTH,
+    pair: PairFormula, position: Positions, strain: Strain, roundings: Roundings = UNROUNDED_BOTH
 ) -> tuple[Tensor, Tensor]:
     """Compute the force F and the force along the strain, W, differentiable."""
     d, s, included = _strained_geometry(pair, position, strain)
@@ -103,10 +100,7 @@ def strained_force(
 
 
 def strained_vjp(
-    pair: PairFormula,
-    position: Positions,
-    strain: Strain,
-    roundings: Roundings,
+    pair: PairFormula, position: Positions, strain: Strain, roundings: Roundings
 ) -> tuple[tuple[Tensor, Tensor], Callable[[Tensor, Tensor], tuple[Tensor, Tensor, DeferredVJP]]]:
     """Compute :func:`strained_force`, and its product with cotangents v and c.
 

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_indices, as_number, as_whole, outside_inference_mode
 from adjsim.core.box import Periodic, inverse, refuse_trained_box
-from adjsim.core.declared import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    Declaring,
-    Limits,
-    setting,
-)
+from adjsim.core.declared import NOT_NEGATIVE, POSITIVE, Declaring, Limits, setting
 from adjsim.core.derived import derived
 from adjsim.core.layout import materialise
 from adjsim.core.parameters import register
@@ -28,12 +22,7 @@ from adjsim.core.rounding import UNROUNDED, UNROUNDED_BOTH, Rounding, Roundings
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import Potential
-from adjsim.potentials.charges.ewald.autograd import (
-    ChargeSum,
-    Maker,
-    Product,
-    forces_of,
-)
+from adjsim.potentials.charges.ewald.autograd import ChargeSum, Maker, Product, forces_of
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, places_of
 from adjsim.potentials.charges.ewald.waves import Waves, influence
 from adjsim.potentials.pairs.base import PairPotential
