@@ -81,8 +81,13 @@ def _build(source: str, command: list[str], libraries: list[str], path: Path) ->
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         code, built = Path(work) / "loop.cpp", Path(work) / "loop.so"
         code.write_text(indented(source))
+        kept = path.with_suffix(".cpp")
+        # Debuggers and the checks of bounds name the file that is kept.
+        names = [f"-ffile-prefix-map={code}={kept}"] if debugging() else []
         process = subprocess.run(
-            [*command, str(code), *libraries, "-o", str(built)], capture_output=True, text=True
+            [*command, *names, str(code), *libraries, "-o", str(built)],
+            capture_output=True,
+            text=True,
         )
         if process.returncode:
             raise CompilerError(
@@ -90,7 +95,7 @@ def _build(source: str, command: list[str], libraries: list[str], path: Path) ->
             )
         built.chmod(0o700)
         # An atomic replacement: other processes see a complete library or none.
-        os.replace(code, path.with_suffix(".cpp"))
+        os.replace(code, kept)
         os.replace(built, path)
     if next(_built) % EVERY == 0:
         trim_cache(path.parent)

@@ -15,8 +15,11 @@ _TORCH, _ADJSIM, _PYTHON = (
     str(Path(file).parents[n])
     for file, n in ((torch.__file__, 0), (__file__, 1), (contextlib.__file__, 0))
 )
-# Each operation of a trace goes through the modes in these files. A trace begins in `graph_of`.
-_REFUSALS, _TRACING = (str(Path(__file__).with_name(x)) for x in ("refusals.py", "tracing.py"))
+# A trace begins in `graph_of`, and its operations go through the modes of these files.
+_TRACING, *_MODES = (
+    str(Path(_ADJSIM, name))
+    for name in ("compiler/tracing.py", "compiler/refusals.py", "core/rebinding.py")
+)
 
 
 def user_line(frame: FrameType | None) -> str:
@@ -31,19 +34,19 @@ def user_line(frame: FrameType | None) -> str:
 def runs_user_code(frame: FrameType | None) -> bool:
     """Whether the innermost code, from a frame on, is the user's and not of this library."""
     found = _innermost(frame, ("user", "adjsim"))
-    return found is not None and _owner(found.f_code.co_filename) == "user"
+    return found is not None and owner(found.f_code.co_filename) == "user"
 
 
 def is_of_user(line: str) -> bool:
     """Whether a file and line are of the user's code."""
-    return _owner(line.rpartition(":")[0]) == "user"
+    return owner(line.rpartition(":")[0]) == "user"
 
 
 def _innermost(frame: FrameType | None, owners: Sequence[str]) -> FrameType | None:
     """Return the innermost frame of a trace, from one on, of code of these owners."""
     while frame is not None:
         code = frame.f_code
-        if _owner(code.co_filename) in owners:
+        if owner(code.co_filename) in owners:
             return frame
         if code.co_name == "graph_of" and code.co_filename == _TRACING:
             break
@@ -52,8 +55,9 @@ def _innermost(frame: FrameType | None, owners: Sequence[str]) -> FrameType | No
 
 
 @cache
-def _owner(file: str) -> str:
-    if file in (_REFUSALS, _TRACING):
+def owner(file: str) -> str:
+    """Return whose code a file has: the user's, this library's, or that of another library."""
+    if file == _TRACING or file in _MODES:
         return "library"
     if file.startswith(_ADJSIM):
         return "adjsim"

@@ -100,16 +100,25 @@ template <class T> inline T floor_rest(T a, T b) {
 }
 """
 
-# Pointers of a debug build: an index outside of its buffer is named, and ends the process.
+# Pointers of a debug build: an index outside of its buffer is named, with the line of the source,
+# and ends the process. The implicit conversion to Place finds the line.
 CHECKED = r"""
 extern "C" int dprintf(int, const char*, ...);
+struct Place {
+int64_t index;
+int line;
+const char* file;
+Place(int64_t i, int l = __builtin_LINE(), const char* f = __builtin_FILE())
+: index(i), line(l), file(f) {}
+};
 template <class T> struct Checked {
 T* data;
 int64_t size;
 const char* name;
-T& operator[](int64_t i) const {
-if (i >= 0 && i < size) return data[i];
-dprintf(2, "adjsim: index %ld of %s, which has %ld elements\n", (long)i, name, (long)size);
+T& operator[](Place at) const {
+if (at.index >= 0 && at.index < size) return data[at.index];
+dprintf(2, "adjsim: %s:%d: index %ld of %s, which has %ld elements\n", at.file, at.line,
+(long)at.index, name, (long)size);
 __builtin_abort();
 }
 T* operator+(int64_t i) const { return data + i; }

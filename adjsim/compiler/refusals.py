@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from adjsim.compiler.lines import is_of_user, runs_user_code, user_line
+from adjsim.compiler.lines import is_of_user, owner, runs_user_code, user_line
 from adjsim.compiler.values import UnprintableError
 from adjsim.core.writes import version_of
 
@@ -28,6 +28,10 @@ _NUMBER = ("takes a value out of its tensor", "compute with the tensor itself")
 _SHAPE = (
     "has a number of elements that depends on values",
     "take torch.where(mask, x, 0.0), or multiply by the mask, in place of x[mask]",
+)
+_FORM = (
+    "Potentials and records have to be torch operations on tensors of fixed shapes. Write them in "
+    "this form, or leave compile=True out."
 )
 _ARRAY = ("takes a value to NumPy", "use torch's functions in place of NumPy's")
 # The functions that need the values of a tensor: what they are called for, and what to write.
@@ -87,13 +91,12 @@ def explained(error: Exception, what: str, advice: str | None) -> str:
     places = [f"{x.filename}:{x.lineno}" for x in frames]
     place = next((x for x in reversed(places) if is_of_user(x)), None)
     where = f" at {_quoted(place)}" if place else ""
-    advice = advice or (
-        "Potentials and records have to be torch operations on tensors of fixed shapes. Write them "
-        "in this form, or leave compile=True out."
-    )
+    refused = isinstance(error, ValueError) and owner(frames[-1].filename) == "adjsim"
+    # An error of this library has a way out already.
+    advice = advice or ("" if refused else _FORM)
     # Errors of torch's tracer go on with instructions for its developers.
     reason, *_ = str(error).split("\n\n")
-    return f"compile=True could not compile {what}{where}: {reason}\n{advice}"
+    return f"compile=True could not compile {what}{where}: {reason}\n{advice}".rstrip()
 
 
 def _is_place(index: Any) -> bool:

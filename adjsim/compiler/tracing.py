@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
     that it wraps around each tensor, and this mode takes a tenth.
     """
 
-    # What `is_recording` looks for.
+    # For `is_tracing`, which cannot import this class.
     records = True
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,16 @@ class _Unrounded(Rounding):
 
 
 UNROUNDED = _Unrounded()
+
+
+class Roundings(NamedTuple):
+    """The roundings of contributions to forces, and to forces along a strain."""
+
+    force: Rounding = UNROUNDED
+    virial: Rounding = UNROUNDED
+
+
+UNROUNDED_BOTH = Roundings()
 
 
 def power_of_two(x: Tensor) -> Tensor:

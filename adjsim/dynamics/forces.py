@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.parameters import refuse_unknown
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rounding import UNROUNDED_BOTH, Roundings
 from adjsim.core.run_report import RunReport
 from adjsim.potentials.base import ForceField, Forces
 from adjsim.potentials.points import ForcesAt
@@ -81,7 +81,7 @@ class ForceEvaluator:
         self,
         potential: nn.Module | None,
         *,
-        roundings: Sequence[Rounding] = (UNROUNDED, UNROUNDED),
+        roundings: Roundings = UNROUNDED_BOTH,
         one_time_per_position: bool = True,
         parameters: Mapping[str, Tensor] | None = None,
         known: tuple[Point, tuple[Tensor, ...]] | None = None,
@@ -89,7 +89,7 @@ class ForceEvaluator:
     ) -> None:
         self._forces = None
         if potential is not None:
-            self._forces = ForcesAt(Forces(potential, roundings[FORCE]), *roundings)
+            self._forces = ForcesAt(Forces(potential, roundings.force), roundings)
         self.parameters = dict(parameters or {})
         self.report = RunReport() if report is None else report
         self._last = known

@@ -37,7 +37,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.rounding import LARGEST, Rounding, power_of_two, straight_through
+from adjsim.core.rounding import LARGEST, Rounding, Roundings, power_of_two, straight_through
 from adjsim.core.state import AnyState, State, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import (
@@ -77,8 +77,6 @@ DENOMINATOR = 2**22
 LARGEST_RATIO = 8
 # The integers n and d of a fraction, tensors or numbers.
 Pair: TypeAlias = tuple[Any, Any]
-# The names of the roundings of forces, in the order of adjsim.dynamics.forces.
-FORCE_NAMES = "force", "virial"
 
 
 class Lattice:
@@ -123,7 +121,7 @@ class Lattice:
             # Contributions to forces have one axis more, and a spacing at least as fine as that of
             # the momentum increments.
             spacing = power_of_two(self.roundings[m.field].spacing / dt).unsqueeze(-1) / 2
-            name = FORCE_NAMES[read.which]
+            name = Roundings._fields[read.which]
             if name in self.force_roundings:
                 spacing = torch.minimum(spacing, self.force_roundings[name].spacing)
             self.force_roundings[name] = Rounding(spacing)
@@ -195,7 +193,7 @@ class Lattice:
             found[letter] = {**found[letter], "units": units}
         return found
 
-    def growth(
+    def buffer_growth(
         self, coefficients: dict[str, Coefficients], moves: Sequence[tuple[str, Move]]
     ) -> BufferGrowth:
         """Compute how fast the scales of a step fill the buffers."""

@@ -46,9 +46,10 @@ class Masses:
         """Return 1 for atoms that move, 0 for pinned ones; a scalar or ``(atoms, 1)``."""
         return torch.isfinite(self(like.detach())).to(like)
 
-    def dof(self, position: Tensor) -> float:
+    def dof(self, position: Tensor) -> Tensor:
         """Count the degrees of freedom of one system, without pinned atoms."""
-        return float(self.mobile(position).expand(position.shape[-2], 1).sum()) * position.shape[-1]
+        # A tensor, since compiled loops evaluate stationary densities, which read it.
+        return self.mobile(position).expand(position.shape[-2], 1).sum() * position.shape[-1]
 
     def thermal(self, like: Tensor, kT: Tensor) -> Tensor:
         """Compute the thermal momentum sqrt(m kT), a scalar or ``(atoms, 1)``; zero if pinned."""
@@ -89,7 +90,7 @@ class HeatLimit:
     @cached_property
     def dof(self) -> float:
         """The degrees of freedom of a system."""
-        return self.masses.dof(position_of(self.start))
+        return float(self.masses.dof(position_of(self.start)))
 
     @cached_property
     def largest(self) -> Tensor:

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_tensor
 from adjsim.core.neighbour_list import closest_atoms
 from adjsim.core.noise import Noise, NoiseStream, seed_from
+from adjsim.core.parameters import leaves
 from adjsim.core.state import AnyState, check_position, in_transform
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Positions, PositionsLike, Seed
 from adjsim.core.writes import refuse_written, version_of
 from adjsim.potentials.base import ForceField, Forces, Potential
-from adjsim.potentials.evaluated import terms_of
+from adjsim.potentials.evaluated import Evaluated, terms_of
 from adjsim.potentials.force_field import refuse_high_energy
+from adjsim.potentials.learnt.precision import refuse_other_dtype
 from adjsim.potentials.points import ForcesAt
 from adjsim.potentials.strained import reference_box, strained_energy
 
@@ -89,7 +91,7 @@ def check_potential(
             value, what, expected = potential(0.0, copy), "force", copy.shape
         else:
             if strain is None:
-                value = potential(copy)
+                value = _energy_at(potential, copy)
             else:
                 at = Strain.of(reference_box(potential), strain)
                 value = strained_energy(potential, copy, at)
@@ -110,6 +112,36 @@ def check_potential(
     elif what == "force":
         for part in filter(_in_ev, parts):
             refuse_high_energy(cast(Potential, part), copy, part(copy).detach())
+
+
+def _energy_at(potential: nn.Module, position: Tensor) -> Tensor:
+    """Compute the energy; refuse a module whose graph does not lead to the position.
+
+    Its force would be zero. A module of this library may write its force itself.
+    """
+    plain = not isinstance(potential, Evaluated)
+    if not plain or in_transform() or torch.is_inference_mode_enabled():
+        return potential(position)
+    leaf = position.detach().requires_grad_()
+    try:
+        with torch.enable_grad():
+            given = leaf.clone()
+            version = version_of(given)
+            value = potential(given)
+    except RuntimeError:
+        refuse_other_dtype(potential, position)
+        raise
+    refuse_written(potential, given, version)
+    if not any(x is leaf for x in leaves(value)):
+        away = torch.linspace(0.0, 0.1, position.numel()).to(position).reshape(position.shape)
+        if not torch.equal(potential(position + away), value):
+            raise ValueError(
+                f"the energy of {type(potential).__name__} depends on positions in a way that "
+                "torch does not differentiate, such as detach() or NumPy, so its force would be "
+                "zero. Compute it by operations of torch, or write the force: "
+                "adjsim.ForceField."
+            )
+    return value.detach()
 
 
 def describe_not_finite(potential: nn.Module, position: Tensor, value: Tensor, what: str) -> str:

@@ -36,7 +36,7 @@ class Holder(Protocol):
         ...
 
     def remembering(self, term: Any) -> Term[Any]:
-        """Return a bath with a memory, :class:`~adjsim.dynamics.thermostats.gle.Bath`, held."""
+        """Return :class:`~adjsim.dynamics.thermostats.gle.MemoryBath` along constraints."""
         ...
 
     def colliding(self, term: Term[Any]) -> Term[Any]:

@@ -130,7 +130,7 @@ def write_force_field(
     _write_maps(root, parts.get("maps"), wanted)
     write_site_rows(root, system, wanted, types)
     write_wells(root, system, wanted, types)
-    if parts.get("solvent") is not None and _is_custom(wanted) and _changed(system, parts):
+    if "solvent" in parts and forces(wanted, "CustomGBForce") and _changed(system, parts):
         write_solvent_section(root, wanted, types, residues)
     origin = Element("Info")
     ElementTree.SubElement(origin, "Source").text = f"{', '.join(map(str, names))}: fitted"
@@ -233,10 +233,6 @@ def _write_maps(root: Element, part: TorsionMap | None, wanted: Any) -> None:
             old if math.isclose(float(old), new, rel_tol=ROUNDING) else repr(new)
             for old, new in zip(text, map_values(force, k), strict=True)
         )
-
-
-def _is_custom(system: Any) -> bool:
-    return bool(forces(system, "CustomGBForce"))
 
 
 def _changed(system: Any, parts: dict[str, Any]) -> str | None:

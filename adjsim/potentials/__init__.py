@@ -76,11 +76,11 @@ from adjsim.potentials.learnt.graph import GraphForce as GraphForce, GraphPotent
 from adjsim.potentials.learnt.mace import MACEPotential as MACEPotential
 from adjsim.potentials.learnt.networks import (
     ForceModel as ForceModel,
-    InPrecision as InPrecision,
     MessagePassing as MessagePassing,
     PairNetwork as PairNetwork,
     RadialBasis as RadialBasis,
 )
+from adjsim.potentials.learnt.precision import InPrecision as InPrecision
 from adjsim.potentials.pairs.base import PairPotential as PairPotential
 from adjsim.potentials.pairs.custom import CustomPairs as CustomPairs
 from adjsim.potentials.pairs.noble import (

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from adjsim.core.layout import materialise
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rounding import UNROUNDED_BOTH, Roundings
 from adjsim.core.strain import Strain
 from adjsim.potentials.products import ParameterVJP
 from adjsim.potentials.strained import reference_box, strained_force, strained_vjp
@@ -31,21 +31,15 @@ class ForcesAt:
     They are a tuple: the force, and with a strain also W. Products take and return tuples.
     """
 
-    def __init__(
-        self,
-        forces: PositionForces,
-        rounding: Rounding = UNROUNDED,
-        virial_rounding: Rounding = UNROUNDED,
-    ) -> None:
-        self.potential, self._forces = forces.potential, forces
-        self._roundings = rounding, virial_rounding
+    def __init__(self, forces: PositionForces, roundings: Roundings = UNROUNDED_BOTH) -> None:
+        self.potential, self._forces, self._roundings = forces.potential, forces, roundings
 
     def values(self, t: Any, point: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Compute the forces at a point and a time."""
         if len(point) == 1:
             return (self._forces.force(t, point[0]),)
         position, strain = self._at(point)
-        return strained_force(self.potential, position, strain, *self._roundings)
+        return strained_force(self.potential, position, strain, self._roundings)
 
     def vjp(
         self, t: Any, point: Sequence[Tensor], parameters: Sequence[Tensor]
@@ -61,7 +55,7 @@ class ForcesAt:
             return (value,), product
         position, strain = self._at(point)
         values, strained = strained_vjp(
-            self.potential, position, strain, parameters, *self._roundings
+            self.potential, position, strain, parameters, self._roundings
         )
 
         def both(v: Tensor, c: Tensor) -> tuple[tuple[Tensor, ...], ParameterVJP]:

@@ -18,18 +18,12 @@ from torch import Tensor, nn
 from adjsim.core.derived import derived_of, first_sources
 from adjsim.core.parameters import leaves, point_of_differentiation, refuse_unknown
 from adjsim.core.reading import Reading
-from adjsim.core.rounding import UNROUNDED, Rounding, straight_through
+from adjsim.core.rounding import UNROUNDED, UNROUNDED_BOTH, Rounding, Roundings, straight_through
 from adjsim.core.state import in_transform
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.evaluated import Evaluated
-from adjsim.potentials.products import (
-    ParameterVJP,
-    Tensors,
-    VJPSum,
-    derived_force,
-    energy_vjp,
-)
+from adjsim.potentials.products import ParameterVJP, Tensors, VJPSum, derived_force, energy_vjp
 
 Forced: TypeAlias = tuple[Tensor, Tensor]
 # Takes the cotangents of force and W, and returns those of position and strain, and of parameters.
@@ -63,33 +57,28 @@ class Strainable(Evaluated):
         return energy_at(self, position, strain)
 
     def strained_force(
-        self,
-        position: Positions,
-        strain: Strain,
-        rounding: Rounding = UNROUNDED,
-        virial_rounding: Rounding = UNROUNDED,
+        self, position: Positions, strain: Strain, roundings: Roundings = UNROUNDED_BOTH
     ) -> Forced:
         """Compute the force and W, of the shape of the strain, differentiable.
 
         The roundings are those of what pairs contribute to each, see
         :meth:`~adjsim.potentials.Potential.force`.
         """
-        return ByAutograd(self, strained_energy).force(position, strain, rounding)
+        return ByAutograd(self, strained_energy).force(position, strain, roundings.force)
 
     def strained_vjp(
         self,
         position: Positions,
         strain: Strain,
         parameters: Tensors,
-        rounding: Rounding = UNROUNDED,
-        virial_rounding: Rounding = UNROUNDED,
+        roundings: Roundings = UNROUNDED_BOTH,
     ) -> tuple[Forced, StrainedPullback]:
         """Compute force and W, and a function of their cotangents v and c.
 
         The function returns the products with the derivatives by position, strain and parameters,
         each with the others fixed.
         """
-        return ByAutograd(self, strained_energy).vjp(position, strain, parameters, rounding)
+        return ByAutograd(self, strained_energy).vjp(position, strain, parameters, roundings.force)
 
 
 def strained_energy(module: nn.Module, position: Positions, strain: Strain) -> Energies:
@@ -100,12 +89,12 @@ def strained_energy(module: nn.Module, position: Positions, strain: Strain) -> E
 
 
 def strained_force(
-    module: nn.Module, position: Positions, strain: Strain, *roundings: Rounding
+    module: nn.Module, position: Positions, strain: Strain, roundings: Roundings = UNROUNDED_BOTH
 ) -> Forced:
     """Compute force and W of any module, as :meth:`Strainable.strained_force`."""
     if isinstance(module, Strainable):
-        return module.strained_force(position, strain, *roundings)
-    return ByAutograd(module).force(position, strain, *roundings[:1])
+        return module.strained_force(position, strain, roundings)
+    return ByAutograd(module).force(position, strain, roundings.force)
 
 
 def strained_vjp(
@@ -113,12 +102,12 @@ def strained_vjp(
     position: Positions,
     strain: Strain,
     parameters: Tensors,
-    *roundings: Rounding,
+    roundings: Roundings = UNROUNDED_BOTH,
 ) -> tuple[Forced, StrainedPullback]:
     """Compute the product of any module, as :meth:`Strainable.strained_vjp`."""
     if isinstance(module, Strainable):
-        return module.strained_vjp(position, strain, parameters, *roundings)
-    return ByAutograd(module).vjp(position, strain, parameters, *roundings[:1])
+        return module.strained_vjp(position, strain, parameters, roundings)
+    return ByAutograd(module).vjp(position, strain, parameters, roundings.force)
 
 
 def summed_energy(whole: Summed, position: Positions, strain: Strain) -> Energies:
@@ -127,18 +116,22 @@ def summed_energy(whole: Summed, position: Positions, strain: Strain) -> Energie
 
 
 def summed_force(
-    whole: Summed, position: Positions, strain: Strain, *roundings: Rounding
+    whole: Summed, position: Positions, strain: Strain, roundings: Roundings = UNROUNDED_BOTH
 ) -> Forced:
     """Sum the forces of the parts of a sum, and their W."""
-    return added([strained_force(part, position, strain, *roundings) for part in whole.parts])
+    return added([strained_force(part, position, strain, roundings) for part in whole.parts])
 
 
 def summed_vjp(
-    whole: Summed, position: Positions, strain: Strain, parameters: Tensors, *roundings: Rounding
+    whole: Summed,
+    position: Positions,
+    strain: Strain,
+    parameters: Tensors,
+    roundings: Roundings = UNROUNDED_BOTH,
 ) -> tuple[Forced, StrainedPullback]:
     """Sum the forces of the parts of a sum, their W, and their products."""
     return added_vjp(
-        [strained_vjp(part, position, strain, parameters, *roundings) for part in whole.parts]
+        [strained_vjp(part, position, strain, parameters, roundings) for part in whole.parts]
     )
 
 
@@ -250,9 +243,7 @@ class ByAutograd:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        energy: Callable[[nn.Module, Tensor, Strain], Tensor] = energy_at,
+        self, module: nn.Module, energy: Callable[[nn.Module, Tensor, Strain], Tensor] = energy_at
     ) -> None:
         self.module, self.energy = module, energy
 
@@ -270,11 +261,7 @@ class ByAutograd:
         return straight_through(smooth[0], same[0]), straight_through(smooth[1], same[1])
 
     def vjp(
-        self,
-        position: Tensor,
-        strain: Strain,
-        parameters: Tensors,
-        rounding: Rounding = UNROUNDED,
+        self, position: Tensor, strain: Strain, parameters: Tensors, rounding: Rounding = UNROUNDED
     ) -> tuple[Forced, StrainedPullback]:
         """Compute force and W, and their product with cotangents."""
         if not has_box(self.module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adjsim.core.brownian_path import BrownianPath, PathNoise
 from adjsim.core.refusal import Refusal
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rounding import UNROUNDED_BOTH, Roundings
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, all_finite, in_transform
 from adjsim.core.trajectory import RunEnd, step_numbers
@@ -21,7 +21,7 @@ from adjsim.dynamics.buffer import BufferGrowth
 from adjsim.dynamics.copies import Copies
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.dynamics.lattice import FORCE_NAMES, Lattice
+from adjsim.dynamics.lattice import Lattice
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients, MoveContext, reads_force
 from adjsim.solvers.clock import Clock, VaryingClock, check_dt
@@ -160,9 +160,8 @@ class StepPlan:
         return tuple(known[id(move)] for _, move in self.moves)
 
     @property
-    def force_roundings(self) -> tuple[Rounding, ...]:
-        known = {} if self.lattice is None else self.lattice.force_roundings
-        return tuple(known.get(name, UNROUNDED) for name in FORCE_NAMES)
+    def force_roundings(self) -> Roundings:
+        return UNROUNDED_BOTH if self.lattice is None else Roundings(**self.lattice.force_roundings)
 
     def with_spacings(self, spacings: Mapping[str, Tensor]) -> StepPlan:
         """Return the same step with these tensors as the spacings of its lattice."""
@@ -216,7 +215,7 @@ class ByStepSize(Protocol):
         """Return the coefficients of a step of size h, by letter."""
         ...
 
-    def growth(self, plan: StepPlan, clock: VaryingClock) -> BufferGrowth | None:
+    def buffer_growth(self, plan: StepPlan, clock: VaryingClock) -> BufferGrowth | None:
         """Return how the buffers of an exact run fill; None for any other run."""
         ...
 

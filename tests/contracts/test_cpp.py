@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -15,10 +16,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from adjsim.compiler import LoopSpec, Operators, compile_loop, library
 from adjsim.compiler.invariants import transposed
 from adjsim.compiler.mathematics import FUNCTIONS, TANH
+from adjsim.compiler.operations import TRANSCENDENTAL as TRANSCENDENTAL_PRINTERS
 from adjsim.compiler.repetitions import merge_repetitions
 from adjsim.compiler.to_cpp import new_rows
 from adjsim.compiler.tracing import graph_of
@@ -66,6 +69,32 @@ def printed(
     )
     assert path == "C++"
     return loop(constants, carry)[0][0]
+
+
+def first_wrong(function: Callable[..., Tensor], *inputs: Tensor) -> str:
+    """Return the operation and the line where a printed function goes wrong, or nothing.
+
+    Its operands are printed rightly. It is found from the result on, back along wrong operands.
+    """
+    graph = graph_of(lambda *x: [function(*x)], *inputs).requires_grad_(False)
+
+    def is_wrong(node: Node) -> bool:
+        if node.op != "call_function" or not isinstance(node.meta["val"], Tensor):
+            return False
+        part = deepcopy(graph)
+        *found, output = part.graph.nodes
+        output.args = (next(x for x in found if x.name == node.name),)
+        part.graph.eliminate_dead_code()
+        part.recompile()
+        expected = part(*inputs)
+        return not torch.allclose(printed(part, *inputs), expected, 1e-9, 1e-12, equal_nan=True)
+
+    *_, output = graph.graph.nodes
+    wrong, place = next(filter(is_wrong, output.all_input_nodes), None), ""
+    while wrong is not None:
+        place = f"{wrong.name}, {wrong.meta['line']}"
+        wrong = next(filter(is_wrong, wrong.all_input_nodes), None)
+    return place
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -152,6 +181,17 @@ def test_elements_agree_to_rounding(name):
     torch.testing.assert_close(
         printed(ROUNDED[name], x, y), ROUNDED[name](x, y), rtol=0, atol=4e-15
     )
+
+
+@pytest.mark.slow
+def test_the_first_wrong_value_is_found(monkeypatch):
+    def function(x):
+        return (torch.tanh(2 * x).cumsum(-1) + x.flip(0)) * 3
+
+    x = numbers(5)
+    assert first_wrong(function, x) == ""
+    monkeypatch.setitem(TRANSCENDENTAL_PRINTERS, "tanh", lambda x: f"math::sinh({x})")
+    assert first_wrong(function, x).startswith(f"tanh, {__file__}:")
 
 
 def test_whole_numbers():

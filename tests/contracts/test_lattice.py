@@ -247,7 +247,7 @@ def test_a_buffer_below_its_limit_fits_an_integer(name):
         int(x.max()) for group in coefficients.values() for n, x in group.items() if n[-2:] == " d"
     ]
     moves = [(stage.letter, move) for stage, move in plan.moves]
-    growth = plan.lattice.growth(coefficients, moves)
+    growth = plan.lattice.buffer_growth(coefficients, moves)
     assert growth.limit * max([DENOMINATOR if name == "chain-3" else 1, *denominators]) < 2**63
     assert growth.limit > 2**FULL
 
@@ -264,7 +264,7 @@ def test_spacings_and_checks():
     assert roundings["position"].spacing == 4 * 2.0**-40
     assert roundings["momentum"].spacing == 8 * 2.0**-44
     coefficients = plan.lattice.rationals(solver.coefficients(dynamics, start))
-    growth = plan.lattice.growth(coefficients, [(s.letter, move) for s, move in plan.moves])
+    growth = plan.lattice.buffer_growth(coefficients, [(s.letter, move) for s, move in plan.moves])
     (bits,) = (float(x) for x in growth.bits.values())
     assert bits == pytest.approx(0.0005 / math.log(2), rel=1e-6)
     assert FULL + bits * growth.check_every < math.log2(growth.limit)

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -118,7 +119,7 @@ torch.testing.assert_close(y, x.sin() @ x.mT[:, :3], rtol=1e-13, atol=0)
     [pytest.param(False, marks=pytest.mark.marathon), pytest.param(True, marks=pytest.mark.slow)],
 )
 def test_a_debug_build_checks_bounds(wrong, tmp_path):
-    """A wrong index of a statement ends the process with the name of the buffer."""
+    """A wrong index of a statement ends the process with its line and the name of the buffer."""
     made = subprocess.run(
         [sys.executable, "-c", DEBUGGED, *(["wrong"] if wrong else [])],
         env={**os.environ, "ADJSIM_DEBUG": "1", "ADJSIM_CACHE": str(tmp_path)},
@@ -127,6 +128,9 @@ def test_a_debug_build_checks_bounds(wrong, tmp_path):
     )
     if wrong:
         assert made.returncode == -signal.SIGABRT
-        assert re.search(r"adjsim: index 1000 of \w+, which has \d+ elements", made.stderr)
+        file, line = re.search(
+            r"adjsim: (.+):(\d+): index 1000 of \w+, which has \d+ elements", made.stderr
+        ).groups()
+        assert "1000" in Path(file).read_text().splitlines()[int(line) - 1]
     else:
         assert made.returncode == 0, made.stderr

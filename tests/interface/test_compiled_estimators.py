@@ -143,6 +143,29 @@ def test_a_record_that_names_a_potential_in_a_box_as_a_global_variable(box, monk
     torch.testing.assert_close(found(True), found(False), rtol=1e-10, atol=0)
 
 
+@pytest.mark.slow
+def test_the_score_function_with_a_density_of_bath_variables():
+    """A density with the weights of a chain reads masses, as every step of the loop does."""
+    dynamics = adjsim.NoseHooverChain(adjsim.Harmonic(), kT=parameter(0.5))
+    found = [
+        ScoreFunction()(
+            Simulation(
+                dynamics,
+                lambda n, g: dynamics.init(torch.ones(n, 1, 1), generator=g),
+                [0.0, 0.5],
+                adjsim.Splitting("NBABN", 0.05),
+                compile=choice,
+            ),
+            TimeAverage(lambda s: s.bath_momentum.square().sum((-1, -2, -3))),
+            replicas=4,
+            chunks=2,
+            generator=0,
+        )
+        for choice in (False, True)
+    ]
+    torch.testing.assert_close(found[1].grad, found[0].grad, rtol=1e-10, atol=0)
+
+
 @pytest.mark.marathon
 @pytest.mark.parametrize(
     "make",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import adjsim
 from tests.problems import slow_but
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,6 +21,11 @@ def _default_dtype():
     before = torch.get_default_dtype()
     yield
     torch.set_default_dtype(before)
+
+
+def test_the_reference_lists_every_public_name():
+    listed = (DOCS / "api.rst").read_text()
+    assert not [name for name in adjsim.__all__ if not re.search(rf"\b{name}\b", listed)]
 
 
 @pytest.mark.slow

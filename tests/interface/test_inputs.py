@@ -33,7 +33,9 @@ from adjsim.core.box import checked_box, perpendicular_widths
 from tests.problems import (
     DYNAMICS,
     POTENTIALS,
+    SCHEMES,
     STOCHASTIC,
+    STOCHASTIC_SCHEMES,
     THERMOSTAT_SCHEMES,
     THERMOSTATS,
     Cage,
@@ -42,13 +44,9 @@ from tests.problems import (
 )
 
 EVERY = {**DYNAMICS, **STOCHASTIC, **THERMOSTATS}
-BOTH = {
-    **dict.fromkeys(DYNAMICS, "BAB"),
-    "chain-1": "NBABN",
-    "chain-3": "NBABN",
-    "esh": "EAE",
-    "langevin": "BAOAB",
-    **{name: words[0] for name, words in THERMOSTAT_SCHEMES.items()},
+SCHEME = {
+    name: words[0]
+    for name, words in {**SCHEMES, **STOCHASTIC_SCHEMES, **THERMOSTAT_SCHEMES}.items()
 }
 
 
@@ -63,7 +61,7 @@ def unchecked():
 def solver_for(name, dt=0.01):
     if name == "overdamped":
         return EulerMaruyama(dt)
-    return Splitting("GBABG" if name.startswith("generalised") else BOTH.get(name, "BAOAB"), dt)
+    return Splitting(SCHEME[name], dt)
 
 
 # Boxes.

@@ -287,6 +287,33 @@ def test_other_things_that_are_refused():
         ValueError, match=r"the potential maps position \(4, 2\) to energy \(4, 2\)"
     ):
         run(dynamics=adjsim.Hamiltonian(Wrong()))
+
+    class Detached(nn.Module):
+        def forward(self, position):
+            return position.detach().square().sum((-1, -2))
+
+    with pytest.raises(ValueError, match="Detached depends on positions in a way that torch does"):
+        run(dynamics=adjsim.Hamiltonian(Detached()))
+
+    class OfRows(adjsim.potentials.PairPotential):
+        def pair_energy(self, s):
+            return s.sum(-1)
+
+    with pytest.raises(ValueError, match=r"OfRows must be elementwise .* it has shape \(4,\)"):
+        run(dynamics=adjsim.Hamiltonian(OfRows()))
+
+    class Single(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1, dtype=torch.float32)
+
+        def forward(self, position):
+            return self.layer(position).sum((-1, -2))
+
+    with pytest.raises(
+        ValueError, match="Single has parameters of float32 and position is float64"
+    ):
+        run(dynamics=adjsim.Hamiltonian(Single()))
     with pytest.raises(ValueError, match=r"burn_in = 0\.2 leaves nothing"):
         run(record=TimeAverage(lambda s: s.position, burn_in=0.2))
     with pytest.raises(ValueError, match="burn_in must be"):

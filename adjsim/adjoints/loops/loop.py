@@ -156,13 +156,14 @@ class LoopCheck:
             noise = _differences(self.uncompiled(near), self.expected)
             small = list(map(add, small, noise))
         if _exceed(found, small):
+            source = f" with its C++ source, {self.loop.source}" if self.loop.source else ""
             raise RuntimeError(
                 f"compile=True: {what} differs by {max(found):.1e} from the same step without "
                 "compilation. The potential, the dynamics or the record computes something else "
                 "while it is traced, such as a branch on torch.compiler.is_compiling() or on the "
                 "class of a tensor. Make it a function of its arguments, or leave compile=True "
                 "out. If it is a function of its arguments, adjsim compiles one of its operations "
-                "wrongly; please report it."
+                f"wrongly; please report it{source}."
             )
         self.loop.rounding = [MARGIN * x for x in found]
 

@@ -336,12 +336,12 @@ def prepare(
     solver.report_choices(report)
     if varying is not None:
         assert isinstance(clock, VaryingClock)
-        buffer_growth = varying.growth(plan, clock)
+        buffer_growth = varying.buffer_growth(plan, clock)
         report.step_times = clock.ends
     elif lattice is not None:
         coefficients = lattice.rationals(coefficients)
         moves = [(stage.letter, move) for stage, move in plan.moves]
-        buffer_growth = lattice.growth(coefficients, moves)
+        buffer_growth = lattice.buffer_growth(coefficients, moves)
     if buffer_growth is not None:
         report.buffer_bits, report.buffer_bound = None, buffer_growth.mean(state)
     noise = None

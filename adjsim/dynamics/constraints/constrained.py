@@ -211,7 +211,7 @@ class Constrained(Dynamics[Any]):
 
     def dof(self, position: Tensor) -> float:
         """Count the degrees of freedom of one system, without pinned atoms and constraints."""
-        return self.masses.dof(position) - len(self.constraints.index)
+        return float(self.masses.dof(position)) - len(self.constraints.index)
 
     @torch.no_grad()
     def check(self, state: AnyState) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from adjsim.dynamics.constraints.terms import ConstrainedTerm
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Combination, Field, Random, Source
-from adjsim.dynamics.thermostats.gle import Bath, amplitudes, ldu
+from adjsim.dynamics.thermostats.gle import MemoryBath, amplitudes, ldu
 
 
 class ConstrainedBath(ConstrainedTerm):
@@ -33,8 +33,8 @@ class ConstrainedBath(ConstrainedTerm):
 
     P is constant while G acts. So p and P z_i follow the equations without constraints, and each
     (1 - P) z_i decays by itself, with noise that is independent of that of P z_i. With E and L of
-    :class:`~adjsim.dynamics.thermostats.gle.Bath` and n_i = exp(-rate_i h), the flow is exact in
-    distribution: y = (p, P z) becomes ``E y + P sqrt(m kT) L xi``, and (1 - P) z_i becomes
+    :class:`~adjsim.dynamics.thermostats.gle.MemoryBath` and n_i = exp(-rate_i h), the flow is exact
+    in distribution: y = (p, P z) becomes ``E y + P sqrt(m kT) L xi``, and (1 - P) z_i becomes
     ``(1 - P) (n_i z_i + sqrt(m kT (1 - n_i^2)) xi_i)``.
 
     A shear may be projected. A scale may not, so p and P z_i must have the scales of their normal
@@ -43,7 +43,7 @@ class ConstrainedBath(ConstrainedTerm):
         E = X Lower diag(1, n) Upper        X adds sum_i x_i z_i to p
     """
 
-    term: Bath
+    term: MemoryBath
 
     def coefficients(self, h: float, state: Any) -> dict[str, Tensor]:
         bath, like = self.term, state.momentum

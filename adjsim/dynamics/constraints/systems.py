@@ -1,4 +1,4 @@
-"""The systems of clusters, linear ones and lengths: by torch, and called in compiled loops.
+"""Linear equations and equations of lengths of clusters, by torch and in compiled loops.
 
 The matrix of a cluster is ``A_kl = S_kl (e_k . d_l)`` of :mod:`multipliers`. Row k has the columns
 of its window: all of a small cluster, or ``|k - l| <= b`` of a long one, whose constraints are in

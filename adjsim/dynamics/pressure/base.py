@@ -1,4 +1,4 @@
-"""What dynamics at constant pressure share: a piston that moves the box of the potential."""
+"""The base class of dynamics at constant pressure, whose piston moves the box."""
 
 from __future__ import annotations
 
@@ -106,8 +106,9 @@ class PistonDynamics(Thermostat[Any]):
                 "without virtual sites. With sites let OpenMM's force correct for them, by "
                 "setUseDispersionCorrection(True)."
             )
-        pressure, units = float(self.pressure.detach()), set(map(_unit, parts))
-        if "eV" in units and abs(pressure) > LARGEST_PRESSURE:
+        pressure = float(self.pressure.detach())
+        in_ev = any(getattr(x, "energy_unit", None) == "eV" for x in parts)
+        if in_ev and abs(pressure) > LARGEST_PRESSURE:
             raise ValueError(
                 f"pressure is {pressure:g} eV/angstrom^3, which is "
                 f"{pressure / LARGEST_PRESSURE:.3g} million bar. Is it in another unit? "
@@ -281,7 +282,3 @@ class PistonDynamics(Thermostat[Any]):
     @property
     def _axes(self) -> int:
         return len(self.reference_box) if self.axes == "each" else 1
-
-
-def _unit(part: nn.Module) -> str | None:
-    return getattr(part, "energy_unit", None)

@@ -101,7 +101,7 @@ class Bath:
     kT: Tensor
     dof: float | None
 
-    def degrees(self, position: Tensor) -> float:
+    def degrees(self, position: Tensor) -> Tensor | float:
         """Count the degrees of freedom of one system."""
         return self.masses.dof(position) if self.dof is None else self.dof
 

@@ -71,7 +71,7 @@ class StochasticRescale(Relax):
         }
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
-        signed = self.bath.degrees(state.position) == 1
+        signed = bool(self.bath.degrees(state.position) == 1)
         return (rescaling(_signed_factor if signed else _factor, _inverse, (Random(),)),)
 
 

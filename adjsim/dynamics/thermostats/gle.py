@@ -34,7 +34,7 @@ class MemoryState(NamedTuple):
     memory: Float[Tensor, "*batch rates atoms dim"]
 
 
-class Bath(Term[MemoryState]):
+class MemoryBath(Term[MemoryState]):
     """The bath, G: a linear SDE for momentum and memory, y = (p, z_1..z_n)::
 
         dp   = -sum c_i z_i dt
@@ -173,7 +173,7 @@ class GeneralizedLangevin(Thermostat[MemoryState]):
     K acts on momentum, so ``int K dt = sum strengths_i / rates_i`` is the friction of the
     memoryless limit. One extra variable carries each exponential; see Ceriotti, Bussi and
     Parrinello, J. Chem. Theory Comput. 6, 1170 (2010). Terms: A (stream), B (kick), G
-    (:class:`Bath`). Schemes: "BAGAB" (positions exact for harmonic forces), "GBABG", and others.
+    (:class:`MemoryBath`). Schemes: "BAGAB" (positions exact for harmonic forces), "GBABG", others.
 
     Args:
         potential, mass: see :class:`~adjsim.dynamics.MassiveDynamics`.
@@ -213,8 +213,8 @@ class GeneralizedLangevin(Thermostat[MemoryState]):
         return {**self.motion, "G": self.bath}
 
     @property
-    def bath(self) -> Bath:
-        return Bath(self.masses, self.kT, self.rates, self.strengths)
+    def bath(self) -> MemoryBath:
+        return MemoryBath(self.masses, self.kT, self.rates, self.strengths)
 
     def started(self, position: Tensor, p: Tensor | None, generator: Seed) -> tuple[Tensor, ...]:
         """Draw the memory at equilibrium, beside position and momentum."""

@@ -89,7 +89,7 @@ class Chain(Term[Any]):
         """Return the masses of the momenta that the chain scales."""
         return self.bath.masses(state.momentum)
 
-    def degrees(self, state: Any) -> float:
+    def degrees(self, state: Any) -> Tensor | float:
         """Count the degrees of freedom of these momenta."""
         return self.bath.degrees(state.position)
 

@@ -1,4 +1,4 @@
-"""Numbers of ForceField XML files that no row has as it is: sites, solvents and mixed wells."""
+"""Sections of ForceField XML files whose numbers are of several rows: sites, solvents, wells."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Well = tuple[float, float]
 
 
 def write_site_rows(root: Element, system: Any, wanted: Any, types: Sequence[str]) -> None:
-    """Write the numbers of virtual sites into the rows of residues with the same numbers before."""
+    """Write the numbers of virtual sites into the rows that have their old numbers."""
     kinds: dict[str, list[Element]] = {}
     for owner in root.iterfind("*/*"):
         atoms = owner.findall("Atom")

@@ -148,7 +148,7 @@ def _types(sites: Sequence[Any], atoms: list[list[int]], names: Names) -> Types:
 
 
 def _numbers(site: Any) -> list[float]:
-    """Return the numbers of a site in our units, without the weights of its first atom."""
+    """Return the numbers of a site in ASE's units, without the weights of its first atom."""
     kind = kind_of(site)
     if kind == "LocalCoordinatesSite":
         weights = (weight for _, row, _ in _sums(site) for weight in row[1:])

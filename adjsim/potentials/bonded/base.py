@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adjsim.core.box import Periodic, nearest_image
 from adjsim.core.coordinates import Coordinate, Distance, Vector, combined, scaled
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rounding import UNROUNDED, UNROUNDED_BOTH, Rounding, Roundings
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import ClosedForm
@@ -108,28 +108,23 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
         return self.element(self.coordinate(*self._stretched(position, strain)).value).sum((-1, -2))
 
     def strained_force(
-        self,
-        position: Positions,
-        strain: Strain,
-        rounding: Rounding = UNROUNDED,
-        virial_rounding: Rounding = UNROUNDED,
+        self, position: Positions, strain: Strain, roundings: Roundings = UNROUNDED_BOTH
     ) -> Forced:
         if not self.follows_box:
-            return super().strained_force(position, strain, rounding, virial_rounding)
-        return self._in_boxes(position, strain, rounding, virial_rounding)[0]
+            return super().strained_force(position, strain, roundings)
+        return self._in_boxes(position, strain, roundings)[0]
 
     def strained_vjp(
         self,
         position: Positions,
         strain: Strain,
         parameters: Sequence[Tensor],
-        rounding: Rounding = UNROUNDED,
-        virial_rounding: Rounding = UNROUNDED,
+        roundings: Roundings = UNROUNDED_BOTH,
     ) -> tuple[Forced, StrainedPullback]:
         if not self.follows_box:
-            return super().strained_vjp(position, strain, parameters, rounding, virial_rounding)
+            return super().strained_vjp(position, strain, parameters, roundings)
         with torch.no_grad():
-            values, product = self._in_boxes(position, strain, rounding, virial_rounding)
+            values, product = self._in_boxes(position, strain, roundings)
 
         def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, ParameterVJP]:
             with torch.no_grad():
@@ -138,7 +133,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
         return values, pullback
 
     def _in_boxes(
-        self, position: Tensor, strain: Strain, rounding: Rounding, virial_rounding: Rounding
+        self, position: Tensor, strain: Strain, roundings: Roundings
     ) -> tuple[Forced, StrainedProduct]:
         """Compute F and W in boxes of systems, with a graph.
 
@@ -149,7 +144,7 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
         b = self._stretched(position, strain)
         x = self.coordinate(*b)
         slope = self.slope(x.value)
-        pulls = self._pulls(x, slope, rounding)
+        pulls = self._pulls(x, slope, roundings.force)
 
         def product(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, DeferredVJP]:
             w = [
@@ -160,8 +155,8 @@ class BondedPotential(Terms, Elementwise, Periodic, ClosedForm, inherits_forces=
             along, rest = self._join(changes, v), self.parameter_vjp(x, rate, position, v)
             return along, _along(strain, changes, b, UNROUNDED), rest
 
-        values = self._join(pulls, position, rounding), _along(strain, pulls, b, virial_rounding)
-        return values, product
+        along = _along(strain, pulls, b, roundings.virial)
+        return (self._join(pulls, position, roundings.force), along), product
 
     def _stretched(self, position: Tensor, strain: Strain) -> list[Vector]:
         """Compute the displacements in boxes of systems."""

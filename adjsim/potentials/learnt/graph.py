@@ -23,12 +23,9 @@ from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential
 from adjsim.potentials.evaluated import as_module
+from adjsim.potentials.learnt.precision import ADVICE, names_of, refuse_other_dtype
 from adjsim.potentials.products import derivative
 
-ADVICE = (
-    "Wrap the potential in InPrecision(potential, dtype), or convert the model with "
-    "model.to(dtype)."
-)
 # The skin as a share of the cutoff. A list is built by a tree, which costs more than evaluating
 # the distances of more pairs.
 SKIN = 0.25
@@ -128,7 +125,7 @@ def _of_edges(factor: Tensor, receiver: Tensor, position: Tensor) -> Tensor:
 def _check_capacity(capacity: int | None, position: Tensor) -> None:
     if capacity is None:
         raise ValueError(
-            "compile=True holds a fixed number of edges: give the potential capacity=, such as "
+            "a compiled loop holds a fixed number of edges: give the potential capacity=, such as "
             "1.3 times the number of edges at the start, which is len(potential.edges(position)"
             ".shifts)."
         )
@@ -256,14 +253,9 @@ class _GraphModel(Periodic):
                 f"{name} looks up an index that it does not have. Species are "
                 f"{int(species.min())} to {int(species.max())}; the model may know fewer."
             ) from error
-        except RuntimeError as error:
-            known = {x.dtype for x in self.model.parameters() if x.is_floating_point()}
-            if not known or known == {position.dtype}:
-                raise
-            raise ValueError(
-                f"{name} has parameters of {_names(known)} and position is "
-                f"{_names({position.dtype})}. {ADVICE}"
-            ) from error
+        except RuntimeError:
+            refuse_other_dtype(self.model, position)
+            raise
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"{name} returns {type(value).__name__} in place of a tensor. Wrap it in a module "
@@ -271,8 +263,8 @@ class _GraphModel(Periodic):
             )
         if value.dtype != position.dtype:
             raise ValueError(
-                f"{name} returns {_names({value.dtype})} for a position of "
-                f"{_names({position.dtype})}. {ADVICE}"
+                f"{name} returns {names_of({value.dtype})} for a position of "
+                f"{names_of({position.dtype})}. {ADVICE}"
             )
         return value
 
@@ -394,7 +386,3 @@ def _marked(value: Tensor, finite: Tensor) -> Tensor:
     """Set the results of systems whose positions are not finite to NaN."""
     lost = torch.where(finite, 0.0, torch.nan).to(value)
     return value + lost.reshape(finite.shape + (1,) * (value.ndim - finite.ndim))
-
-
-def _names(dtypes: set[torch.dtype]) -> str:
-    return " and ".join(sorted(str(x).removeprefix("torch.") for x in dtypes))

@@ -1,4 +1,4 @@
-"""Learnt energies and forces: small networks that are smooth at their cutoff, and adapters."""
+"""Learnt energies and forces: small networks, smooth at their cutoff, and forces of any module."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_number, as_positive, as_whole
-from adjsim.core.strain import Strain
-from adjsim.core.typing import Array, Energies, Positions
-from adjsim.potentials.base import ForceField, Potential, with_energy
+from adjsim.core.typing import Array, Positions
+from adjsim.potentials.base import ForceField
 from adjsim.potentials.evaluated import as_module
+from adjsim.potentials.learnt.precision import refuse_other_dtype
 from adjsim.potentials.pairs.base import PairPotential
-from adjsim.potentials.strained import strained_energy
 
 
 class RadialBasis(nn.Module):
@@ -93,12 +92,7 @@ class PairNetwork(PairPotential):
             )
 
     def pair_energy(self, s: Tensor) -> Tensor:
-        known = {x.dtype for x in self.network.parameters()}
-        if known and s.dtype not in known:
-            raise ValueError(
-                f"PairNetwork has parameters of {known.pop()} and position is {s.dtype}. Wrap it "
-                "in InPrecision(potential, dtype), or convert it with potential.to(dtype)."
-            )
+        refuse_other_dtype(self, s)
         return self.network(s).squeeze(-1)
 
 
@@ -205,35 +199,3 @@ class ForceModel(ForceField):
         q = position if self.dtype is None else position.to(self.dtype)
         value: Tensor = self.model(t, q) if self.timed else self.model(q)
         return value if self.dtype is None else value.to(position.dtype)
-
-
-class InPrecision(Potential):
-    """An energy that is evaluated in another precision than that of the run.
-
-    Positions are rounded to ``dtype``, and energies and forces are converted back, as for a float32
-    network in float64 dynamics. The state and exact reversal stay in the precision of the run.
-    Energy is conserved to the errors of ``dtype``, and gradients of weights are summed in that of
-    the weights; compare with ``potential.double()`` once.
-
-    Args:
-        potential: maps position to energy, and has parameters of ``dtype``.
-        dtype: the precision of the evaluation.
-    """
-
-    def __init__(self, potential: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        if not dtype.is_floating_point:
-            raise TypeError(f"dtype must be a floating-point type; got {dtype}.")
-        self.potential, self.dtype = with_energy(potential), dtype
-
-    def forward(self, position: Positions) -> Energies:
-        return self.potential(position.to(self.dtype)).to(position.dtype)
-
-    def strained_energy(self, position: Positions, strain: Strain) -> Energies:
-        given = position.to(self.dtype), strain.to(self.dtype)
-        return strained_energy(self.potential, *given).to(position.dtype)
-
-    def virial(self, position: Positions) -> Tensor:
-        if not isinstance(self.potential, Potential):
-            return super().virial(position)
-        return self.potential.virial(position.to(self.dtype)).to(position.dtype)

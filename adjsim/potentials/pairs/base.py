@@ -19,7 +19,7 @@ from adjsim.core.derived import MADE, Made, own_tensors
 from adjsim.core.layout import is_tracing
 from adjsim.core.reading import read
 from adjsim.core.refusal import Refusal
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rounding import UNROUNDED, UNROUNDED_BOTH, Rounding, Roundings
 from adjsim.core.state import in_transform
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
@@ -93,36 +93,30 @@ class PairPotential(PairFormula, Potential):
         return dense.strained_energy(self, position, strain)
 
     def strained_force(
-        self,
-        position: Positions,
-        strain: Strain,
-        rounding: Rounding = UNROUNDED,
-        virial_rounding: Rounding = UNROUNDED,
+        self, position: Positions, strain: Strain, roundings: Roundings = UNROUNDED_BOTH
     ) -> Forced:
         if self.box is None:
-            return super().strained_force(position, strain, rounding, virial_rounding)
-        operator, roundings = _strained(self, position, strain), (rounding, virial_rounding)
+            return super().strained_force(position, strain, roundings)
+        operator = _strained(self, position, strain)
         if operator is not None:
-            return strained_sums.force(operator, position, *roundings)
-        return dense.strained_force(self, position, strain, *roundings)
+            return strained_sums.force(operator, position, roundings)
+        return dense.strained_force(self, position, strain, roundings)
 
     def strained_vjp(
         self,
         position: Positions,
         strain: Strain,
         parameters: Tensors,
-        rounding: Rounding = UNROUNDED,
-        virial_rounding: Rounding = UNROUNDED,
+        roundings: Roundings = UNROUNDED_BOTH,
     ) -> tuple[Forced, StrainedPullback]:
         if self.box is None:
-            return super().strained_vjp(position, strain, parameters, rounding, virial_rounding)
+            return super().strained_vjp(position, strain, parameters, roundings)
         with torch.no_grad():
             operator = _strained(self, position, strain)
-        roundings = rounding, virial_rounding
         if operator is not None:
-            values, product = strained_sums.force_vjp(operator, position, parameters, *roundings)
+            values, product = strained_sums.force_vjp(operator, position, parameters, roundings)
         else:
-            values, product = dense.strained_vjp(self, position, strain, *roundings)
+            values, product = dense.strained_vjp(self, position, strain, roundings)
 
         def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, ParameterVJP]:
             with torch.no_grad():

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from adjsim.core.box import differences, nearest_image
 from adjsim.core.layout import is_tracing, materialise_contiguous, memory_order, packed, unpacked
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rounding import UNROUNDED, UNROUNDED_BOTH, Rounding, Roundings
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs.formula import PairFormula
@@ -44,7 +44,13 @@ def strained_energy(pair: PairFormula, position: Positions, strain: Strain) -> E
 
 
 def _energy(pair: PairFormula, s: Tensor, included: Tensor) -> Energies:
-    return 0.5 * torch.where(included, pair.truncated_energy(s), 0.0).sum((-1, -2))
+    energies = pair.truncated_energy(s)
+    if energies.numel() > 1 and energies.shape[-2:] != s.shape[-2:]:
+        raise ValueError(
+            f"the energy of a pair of {type(pair).__name__} must be elementwise in the squared "
+            f"distances; for shape {tuple(s.shape)} it has shape {tuple(energies.shape)}."
+        )
+    return 0.5 * torch.where(included, energies, 0.0).sum((-1, -2))
 
 
 def force(pair: PairFormula, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
@@ -84,25 +90,17 @@ def virial(pair: PairFormula, position: Positions) -> Tensor:
 
 
 def strained_force(
-    pair: PairFormula,
-    position: Positions,
-    strain: Strain,
-    rounding: Rounding = UNROUNDED,
-    virial_rounding: Rounding = UNROUNDED,
+    pair: PairFormula, position: Positions, strain: Strain, roundings: Roundings = UNROUNDED_BOTH
 ) -> tuple[Tensor, Tensor]:
     """Compute the force F and the force along the strain, W, differentiable."""
     d, s, included = _strained_geometry(pair, position, strain)
     weight = -2 * _masked(pair, pair.truncated_slope(s), included)
-    force = _sum_pairs(weight, d, rounding)
-    return force, _virial(strain, d, [weight.unsqueeze(-3) * x for x in d], virial_rounding)
+    force = _sum_pairs(weight, d, roundings.force)
+    return force, _virial(strain, d, [weight.unsqueeze(-3) * x for x in d], roundings.virial)
 
 
 def strained_vjp(
-    pair: PairFormula,
-    position: Positions,
-    strain: Strain,
-    rounding: Rounding,
-    virial_rounding: Rounding,
+    pair: PairFormula, position: Positions, strain: Strain, roundings: Roundings
 ) -> tuple[tuple[Tensor, Tensor], Callable[[Tensor, Tensor], tuple[Tensor, Tensor, DeferredVJP]]]:
     """Compute :func:`strained_force`, and its product with cotangents v and c.
 
@@ -112,8 +110,8 @@ def strained_vjp(
     with torch.no_grad():
         d, s, included = _strained_geometry(pair, position, strain)
         weight = (-2 * _masked(pair, pair.truncated_slope(s), included)).unsqueeze(-3)
-        force = _sum_pairs(weight.squeeze(-3), d, rounding)
-        virial = _virial(strain, d, [weight * x for x in d], virial_rounding)
+        force = _sum_pairs(weight.squeeze(-3), d, roundings.force)
+        virial = _virial(strain, d, [weight * x for x in d], roundings.virial)
 
     def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, DeferredVJP]:
         with torch.no_grad():

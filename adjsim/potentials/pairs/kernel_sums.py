@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from adjsim.core.parameters import refuse_unknown
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rounding import UNROUNDED, Rounding, Roundings
+from adjsim.core.rows import has_rows
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs import dense
@@ -37,7 +38,7 @@ def force(operator: PairOperator, position: Positions, rounding: Rounding = UNRO
         return dense.force(operator.by_torch(operator.operands), position, rounding)
     if differentiable:
         return PairForce.apply(operator, rounding, position, *operator.settings, *operator.operands)
-    return operator.evaluate(FORCE, position, rounding=rounding)[0]
+    return operator.evaluate(FORCE, position, roundings=Roundings(rounding))[0]
 
 
 def force_vjp(
@@ -54,10 +55,12 @@ def force_vjp(
             return along, propagate(operator, gradients_by_rows(operator, found), parameters)
 
         return value, pullback_by_rows
-    value = operator.evaluate(FORCE, position, rounding=rounding)[0]
+    value = operator.evaluate(FORCE, position, roundings=Roundings(rounding))[0]
 
     def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        _, along, *found = operator.evaluate(PRODUCT, position, vector=v, rounding=rounding)
+        _, along, *found = operator.evaluate(
+            PRODUCT, position, vector=v, roundings=Roundings(rounding)
+        )
         return along, propagate(operator, found, parameters)
 
     return value, pullback
@@ -123,7 +126,7 @@ class PairForce(torch.autograd.Function):
         ctx.operator = operator
         # With box, species and exclusions, so that a change in place is an error.
         ctx.save_for_backward(position, *tensors)
-        return operator.evaluate(FORCE, position, rounding=rounding)[0]
+        return operator.evaluate(FORCE, position, roundings=Roundings(rounding))[0]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
@@ -176,5 +179,4 @@ def gradients_of_all(operator: PairOperator, found: Sequence[Tensor]) -> list[Te
 
 def is_batched(x: Tensor) -> bool:
     """Return whether a cotangent has a batch that torch hides, as in ``is_grads_batched``."""
-    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return in_transform() or functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
+    return in_transform() or has_rows(x)

@@ -23,7 +23,7 @@ from adjsim.core.cache_key import UninspectableError, cache_key
 from adjsim.core.derived import own_tensors, replaced
 from adjsim.core.layout import is_tracing
 from adjsim.core.refusal import Refusal
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rounding import UNROUNDED_BOTH, Roundings
 from adjsim.core.rows import vmap_depth
 from adjsim.core.strain import Strain
 from adjsim.potentials.pairs.formula import (
@@ -240,12 +240,12 @@ class PairOperator:
         position: Tensor,
         *,
         vector: Tensor | None = None,
-        rounding: Rounding = UNROUNDED,
+        roundings: Roundings = UNROUNDED_BOTH,
         weight: Tensor | None = None,
         stretch: Tensor | None = None,
-        virial_rounding: Rounding = UNROUNDED,
     ) -> list[Tensor]:
         """Evaluate the kernel of a mode, see :class:`~.kernels.kernel.Kernel`."""
+        rounding, virial = roundings
         kernel = self.kernel(mode, rounding.rounds)
         if isinstance(kernel, Refusal):
             raise RuntimeError(f"{type(self.pair).__name__} has no pair operator: {kernel.reason}.")
@@ -262,7 +262,7 @@ class PairOperator:
             stretch=stretch,
             classes=self.pair.classes,
             partners=self.pair.partners,
-            virial_spacing=virial_rounding.spacing if virial_rounding.rounds else None,
+            virial_spacing=virial.spacing if virial.rounds else None,
         )
         return evaluate(kernel, inputs)
 

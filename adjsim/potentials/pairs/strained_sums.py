@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rounding import UNROUNDED_BOTH, Roundings
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs import dense
@@ -43,42 +43,32 @@ def energy(operator: PairOperator, position: Positions) -> Energies:
 
 
 def force(
-    operator: PairOperator,
-    position: Positions,
-    rounding: Rounding = UNROUNDED,
-    virial_rounding: Rounding = UNROUNDED,
+    operator: PairOperator, position: Positions, roundings: Roundings = UNROUNDED_BOTH
 ) -> tuple[Tensor, Tensor]:
     """Compute F and W, differentiable."""
     strain = operator.present_strain
     moves = torch.is_grad_enabled() and strain.value.requires_grad
     differentiable = operator.differentiable(position) or moves
     modes = (FORCE, PRODUCT) if differentiable else (FORCE,)
-    if not operator.has(*modes, rounds=rounding.rounds):
+    if not operator.has(*modes, rounds=roundings.force.rounds):
         by_torch = operator.by_torch(operator.operands)
-        return dense.strained_force(by_torch, position, strain, rounding, virial_rounding)
+        return dense.strained_force(by_torch, position, strain, roundings)
     if differentiable:
-        return _Force.apply(
-            operator, rounding, virial_rounding, position, strain.value, *operator.operands
-        )
-    return _forces(operator, position, rounding, virial_rounding)
+        return _Force.apply(operator, roundings, position, strain.value, *operator.operands)
+    return _forces(operator, position, roundings)
 
 
 def force_vjp(
     operator: PairOperator,
     position: Positions,
     parameters: Tensors,
-    rounding: Rounding,
-    virial_rounding: Rounding,
+    roundings: Roundings,
 ) -> tuple[tuple[Tensor, Tensor], StrainedProduct]:
     """Compute F and W, and their product with cotangents."""
-    if not operator.has(FORCE, PRODUCT, rounds=rounding.rounds):
-        values, product = dense.strained_vjp(
-            operator.by_torch(operator.operands),
-            position,
-            operator.present_strain,
-            rounding,
-            virial_rounding,
-        )
+    if not operator.has(FORCE, PRODUCT, rounds=roundings.force.rounds):
+        by_torch = operator.by_torch(operator.operands)
+        strain = operator.present_strain
+        values, product = dense.strained_vjp(by_torch, position, strain, roundings)
 
         def pullback_by_rows(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Any]:
             along, moved, deferred = product(v, c)
@@ -86,21 +76,18 @@ def force_vjp(
             return along, moved, grads
 
         return values, pullback_by_rows
-    roundings = rounding, virial_rounding
 
     def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Any]:
-        along, moved, found = _product(operator, position, v, c, *roundings)
+        along, moved, found = _product(operator, position, v, c, roundings)
         return along, moved, propagate(operator, found, parameters)
 
-    return _forces(operator, position, *roundings), pullback
+    return _forces(operator, position, roundings), pullback
 
 
 def _forces(
-    operator: PairOperator, position: Tensor, rounding: Rounding, virial_rounding: Rounding
+    operator: PairOperator, position: Tensor, roundings: Roundings
 ) -> tuple[Tensor, Tensor]:
-    value, virial = operator.evaluate(
-        FORCE, position, rounding=rounding, virial_rounding=virial_rounding
-    )
+    value, virial = operator.evaluate(FORCE, position, roundings=roundings)
     return value, operator.present_strain.contracted(virial.sum(-2, keepdim=True))
 
 
@@ -109,8 +96,7 @@ def _product(
     position: Tensor,
     v: Tensor,
     c: Tensor,
-    rounding: Rounding = UNROUNDED,
-    virial_rounding: Rounding = UNROUNDED,
+    roundings: Roundings = UNROUNDED_BOTH,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     strain = operator.present_strain
     _, _, along, moved, *found = operator.evaluate(
@@ -118,8 +104,7 @@ def _product(
         position,
         vector=v,
         stretch=strain.matrix(c, position.shape[-1]),
-        rounding=rounding,
-        virial_rounding=virial_rounding,
+        roundings=roundings,
     )
     return along, strain.contracted(moved.sum(-2, keepdim=True)), found
 
@@ -158,14 +143,13 @@ class _Force(torch.autograd.Function):
     def forward(
         ctx: Any,
         operator: PairOperator,
-        rounding: Rounding,
-        virial_rounding: Rounding,
+        roundings: Roundings,
         position: Tensor,
         strain: Tensor,
         *operands: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.operator = operator
-        values = _forces(operator, position, rounding, virial_rounding)
+        values = _forces(operator, position, roundings)
         ctx.save_for_backward(position, strain, *values, *operands)
         return values
 
@@ -192,7 +176,7 @@ class _Force(torch.autograd.Function):
                 lambda v, c: _product(operator, position, v, c),
             )
             grads = gradients_of_all(operator, found)
-        return None, None, None, along, moved, *grads
+        return None, None, along, moved, *grads
 
 
 class _Energy(torch.autograd.Function):

@@ -14,7 +14,7 @@ from adjsim.core.arguments import as_number, as_whole, describe_type
 from adjsim.core.box import volume as volume_of
 from adjsim.core.derived import derived
 from adjsim.core.layout import is_tracing
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rounding import UNROUNDED, UNROUNDED_BOTH, Rounding, Roundings
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
@@ -200,11 +200,7 @@ class UniformCorrection(Potential):
         return self.forward(position) * _shrink(strain.value)
 
     def strained_force(
-        self,
-        position: Positions,
-        strain: Strain,
-        rounding: Rounding = UNROUNDED,
-        virial_rounding: Rounding = UNROUNDED,
+        self, position: Positions, strain: Strain, roundings: Roundings = UNROUNDED_BOTH
     ) -> Forced:
         along = 3 / strain.value.shape[-1] * self.strained_energy(position, strain)
         return torch.zeros_like(position), along[..., None, None].expand_as(strain.value)
@@ -214,8 +210,7 @@ class UniformCorrection(Potential):
         position: Positions,
         strain: Strain,
         parameters: Tensors,
-        rounding: Rounding = UNROUNDED,
-        virial_rounding: Rounding = UNROUNDED,
+        roundings: Roundings = UNROUNDED_BOTH,
     ) -> tuple[Forced, StrainedPullback]:
         with torch.no_grad():
             values = self.strained_force(position, strain)

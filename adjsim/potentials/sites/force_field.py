@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rounding import UNROUNDED, UNROUNDED_BOTH, Rounding, Roundings
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.force_field import ForceFieldPotential
@@ -97,29 +97,23 @@ class SitedForceField(ForceFieldPotential):
         return super().strained_energy(self.sites(position), strain)
 
     def strained_force(
-        self,
-        position: Positions,
-        strain: Strain,
-        rounding: Rounding = UNROUNDED,
-        virial_rounding: Rounding = UNROUNDED,
+        self, position: Positions, strain: Strain, roundings: Roundings = UNROUNDED_BOTH
     ) -> Forced:
-        placed, roundings = self.sites.placed(position), (rounding, virial_rounding)
-        values = super().strained_force(placed.position, strain, *roundings)
-        return placed.strained_on_atoms(values, strain, *roundings)
+        placed = self.sites.placed(position)
+        values = super().strained_force(placed.position, strain, roundings)
+        return placed.strained_on_atoms(values, strain, roundings)
 
     def strained_vjp(
         self,
         position: Positions,
         strain: Strain,
         parameters: Tensors,
-        rounding: Rounding = UNROUNDED,
-        virial_rounding: Rounding = UNROUNDED,
+        roundings: Roundings = UNROUNDED_BOTH,
     ) -> tuple[Forced, StrainedPullback]:
-        roundings = rounding, virial_rounding
         with torch.no_grad():
             placed = self.sites.placed(position)
-            values, product = super().strained_vjp(placed.position, strain, parameters, *roundings)
-            found = placed.strained_on_atoms(values, strain, *roundings)
+            values, product = super().strained_vjp(placed.position, strain, parameters, roundings)
+            found = placed.strained_on_atoms(values, strain, roundings)
 
         def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, ParameterVJP]:
             with torch.no_grad():

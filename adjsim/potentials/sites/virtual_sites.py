@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_whole, outside_inference_mode
 from adjsim.core.coordinates import Vector, added, subtracted
 from adjsim.core.layout import materialise
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rounding import UNROUNDED, Rounding, Roundings
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Positions
 from adjsim.potentials.bonded.terms import split_like, whole
@@ -220,20 +220,18 @@ class Placed:
             deferred.append(rest)
         return total, deferred
 
-    def strained_on_atoms(
-        self, values: Forced, strain: Strain, rounding: Rounding, virial_rounding: Rounding
-    ) -> Forced:
+    def strained_on_atoms(self, values: Forced, strain: Strain, roundings: Roundings) -> Forced:
         """Compute J^T F and W from the forces F on all particles and their W.
 
         To W comes the work of J^T F on the atoms less that of F on all, as both are stretched. It
         is zero for linear sites, which are stretched with their atoms.
         """
         force, along = values
-        virial_rounding = with_fewer_axes(virial_rounding, 1)
+        rounding = with_fewer_axes(roundings.virial, 1)
         for pull, d in self._excess(force):
-            work = virial_rounding.round(strain.products(d.mT, pull.mT)).sum(-2, keepdim=True)
+            work = rounding.round(strain.products(d.mT, pull.mT)).sum(-2, keepdim=True)
             along = along + work.sum_to_size(strain.value.shape)
-        return self.on_atoms(force, rounding), along
+        return self.on_atoms(force, roundings.force), along
 
     def virial(self, force: Tensor) -> Tensor:
         """Compute the virial of J^T F on the atoms less that of F on all particles."""

@@ -47,7 +47,7 @@ class VaryingCoupling:
             values["c d"] = self._tensor(c.denominator, torch.int64)
         return {LETTER: values}
 
-    def growth(self, plan: StepPlan, clock: VaryingClock) -> BufferGrowth | None:
+    def buffer_growth(self, plan: StepPlan, clock: VaryingClock) -> BufferGrowth | None:
         if not self.exact:
             return None
         fastest = self._fastest(plan)
@@ -65,7 +65,7 @@ class VaryingCoupling:
         assert plan.lattice is not None
         coefficients = self.coefficients(float("inf"))
         moves = [(stage.letter, move) for stage, move in plan.moves]
-        return replace(plan.lattice.growth(coefficients, moves), check_every=1)
+        return replace(plan.lattice.buffer_growth(coefficients, moves), check_every=1)
 
     def _tensor(self, value: Any, dtype: torch.dtype) -> Tensor:
         return torch.tensor(value, dtype=dtype, device=self.like.device)

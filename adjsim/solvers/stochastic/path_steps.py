@@ -35,7 +35,7 @@ class StepSize:
         # A number for Python, so it stays on the CPU.
         return {LETTER: {"h": torch.tensor(h, dtype=torch.float64)}}
 
-    def growth(self, plan: StepPlan, clock: VaryingClock) -> None:
+    def buffer_growth(self, plan: StepPlan, clock: VaryingClock) -> None:
         """No buffer grows: the steps have no inverse."""
 
 

@@ -13,27 +13,16 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_indices, as_number, as_whole, outside_inference_mode
 from adjsim.core.box import Periodic, inverse, refuse_trained_box
-from adjsim.core.declared import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    Declaring,
-    Limits,
-    setting,
-)
+from adjsim.core.declared import NOT_NEGATIVE, POSITIVE, Declaring, Limits, setting
 from adjsim.core.derived import derived
 from adjsim.core.layout import materialise
 from adjsim.core.parameters import register
 from adjsim.core.reading import as_part
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rounding import UNROUNDED, UNROUNDED_BOTH, Rounding, Roundings
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import Potential
-from adjsim.potentials.charges.ewald.autograd import (
-    ChargeSum,
-    Maker,
-    Product,
-    forces_of,
-)
+from adjsim.potentials.charges.ewald.autograd import ChargeSum, Maker, Product, forces_of
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, places_of
 from adjsim.potentials.charges.ewald.waves import Waves, influence
 from adjsim.potentials.pairs.base import PairPotential
@@ -250,18 +239,14 @@ class EwaldSum(Declaring, Periodic, Potential):
         return self.real.strained_energy(position, strain) + self._beyond(position, strain)
 
     def strained_force(
-        self,
-        position: Positions,
-        strain: Strain,
-        rounding: Rounding = UNROUNDED,
-        virial_rounding: Rounding = UNROUNDED,
+        self, position: Positions, strain: Strain, roundings: Roundings = UNROUNDED_BOTH
     ) -> Forced:
         charge = self._charges(position)
-        value, along = self.real.strained_force(position, strain, rounding, virial_rounding)
+        value, along = self.real.strained_force(position, strain, roundings)
         for make in self._parts(position):
             more, rows = forces_of(make, position, charge, strain)
-            value = value + _rounded(more, rounding)
-            along = along + _rounded(rows, virial_rounding)
+            value = value + _rounded(more, roundings.force)
+            along = along + _rounded(rows, roundings.virial)
         return materialise(value), along
 
     def strained_vjp(
@@ -269,19 +254,18 @@ class EwaldSum(Declaring, Periodic, Potential):
         position: Positions,
         strain: Strain,
         parameters: Sequence[Tensor],
-        rounding: Rounding = UNROUNDED,
-        virial_rounding: Rounding = UNROUNDED,
+        roundings: Roundings = UNROUNDED_BOTH,
     ) -> tuple[Forced, StrainedPullback]:
         (value, along), real_product = self.real.strained_vjp(
-            position, strain, parameters, rounding, virial_rounding
+            position, strain, parameters, roundings
         )
         products: list[Product] = []
         with torch.no_grad():
             charge = self._charges(position)
             for make in self._parts(position):
                 (more, rows), product = make(strain).linearised(position, charge)
-                value = value + _rounded(more, rounding)
-                along = along + _rounded(rows, virial_rounding)
+                value = value + _rounded(more, roundings.force)
+                along = along + _rounded(rows, roundings.virial)
                 products.append(product)
 
         def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, ParameterVJP]:
