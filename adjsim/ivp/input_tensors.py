@@ -160,4 +160,8 @@ def _name_of(leaf: Tensor, fun: Callable[..., Any]) -> str:
         for name, value in names.items():
             if isinstance(value, Tensor) and any(x is leaf for x in (value, *leaves(value))):
                 return f"'{name}'" + (f" ({where})" if where else "")
+            parameters = value.named_parameters() if isinstance(value, nn.Module) else ()
+            for inner, x in parameters:
+                if x is leaf:
+                    return f"'{name}.{inner}'"
     return f"a tensor of shape {tuple(leaf.shape)}"
