@@ -49,7 +49,9 @@ class BacksolveAdjoint(Adjoint):
         run.solver.check(run, self._options())
 
     def run(self, run: Run[State], report: RunReport) -> Result[State]:
-        states, record, final = run.solver.solve(run.connected(), report, self._options())
+        joined, values = run.joined()
+        options = {**self._options(), "params": values}
+        states, record, final = run.solver.solve(joined, report, options)
         make = type(final)._make
 
         def once(x: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ def _tanh(kind: str, integer: str, fraction: int, bias: int, largest: int) -> st
     """
     *lower, highest = TANH[kind]
     return f"""
-inline {kind} tanh({kind} x) {{
+__attribute__((always_inline)) inline {kind} tanh({kind} x) {{
   // Adding 1.5 * 2^{fraction} rounds a number to an integer, which is then in its last bits.
   const {kind} shift = 0x1.8p{fraction}, rate = {(2 / math.log(2)).hex()};
   const {kind} distance = {(math.log(2) / 2).hex()};

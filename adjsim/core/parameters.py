@@ -221,8 +221,8 @@ def refuse_unknown(output: Tensor, module: nn.Module, known: Sequence[Tensor], w
         raise ValueError(
             f"{what} depends on {_name_of(leaf, module)}, which requires grad but is not "
             "registered, or is read as a variable instead of from its module, so an adjoint would "
-            "lose its gradient. Make it an nn.Parameter (or a buffer) of the potential or the "
-            "dynamics and read it as an attribute of its module, or detach() it."
+            "lose its gradient. Make it an nn.Parameter, or a buffer if it is computed, of the "
+            "potential or the dynamics and read it as an attribute of its module, or detach() it."
         )
 
 

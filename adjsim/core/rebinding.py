@@ -29,8 +29,12 @@ V = TypeVar("V")
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
+class OfRun:
+    """A value, other than modules and tensors, of which each run has a twin of its own."""
+
+
 def rebound(value: V, twins: Mapping[int, Any]) -> V:
-    """Replace modules and tensors inside a value, by their identities.
+    """Replace modules, tensors and values of a run inside a value, by their identities.
 
     The parts of the value that reach one are copied, others kept. Parts that are shared, or that
     contain each other, stay so.
@@ -38,18 +42,20 @@ def rebound(value: V, twins: Mapping[int, Any]) -> V:
     return value if type(value) in PLAIN else _rebuilt(value, twins, {})
 
 
-def _reaches(value: Any, twins: Mapping[int, Any]) -> bool:
-    """Return whether a value leads to one of the modules and tensors."""
+def reached(value: Any) -> Iterator[Any]:
+    """Yield all that a value leads to, each once."""
     waiting, seen = [value], set[int]()
     while waiting:
         x = waiting.pop()
         if type(x) in PLAIN or id(x) in seen:
             continue
-        if id(x) in twins and isinstance(x, nn.Module | Tensor):
-            return True
+        yield x
         seen.add(id(x))
         waiting.extend(_inside(x))
-    return False
+
+
+def _is_replaced(x: Any, twins: Mapping[int, Any]) -> bool:
+    return id(x) in twins and isinstance(x, nn.Module | Tensor | OfRun)
 
 
 def _inside(x: Any) -> Iterable[Any]:
@@ -94,11 +100,11 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 def _rebuilt(value: Any, twins: Mapping[int, Any], memo: dict[int, Any]) -> Any:
     """Return a value with copies of the parts that reach a twin."""
-    if isinstance(value, nn.Module | Tensor) and id(value) in twins:
+    if _is_replaced(value, twins):
         return twins[id(value)]
     if id(value) in memo:
         return memo[id(value)]
-    if not _reaches(value, twins):
+    if not any(_is_replaced(x, twins) for x in reached(value)):
         return value
 
     def inner(x: Any) -> Any:

@@ -42,13 +42,13 @@ class ColumnEvent:
     """A user's event of all columns, with SciPy's attributes and a reset; its ``number`` counts."""
 
     def __init__(self, function: Callable[..., Any], rhs: RightHandSide, number: int) -> None:
-        self.function, self.rhs, self.number = function, rhs, number
-        self.terminal, self.direction, self.reset = event_settings(function)
+        self.function: Any = rhs.inputs.histories.twins_in(function)
+        self.rhs, self.number = rhs, number
+        self.terminal, self.direction, self.reset = event_settings(self.function)
         # Leaf tensors that the event and its reset read, other than those of the run. They are
         # collected where gradients are recorded.
         self.reads: dict[int, Tensor] = {}
         self._noted = torch.is_grad_enabled()
-        self._known = {id(x) for x in rhs.parameter_leaves}
 
     def __call__(self, t: Tensor, y: Tensor) -> Tensor:
         """Return the values ``(batch,)`` at times ``(batch,)`` and states ``(n, batch)``."""
@@ -83,7 +83,7 @@ class ColumnEvent:
 
     def _note(self, found: Tensor, *points: Tensor) -> None:
         if self._noted:
-            known = self._known | {id(x) for x in points}
+            known = {id(x) for x in (*self.rhs.parameter_leaves, *points)}
             self.reads |= {id(x): x for x in leaves(found) if id(x) not in known}
 
     def slope(self, t: Tensor, y: Tensor) -> Slope:

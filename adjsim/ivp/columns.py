@@ -103,10 +103,10 @@ def solve_columns(
     _check_times(first, last, direction, None if t_eval is None else grid.detach())
     rate = _Rate(rhs)
     _check_function(rhs, rate, first, start.detach())
-    rhs.inputs.histories.close()
     mass = None if rhs.mass is None else Mass(rhs, first, rate)
     marks = [ColumnEvent(event, rhs, k) for k, event in enumerate(events or ())]
     _check_events(marks, first, start.detach())
+    rhs.inputs.histories.close()
     reads = [x for event in marks for x in event.reads.values()]
     reads += [] if mass is None else mass.reads
     wants_gradient = torch.is_grad_enabled() and any(

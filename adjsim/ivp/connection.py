@@ -73,6 +73,11 @@ def undeclared(name: str) -> ValueError:
     )
 
 
+def is_solution(node: Any) -> bool:
+    """Return whether a node of a graph is that of a solution."""
+    return getattr(node, "_forward_cls", None) is _Connected
+
+
 def in_forward_mode() -> bool:
     """Return whether a transform of torch.func, or forward automatic differentiation, is active."""
     return in_transform() or forward_ad._current_level >= 0

@@ -1,5 +1,7 @@
 r"""Solutions that a later right-hand side reads, as those of delay equations, with gradients.
 
+A run replaces each solution that its right-hand side, events or resets reach by a twin of its own.
+
 A right-hand side of another solution :math:`y_1`, such as :math:`f(t, y, y_1(t - \tau))`, reads it
 at a few hundred times, and an adjoint run of its own for each would be far too much. So the later
 run reads the polynomials through the states at the Chebyshev points of each step of :math:`y_1`.
@@ -16,24 +18,24 @@ over them. So the quadrature compares sums with polynomials in time, and with th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from adjsim.core.rebinding import OfRun, reached, rebound
 from adjsim.core.state import in_transform
+from adjsim.ivp.connection import outside_transforms
+
+V = TypeVar("V")
 
 # Times by which a solution may be read beyond its ends, relative to its length: rounding.
 BEYOND = 1e-9
 # Number of polynomials with which the products with a history are compared.
 COMPARED = 5
-
-#: The history reader of the run that evaluates its right-hand side now.
-READER: ContextVar[HistoryReader | None] = ContextVar("READER", default=None)
 
 # Times ``(steps + 1, batch)`` of a smooth section of a solution in columns, and its states
 # ``(n, times, batch)`` at times ``(times, batch)``, with their gradient. One state is one column.
@@ -101,11 +103,17 @@ class Polynomials:
             (~empty).long().argmax(0),
         )  # fmt: skip
 
-    def at(self, table: Table, t: Tensor, refuse: bool) -> Tensor:
+    def at(self, table: Table, t: Tensor, column: Tensor | None, refuse: bool) -> Tensor:
         """Return the states ``(n, k, batch)`` at times ``(k, batch)``, or ``(k, 1)`` for all.
 
-        Outside of the time span they are NaN, or refused where vmap does not hide the times.
+        They are those of one ``column``, as a batch of one, if it is given. Outside of the time
+        span they are NaN, or refused where vmap does not hide the times.
         """
+        columns = torch.arange(len(table.sign), device=t.device)
+        if column is not None:
+            columns = column[None]
+            picked = (x.index_select(-1, columns) for x in table[1:])
+            table = Table(table.values, *picked)
         known = table.sign * t.detach()
         low, high = table.sign * table.begins[0], table.ends[-1]
         beyond = BEYOND * (high - low)
@@ -118,8 +126,8 @@ class Polynomials:
         weights = self._basis[-1]
         for row in self._basis[:-1].flip(0):
             weights = weights * x + row
-        columns = torch.arange(len(table.sign), device=t.device)[:, None]
-        found = table.values[:, self._first[step][..., None] + self._range, columns]
+        nodes = self._first[step][..., None] + self._range
+        found = table.values[:, nodes, columns[:, None]]
         return (found * weights.to(found)).sum(-1).masked_fill(outside, torch.nan)
 
     def compared(self, values: Tensor) -> Tensor:
@@ -162,12 +170,15 @@ def _refuse_jump(t: float, before: Tensor, after: Tensor) -> None:
         )
 
 
-class History(ABC):
+class History(OfRun, ABC):
     """A solution that a later right-hand side may read with gradients."""
 
     #: Whether its columns are samples, of which vmap evaluates one at a time.
     by_sample: ClassVar[bool] = False
     _polynomials: Polynomials | None = None
+    # The solution of which this is the twin of a run, and how the run reads it.
+    _original: History | None = None
+    _reads: Callable[[Tensor], Tensor | None] | None = None
 
     @abstractmethod
     def sections(self) -> tuple[list[Section], int]:
@@ -178,8 +189,18 @@ class History(ABC):
 
         Times ``(k, 1)`` are those of all columns. None: no gradient is wanted there.
         """
-        reader = READER.get()
-        return None if reader is None else reader.read(self, t)
+        return None if self._reads is None else self._reads(t)
+
+    @property
+    def original(self) -> History:
+        """The solution itself, where this is the twin of a run."""
+        return self._original or self
+
+    def twin(self, reads: Callable[[Tensor], Tensor | None]) -> History:
+        """Return the solution as a run reads it."""
+        found: History = object.__new__(type(self))
+        vars(found).update(vars(self), _original=self, _reads=reads)
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, and a solution from a file, have no gradient.
@@ -199,97 +220,77 @@ class HistoryReader:
     ``originals`` and ``leaves`` are the tensors of the run with a gradient, and their stand-ins.
     """
 
-    def __init__(self, originals: list[Tensor], leaves: list[Tensor]) -> None:
-        self._originals, self._leaves = originals, leaves
+    def __init__(self, originals: list[Tensor], leaves: list[Tensor], batch: torch.Size) -> None:
+        self._originals, self._leaves, self._batch = originals, leaves, batch
         self._records, self._open = torch.is_grad_enabled(), True
+        self._by_sample = False
         self._known: dict[History, Table | None] = {}
-        self._sample: dict[History, Table] = {}
         #: For each stand-in of a history, by its number, the weights of its comparison.
         self.compared: dict[int, Tensor] = {}
-
-    @contextmanager
-    def active(self) -> Generator[None, None, None]:
-        """Read histories by this reader."""
-        token = READER.set(self)
-        try:
-            yield
-        finally:
-            READER.reset(token)
 
     def close(self) -> None:
         """Take no further histories: the parameters of the run are known now."""
         self._open = False
 
-    def samples(self, count: int) -> list[Tensor]:
-        """Return the tensors of all histories of samples, with the axis of the samples first."""
-        tables = self._of_samples().values()
-        for table in tables:
-            if len(table.sign) != count:
-                raise ValueError(
-                    f"fun reads a solution of {len(table.sign)} samples in a batch of {count}: "
-                    "solve both for the same samples."
-                )
-        return [x.movedim(-1, 0) for table in tables for x in table]
+    def twins_in(self, value: V, sample: Tensor | None = None) -> V:
+        """Replace the histories inside a function or another value by their twins of this run.
 
-    @contextmanager
-    def of_sample(self, rows: Sequence[Tensor]) -> Generator[None, None, None]:
-        """Read one sample, whose tensors are those of :meth:`samples` without their first axis."""
-        parts = iter(rows)
-        before, self._sample = (
-            self._sample,
-            {
-                history: Table(*(next(parts)[..., None] for _ in table))
-                for history, table in self._of_samples().items()
-            },
-        )
-        try:
-            yield
-        finally:
-            self._sample = before
+        Histories of samples are read at a ``sample``, a number that vmap hides, or at all.
+        """
+        known = {id(x): x.original for x in reached(value) if isinstance(x, History)}
+        twins = {k: x.twin(partial(self.read, x, sample)) for k, x in known.items()}
+        self._by_sample |= any(x.by_sample for x in known.values())
+        return rebound(value, twins) if twins else value
 
-    def _of_samples(self) -> dict[History, Table]:
-        return {h: table for h, table in self._known.items() if table is not None and h.by_sample}
+    def bound(self, value: V, sample: Tensor | None) -> V:
+        """Replace the twins inside a value, which read all samples, by those of a sample."""
+        return value if sample is None or not self._by_sample else self.twins_in(value, sample)
 
-    def read(self, history: History, t: Tensor) -> Tensor | None:
-        table = self._sample.get(history) or self.add(history)
+    def read(self, history: History, sample: Tensor | None, t: Tensor) -> Tensor | None:
+        """Return states as :meth:`History.read` does."""
+        table = self.add(history)
         polynomials = history.as_polynomials() if table is not None else None
         if table is None or polynomials is None:
             return None
-        return polynomials.at(table, t, not history.by_sample)
+        column = sample if history.by_sample else None
+        if column is not None and table.sign.shape != self._batch:
+            raise ValueError(
+                f"fun reads a solution of {len(table.sign)} samples in a batch of "
+                f"{self._batch.numel()}: solve both for the same samples."
+            )
+        return polynomials.at(table, t, column, not history.by_sample)
 
     def add(self, history: History) -> Table | None:
         """Return the table of a history, with the stand-in of its states if they have a gradient.
 
         None: the solution itself is read.
         """
-        if history in self._known:
-            return self._known[history]
-        token, table = READER.set(None), None
-        wants = self._records or history.by_sample
-        try:
-            with torch.set_grad_enabled(self._records):
-                found = history.as_polynomials() if wants else None
-            if history.by_sample and found is None:
-                raise ValueError(
-                    "fun reads a solution of samples with resets, at which its states may jump: "
-                    "end it by a terminal event, and begin another at its times and states."
-                )
-            if found is not None and (history.by_sample or found.values.requires_grad):
-                if not self._open:
-                    raise ValueError(
-                        "fun reads a solution that it does not read at the start of the time span: "
-                        "declare it by params=[solution.sol]."
-                    )
-                values = found.values.detach().clone()
-                if self._records and found.values.requires_grad:
-                    self.compared[len(self._leaves)] = found.compared(values)
-                    self._originals.append(found.values)
-                    self._leaves.append(values.requires_grad_())
-                table = found.table(values)
-        finally:
-            READER.reset(token)
-        self._known[history] = table
-        return table
+        if history not in self._known:
+            with outside_transforms():
+                self._known[history] = self._table(history)
+        return self._known[history]
+
+    def _table(self, history: History) -> Table | None:
+        with torch.set_grad_enabled(self._records):
+            found = history.as_polynomials() if self._records or history.by_sample else None
+        if history.by_sample and found is None:
+            raise ValueError(
+                "fun reads a solution of samples with resets, at which its states may jump: "
+                "end it by a terminal event, and begin another at its times and states."
+            )
+        if found is None or not (history.by_sample or found.values.requires_grad):
+            return None
+        if not self._open:
+            raise ValueError(
+                "fun reads a solution that it does not read at the start of the time span: "
+                "declare it by params=[solution.sol]."
+            )
+        values = found.values.detach().clone()
+        if self._records and found.values.requires_grad:
+            self.compared[len(self._leaves)] = found.compared(values)
+            self._originals.append(found.values)
+            self._leaves.append(values.requires_grad_())
+        return found.table(values)
 
     def smoothed(self, sums: Sequence[Tensor]) -> list[Tensor]:
         """Replace products with the states ``(k, n, nodes, batch)`` of histories by their sums."""

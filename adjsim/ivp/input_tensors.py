@@ -21,7 +21,7 @@ from inspect import getclosurevars, isfunction, isroutine
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adjsim.core.parameters import graph_nodes, leaves
@@ -30,6 +30,7 @@ from adjsim.core.rebinding import Rebound
 from adjsim.core.state import in_transform
 from adjsim.ivp.connection import (
     has_tangent,
+    is_solution,
     outside_transforms,
     plain,
     refuse_wrapped,
@@ -45,8 +46,16 @@ class InputTensors:
     those of ``declared``.
     """
 
-    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], declared: Any) -> None:
+    def __init__(
+        self, fun: Callable[..., Any], args: tuple[Any, ...], declared: Any, batch: Size
+    ) -> None:
         declared = list(declared) if isinstance(declared, Iterator) else declared
+        #: Tensors with respect to which a gradient is wanted, and the stand-in of each.
+        self.originals, self.leaves = list[Tensor](), list[Tensor]()
+        #: The solutions that the function reads, whose states become originals too.
+        self.histories = HistoryReader(self.originals, self.leaves, batch)
+        self._given = fun
+        fun, args, declared = self.histories.twins_in((fun, args, declared))
         own = tree_leaves(owner(fun))
         nodes = [*own, *tree_leaves(declared)]
         modules = [x for x in nodes if isinstance(x, nn.Module)]
@@ -57,11 +66,10 @@ class InputTensors:
         arguments = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         found = (*arguments, *registered, *unregistered)
         wanted = {id(x): x for x in found if x.requires_grad or has_tangent(x)}
-        #: Tensors with respect to which a gradient is wanted, and the stand-in of each.
-        self.originals = list(wanted.values())
+        self.originals += wanted.values()
         # Copies, so that a later change of a tensor in place is one of the next run alone.
         with outside_transforms():
-            self.leaves = [plain(x).clone().requires_grad_() for x in self.originals]
+            self.leaves += [plain(x).clone().requires_grad_() for x in self.originals]
             leaf_of = dict(zip(wanted, self.leaves, strict=True))
             constants = [x for x in (*arguments, *reading.tensors) if id(x) not in leaf_of]
             copies = leaf_of | {id(x): plain(x).clone() for x in constants}
@@ -72,21 +80,25 @@ class InputTensors:
         function = reading.rebound(copied, fun)
         of_module = any(isinstance(x, nn.Module) for x in own)
         captured = unregistered if of_module else [*unregistered, *registered]
-        stand_ins = {id(x): leaf_of[id(x)] for x in captured if id(x) in leaf_of}
-        self._given, self._guard = fun, refuse_wrapped() if in_transform() else nullcontext()
-        self._function = Rebound(function, stand_ins, (), ()) if stand_ins else function
-        #: The solutions that the function reads, whose states become originals too.
-        self.histories = HistoryReader(self.originals, self.leaves)
+        self._stand_ins = {id(x): leaf_of[id(x)] for x in captured if id(x) in leaf_of}
+        self._function = function
+        self._guard = refuse_wrapped() if in_transform() else nullcontext()
         for x in (*nodes, *tree_leaves(args)):
-            table = self.histories.add(x) if isinstance(x, History) else None
+            table = self.histories.add(x.original) if isinstance(x, History) else None
             self.named |= {id(table.values)} if table and table.values.requires_grad else set()
         self._declared = {id(x): x.grad_fn for x in (*registered, *unregistered) if x.requires_grad}
         self._computed = {node for node in self._declared.values() if node is not None}
 
-    def evaluate(self, t: Any, y: Any, *args: Any) -> Any:
-        """Evaluate the function with the tensors of the run; ``args`` are those of the run."""
-        with self._guard, self.histories.active():
-            return self._function(t, y, *args)
+    def evaluate(self, t: Any, y: Any, *args: Any, sample: Tensor | None = None) -> Any:
+        """Evaluate the function with the tensors of the run; ``args`` are those of the run.
+
+        Histories of samples are read at a ``sample``, a number that vmap hides, or at all.
+        """
+        function: Any = self.histories.bound(self._function, sample)
+        if self._stand_ins:
+            function = Rebound(function, self._stand_ins, (), ())
+        with self._guard:
+            return function(t, y, *args)
 
     def refuse_undeclared(self, out: Tensor, *known: Tensor) -> None:
         """Refuse a rate whose graph has a leaf that is neither declared nor known."""
@@ -95,15 +107,23 @@ class InputTensors:
             raise undeclared("a tensor with a tangent, which")
         for node in graph_nodes(out):
             leaf = getattr(node, "variable", None)
+            computed = node in self._computed or id(leaf) in self._declared
+            strange = None if leaf is None or id(leaf) in given else leaf
+            if (computed or strange is not None) and any(map(is_solution, graph_nodes(out))):
+                raise ValueError(
+                    "fun reads a solution that is a global variable or an attribute of a class, so "
+                    "the adjoint would lose its gradient: pass it in args=(..., solution.sol), or "
+                    "capture it in a local function."
+                )
             # An evaluation uses the stand-ins, so it reaches a declared tensor only through a
             # tensor computed beforehand.
-            if node in self._computed or id(leaf) in self._declared:
+            if computed:
                 raise ValueError(
                     "fun reads a tensor that was computed from a declared one before the solution: "
                     "compute it in fun, or declare it instead."
                 )
-            if leaf is not None and id(leaf) not in given:
-                raise undeclared(f"{_name_of(leaf, self._given)}, which requires grad and")
+            if strange is not None:
+                raise undeclared(f"{_name_of(strange, self._given)}, which requires grad and")
 
 
 def _closed_over(fun: Any) -> list[nn.Module]:
@@ -140,4 +160,8 @@ def _name_of(leaf: Tensor, fun: Callable[..., Any]) -> str:
         for name, value in names.items():
             if isinstance(value, Tensor) and any(x is leaf for x in (value, *leaves(value))):
                 return f"'{name}'" + (f" ({where})" if where else "")
+            parameters = value.named_parameters() if isinstance(value, nn.Module) else ()
+            for inner, x in parameters:
+                if x is leaf:
+                    return f"'{name}.{inner}'"
     return f"a tensor of shape {tuple(leaf.shape)}"

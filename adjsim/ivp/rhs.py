@@ -51,7 +51,7 @@ class RightHandSide:
         self.fun, self.args, self.like, self.vectorized = fun, args, like.detach(), vectorized
         self.mass = mass
         given = (*args, mass) if isinstance(mass, Tensor) else args
-        self.inputs = InputTensors(fun, given, declared)
+        self.inputs = InputTensors(fun, given, declared, like.shape[1:])
         #: The arguments of ``fun`` with the tensors of the run.
         self.own_args = self.inputs.args[: len(args)]
         #: Tensors with respect to which a gradient is wanted, and their stand-ins in ``fun``.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -30,19 +31,21 @@ class SampleRightHandSide(RightHandSide):
     """The right-hand side of samples, whose states ``(n, batch)`` are the columns of a solution."""
 
     def evaluate(self, t: Tensor, y: Tensor) -> Any:
-        return self.called(self.inputs.evaluate, t, y)
+        return self._each(lambda k: partial(self.inputs.evaluate, sample=k), t, y)
 
     def called(self, function: Callable[..., Any], t: Tensor, y: Tensor) -> Any:
+        return self._each(partial(self.inputs.histories.bound, function), t, y)
+
+    def _each(self, of: Callable[[Tensor], Callable[..., Any]], t: Tensor, y: Tensor) -> Any:
+        """Call the function of each sample, which its number selects."""
         found, structure = tree_flatten(self.own_args)
         own = [isinstance(x, Tensor) and x.shape[:1] == t.shape for x in found]
 
-        histories = self.inputs.histories
-
-        def of_one(time: Tensor, state: Tensor, *rows: Tensor) -> Tensor:
+        def of_one(k: Tensor, time: Tensor, state: Tensor, *rows: Tensor) -> Tensor:
             row = iter(rows)
-            args = [next(row)[None] if of else x for x, of in zip(found, own, strict=True)]
-            with histories.of_sample(list(row)):
-                value = function(time, state[None], *tree_unflatten(args, structure))
+            parts = [next(row)[None] if has else x for x, has in zip(found, own, strict=True)]
+            args = self.inputs.histories.bound(tree_unflatten(parts, structure), k)
+            value = of(k)(time, state[None], *args)
             if not isinstance(value, Tensor) or value.shape[:1] != (1,):
                 raise ValueError(
                     "with batch_first=True a function of states (batch, n) must return a tensor "
@@ -51,8 +54,10 @@ class SampleRightHandSide(RightHandSide):
                 )
             return value[0]
 
-        rows = [x for x, of in zip(found, own, strict=True) if of] + histories.samples(len(t))
-        return torch.vmap(of_one, (0, 1, *[0] * len(rows)))(t, y, *rows).movedim(0, -1)
+        rows = [x for x, has in zip(found, own, strict=True) if has]
+        numbers = torch.arange(len(t), device=t.device)
+        axes = 0, 0, 1, *[0] * len(rows)
+        return torch.vmap(of_one, axes)(numbers, t, y, *rows).movedim(0, -1)
 
     def matrix(self, t: Tensor) -> Tensor:
         if isinstance(self.mass, Tensor):
@@ -95,8 +100,8 @@ class DenseSamples(History):
         found = self.read(times if times.ndim == 2 else times.reshape(-1, 1))
         if found is None and in_transform():
             raise ValueError(
-                "a solution of samples is read by fun, from the start of the time span on, or "
-                "declared by params=[solution.sol]: events and resets cannot read it."
+                "fun, or an event or a reset, reads a solution of samples as a global variable: "
+                "pass it in args=(..., solution.sol)."
             )
         if found is None:
             return self.columns(times).movedim(-1, 0).transpose(-1, 1)

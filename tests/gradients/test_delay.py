@@ -13,6 +13,10 @@ import adjsim
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 
 
+class Kept:
+    """A class with a solution, which a run does not look into, as it does not at globals."""
+
+
 class Delayed(nn.Module):
     """dy/dt = rates(y, y(t - delay)); ``past`` is the solution as a function of time."""
 
@@ -159,7 +163,9 @@ def test_a_solution_that_cannot_be_read_with_a_gradient():
         (1, lambda t, y: past(t)[:1] if t > 0.5 else -y, r"declare it by params=\[solution.sol\]"),
         (2, lambda t, y: past(t)[:1], r"outside of its time span \[0, 1\]"),
         (1, lambda t, y: jumps(t)[:1], "whose state jumps at t = "),
+        (1, lambda t, y: Kept.past(t)[:1], "a global variable or an attribute of a class"),
     ):
+        Kept.past = past
         with pytest.raises(ValueError, match=message):
             adjsim.solve_ivp(fun, (0, end), [1.0], rtol=1e-4)
 
@@ -241,7 +247,57 @@ def test_a_past_of_samples_that_cannot_be_read():
     ).sol
     for fun, events, message in (
         (lambda t, y: past(t + 1.5), None, "not finite"),
-        (lambda t, y: -y, lambda t, y: past(t)[:, 0] - 0.5, "events and resets cannot read it"),
+        (lambda t, y: -y, lambda t, y: Kept.past(t)[:, 0] - 0.5, "pass it in args"),
     ):
+        Kept.past = past
         with pytest.raises((ValueError, RuntimeError), match=message):
             adjsim.solve_ivp(fun, (0, 1), torch.ones(2, 1), events=events, **options)
+
+
+def after_resets(p, form):
+    """The states ``(batch,)`` at 2, thrown back where they meet a past of their own.
+
+    The rows of p ``(3, batch)`` are the rate of the past, the delay and the start.
+    """
+    if form == "single":
+        return torch.cat([after_resets(x, "one") for x in p.T])
+    first = (lambda y: y[:, 0]) if form == "samples" else (lambda y: y[0])
+
+    def before(past, t):
+        return first(past(t)) if form != "columns" else past(t[None])[0, 0]
+
+    def met(t, y, delay, past):
+        return first(y) - 0.6 * before(past, (t - delay).reshape(t.shape))
+
+    def thrown(t, y, delay, past):
+        return y - 0.5 * before(past, t / 2).reshape(y.shape)
+
+    met.direction, met.reset = 1, thrown
+    options = {"rtol": 1e-8, "atol": 1e-10, "batch_first": form == "samples"}
+    start = p[2, :, None] if form == "samples" else p[2:]
+    past = adjsim.solve_ivp(
+        lambda t, y, rate: -rate * y, (0, 2), 1 + 0 * start, args=(p[0].reshape(start.shape),),
+        dense_output=True, **options,
+    ).sol  # fmt: skip
+    found = adjsim.solve_ivp(
+        lambda t, y, delay, past: 0.9 * y, (1, 2), start, args=(p[1], past), events=met, **options
+    )
+    assert sum(times.numel() for times in found.t_events[0]) == p[0].numel()
+    return found.y.flatten()[-1:] if form == "one" else first(found.y[..., -1, :])
+
+
+def test_events_and_resets_read_a_past():
+    p = torch.tensor([[0.5, 0.8], [0.25, 0.3], [0.2, 0.25]], requires_grad=True)
+    weights, along, h = torch.tensor([1.0, -0.7]), torch.cos(torch.arange(6.0)).view(3, 2), 1e-4
+    states, grads = [], []
+    for form in ("samples", "columns", "single"):
+        states.append(after_resets(p, form))
+        grads += torch.autograd.grad((weights * states[-1]).sum(), p)
+    for state, grad in zip(states[:2], grads[:2], strict=True):
+        torch.testing.assert_close(state, states[1], rtol=0, atol=1e-10)
+        torch.testing.assert_close(grad, grads[1], rtol=0, atol=1e-10)
+    # The gradient of a single state is that of the exact solution.
+    torch.testing.assert_close(grads[2], grads[1], rtol=0, atol=1e-6)
+    with torch.no_grad():
+        more, less = ((weights * after_resets(p + s * h * along, "columns")).sum() for s in (1, -1))
+    assert float(more - less) / (2 * h) == pytest.approx(float((grads[0] * along).sum()), rel=1e-6)

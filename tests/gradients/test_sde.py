@@ -396,3 +396,30 @@ def test_time_average_is_over_the_ends_of_steps(method, adjoint, burn_in):
         (slope,) = torch.autograd.grad(mean.sum(), dynamics.friction)
         found.append([*mean.tolist(), float(slope)])
     assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_an_equation_takes_arguments():
+    """A computed tensor that drift and diffusion read has the gradient of differences."""
+    raw, start = torch.tensor([0.7, 0.4], requires_grad=True), torch.ones(3, 2)
+
+    def end(raw, adjoint, **options):
+        equation = adjsim.SDE(
+            lambda t, y, p: -p[0] * y**3, lambda t, y, p: p[1] * torch.cos(y), args=(raw.exp(),)
+        )
+        run = adjsim.simulate(
+            equation, equation.init(start), [0.0, 0.2], solver=adjsim.EulerMaruyama(0.1),
+            adjoint=adjoint, generator=0, **options,
+        )  # fmt: skip
+        return run.final.y.square().sum()
+
+    along, h = torch.tensor([1.0, -0.5]), 1e-5
+    with torch.no_grad():
+        more, less = (end(raw + s * h * along, adjsim.DirectAdjoint()) for s in (1, -1))
+    found = [
+        torch.autograd.grad(end(raw, adjoint), raw)[0]
+        for adjoint in (adjsim.DirectAdjoint(), adjsim.CheckpointAdjoint())
+    ]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+    assert float((found[0] * along).sum()) == pytest.approx(float(more - less) / (2 * h), rel=1e-6)
+    with pytest.raises(TypeError, match="the state and 1 args, and <lambda> takes"):
+        adjsim.SDE(lambda t, y: y, lambda t, y, p: p * y, args=(1.0,))

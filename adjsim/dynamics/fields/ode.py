@@ -261,6 +261,19 @@ class WithArguments(nn.Module):
         return self.fun(t, y, *(getattr(self, name) for name in self.names))
 
 
+def with_arguments(name: str, fun: Callable[..., Any], args: Any) -> Callable[..., Any]:
+    """Return ``fun(t, y, *args)`` as a function of (t, y)."""
+    if not isinstance(args, tuple):
+        raise TypeError(
+            f"args must be a tuple; got {describe_type(args)}. For a single argument write "
+            "args=(x,)."
+        )
+    if not args:
+        return fun
+    refuse_uncalled_class(name, fun)
+    return WithArguments(fun, args)
+
+
 class ODE(FieldDynamics):
     """An ordinary differential equation of any vector field::
 
@@ -295,15 +308,7 @@ class ODE(FieldDynamics):
 
     def __init__(self, fun: Callable[..., Any], args: Any = ()) -> None:
         super().__init__()
-        if not isinstance(args, tuple):
-            raise TypeError(
-                f"args must be a tuple; got {describe_type(args)}. For a single argument write "
-                "args=(x,)."
-            )
-        if args:
-            refuse_uncalled_class("fun", fun)
-            fun = WithArguments(fun, args)
-        register_function(self, "fun", fun)
+        register_function(self, "fun", with_arguments("fun", fun, args))
 
     @property
     def rate(self) -> Rate:

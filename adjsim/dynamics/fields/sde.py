@@ -18,6 +18,7 @@ from adjsim.dynamics.fields.ode import (
     evaluated,
     refuse_shape,
     register_function,
+    with_arguments,
 )
 
 NOISES = ("diagonal", "scalar", "additive", "general")
@@ -73,6 +74,8 @@ class SDE(FieldDynamics):
             field, with the same number of columns m; diagonal noise is then independent for all
             fields.
         noise: "diagonal", "scalar", "additive" or "general".
+        args: further arguments of drift and diffusion, ``drift(t, y, *args)``, as of
+            :class:`~adjsim.ODE`.
 
     Raises:
         TypeError: a class, an object that cannot be called, a function that does not take (t, y).
@@ -87,13 +90,18 @@ class SDE(FieldDynamics):
     diffusion_fun: Callable[..., Any]
 
     def __init__(
-        self, drift: Callable[..., Any], diffusion: Callable[..., Any], *, noise: str = "diagonal"
+        self,
+        drift: Callable[..., Any],
+        diffusion: Callable[..., Any],
+        *,
+        noise: str = "diagonal",
+        args: Any = (),
     ) -> None:
         super().__init__()
         self.noise = noise
         self.validate()
-        register_function(self, "drift_fun", drift)
-        register_function(self, "diffusion_fun", diffusion)
+        register_function(self, "drift_fun", with_arguments("drift", drift, args))
+        register_function(self, "diffusion_fun", with_arguments("diffusion", diffusion, args))
 
     def validate(self) -> None:
         """Refuse an unknown kind of noise."""

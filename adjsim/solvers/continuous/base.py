@@ -155,7 +155,7 @@ class VectorField(torch.nn.Module, Generic[State]):
         self.backsolve = backsolve
 
     @cached_property
-    def parameters_of_adjoint(self) -> tuple[Tensor, ...]:
+    def trainable(self) -> tuple[Tensor, ...]:
         """The values of the parameters that require grad."""
         return tuple(self.run.reading.trainable(self.run.tensors).values())
 
@@ -180,7 +180,7 @@ class VectorField(torch.nn.Module, Generic[State]):
         elif torch.is_grad_enabled():
             # A continuous adjoint takes one product at each evaluation of its way back.
             self.report.energy_evaluations += 1
-            known = [*fields, t, *self.parameters_of_adjoint]
+            known = [*fields, t, *self.trainable]
             what = "the drift, or the averaged function,"
             for rate in rates:
                 refuse_unknown(rate, self.run.dynamics, known, what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial, reduce
 from itertools import pairwise
 from typing import Any
@@ -89,7 +90,10 @@ class ODESolver(ContinuousSolver):
         try:
             if backsolve is not None:
                 adjoint: dict[str, Any] = {f"adjoint_{n}": x for n, x in backsolve.items()}
-                adjoint["adjoint_params"] = field.parameters_of_adjoint
+                if self.method not in SCIPY:
+                    sizes = [x.numel() for x in field.trainable]
+                    norm = partial(_largest_of_adjoint, len(start), len(run.state), sizes)
+                    adjoint["adjoint_options"] = {**options, "norm": norm}
                 return _fields(odeint_adjoint(field, y, times, **adjoint, **common))
             if self.method in ONE_STEP:
                 # torchdiffeq writes frames into one tensor, whose backward is quadratic in their
@@ -117,6 +121,16 @@ class ODESolver(ContinuousSolver):
 def _fields(found: Any) -> Fields:
     """Return the fields of a state of torchdiffeq, a tensor for one field."""
     return (found,) if isinstance(found, Tensor) else tuple(found)
+
+
+def _largest_of_adjoint(fields: int, count: int, sizes: Sequence[int], found: Fields) -> Tensor:
+    """Return the largest norm in an adjoint: time, fields, their cotangents, each parameter."""
+    t, known, cotangents = found[0], found[1 : fields + 1], found[fields + 1 : 2 * fields + 1]
+    joined = found[2 * fields + 1 :]
+    parts = joined[0].split(sizes) if len(joined) == 1 else joined
+    norms = [_largest(count, x) for x in (known, cotangents)]
+    norms += [_largest(len(parts), parts)] if parts else []
+    return reduce(torch.maximum, norms, t.abs())
 
 
 def _largest(count: int, found: Any) -> Tensor:

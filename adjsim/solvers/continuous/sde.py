@@ -139,7 +139,7 @@ class SDESolver(ContinuousSolver):
         options: dict[str, Any] = {"bm": noise, "method": self.method, "dt": 1.0}
         solve: Any = sdeint
         if field.backsolve is not None:
-            solve = partial(sdeint_adjoint, adjoint_params=field.parameters_of_adjoint)
+            solve = partial(sdeint_adjoint, adjoint_params=field.backsolve["params"])
         return equation.fields(solve(equation, equation.flat(start), times, **options))
 
     def __repr__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ from adjsim.potentials.pairs.kernels.kernel import (
 class CppKernel(Kernel):
     """A kernel of the CPU, compiled from C++."""
 
-    by, slower_than_loops, lists_in_loops, sums_tables = "", True, True, True
+    by, slower_than_loops, lists_in_loops = "", True, True
+    sums_tables, takes_rows = True, True
 
     def __init__(
         self, spec: KernelSpec, functions: str, slope: str, lookups: Sequence[int] = ()
@@ -61,11 +63,22 @@ class CppKernel(Kernel):
     def computed(self, shape: torch.Size, given: PairInputs) -> list[Tensor]:
         # The call holds addresses of the tensors given.
         spec, flat = self.spec, given.position
-        gradients = [torch.empty_like(given.operands[k]) for k in spec.gradients]
-        results = [
-            torch.empty(spec.shape_of(name, shape), dtype=spec.dtype, device="cpu")
+        rows = self.rows_of(given)
+        moving = {
+            name: torch.empty((*rows, *spec.shape_of(name, shape)), dtype=spec.dtype, device="cpu")
             for name in spec.outputs
+        }
+        found = [
+            torch.empty((*rows, *given.operands[k].shape), dtype=spec.dtype, device="cpu")
+            for k in spec.gradients
         ]
+        outcome = [*moving.values(), *found]
+        results, gradients = list(moving.values()), found
+        if rows:
+            assert given.vector is not None
+            moving["vector"] = given.vector
+            given = given._replace(vector=given.vector[0])
+            results, gradients = ([x[0] for x in part] for part in (results, found))
 
         def field(x: Tensor) -> ViewStruct:
             x = x.reshape(*flat.shape[:-1], x.shape[-1])
@@ -84,13 +97,21 @@ class CppKernel(Kernel):
             release=release,
         )
         status = self._library.pairs(ctypes.byref(call))
+        for _ in range(1, math.prod(rows)):
+            # All but what belongs to a row stays, so rows cost no more than their loops over pairs.
+            for name, x in moving.items():
+                place: Any = getattr(call, name)
+                place.data += x.stride(0) * x.element_size()
+            for k, x in enumerate(found):
+                sums[k] += x.stride(0) * x.element_size()
+            status = status or self._library.pairs(ctypes.byref(call))
         if status == OUT_OF_RANGE:
             raise IndexError(f"species must be indices from 0 to {call.kinds - 1}.")
         if status == NO_SUCH_ATOM and given.exclusions is not None:
             check_exclusions(given.exclusions, shape[-2])
         if status:
             raise MemoryError("there is no memory for the pairs of atoms.")
-        return [*results, *gradients]
+        return outcome
 
 
 def _address(function: Any) -> int:

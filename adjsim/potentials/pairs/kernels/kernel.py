@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from adjsim.compiler import PARALLEL_WORK, VECTOR_FUNCTIONS, scalar_functions
 from adjsim.core.layout import is_tracing
-from adjsim.core.rows import of_each_row
+from adjsim.core.rows import are_hidden, hide_rows, of_each_row, shown_rows, vmap_depth
 from adjsim.potentials.pairs.kernels.call import CALL, declarations, text
 
 FORCE, PRODUCT, ENERGY, SLOPES = "FORCE", "PRODUCT", "ENERGY", "SLOPES"
@@ -254,6 +254,8 @@ class Kernel(ABC):
     lists_in_loops: ClassVar[bool]
     # Whether they sum the gradients of tables and of functions in tables.
     sums_tables: ClassVar[bool]
+    # Whether they take vectors with an axis of rows before those of the positions.
+    takes_rows: ClassVar[bool] = False
 
     def __init__(self, spec: KernelSpec, source: str, slope: Any) -> None:
         self.spec, self.source, self._slope = spec, source, slope
@@ -276,6 +278,12 @@ class Kernel(ABC):
     @abstractmethod
     def printed(graph: GraphModule, spec: KernelSpec, chosen: Sequence[int] | None = None) -> Any:
         """Print the chosen formulas of a trace; None: all of them."""
+
+    @staticmethod
+    def rows_of(inputs: PairInputs) -> tuple[int, ...]:
+        """Return the number of rows of vectors, if they have an axis of rows."""
+        vector = inputs.vector
+        return () if vector is None else tuple(vector.shape[: vector.ndim - inputs.position.ndim])
 
     @abstractmethod
     def computed(self, shape: torch.Size, given: PairInputs) -> list[Tensor]:
@@ -303,7 +311,9 @@ class Kernel(ABC):
         flat = plain(inputs.position).reshape(-1, *shape[-2:])
         given = PairInputs(
             position=flat,
-            vector=None if inputs.vector is None else plain(inputs.vector).reshape(flat.shape),
+            vector=None
+            if inputs.vector is None
+            else plain(inputs.vector).reshape(*self.rows_of(inputs), *flat.shape),
             weight=dense(inputs.weight),
             operands=[dense(x) for x in inputs.operands],
             box=dense(inputs.box),
@@ -344,7 +354,13 @@ def _(position: Tensor, vector: Any, weight: Any, operands: Sequence[Tensor], *r
 
 def evaluate(kernel: Kernel, inputs: PairInputs) -> list[Tensor]:
     """Evaluate a kernel, or record its evaluation in a trace, for each row of cotangents."""
-    return of_each_row(partial(_evaluate, kernel), inputs._asdict())
+    given = inputs._asdict()
+    hidden = [name for name, x in given.items() if isinstance(x, Tensor) and are_hidden(x)]
+    if hidden == ["vector"] and kernel.takes_rows and not is_tracing():
+        level = vmap_depth()
+        found = kernel(inputs._replace(vector=shown_rows(given["vector"])))
+        return [hide_rows(x, level) for x in found]
+    return of_each_row(partial(_evaluate, kernel), given)
 
 
 def _evaluate(kernel: Kernel, inputs: dict[str, Any]) -> list[Tensor]:
