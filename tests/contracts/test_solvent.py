@@ -84,11 +84,13 @@ def inside(found: dict[str, Tensor]) -> int:
     return int((r + rho[:, None] < found["scale"] * rho).fill_diagonal_(False).sum())
 
 
+# Atoms are in several of its copies.
+BOX = ((7.0, 0.0, 0.0), (1.5, 7.0, 0.0), (-1.0, 2.0, 7.0))
 CASES = {
     "plain": (molecule(), {}),
     "salt": (molecule(1), {"kappa": 0.3}),
     "cutoff": (molecule(2), {"cutoff": 3.0}),
-    "salt and cutoff": (molecule(2), {"cutoff": 3.3, "kappa": 0.3}),
+    "salt and cutoff": (molecule(2), {"cutoff": 3.3, "kappa": 0.3, "box": BOX}),
     "unbounded": (molecule(1), {"bounded": False}),
     "necks": (necked_molecule(), {"necks": necks()}),
     "contained": (contained_molecule(), {}),

@@ -14,6 +14,7 @@ from adjsim.io._openmm.library import (
     COULOMB,
     ENERGY,
     LENGTH,
+    box_of_system,
     cutoff_of,
     forces,
     particles_of,
@@ -78,11 +79,7 @@ def read_solvent(system: Any, charge: Tensor | None) -> GeneralizedBorn | None:
     if not found:
         return None
     force = found[0]
-    if force.usesPeriodicBoundaryConditions():
-        raise ValueError(
-            f"{type(force).__name__} has a periodic cutoff, which is not provided: make the system "
-            "with NoCutoff or CutoffNonPeriodic."
-        )
+    periodic = force.usesPeriodicBoundaryConditions()
     solvent = _of_custom(force) if _is_custom(force) else _of_obc(force)
     own, radius, scale = (torch.from_numpy(x.copy()) for x in solvent[:3])
     if charge is None or not torch.equal(charge.detach(), own):
@@ -92,7 +89,12 @@ def read_solvent(system: Any, charge: Tensor | None) -> GeneralizedBorn | None:
         for name, value in solvent.trained.items()
     }
     return GeneralizedBorn(
-        charge, nn.Parameter(radius), nn.Parameter(scale), **trained, **solvent.settings
+        charge,
+        nn.Parameter(radius),
+        nn.Parameter(scale),
+        **trained,
+        **solvent.settings,
+        box=box_of_system(system) if periodic else None,
     )
 
 
