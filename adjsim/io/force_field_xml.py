@@ -34,10 +34,11 @@ from adjsim.io._openmm.force_field_sections import (
 )
 from adjsim.io._openmm.library import forces, openmm
 from adjsim.io._openmm.maps import map_values
-from adjsim.io._openmm.solvent import read_solvent
+from adjsim.io._openmm.solvents import read_solvents
 from adjsim.io.openmm import to_openmm
 from adjsim.potentials.bonded.maps import TorsionMap
 from adjsim.potentials.force_field import ForceFieldPotential
+from adjsim.potentials.solvent import GeneralizedBorn
 
 SAME = 1e-12
 """The relative difference of a system of the file from the potential that is allowed."""
@@ -76,7 +77,8 @@ def write_force_field(
     - A changed solvent of ``implicit/*.xml``, whose numbers a script computes, becomes a
       ``CustomGBForce`` with a row for each type of the topology. Numbers that differ in a type, as
       radii of GBn2 do, are in the rows of residues. Its expressions have the settings of
-      ``options`` in them: kappa, permittivities, the surface term and the cutoff.
+      ``options`` in them: kappa, permittivities, the surface term and the cutoff. A solvent of
+      another form must be as it was; :func:`to_openmm` writes it.
     - Changed wells of CHARMM's ``LennardJonesForce`` become sigma and epsilon of types, and an
       ``NBFixPair`` of two types whose well is not the mixed one.
     - Changed 1-4 wells of it become ``sigma14`` and ``epsilon14`` of types, if mixing gives them.
@@ -130,7 +132,8 @@ def write_force_field(
     _write_maps(root, parts.get("maps"), wanted)
     write_site_rows(root, system, wanted, types)
     write_wells(root, system, wanted, types)
-    if parts.get("solvent") is not None and _is_custom(wanted) and _changed(system, parts):
+    solvent = parts.get("solvent")
+    if isinstance(solvent, GeneralizedBorn) and _is_custom(wanted) and _changed(system, parts):
         write_solvent_section(root, wanted, types, residues)
     origin = Element("Info")
     ElementTree.SubElement(origin, "Source").text = f"{', '.join(map(str, names))}: fitted"
@@ -241,11 +244,11 @@ def _is_custom(system: Any) -> bool:
 
 def _changed(system: Any, parts: dict[str, Any]) -> str | None:
     """Return the first number of the solvent that a system has otherwise than the potential."""
-    solvent = read_solvent(system, None)
-    for name, x in {} if solvent is None else solvent.state_dict().items():
-        expected = attrgetter(name)(parts["solvent"]).detach().to(x)
-        if not torch.allclose(x, expected, rtol=SAME, atol=0):
-            return f"{name} of the solvent"
+    for part, solvent in read_solvents(system, None, {}).items():
+        for name, x in solvent.state_dict().items():
+            expected = attrgetter(name)(parts[part]).detach().to(x)
+            if not torch.allclose(x, expected, rtol=SAME, atol=0):
+                return f"{name} of the {part}"
     return None
 
 
