@@ -49,7 +49,7 @@ class Stage(NamedTuple):
 
 
 class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
-    """Numbers of atoms that are computed in stages, and an energy of them, all by expressions::
+    """An energy of numbers of atoms that expressions compute in stages::
 
         V_i = f(numbers_i, V of stages before)                                  of atoms
         V_i = sum over j != i of f(r_ij, numbers_i, numbers_j, V before)        of pairs
@@ -144,7 +144,13 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
             known, kind = {*given, *AXES}, "atoms"
             if stage.pairs:
                 ends = {f"{name}{end}" for name in of_atoms for end in "12"}
-                known, kind = {"r", *given} - {*of_atoms} | ends, "pairs"
+                others = {"r", *given} - {*of_atoms}
+                known, kind = others | ends, "pairs"
+                if both := sorted(others & ends & expression.names):
+                    raise ValueError(
+                        f"{both[0]} in the expression {stage.expression!r} is a number and one of "
+                        "an atom: rename one of them."
+                    )
             expression.refuse_names(
                 known,
                 f"formulas of {kind} have {', '.join(sorted(known))}. In pairs a number of an atom "
@@ -266,7 +272,8 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
             **{name: row / self.length_unit for name, row in zip(AXES, rows, strict=False)},
             **{name: getattr(self, name).to(x) for name in self.numbers},
         }
-        of_pairs = {name: self._distances(s, name) for name in (False, True)}
+        kinds = {stage.exclusions for stage in self._stages() if stage.pairs}
+        of_pairs = {kind: self._distances(s, kind) for kind in kinds}
 
         def value(stage: Stage, expression: Expression) -> Tensor:
             if not stage.pairs:
