@@ -38,7 +38,10 @@ def write_solvents(parts: dict[str, nn.Module], system: Any) -> None:
         )
     for force, name in found:
         part: Any = parts[name]
-        (write_custom_solvent if isinstance(part, CustomSolvent) else write_solvent)(part, force)
+        if isinstance(part, CustomSolvent):
+            write_custom_solvent(part, force)
+        else:
+            write_solvent(part, force)
 
 
 def _parts(system: Any) -> list[tuple[Any, str]]:

@@ -175,7 +175,7 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
         return tuple(Expression(x.expression, (), self.counts) for x in self._stages())
 
     @derived("expressions")
-    def reads_coordinates(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def reads_coordinates(self) -> bool:
         """Whether a formula reads x, y or z."""
         rows = zip(self._stages(), self.expressions, strict=True)
         return any(expression.names & {*AXES} for stage, expression in rows if not stage.pairs)
