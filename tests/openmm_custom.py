@@ -84,6 +84,7 @@ def steep(periodic: bool) -> Any:
         force.addPerParticleParameter(name)
     force.addGlobalParameter("k", 300.1)
     force.addParticle(3, [0.1, 0.2, 0.3])
+    force.addParticle(7, [0.5, 0.6, 0.1])
     return force
 
 

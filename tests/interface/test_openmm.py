@@ -859,6 +859,13 @@ def test_wrong_arguments():
     wet = molecule("dipeptide.pdb", AMBER14, OBC2)[0]
     with pytest.raises(ValueError, match=r"implicit solvents \[\], and the system has 1"):
         to_openmm(potential, wet)
+    plain = openmm.GBSAOBCForce()
+    _ = [plain.addParticle(0.5, 0.2, 0.8) for _ in range(2)]
+    system_of_two = pair(plain)
+    solvated, _ = from_openmm(system_of_two, [[0.0, 0.0, 0.0], [0.4, 0.0, 0.0]])
+    solvated.solvent.gamma.fill_(4.0)
+    with pytest.raises(ValueError, match=r"alpha 1, beta 0.8, gamma 4.85, offset 0.09, without"):
+        to_openmm(solvated, system_of_two)
     fewer = copy.deepcopy(system)
     force = next(f for f in fewer.getForces() if isinstance(f, openmm.NonbondedForce))
     pairs = [force.getExceptionParameters(k) for k in range(force.getNumExceptions())]

@@ -55,6 +55,8 @@ TERMS = {
 CONSTANTS = ("solventDielectric", "soluteDielectric", "kappa", "offset", "cutoff")
 SHAPE = ("alpha", "beta", "gamma")
 TABLES = ("getd0", "getm0")
+FIXED = {"alpha": 1.0, "beta": 0.8, "gamma": 4.85, "offset": 0.09}
+"""The numbers that a GBSAOBCForce has, in our units."""
 
 
 class Solvent(NamedTuple):
@@ -103,6 +105,14 @@ def write_solvent(part: GeneralizedBorn, force: Any) -> None:
     if _is_custom(force):
         _write_custom(part, force)
         return
+    changed = [name for name, value in FIXED.items() if not (_plain(part, name) == value).all()]
+    if changed or part.kappa or part.necks is not None or not part.bounded:
+        fixed = ", ".join(f"{name} {value:g}" for name, value in FIXED.items())
+        raise ValueError(
+            f"a GBSAOBCForce has fixed numbers, {fixed}, without salt and necks, and the solvent "
+            "of the potential has others: make the system with ForceField(..., "
+            "'implicit/obc2.xml'), where they can be written."
+        )
     charge, radius, scale = (_plain(part, name) for name in ("charge", "radius", "scale"))
     force.setSurfaceAreaEnergy(float(_plain(part, "surface")) / ENERGY * LENGTH**2)
     force.setSoluteDielectric(float(_plain(part, "solute")))
