@@ -129,6 +129,7 @@ def made():
     shift = dynamics.Shear("position", dynamics.Field("momentum"), "h")
     return [
         run, spectrum, noble, shift, start, decay, potentials.Expression("k*x^2; x=r-1"),
+        potentials.Stage("r", pairs=True),
         adjsim.Clip(0.1, 100),
         adjsim.NoseHooverChain(adjsim.Harmonic()).init(*square(), 0),
         adjsim.GeneralizedLangevin(adjsim.Harmonic()).init(*square(), 0),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
 from operator import add
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ from adjsim.potentials.products import DeferredVJP, Pullback, derivative, with_f
 AXES = "xyz"
 
 
-class Stage(NamedTuple):
+@dataclass(frozen=True)
+class Stage:
     """A formula of one atom, or one that is summed over pairs of atoms.
 
     Attributes:
