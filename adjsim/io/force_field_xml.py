@@ -38,7 +38,6 @@ from adjsim.io._openmm.solvents import read_solvents
 from adjsim.io.openmm import to_openmm
 from adjsim.potentials.bonded.maps import TorsionMap
 from adjsim.potentials.force_field import ForceFieldPotential
-from adjsim.potentials.solvent import GeneralizedBorn
 
 SAME = 1e-12
 """The relative difference of a system of the file from the potential that is allowed."""
@@ -77,8 +76,8 @@ def write_force_field(
     - A changed solvent of ``implicit/*.xml``, whose numbers a script computes, becomes a
       ``CustomGBForce`` with a row for each type of the topology. Numbers that differ in a type, as
       radii of GBn2 do, are in the rows of residues. Its expressions have the settings of
-      ``options`` in them: kappa, permittivities, the surface term and the cutoff. A solvent of
-      another form must be as it was; :func:`to_openmm` writes it.
+      ``options`` in them: kappa, permittivities, the surface term and the cutoff. A changed
+      ``CustomGBForce`` of another form is written so too, if the system has one alone.
     - Changed wells of CHARMM's ``LennardJonesForce`` become sigma and epsilon of types, and an
       ``NBFixPair`` of two types whose well is not the mixed one.
     - Changed 1-4 wells of it become ``sigma14`` and ``epsilon14`` of types, if mixing gives them.
@@ -132,8 +131,7 @@ def write_force_field(
     _write_maps(root, parts.get("maps"), wanted)
     write_site_rows(root, system, wanted, types)
     write_wells(root, system, wanted, types)
-    solvent = parts.get("solvent")
-    if isinstance(solvent, GeneralizedBorn) and _is_custom(wanted) and _changed(system, parts):
+    if len(forces(wanted, "CustomGBForce")) == 1 and _changed(system, parts):
         write_solvent_section(root, wanted, types, residues)
     origin = Element("Info")
     ElementTree.SubElement(origin, "Source").text = f"{', '.join(map(str, names))}: fitted"
@@ -236,10 +234,6 @@ def _write_maps(root: Element, part: TorsionMap | None, wanted: Any) -> None:
             old if math.isclose(float(old), new, rel_tol=ROUNDING) else repr(new)
             for old, new in zip(text, map_values(force, k), strict=True)
         )
-
-
-def _is_custom(system: Any) -> bool:
-    return bool(forces(system, "CustomGBForce"))
 
 
 def _changed(system: Any, parts: dict[str, Any]) -> str | None:
