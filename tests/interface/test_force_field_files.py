@@ -314,16 +314,46 @@ def test_numbers_of_a_solvent_that_differ_in_a_type(tmp_path):
     assert_same_in_openmm(tmp_path / "more.xml", more, positions, topology, again, **FREE)
 
 
-def test_one_row_of_a_solvent_has_one_number(tmp_path):
+STAGES = """<ForceField><CustomGBForce>
+ <PerParticleParameter name="s"/><GlobalParameter name="depth" defaultValue="3.5"/>
+ <Function name="f" type="Continuous1D" min="0" max="3" periodic="true">1 2 1.5 1</Function>
+ <Function name="h" type="Discrete2D" xsize="2" ysize="1">1 3</Function>
+ <ComputedValue name="I" type="ParticlePair">s2*exp(-r/s1)</ComputedValue>
+ <EnergyTerm type="SingleParticle">depth*I^2*f(I)*h(1,0)</EnergyTerm>
+ <Atom type="tip3p-O" s="0.15"/><Atom type="tip3p-H" s="0.12"/>
+</CustomGBForce></ForceField>"""
+
+
+def plain_water():
     topology, positions = water()
-    topology = app.Modeller(topology, positions * unit.nanometer)
-    topology.delete([atom for atom in topology.topology.atoms() if atom.name == "M"])
+    found = app.Modeller(topology, positions * unit.nanometer)
+    found.delete([atom for atom in found.topology.atoms() if atom.name == "M"])
+    return found.topology, plain(found.positions)
+
+
+def test_a_solvent_of_expressions(tmp_path):
+    """Its global numbers, tables and numbers of types."""
+    (tmp_path / "stages.xml").write_text(STAGES)
+    files, fitted = ["amber14/tip3p.xml", tmp_path / "stages.xml"], tmp_path / "fitted.xml"
+    topology, positions = plain_water()
+    system, potential = read(topology, positions, files)
+    with torch.no_grad():
+        potential.solvent.s.mul_(1.01)
+        potential.solvent.depth.mul_(0.9)
+        potential.solvent.f.values[1] += 0.1
+        potential.solvent.h.values[1] += 0.1
+    write_force_field(fitted, potential, topology, files)
+    assert_same_in_openmm(fitted, potential, positions, topology, system)
+
+
+def test_one_row_of_a_solvent_has_one_number(tmp_path):
+    topology, positions = plain_water()
     files = ["amber14/tip3p.xml", OBC2]
-    _, potential = read(topology.topology, plain(topology.positions), files)
+    _, potential = read(topology, positions, files)
     with torch.no_grad():
         potential.solvent.radius[3] *= 1.01
     with pytest.raises(ValueError, match=r"or of the solvent is .* atom 0 .* atom 3, which have"):
-        write_force_field(tmp_path / "no.xml", potential, topology.topology, files)
+        write_force_field(tmp_path / "no.xml", potential, topology, files)
 
 
 def water(count=2):
