@@ -216,8 +216,8 @@ def to_openmm(
 
     Raises:
         TypeError: not a :class:`~adjsim.potentials.ForceFieldPotential`.
-        ValueError: a system with other terms, exceptions, constraints, sites or atoms; a surface
-            tension where a ``CustomGBForce`` has no such term.
+        ValueError: a system with other terms, exceptions, constraints, sites or atoms; several
+            numbers where the force has a global one; numbers that a ``GBSAOBCForce`` has not.
     """
     if not isinstance(potential, ForceFieldPotential):
         raise TypeError(

@@ -54,7 +54,8 @@ def test_read_and_written(name, periodic):
     assert again(structure.position).item() == potential(structure.position).item()
 
 
-@pytest.mark.parametrize("name", FORCES)
+# Those of solvents are in tests/contracts/test_solvent.py.
+@pytest.mark.parametrize("name", [x for x in FORCES if x != "solvent"])
 def test_gradients_against_differences(name):
     potential, structure = from_openmm(system_with(FORCES[name](True)), sites())
     q, v = structure.position, torch.randn_like(structure.position)
