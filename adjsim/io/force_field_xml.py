@@ -28,6 +28,7 @@ from adjsim.io._openmm.force_field_sections import (
     LENNARD_JONES,
     ROUNDING,
     wells_of,
+    write_functions,
     write_site_rows,
     write_solvent_section,
     write_wells,
@@ -69,9 +70,10 @@ def write_force_field(
     (``type1=""``), with terms whose numbers differ after the fit, stays, and each of these terms
     has a row of its types beside it.
 
-    Written are the numbers of bonds, angles, torsions, Urey-Bradley terms and custom bonded terms,
-    maps of torsions, charges (of types or of residues), sigma, epsilon and the two 1-4 scales,
-    virtual sites, and charges, radii and scales of a ``GBSAOBCForce``. Three are written so:
+    Written are the numbers of bonds, angles, torsions, Urey-Bradley terms, custom bonded terms and
+    custom pairs (of types, global ones and tables), maps of torsions, charges (of types or of
+    residues), sigma, epsilon and the two 1-4 scales, virtual sites, and charges, radii and scales
+    of a ``GBSAOBCForce``. Three are written so:
 
     - A changed solvent of ``implicit/*.xml``, whose numbers a script computes, becomes a
       ``CustomGBForce`` with a row for each type of the topology. Numbers that differ in a type, as
@@ -129,6 +131,7 @@ def write_force_field(
     parts: dict[str, Any] = dict(potential.named_children())
     _write_scales(root, parts)
     _write_maps(root, parts.get("maps"), wanted)
+    write_functions(root, wanted)
     write_site_rows(root, system, wanted, types)
     write_wells(root, system, wanted, types)
     if len(forces(wanted, "CustomGBForce")) == 1 and _changed(system, parts):

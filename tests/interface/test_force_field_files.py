@@ -314,7 +314,15 @@ def test_numbers_of_a_solvent_that_differ_in_a_type(tmp_path):
     assert_same_in_openmm(tmp_path / "more.xml", more, positions, topology, again, **FREE)
 
 
-STAGES = """<ForceField><CustomGBForce>
+EXPRESSIONS = """<ForceField>
+<CustomNonbondedForce energy="level*q1*q2*g(r)*k(t1,t2)" bondCutoff="2">
+ <PerParticleParameter name="q"/><PerParticleParameter name="t"/>
+ <GlobalParameter name="level" defaultValue="3.5"/>
+ <Function name="g" type="Continuous1D" min="0" max="3">1 2 1.5 1</Function>
+ <Function name="k" type="Discrete2D" xsize="2" ysize="2">1 2 2 3</Function>
+ <Atom type="tip3p-O" q="0.5" t="0"/><Atom type="tip3p-H" q="0.2" t="1"/>
+</CustomNonbondedForce>
+<CustomGBForce>
  <PerParticleParameter name="s"/><GlobalParameter name="depth" defaultValue="3.5"/>
  <Function name="f" type="Continuous1D" min="0" max="3" periodic="true">1 2 1.5 1</Function>
  <Function name="h" type="Discrete2D" xsize="2" ysize="1">1 3</Function>
@@ -331,13 +339,15 @@ def plain_water():
     return found.topology, plain(found.positions)
 
 
-def test_a_solvent_of_expressions(tmp_path):
-    """Its global numbers, tables and numbers of types."""
-    (tmp_path / "stages.xml").write_text(STAGES)
-    files, fitted = ["amber14/tip3p.xml", tmp_path / "stages.xml"], tmp_path / "fitted.xml"
+def test_a_solvent_and_pairs_of_expressions(tmp_path):
+    """Their global numbers, tables and numbers of types."""
+    (tmp_path / "custom.xml").write_text(EXPRESSIONS)
+    files, fitted = ["amber14/tip3p.xml", tmp_path / "custom.xml"], tmp_path / "fitted.xml"
     topology, positions = plain_water()
     system, potential = read(topology, positions, files)
     with torch.no_grad():
+        for name in ("q", "level", "g.values", "k"):
+            potential.custom_pairs.get_parameter(name).mul_(1.01)
         potential.solvent.s.mul_(1.01)
         potential.solvent.depth.mul_(0.9)
         potential.solvent.f.values[1] += 0.1

@@ -57,6 +57,22 @@ def write_site_rows(root: Element, system: Any, wanted: Any, types: Sequence[str
                     row.set(name, repr(y))
 
 
+def write_functions(root: Element, wanted: Any) -> None:
+    """Write the values of tables into the sections of custom forces."""
+    for kind in {part.tag for part in root}:
+        sections = root.findall(kind)
+        found = [x for x in forces(wanted, kind) if not x.getName().startswith(LENNARD_JONES)]
+        # Otherwise a script has made forces of this kind.
+        for section, force in zip(sections, found, strict=False):
+            tables = dict(tables_of(force)) if len(found) == len(sections) else {}
+            for row in section.iterfind("Function"):
+                if (table := tables.get(row.attrib["name"])) is None:
+                    continue
+                values = in_files(table)[1]
+                if not _close(values, list(map(float, (row.text or "").split()))):
+                    row.text = " ".join(map(repr, values))
+
+
 def write_solvent_section(
     root: Element, wanted: Any, types: Sequence[str], residues: Mapping[int, Sequence[Element]]
 ) -> None:
