@@ -264,7 +264,7 @@ def toy(tmp_path):
 def test_every_kind_of_row(toy, tmp_path):
     path, topology, positions = toy
     system, potential = read(topology, positions, [path])
-    change(potential, ["solvent.surface", "custom_bonds.s"])
+    change(potential, ["solvent.surface"])
     fitted = tmp_path / "fitted.xml"
     write_force_field(fitted, potential, topology, [path])
     found = assert_same_in_openmm(fitted, potential, positions, topology, system)
@@ -468,7 +468,6 @@ def test_wells_of_types(toy, tmp_path):
             r"charge of the row .* for atoms 0 .* for atoms 1",
         ),
         ("solvent.surface", 1.5, r"surfaceAreaEnergy .* would differ"),
-        ("custom_bonds.s", 1.5, r"would differ"),
         ("bonds.k", 0.0, r"strengths of zero"),
         ("bonds.k", float("nan"), r"bonds.k has numbers that are not finite"),
     ],
