@@ -84,6 +84,7 @@ def steep(periodic: bool) -> Any:
         force.addPerParticleParameter(name)
     force.addGlobalParameter("k", 300.1)
     force.addParticle(3, [0.1, 0.2, 0.3])
+    force.addParticle(7, [0.5, 0.6, 0.1])
     return force
 
 
@@ -193,12 +194,50 @@ def hydrogen_bonds(periodic: bool) -> Any:
     return force
 
 
+def solvent(periodic: bool) -> Any:
+    """Stages and terms of every kind, with a table and excluded pairs."""
+    force = openmm.CustomGBForce()
+    for name in ("q", "s", "t"):
+        force.addPerParticleParameter(name)
+    force.addGlobalParameter("c", 1.3)
+    single, pairs, all_pairs = (
+        force.SingleParticle,
+        force.ParticlePair,
+        force.ParticlePairNoExclusions,
+    )
+    force.addComputedValue(
+        "I",
+        "select(step(r+sr2-s1),0.5*(1/L-1/U+0.25*(r-sr2^2/r)*(1/(U^2)-1/(L^2))+0.5*log(L/U)/r),0)"
+        "*kind(t1,t2);U=r+sr2;L=max(s1,D);D=abs(r-sr2);sr2=0.8*s2",
+        all_pairs,
+    )
+    force.addComputedValue("B", "1/(1/s-tanh(c*psi-psi^3)/(s+0.01));psi=I*s", single)
+    force.addComputedValue("A", "B*I+x*y-z", single)
+    force.addEnergyTerm("-60*q^2/B+depth(B)*A^2", single)
+    force.addEnergyTerm("-120*c*q1*q2/f;f=sqrt(r^2+B1*B2*exp(-r^2/(4*B1*B2)))", all_pairs)
+    force.addEnergyTerm("min(A1*A2,c)*exp(-r/s1-r/s2)", pairs)
+    rng = np.random.default_rng(6)
+    for name, table in (
+        ("kind", openmm.Discrete2DFunction(2, 2, [1.0, 0.8, 0.9, 1.1])),
+        ("depth", openmm.Continuous1DFunction(rng.normal(size=6).tolist(), 0.05, 1.5)),
+    ):
+        force.addTabulatedFunction(name, table)
+    for k in range(12):
+        force.addParticle([rng.normal(), rng.uniform(0.1, 0.2), k % 2])
+    for pair in ((0, 1), (5, 2), (3, 4)):
+        force.addExclusion(*pair)
+    force.setCutoffDistance(0.7)
+    force.setNonbondedMethod(2 if periodic else 0)
+    return force
+
+
 FORCES = {
     "compound": compound,
     "centroid": centroid,
     "external": external,
     "tables": tables,
     "hydrogen bonds": hydrogen_bonds,
+    "solvent": solvent,
 }
 
 

@@ -136,8 +136,8 @@ def random_system(seed: int, method: str, scaled: bool, tilted: bool) -> tuple[A
         force.setUsesPeriodicBoundaryConditions(image)
         system.addForce(force)
     system.addForce(_nonbonded(rng, positions, method, scaled, image))
-    if not periodic:
-        system.addForce(_solvent(rng, system.getForce(4), method))
+    method = "CutoffPeriodic" if periodic else method
+    system.addForce(_solvent(rng, system.getForce(4), method))
     system.addForce(openmm.CMMotionRemover())
     for group, force in enumerate(system.getForces()):
         force.setForceGroup(group)

@@ -28,13 +28,14 @@ from adjsim.io._openmm.force_field_sections import (
     LENNARD_JONES,
     ROUNDING,
     wells_of,
+    write_functions,
     write_site_rows,
     write_solvent_section,
     write_wells,
 )
 from adjsim.io._openmm.library import forces, openmm
 from adjsim.io._openmm.maps import map_values
-from adjsim.io._openmm.solvent import read_solvent
+from adjsim.io._openmm.solvents import read_solvents
 from adjsim.io.openmm import to_openmm
 from adjsim.potentials.bonded.maps import TorsionMap
 from adjsim.potentials.force_field import ForceFieldPotential
@@ -69,14 +70,16 @@ def write_force_field(
     (``type1=""``), with terms whose numbers differ after the fit, stays, and each of these terms
     has a row of its types beside it.
 
-    Written are the numbers of bonds, angles, torsions, Urey-Bradley terms and custom bonded terms,
-    maps of torsions, charges (of types or of residues), sigma, epsilon and the two 1-4 scales,
-    virtual sites, and charges, radii and scales of a ``GBSAOBCForce``. Three are written so:
+    Written are the numbers of bonds, angles, torsions, Urey-Bradley terms, custom bonded terms and
+    custom pairs (of types, global ones and tables), maps of torsions, charges (of types or of
+    residues), sigma, epsilon and the two 1-4 scales, virtual sites, and charges, radii and scales
+    of a ``GBSAOBCForce``. Three are written so:
 
     - A changed solvent of ``implicit/*.xml``, whose numbers a script computes, becomes a
       ``CustomGBForce`` with a row for each type of the topology. Numbers that differ in a type, as
       radii of GBn2 do, are in the rows of residues. Its expressions have the settings of
-      ``options`` in them: kappa, permittivities, the surface term and the cutoff.
+      ``options`` in them: kappa, permittivities, the surface term and the cutoff. A changed
+      ``CustomGBForce`` of another form is written so too, if the system has one alone.
     - Changed wells of CHARMM's ``LennardJonesForce`` become sigma and epsilon of types, and an
       ``NBFixPair`` of two types whose well is not the mixed one.
     - Changed 1-4 wells of it become ``sigma14`` and ``epsilon14`` of types, if mixing gives them.
@@ -128,9 +131,10 @@ def write_force_field(
     parts: dict[str, Any] = dict(potential.named_children())
     _write_scales(root, parts)
     _write_maps(root, parts.get("maps"), wanted)
+    write_functions(root, wanted)
     write_site_rows(root, system, wanted, types)
     write_wells(root, system, wanted, types)
-    if "solvent" in parts and forces(wanted, "CustomGBForce") and _changed(system, parts):
+    if len(forces(wanted, "CustomGBForce")) == 1 and _changed(system, parts):
         write_solvent_section(root, wanted, types, residues)
     origin = Element("Info")
     ElementTree.SubElement(origin, "Source").text = f"{', '.join(map(str, names))}: fitted"
@@ -237,11 +241,11 @@ def _write_maps(root: Element, part: TorsionMap | None, wanted: Any) -> None:
 
 def _changed(system: Any, parts: dict[str, Any]) -> str | None:
     """Return the first number of the solvent that a system has otherwise than the potential."""
-    solvent = read_solvent(system, None)
-    for name, x in {} if solvent is None else solvent.state_dict().items():
-        expected = attrgetter(name)(parts["solvent"]).detach().to(x)
-        if not torch.allclose(x, expected, rtol=SAME, atol=0):
-            return f"{name} of the solvent"
+    for part, solvent in read_solvents(system, None, {}).items():
+        for name, x in solvent.state_dict().items():
+            expected = attrgetter(name)(parts[part]).detach().to(x)
+            if not torch.allclose(x, expected, rtol=SAME, atol=0):
+                return f"{name} of the {part}"
     return None
 
 

@@ -31,7 +31,7 @@ from adjsim.io._openmm.library import (
 from adjsim.io._openmm.maps import read_maps, write_maps
 from adjsim.io._openmm.nonbonded import read_nonbonded, write_nonbonded
 from adjsim.io._openmm.sites import check_sites, read_sites, write_sites
-from adjsim.io._openmm.solvent import read_solvent, write_solvent
+from adjsim.io._openmm.solvents import read_solvents, write_solvents
 from adjsim.io._openmm.types import Names
 from adjsim.io.ase import Structure
 from adjsim.potentials.force_field import ForceFieldPotential, refuse_high_energy
@@ -75,6 +75,7 @@ def from_openmm(
     dispersion           those of lennard_jones              its dispersion correction
     solvent              radius, scale, surface, offset,     GBSAOBCForce, or a CustomGBForce of
                          alpha, beta, gamma, neck            ``implicit/*.xml``
+    solvent              those of its expressions            any other CustomGBForce
     sites                weight, cross, point                virtual sites, see below
     ==================== =================================== ====================================
 
@@ -164,9 +165,7 @@ def from_openmm(
     parts: dict[str, Any] = {name: part for name, (part, _) in bonded.items()} | nonbonded
     # Charges with offsets are not those of the solvent.
     charged = "coulomb" in parts and not is_parametrized(parts["coulomb"], "charge")
-    solvent = read_solvent(system, parts["coulomb"].charge if charged else None)
-    if solvent is not None:
-        parts["solvent"] = solvent
+    parts |= read_solvents(system, parts["coulomb"].charge if charged else None, shared)
     parts |= read_hydrogen_bonds(system, shared)
     parts |= read_custom_pairs(system, shared)
     if not parts:
@@ -217,8 +216,8 @@ def to_openmm(
 
     Raises:
         TypeError: not a :class:`~adjsim.potentials.ForceFieldPotential`.
-        ValueError: a system with other terms, exceptions, constraints, sites or atoms; a surface
-            tension where a ``CustomGBForce`` has no such term.
+        ValueError: a system with other terms, exceptions, constraints, sites or atoms; several
+            numbers where the force has a global one; numbers that a ``GBSAOBCForce`` has not.
     """
     if not isinstance(potential, ForceFieldPotential):
         raise TypeError(
@@ -235,7 +234,7 @@ def to_openmm(
     write_hydrogen_bonds(parts, written)
     write_custom_pairs(parts, written)
     write_nonbonded(parts, written)
-    write_solvent(parts.get("solvent"), written)
+    write_solvents(parts, written)
     write_sites(parts.get("sites"), written)
     if constraints is not None:
         write_constraints(constraints, written)

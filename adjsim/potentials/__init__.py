@@ -123,7 +123,12 @@ from adjsim.potentials.sites.virtual_sites import VirtualSites as VirtualSites
 from adjsim.potentials.solids.base import ElasticPotential as ElasticPotential
 from adjsim.potentials.solids.bending import HingeBending
 from adjsim.potentials.solids.materials import CorotatedLinear, NeoHookean, StVenantKirchhoff
-from adjsim.potentials.solvent import GeneralizedBorn, Necks as Necks
+from adjsim.potentials.solvent import (
+    CustomSolvent as CustomSolvent,
+    GeneralizedBorn,
+    Necks as Necks,
+    Stage as Stage,
+)
 
 __all__ = [
     "WCA",

@@ -146,6 +146,7 @@ def spoil(module, name, value):
         (born, {"neck": 0.3}, "neck is the weight of necks"),
         (born, {"radius": 0.05}, "radius must be above the offset"),
         (born, {"solvent": 0.5}, "solvent must be at least 1"),
+        (lambda: born(cutoff=2.0, box=BOX), {"cutoff": 9.0}, "cutoff 9 is above half"),
         (
             lambda: adjsim.LennardJones(cutoff=2.5, box=BOX, truncation=Switched(2.0)),
             {"cutoff": 1.9},

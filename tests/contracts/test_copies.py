@@ -49,6 +49,11 @@ MODULES = {
     "expression": lambda: potentials.CustomPairs(
         "k*q1*q2/r", {"k": parameter(1.0), "q": [1.0] * 6}
     ),
+    "custom solvent": lambda: potentials.CustomSolvent(
+        {"n": potentials.Stage("exp(-r)", pairs=True)},
+        [potentials.Stage("k*q*n^2")],
+        {"k": parameter(1.0), "q": [1.0] * 6},
+    ),
     "necked solvent": lambda: adjsim.GeneralizedBorn(
         vector(*CHARGE),
         [1.5] * 6,
@@ -124,6 +129,7 @@ def made():
     shift = dynamics.Shear("position", dynamics.Field("momentum"), "h")
     return [
         run, spectrum, noble, shift, start, decay, potentials.Expression("k*x^2; x=r-1"),
+        potentials.Stage("r", pairs=True),
         adjsim.Clip(0.1, 100),
         adjsim.NoseHooverChain(adjsim.Harmonic()).init(*square(), 0),
         adjsim.GeneralizedLangevin(adjsim.Harmonic()).init(*square(), 0),

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, Splitting
 from adjsim.core.rounding import Rounding
+from adjsim.core.strain import Strain
 from adjsim.potentials.base import force, force_vjp
-from adjsim.potentials.solvent import GeneralizedBorn, Necks
+from adjsim.potentials.bonded.tabulated import ContinuousFunction
+from adjsim.potentials.solvent import CustomSolvent, GeneralizedBorn, Necks, Stage
 from tests.retracing import forth_and_back
 from tests.suites import PotentialContract
 
@@ -84,17 +86,48 @@ def inside(found: dict[str, Tensor]) -> int:
     return int((r + rho[:, None] < found["scale"] * rho).fill_diagonal_(False).sum())
 
 
+# Atoms are in several of its copies.
+BOX = ((7.0, 0.0, 0.0), (1.5, 7.0, 0.0), (-1.0, 2.0, 7.0))
 CASES = {
     "plain": (molecule(), {}),
     "salt": (molecule(1), {"kappa": 0.3}),
     "cutoff": (molecule(2), {"cutoff": 3.0}),
-    "salt and cutoff": (molecule(2), {"cutoff": 3.3, "kappa": 0.3}),
+    "salt and cutoff": (molecule(2), {"cutoff": 3.3, "kappa": 0.3, "box": BOX}),
     "unbounded": (molecule(1), {"bounded": False}),
     "necks": (necked_molecule(), {"necks": necks()}),
     "contained": (contained_molecule(), {}),
     "contained, as in obc2.xml": (contained_molecule(), {"contained": False}),
 }
+
+
+def staged(**options: object) -> CustomSolvent:
+    """A sum over pairs, a number that follows from it, and energies of both, with a table."""
+    values = nn.Parameter(torch.linspace(1, 0, 5).double() ** 2)
+    places = ("", "") if "box" in options else ("+0.1*x*y", "*z")
+    return CustomSolvent(
+        {
+            "I": Stage("f(r)*p2+exp(-r)*p1", pairs=True, exclusions=False),
+            "B": Stage("log(2+I^2)*g" + places[0]),
+            "J": Stage("B2*exp(-r^2)", pairs=True),
+        },
+        [Stage("p*B^2-J" + places[1]), Stage("g*B1*B2*J1*J2/(1+r)", pairs=True)],
+        {
+            "p": nn.Parameter(torch.linspace(0.5, 1.0, ATOMS, dtype=torch.float64)),
+            "g": nn.Parameter(torch.tensor(0.7, dtype=torch.float64)),
+        },
+        tables={"f": ContinuousFunction(values, 0.0, 4.0)},
+        exclusions=[[0, 1], [2, 4]],
+        unit=1.4,
+        length_unit=1.1,
+        **options,
+    )
+
+
 BUILT = [pytest.param(trainable(x, **y), x["position"], id=name) for name, (x, y) in CASES.items()]
+BUILT += [
+    pytest.param(staged(), molecule(2)["position"], id="stages"),
+    pytest.param(staged(cutoff=3.3, box=BOX), molecule(2)["position"], id="stages in a box"),
+]
 
 
 @pytest.mark.parametrize(("potential", "position"), BUILT)
@@ -133,6 +166,24 @@ class TestSolvent(PotentialContract):
             single.append(found.gradient(parameters))
         for mine, a, b in zip(rest.gradient(parameters), *single, strict=True):
             torch.testing.assert_close(mine, a + b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["salt and cutoff", "stages in a box"])
+def test_virial_and_strain(name):
+    """They are minus derivatives of the energy as box and positions are stretched together."""
+    potential, q = next(x.values for x in BUILT if x.id == name)
+    rows, none = torch.tensor(BOX, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)
+    none.requires_grad_()
+
+    def energy(e):
+        return potential(q + q @ e, box=rows + rows @ e)
+
+    (virial,) = torch.autograd.grad(-energy(none), none)
+    torch.testing.assert_close(potential.virial(q), virial, rtol=1e-12, atol=1e-12)
+    strain = Strain.of(rows, torch.zeros(1, 1, dtype=torch.float64))
+    forces = potential.strained_force(q, strain)
+    torch.testing.assert_close(forces[0], potential.force(q), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(forces[1].squeeze(), virial.trace(), rtol=1e-12, atol=1e-12)
 
 
 def test_cases_contain_what_they_say():
@@ -292,16 +343,30 @@ def test_surface_is_that_of_a_lone_atom():
     assert float(lone(torch.zeros(1, 3))) == pytest.approx(expected, rel=1e-14)
 
 
+def embedded(found: dict[str, Tensor]) -> CustomSolvent:
+    """Atoms whose energy is a root of a sum over their neighbours, as in a metal."""
+    return CustomSolvent(
+        {"density": Stage("p2*exp(-r)", pairs=True)},
+        [Stage("-k*sqrt(density)"), Stage("p1*p2*exp(-2*r)", pairs=True)],
+        {"p": nn.Parameter(found["radius"].clone()), "k": nn.Parameter(torch.ones(()).double())},
+        exclusions=[[0, 1], [2, 4]],
+        cutoff=9.0,
+    )
+
+
+SOLVENTS = {
+    "plain": trainable,
+    "necks": lambda found: trainable(found, necks=necks()),
+    "stages": embedded,
+}
+
+
 def chain(
-    exact: bool = False, seed: int = 0, necked: bool = False
+    exact: bool = False, seed: int = 0, kind: str = "plain"
 ) -> tuple[adjsim.Langevin, object, Splitting]:
     """Charges in a trap that keep apart, at a temperature where they move by their size."""
     found = molecule(seed, spread=2.0)
-    potential = (
-        trainable(found, **({"necks": necks()} if necked else {}))
-        + adjsim.SoftSphere(0.5, 1.5)
-        + adjsim.Harmonic(0.3)
-    )
+    potential = SOLVENTS[kind](found) + adjsim.SoftSphere(0.5, 1.5) + adjsim.Harmonic(0.3)
     dynamics = adjsim.Langevin(potential, mass=12.0, kT=0.3, friction=0.2)
     state = dynamics.init(found["position"], generator=torch.Generator().manual_seed(1))
     return dynamics, state, Splitting("BAOAB", 0.05, exact=exact)
@@ -324,31 +389,32 @@ def gradients(adjoint, *, steps: int, compile: bool = False, system=None):
 
 
 def agree(found: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
-    assert len(expected) in (10, 11)
+    assert len(expected) in (2, 10, 11)
     for name, x in expected.items():
         scale = relative * float(x.abs().max())
         torch.testing.assert_close(found[name], x, rtol=0, atol=scale, msg=lambda m, n=name: n + m)
 
 
-@pytest.mark.parametrize("necked", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_adjoints_agree(necked):
-    system = chain(necked=necked)
+@pytest.mark.parametrize("kind", ["necks", pytest.param("stages", marks=pytest.mark.slow)])
+def test_adjoints_agree(kind):
+    system = chain(kind=kind)
     _, direct = gradients(DirectAdjoint(), steps=10, system=system)
     agree(gradients(CheckpointAdjoint(), steps=10, system=system)[1], direct, 1e-12)
     agree(gradients(ReversibleAdjoint(), steps=10, system=system)[1], direct, 1e-10)
 
 
 @pytest.mark.parametrize(
-    ("exact", "steps", "necked"),
+    ("exact", "steps", "kind"),
     [
-        pytest.param(True, 100_000, False, marks=pytest.mark.marathon),
-        pytest.param(False, 10, False, marks=pytest.mark.marathon),
-        pytest.param(True, 200, True, marks=pytest.mark.slow),
+        pytest.param(True, 100_000, "plain", marks=pytest.mark.marathon),
+        pytest.param(False, 10, "plain", marks=pytest.mark.marathon),
+        pytest.param(True, 200, "necks", marks=pytest.mark.slow),
+        pytest.param(True, 200, "stages", marks=pytest.mark.slow),
     ],
 )
-def test_compiled_equals_eager_and_comes_back(exact, steps, necked):
+def test_compiled_equals_eager_and_comes_back(exact, steps, kind):
     """Bit for bit, if the run is exact."""
-    system = chain(exact, necked=necked)
+    system = chain(exact, kind=kind)
     eager, expected = gradients(ReversibleAdjoint(), steps=10, system=system)
     run, found = gradients(ReversibleAdjoint(), steps=10, system=system, compile=True)
     assert run.stats["compiled_forward"] == run.stats["compiled_backward"] == "C++"

@@ -76,6 +76,12 @@ def expressions() -> adjsim.potentials.SumPotential:
             exclusions=[[0, 1]],
             cutoff=8.0,
         )
+        # The computed values c of both atoms, as they are read from OpenMM.
+        + adjsim.potentials.CustomPairs(
+            "w*c1*c2*exp(-r);c1=h(t1)*sqrt(q1);c2=h(t2)*sqrt(q2)",
+            {"w": parameter(0.5), "q": vector(0.5, 0.7, 1.0, 0.8), "t": [0.0, 1.0, 1.0, 0.0]},
+            tables={"h": adjsim.potentials.DiscreteFunction(vector(0.3, 0.6))},
+        )
     )
 
 

@@ -264,7 +264,7 @@ def toy(tmp_path):
 def test_every_kind_of_row(toy, tmp_path):
     path, topology, positions = toy
     system, potential = read(topology, positions, [path])
-    change(potential, ["solvent.surface", "custom_bonds.s"])
+    change(potential, ["solvent.surface"])
     fitted = tmp_path / "fitted.xml"
     write_force_field(fitted, potential, topology, [path])
     found = assert_same_in_openmm(fitted, potential, positions, topology, system)
@@ -314,16 +314,56 @@ def test_numbers_of_a_solvent_that_differ_in_a_type(tmp_path):
     assert_same_in_openmm(tmp_path / "more.xml", more, positions, topology, again, **FREE)
 
 
-def test_one_row_of_a_solvent_has_one_number(tmp_path):
+EXPRESSIONS = """<ForceField>
+<CustomNonbondedForce energy="level*q1*q2*g(r)*k(t1,t2)" bondCutoff="2">
+ <PerParticleParameter name="q"/><PerParticleParameter name="t"/>
+ <GlobalParameter name="level" defaultValue="3.5"/>
+ <Function name="g" type="Continuous1D" min="0" max="3">1 2 1.5 1</Function>
+ <Function name="k" type="Discrete2D" xsize="2" ysize="2">1 2 2 3</Function>
+ <Atom type="tip3p-O" q="0.5" t="0"/><Atom type="tip3p-H" q="0.2" t="1"/>
+</CustomNonbondedForce>
+<CustomGBForce>
+ <PerParticleParameter name="s"/><GlobalParameter name="depth" defaultValue="3.5"/>
+ <Function name="f" type="Continuous1D" min="0" max="3" periodic="true">1 2 1.5 1</Function>
+ <Function name="h" type="Discrete2D" xsize="2" ysize="1">1 3</Function>
+ <ComputedValue name="I" type="ParticlePair">s2*exp(-r/s1)</ComputedValue>
+ <EnergyTerm type="SingleParticle">depth*I^2*f(I)*h(1,0)</EnergyTerm>
+ <Atom type="tip3p-O" s="0.15"/><Atom type="tip3p-H" s="0.12"/>
+</CustomGBForce></ForceField>"""
+
+
+def plain_water():
     topology, positions = water()
-    topology = app.Modeller(topology, positions * unit.nanometer)
-    topology.delete([atom for atom in topology.topology.atoms() if atom.name == "M"])
+    found = app.Modeller(topology, positions * unit.nanometer)
+    found.delete([atom for atom in found.topology.atoms() if atom.name == "M"])
+    return found.topology, plain(found.positions)
+
+
+def test_a_solvent_and_pairs_of_expressions(tmp_path):
+    """Their global numbers, tables and numbers of types."""
+    (tmp_path / "custom.xml").write_text(EXPRESSIONS)
+    files, fitted = ["amber14/tip3p.xml", tmp_path / "custom.xml"], tmp_path / "fitted.xml"
+    topology, positions = plain_water()
+    system, potential = read(topology, positions, files)
+    with torch.no_grad():
+        for name in ("q", "level", "g.values", "k"):
+            potential.custom_pairs.get_parameter(name).mul_(1.01)
+        potential.solvent.s.mul_(1.01)
+        potential.solvent.depth.mul_(0.9)
+        potential.solvent.f.values[1] += 0.1
+        potential.solvent.h.values[1] += 0.1
+    write_force_field(fitted, potential, topology, files)
+    assert_same_in_openmm(fitted, potential, positions, topology, system)
+
+
+def test_one_row_of_a_solvent_has_one_number(tmp_path):
+    topology, positions = plain_water()
     files = ["amber14/tip3p.xml", OBC2]
-    _, potential = read(topology.topology, plain(topology.positions), files)
+    _, potential = read(topology, positions, files)
     with torch.no_grad():
         potential.solvent.radius[3] *= 1.01
     with pytest.raises(ValueError, match=r"or of the solvent is .* atom 0 .* atom 3, which have"):
-        write_force_field(tmp_path / "no.xml", potential, topology.topology, files)
+        write_force_field(tmp_path / "no.xml", potential, topology, files)
 
 
 def water(count=2):
@@ -428,7 +468,6 @@ def test_wells_of_types(toy, tmp_path):
             r"charge of the row .* for atoms 0 .* for atoms 1",
         ),
         ("solvent.surface", 1.5, r"surfaceAreaEnergy .* would differ"),
-        ("custom_bonds.s", 1.5, r"would differ"),
         ("bonds.k", 0.0, r"strengths of zero"),
         ("bonds.k", float("nan"), r"bonds.k has numbers that are not finite"),
     ],

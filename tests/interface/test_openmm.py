@@ -499,6 +499,24 @@ def test_a_solvent_of_the_same_form_with_other_numbers():
     assert (found.reach, found.quadratic, found.sextic) == pytest.approx((3.0, 0.9, 0.2))
 
 
+def test_a_solvent_of_another_form():
+    """It is read by its expressions, beside one that is not, and both are written back."""
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14, OBC2)
+    altered = altered_solvent(1, "4.85*psi^3", "psi^5")()
+    force = next(x for x in altered.getForces() if isinstance(x, openmm.CustomGBForce))
+    system.addForce(copy.deepcopy(force))
+    potential, structure = assert_equal_to_openmm(system, displaced(positions), topology)
+    assert isinstance(potential.solvent, adjsim.GeneralizedBorn)
+    assert potential.solvent_2.numbers == ("charge", "or", "sr")
+    with torch.no_grad():
+        potential.solvent_2.sr.mul_(1.03)
+        # Numbers of each atom, and a term, that the force has not.
+        potential.solvent.gamma = torch.nn.Parameter(torch.linspace(4.0, 5.0, 22).double())
+        potential.solvent.surface.fill_(0.01)
+    written = to_openmm(potential, system)
+    assert_openmm_agrees(written, displaced(positions), potential, structure.position, ROUNDING)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("solvent", [OBC2, GBN2])
 def test_every_parameter_against_differences(solvent):
@@ -710,17 +728,13 @@ def without_mass():
 
 
 def altered_solvent(value, old, new):
-    """A solvent whose first term of the energy, or a computed value, is of another form."""
+    """A solvent with a computed value of another form."""
 
     def make():
         system, *_ = molecule("dipeptide.pdb", AMBER14, OBC2)
         force = next(f for f in system.getForces() if isinstance(f, openmm.CustomGBForce))
-        if value is None:
-            text, kind = force.getEnergyTermParameters(0)
-            force.setEnergyTermParameters(0, text.replace(old, new), kind)
-        else:
-            name, text, kind = force.getComputedValueParameters(value)
-            force.setComputedValueParameters(value, name, text.replace(old, new), kind)
+        name, text, kind = force.getComputedValueParameters(value)
+        force.setComputedValueParameters(value, name, text.replace(old, new), kind)
         return system
 
     return make
@@ -808,10 +822,11 @@ NONBONDED = openmm.NonbondedForce
         ),
         (half_periodic, r"HarmonicBondForce that is periodic and another"),
         (openmm.System, r"no particles"),
-        (altered_solvent(None, "^2/B", "^4/B"), r"charge\^4/B.*' cannot be read at place 64"),
-        (altered_solvent(0, "log(L", "log(2*L"), r"'select\(step.*' cannot be read at place 80"),
-        (altered_solvent(1, "tanh", "sinh"), r"'1/\(1/or-sinh.*' cannot be read at place 8"),
-        (altered_solvent(1, "4.85*psi^3", "psi^5"), r"psi\^5\)/radius.*' .* at place 13, a cubic"),
+        (
+            altered_solvent(0, "log(L", "lg(L"),
+            r"'select\(step.*' cannot be read at place 76: lg is",
+        ),
+        (altered_solvent(1, "tanh", "B*tanh"), r"'1/\(1/or-B.tanh.* names B .*place 8\), and form"),
     ],
 )
 def test_what_is_refused(make, message):
@@ -842,8 +857,15 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"terms of HarmonicBondForce.*read from"):
         to_openmm(potential, other)
     wet = molecule("dipeptide.pdb", AMBER14, OBC2)[0]
-    with pytest.raises(ValueError, match=r"implicit solvent and the other has none"):
+    with pytest.raises(ValueError, match=r"implicit solvents \[\], and the system has 1"):
         to_openmm(potential, wet)
+    plain = openmm.GBSAOBCForce()
+    _ = [plain.addParticle(0.5, 0.2, 0.8) for _ in range(2)]
+    system_of_two = pair(plain)
+    solvated, _ = from_openmm(system_of_two, [[0.0, 0.0, 0.0], [0.4, 0.0, 0.0]])
+    solvated.solvent.gamma.fill_(4.0)
+    with pytest.raises(ValueError, match=r"alpha 1, beta 0.8, gamma 4.85, offset 0.09, without"):
+        to_openmm(solvated, system_of_two)
     fewer = copy.deepcopy(system)
     force = next(f for f in fewer.getForces() if isinstance(f, openmm.NonbondedForce))
     pairs = [force.getExceptionParameters(k) for k in range(force.getNumExceptions())]

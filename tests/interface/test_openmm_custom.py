@@ -54,7 +54,8 @@ def test_read_and_written(name, periodic):
     assert again(structure.position).item() == potential(structure.position).item()
 
 
-@pytest.mark.parametrize("name", FORCES)
+# Those of solvents are in tests/contracts/test_solvent.py.
+@pytest.mark.parametrize("name", [x for x in FORCES if x != "solvent"])
 def test_gradients_against_differences(name):
     potential, structure = from_openmm(system_with(FORCES[name](True)), sites())
     q, v = structure.position, torch.randn_like(structure.position)
@@ -192,14 +193,20 @@ def test_external_forces_of_harmonic_form():
     """A restraint, unless another force has its stiffness: then the number is one of both."""
     for periodic in (False, True):
         system, positions = system_with(steep(periodic)), sites()
-        potential, _ = equal_to_openmm(system, positions)
+        potential, structure = equal_to_openmm(system, positions)
         assert [name for name, _ in potential.named_children()] == ["restraints"]
+        # A stiffness of each atom becomes a number of each particle.
+        potential.restraints.k = torch.nn.Parameter(torch.tensor([3.0, 2.0]).double())
+        assert_equal(potential, structure.position, to_openmm(potential, system), positions)
         bond = openmm.CustomBondForce("k*r^2")
         bond.addGlobalParameter("k", 300.1)
         bond.addBond(0, 1)
         system.addForce(bond)
         potential, _ = equal_to_openmm(system, positions)
         assert potential.custom_externals.k is potential.custom_bonds.k
+        potential.custom_externals.k = torch.nn.Parameter(torch.ones(2).double())
+        with pytest.raises(ValueError, match=r"k is a global number .* the potential has \(2,\)"):
+            to_openmm(potential, system)
         system.getForce(1).setGlobalParameterDefaultValue(0, 2.0)
         with pytest.raises(ValueError, match=r"number k with the defaults 2 and 300\.1"):
             from_openmm(system, positions)

@@ -111,6 +111,28 @@ def bonds_of_hydrogen():
     return force
 
 
+def stages(values, energies, method, **tables):
+    """A force of computed values and energies, each of atoms (0), pairs (1) or all pairs (2)."""
+    force = openmm.CustomGBForce()
+    kinds = force.SingleParticle, force.ParticlePair, force.ParticlePairNoExclusions
+    for name in NUMBERS:
+        force.addPerParticleParameter(name)
+    force.addGlobalParameter("g", 1.3)
+    for k in range(ATOMS):
+        force.addParticle([float(x[k]) for x in NUMBERS.values()])
+    for name, text, kind in values:
+        force.addComputedValue(name, text, kinds[kind])
+    for text, kind in energies:
+        force.addEnergyTerm(text, kinds[kind])
+    for name, table in tables.items():
+        force.addTabulatedFunction(name, copy.deepcopy(table))
+    force.addExclusion(0, 1)
+    force.addExclusion(5, 2)
+    force.setNonbondedMethod(method)
+    force.setCutoffDistance(0.8)
+    return force
+
+
 # Forces, the box, and whether atoms are in other copies of the box.
 SYSTEMS = {
     "groups with exclusions and a switch": (
@@ -183,6 +205,43 @@ SYSTEMS = {
     ),
     "centroids in a tilted box": (centroids, TILTED, False),
     "hydrogen bonds in a tilted box": (bonds_of_hydrogen, TILTED, True),
+    "atoms in a metal": (
+        lambda: stages(
+            [("rho", "e2*exp(-3*r/s1)*(1-r/0.8)^2", 2), ("F", "-sqrt(rho+0.1)", 0)],
+            [("g*F", 0), ("e1*e2*exp(-6*r)/r", 1)],
+            2,
+        ),
+        TILTED,
+        True,
+    ),
+    "stages of places": (
+        lambda: stages(
+            [
+                ("I", "0.1*a*exp(-r)*s1; a=c+r; c=2*b; b=q1-q2+3", 1),
+                ("A", "I^2+q", 0),
+                ("B", "A*I+x-y*z", 0),
+                ("C", "max(A,B)+min(s,0.2)*step(B)", 0),
+            ],
+            [("C*A+sin(x)*B", 0), ("0.01*C1*C2*B1*B2/r", 1), ("r^2*A1*A2*abs(q1-q2)", 2)],
+            1,
+        ),
+        SIDES,
+        False,
+    ),
+    "stages of tables": (
+        lambda: stages(
+            [("I", "f(r)*q2*k(t1,t2)*d(t1,t2,1)", 1), ("B", "h(I)+k(t,1)", 0)],
+            [("B", 0), ("u(r,B1*B2)*I1*I2", 2)],
+            2,
+            f=smooth(6, low=[0.1], high=[1.4]),
+            h=smooth(5, low=[-80.0], high=[80.0]),
+            u=smooth(5, 6, low=[0.1, -200.0], high=[1.5, 200.0]),
+            k=KINDS,
+            d=openmm.Discrete3DFunction(3, 3, 2, [1.0 + k for k in range(18)]),
+        ),
+        SIDES,
+        True,
+    ),
 }
 
 

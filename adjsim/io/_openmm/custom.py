@@ -116,7 +116,19 @@ def write_custom(parts: dict[str, nn.Module], system: Any) -> None:
 def write_global(part: nn.Module, force: Any) -> None:
     """Write the global numbers of a part into a force."""
     for k, (name, _) in enumerate(global_numbers(force)):
-        force.setGlobalParameterDefaultValue(k, float(getattr(part, name).detach()))
+        force.setGlobalParameterDefaultValue(k, one_number(part, name))
+
+
+def one_number(part: nn.Module, name: str) -> float:
+    """Return a number of a part that is one number in OpenMM."""
+    value = getattr(part, name).detach()
+    if value.numel() != 1:
+        raise ValueError(
+            f"{name} is a global number of its force in the system, and the potential has "
+            f"{tuple(value.shape)} numbers: make it one number, or make it a number of each term "
+            "in the system."
+        )
+    return value.item()
 
 
 def _customs(system: Any) -> list[tuple[Custom, Any, str]]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from adjsim.io._openmm.custom import global_numbers, global_parameters, numbered
+from adjsim.io._openmm.custom import global_parameters, numbered, write_global
 from adjsim.io._openmm.library import (
     ENERGY,
     LENGTH,
@@ -55,8 +55,7 @@ def write_custom_pairs(parts: dict[str, nn.Module], system: Any) -> None:
         values = {
             name: getattr(pairs, name).detach().cpu().double().numpy() for name in pairs.numbers
         }
-        for k, (name, _) in enumerate(global_numbers(force)):
-            force.setGlobalParameterDefaultValue(k, float(values[name]))
+        write_global(pairs, force)
         for name, (table, _) in _by_types(force).items():
             table.setFunctionParameters(*values[name].shape, values[name].flatten().tolist())
         write_tables(pairs, force)

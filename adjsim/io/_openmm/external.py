@@ -84,6 +84,11 @@ def write_external(parts: dict[str, nn.Module], system: Any) -> None:
             numbers |= dict(zip(restraint.points, points.T, strict=True))
             if restraint.k in numbers:
                 numbers[restraint.k] = stiffness
+            elif (stiffness != stiffness[0]).any():
+                own, text = f"{restraint.k}_of_each", force.getEnergyFunction()
+                force.addPerParticleParameter(own)
+                force.setEnergyFunction(re.sub(rf"\b{restraint.k}\b", own, text))
+                numbers[own] = stiffness
             else:
                 index = [name for name, _ in global_numbers(force)].index(restraint.k)
                 force.setGlobalParameterDefaultValue(index, float(stiffness[0]))

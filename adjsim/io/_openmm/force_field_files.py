@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
+from adjsim.io._openmm.custom import global_numbers
 from adjsim.io._openmm.library import application, kind_of, plain
 
 SECTIONS = ("AtomTypes", "Residues", "Patches")
@@ -21,9 +22,10 @@ FORCES = {
     "AmoebaUreyBradleyForce": ("UreyBradley",),
     "PeriodicTorsionForce": ("Proper", "Improper"),
     "RBTorsionForce": ("Proper", "Improper"),
-    "CustomBondForce": ("Bond",),
-    "CustomAngleForce": ("Angle",),
-    "CustomTorsionForce": ("Proper", "Improper"),
+    "CustomBondForce": ("Bond", "GlobalParameter"),
+    "CustomAngleForce": ("Angle", "GlobalParameter"),
+    "CustomTorsionForce": ("Proper", "Improper", "GlobalParameter"),
+    "CustomNonbondedForce": ("Atom", "GlobalParameter"),
     "NonbondedForce": ("Atom",),
     "GBSAOBCForce": ("Atom",),
 }
@@ -37,6 +39,7 @@ TERMS = {
     "CustomBondForce": ("Bond", 2),
     "CustomAngleForce": ("Angle", 3),
     "CustomTorsionForce": ("Torsion", 4),
+    "CustomNonbondedForce": ("Particle", 0),
     "NonbondedForce": ("Particle", 0),
     "GBSAOBCForce": ("Particle", 0),
 }
@@ -143,7 +146,7 @@ def residue_rows(root: Element, uses: Mapping[int, Sequence[Use]]) -> dict[int, 
 
 def _varies(force: str, name: str, text: str) -> bool:
     """Return whether an attribute is a number of a term; terms without strength are left out."""
-    if name.startswith(("type", "class", "periodicity")):
+    if name.startswith(("type", "class", "periodicity")) or name == "name":
         return False
     always = force.startswith("Custom") or force in ("NonbondedForce", "GBSAOBCForce")
     return always or not name.startswith("k") or float(text) != 0
@@ -190,3 +193,5 @@ def _terms(force: Any) -> Iterator[tuple[tuple[int, ...], list[float]]]:
         if numbers and isinstance(numbers[0], tuple):
             numbers = list(numbers[0])
         yield tuple(atoms or [k]), [plain(x) for x in numbers]
+    if hasattr(force, "getNumGlobalParameters"):
+        yield (), [value for _, value in global_numbers(force)]

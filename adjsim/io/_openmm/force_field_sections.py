@@ -10,10 +10,11 @@ from xml.etree.ElementTree import Element, SubElement
 
 import numpy as np
 
+from adjsim.io._openmm.custom import global_numbers
 from adjsim.io._openmm.force_field_files import ATOMS
 from adjsim.io._openmm.library import forces, particles_of, per_particle_names
 from adjsim.io._openmm.sites import numbers_in_files
-from adjsim.io._openmm.tables import tables_of
+from adjsim.io._openmm.tables import in_files, tables_of
 
 ROUNDING = 1e-13
 """The relative difference that a change of units makes."""
@@ -56,10 +57,26 @@ def write_site_rows(root: Element, system: Any, wanted: Any, types: Sequence[str
                     row.set(name, repr(y))
 
 
+def write_functions(root: Element, wanted: Any) -> None:
+    """Write the values of tables into the sections of custom forces."""
+    for kind in {part.tag for part in root}:
+        sections = root.findall(kind)
+        found = [x for x in forces(wanted, kind) if not x.getName().startswith(LENNARD_JONES)]
+        # Otherwise a script has made forces of this kind.
+        for section, force in zip(sections, found, strict=False):
+            tables = dict(tables_of(force)) if len(found) == len(sections) else {}
+            for row in section.iterfind("Function"):
+                if (table := tables.get(row.attrib["name"])) is None:
+                    continue
+                values = in_files(table)[1]
+                if not _close(values, list(map(float, (row.text or "").split()))):
+                    row.text = " ".join(map(repr, values))
+
+
 def write_solvent_section(
     root: Element, wanted: Any, types: Sequence[str], residues: Mapping[int, Sequence[Element]]
 ) -> None:
-    """Write a CustomGBForce with rows of types, in place of the script of ``implicit/*.xml``.
+    """Write a CustomGBForce with rows of types, in place of a script or a section of one.
 
     ``residues`` has the rows of residues that each atom is from, which hold the numbers that differ
     in a type, such as the radii of GBn2.
@@ -78,16 +95,15 @@ def write_solvent_section(
     section, names = SubElement(root, "CustomGBForce"), per_particle_names(force)
     for name in names:
         SubElement(section, "PerParticleParameter", name=name)
+    for name, value in global_numbers(force):
+        SubElement(section, "GlobalParameter", name=name, defaultValue=repr(value))
     of_residues = root.find("NonbondedForce/UseAttributeFromResidue[@name='charge']") is not None
-    if of_residues:
+    if of_residues and "charge" in names:
         SubElement(section, "UseAttributeFromResidue", name="charge")
     for name, table in tables_of(force):
-        rows, columns, values = table.getFunctionParameters()
-        SubElement(
-            section,
-            "Function",
-            {"name": name, "type": "Discrete2D", "xsize": str(rows), "ysize": str(columns)},
-        ).text = " ".join(map(repr, values))
+        attributes, values = in_files(table)
+        row = SubElement(section, "Function", {"name": name, **attributes})
+        row.text = " ".join(map(repr, values))
     for k in range(force.getNumComputedValues()):
         name, text, kind = force.getComputedValueParameters(k)
         SubElement(section, "ComputedValue", name=name, type=COMPUTED[kind]).text = text

@@ -113,9 +113,8 @@ def check_system(system: Any) -> None:
             has_text = hasattr(force, "getEnergyFunction")
             name = f"{kind} {force.getEnergyFunction()!r}" if has_text else kind
             raise ValueError(f"{name}, force {number} of the system, {_way_out(kind, number)}")
-    for group in (("NonbondedForce",), ("GBSAOBCForce", "CustomGBForce")):
-        if sum(kind in group for kind in kinds) > 1:
-            raise ValueError(f"the system has more than one {' or '.join(group)}; it may have one.")
+    if kinds.count("NonbondedForce") > 1:
+        raise ValueError("the system has more than one NonbondedForce; it may have one.")
 
 
 def masses_of(system: Any) -> list[float]:

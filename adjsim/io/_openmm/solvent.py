@@ -14,15 +14,14 @@ from adjsim.io._openmm.library import (
     COULOMB,
     ENERGY,
     LENGTH,
+    box_of_system,
     cutoff_of,
-    forces,
     particles_of,
     per_particle_names,
     plain,
 )
 from adjsim.potentials.solvent import GeneralizedBorn, Necks
 
-TOKEN = re.compile(r"<\w+>|[0-9.]+(?:e[+-]?[0-9]+)?|\w+|\S")
 NUMBER = r"[0-9.]+(?:e[+-]?[0-9]+)?"
 SPHERES = (
     "select(step(r+sr2-or1),0.5*(1/L-1/U+0.25*(r-sr2^2/r)*(1/(U^2)-1/(L^2))+0.5*log(L/U)/r),0);"
@@ -56,6 +55,8 @@ TERMS = {
 CONSTANTS = ("solventDielectric", "soluteDielectric", "kappa", "offset", "cutoff")
 SHAPE = ("alpha", "beta", "gamma")
 TABLES = ("getd0", "getm0")
+FIXED = {"alpha": 1.0, "beta": 0.8, "gamma": 4.85, "offset": 0.09}
+"""The numbers that a GBSAOBCForce has, in our units."""
 
 
 class Solvent(NamedTuple):
@@ -68,22 +69,15 @@ class Solvent(NamedTuple):
     settings: dict[str, Any]
 
 
-def read_solvent(system: Any, charge: Tensor | None) -> GeneralizedBorn | None:
-    """Read the generalised Born force of a system.
+def read_solvent(system: Any, force: Any, charge: Tensor | None) -> GeneralizedBorn | None:
+    """Read a generalised Born force; None for a CustomGBForce of another form.
 
     The solvent shares the parameter ``charge`` of the other forces if its charges are the same, so
     that a fit moves both.
     """
-    found = forces(system, "GBSAOBCForce", "CustomGBForce")
-    if not found:
-        return None
-    force = found[0]
-    if force.usesPeriodicBoundaryConditions():
-        raise ValueError(
-            f"{type(force).__name__} has a periodic cutoff, which is not provided: make the system "
-            "with NoCutoff or CutoffNonPeriodic."
-        )
     solvent = _of_custom(force) if _is_custom(force) else _of_obc(force)
+    if solvent is None:
+        return None
     own, radius, scale = (torch.from_numpy(x.copy()) for x in solvent[:3])
     if charge is None or not torch.equal(charge.detach(), own):
         charge = nn.Parameter(own)
@@ -92,21 +86,17 @@ def read_solvent(system: Any, charge: Tensor | None) -> GeneralizedBorn | None:
         for name, value in solvent.trained.items()
     }
     return GeneralizedBorn(
-        charge, nn.Parameter(radius), nn.Parameter(scale), **trained, **solvent.settings
+        charge,
+        nn.Parameter(radius),
+        nn.Parameter(scale),
+        **trained,
+        **solvent.settings,
+        box=box_of_system(system) if force.usesPeriodicBoundaryConditions() else None,
     )
 
 
-def write_solvent(part: nn.Module | None, system: Any) -> None:
-    """Write the numbers of a solvent into the force of a system."""
-    found = forces(system, "GBSAOBCForce", "CustomGBForce")
-    if (part is None) != (not found):
-        raise ValueError(
-            "one of the potential and the system has an implicit solvent and the other has none: "
-            "give the system that the potential was read from."
-        )
-    if not isinstance(part, GeneralizedBorn):
-        return
-    force = found[0]
+def write_solvent(part: GeneralizedBorn, force: Any) -> None:
+    """Write the numbers of a solvent into its force."""
     if len(part.charge) != force.getNumParticles():
         raise ValueError(
             f"the solvent is for {len(part.charge)} atoms and the system has "
@@ -115,6 +105,14 @@ def write_solvent(part: nn.Module | None, system: Any) -> None:
     if _is_custom(force):
         _write_custom(part, force)
         return
+    changed = [name for name, value in FIXED.items() if not (_plain(part, name) == value).all()]
+    if changed or part.kappa or part.necks is not None or not part.bounded:
+        fixed = ", ".join(f"{name} {value:g}" for name, value in FIXED.items())
+        raise ValueError(
+            f"a GBSAOBCForce has fixed numbers, {fixed}, without salt and necks, and the solvent "
+            "of the potential has others: make the system with ForceField(..., "
+            "'implicit/obc2.xml'), where they can be written."
+        )
     charge, radius, scale = (_plain(part, name) for name in ("charge", "radius", "scale"))
     force.setSurfaceAreaEnergy(float(_plain(part, "surface")) / ENERGY * LENGTH**2)
     force.setSoluteDielectric(float(_plain(part, "solute")))
@@ -126,6 +124,11 @@ def write_solvent(part: nn.Module | None, system: Any) -> None:
 def _write_custom(part: GeneralizedBorn, force: Any) -> None:
     """Write the numbers of particles, and those in the expressions."""
     known = _of_custom(force)
+    if known is None:
+        raise ValueError(
+            "the CustomGBForce of the system is none of the generalised Born solvents of OpenMM's "
+            "files, as the solvent of the potential is: give the system that it was read from."
+        )
     offset = float(_plain(part, "offset")) / LENGTH
     columns: dict[str, np.ndarray] = dict(
         zip(per_particle_names(force), particles_of(force).T.copy(), strict=True)
@@ -140,18 +143,20 @@ def _write_custom(part: GeneralizedBorn, force: Any) -> None:
     }
     shape = {name: _plain(part, name) for name in SHAPE}
     polynomial = OF_EACH
-    if "alpha" in columns:
+    of_atoms = any(x.ndim for x in shape.values())
+    if of_atoms and "alpha" not in columns:
+        _ = [force.addPerParticleParameter(name) for name in SHAPE]
+    if of_atoms or "alpha" in columns:
         columns |= {name: np.broadcast_to(x, small.shape) for name, x in shape.items()}
-    elif any(x.ndim for x in shape.values()):
-        raise ValueError(
-            "alpha, beta and gamma are of each atom, and the CustomGBForce has one number of each."
-        )
     else:
         a, b, c = (f"{float(shape[name]):.17g}" for name in SHAPE)
         polynomial = f"{a}*psi-{b}*psi^2+{c}*psi^3".replace("--", "+").replace("+-", "-")
     area = float(_plain(part, "surface")) * 4 * np.pi / ENERGY * LENGTH**2
     if area and not known.trained["surface"]:
-        raise ValueError("the potential has a surface tension, and the CustomGBForce has no term.")
+        constants = {**_split(force.getEnergyTermParameters(0)[0])[1], "offset": offset}
+        ends = ";".join(f"{name}={value:.17g}" for name, value in constants.items())
+        text = TERMS["surface"][0].replace("<constant>", "1")
+        force.addEnergyTerm(f"{text};{ends}", force.SingleParticle)
 
     def written(text: str) -> str:
         for name, value in numbers.items():
@@ -192,63 +197,60 @@ def _of_obc(force: Any) -> Solvent:
     return Solvent(charge, LENGTH * radius, scale, {"surface": surface}, settings)
 
 
-def _of_custom(force: Any) -> Solvent:
+def _of_custom(force: Any) -> Solvent | None:
     """Read a CustomGBForce with the expressions of OpenMM's files, and any numbers in them.
 
-    Their formula of the descreening leaves out the term of an atom inside another one.
+    Their formula of the descreening leaves out the term of an atom inside another one. A force of
+    another form is None.
     """
     values = [force.getComputedValueParameters(k) for k in range(force.getNumComputedValues())]
     kinds = [("I", force.ParticlePairNoExclusions), ("B", force.SingleParticle)]
-    if [(name, kind) for name, _, kind in values] != kinds:
-        given = "; ".join(f"{name} = {text!r}" for name, text, _ in values)
-        raise _unknown(f"its computed values are not I, of pairs, and B of atoms, but {given}")
+    found = _settings(force)
+    if found is None or [(name, kind) for name, _, kind in values] != kinds:
+        return None
     if any(getattr(force, f"getNum{name}")() for name in ("GlobalParameters", "Exclusions")):
-        raise _unknown("it has global parameters or exclusions")
-    texts = [text for _, text, _ in values]
-    pairs, single = map(_stripped, texts)
+        return None
+    settings, constants = found
+    pairs, single = (_stripped(text) for _, text, _ in values)
     columns = dict(zip(per_particle_names(force), particles_of(force).T, strict=True))
-    settings, constants = _settings(force)
-    surface, offset = settings.pop("surface"), constants.get("offset")
-    trained: dict[str, Any] = {"surface": surface}
-    found = _matched(BOUNDED, single)
+    trained: dict[str, Any] = {"surface": settings.pop("surface")}
+    offsets = {constants["offset"]} if "offset" in constants else set[float]()
+    bounded = _matched(BOUNDED, single)
     if single == UNBOUNDED:
-        shape: dict[str, Any] = {"alpha": 1.0, "beta": 0.0, "gamma": 0.0}
-        settings |= {"bounded": False, **shape}
-    elif found is not None:
-        trained |= _shape(found["polynomial"], texts[1], columns)
-        offset = float(found["offset"])
+        settings |= {"bounded": False, "alpha": 1.0, "beta": 0.0, "gamma": 0.0}
+    elif bounded is None or (shape := _shape(bounded["polynomial"], columns)) is None:
+        return None
     else:
-        raise _unread(texts[1], UNBOUNDED, BOUNDED)
+        trained |= shape
+        offsets.add(float(bounded["offset"]))
     needed = {"charge", "or", "sr", *(SHAPE if OF_EACH in single else ())}
     necks = _matched(NECKS, pairs)
     if necks is not None:
         needed.add("radindex")
-        trained["neck"] = float(necks["neck"])
-        settings["necks"] = _necks(force, necks, columns)
+        offsets.add(float(necks["offset"]))
     elif pairs != SPHERES:
-        raise _unread(texts[0], SPHERES, NECKS)
-    if set(columns) != needed:
-        raise _unknown(f"its numbers of particles are {', '.join(columns)}")
-    offsets = {offset, constants.get("offset", offset)}
-    offsets |= set() if necks is None else {float(necks["offset"])}
-    if offset is None or len(offsets) > 1:
-        raise _unknown("its expressions have different offsets, or none")
-    small = columns["or"]
+        return None
+    names = {force.getTabulatedFunctionName(k) for k in range(force.getNumTabulatedFunctions())}
+    # The expressions need not have one offset, and other solvents have one.
+    if set(columns) != needed or len(offsets) != 1 or names != (set(TABLES) if necks else set()):
+        return None
+    if necks is not None:
+        trained["neck"], settings["necks"] = float(necks["neck"]), _necks(force, necks, columns)
+    small, offset = columns["or"], offsets.pop()
     trained["offset"] = LENGTH * offset
     return Solvent(
         columns["charge"], LENGTH * (small + offset), columns["sr"] / small, trained, settings
     )
 
 
-def _shape(polynomial: str, text: str, columns: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Read the coefficients alpha, beta and gamma of psi from the polynomial in a text."""
+def _shape(polynomial: str, columns: dict[str, np.ndarray]) -> dict[str, Any] | None:
+    """Read the coefficients alpha, beta and gamma of a cubic of psi."""
     if polynomial == OF_EACH:
         return {name: columns[name].copy() for name in SHAPE if name in columns}
     term = rf"(?:(-?{NUMBER})\*)?psi(?:([+-]{NUMBER})\*psi\^2)?(?:([+-]{NUMBER})\*psi\^3)?"
     found = re.fullmatch(term, polynomial)
     if found is None:
-        place = text.index("tanh") + len("tanh(")
-        raise _unknown(f"the expression {text!r} cannot be read at place {place}, a cubic of psi")
+        return None
     alpha, beta, gamma = (
         float(x or default) for x, default in zip(found.groups(), (1, 0, 0), strict=True)
     )
@@ -258,13 +260,11 @@ def _shape(polynomial: str, text: str, columns: dict[str, np.ndarray]) -> dict[s
 def _necks(force: Any, found: re.Match[str], columns: dict[str, np.ndarray]) -> Necks:
     """Read the tables of necks by atoms."""
     count = force.getNumTabulatedFunctions()
-    names = {force.getTabulatedFunctionName(k): force.getTabulatedFunction(k) for k in range(count)}
-    if set(names) != set(TABLES):
-        raise _unknown(f"its tables are {', '.join(names)}")
+    named = {force.getTabulatedFunctionName(k): force.getTabulatedFunction(k) for k in range(count)}
     index = np.floor(columns["radindex"] + 0.5).astype(int)
     tables = list[np.ndarray]()
     for name in TABLES:
-        first, second, values = names[name].getFunctionParameters()
+        first, second, values = named[name].getFunctionParameters()
         # The first index runs fastest.
         table = np.reshape(values, (second, first)).T
         tables.append(table[np.ix_(index, index)])
@@ -278,36 +278,38 @@ def _necks(force: Any, found: re.Match[str], columns: dict[str, np.ndarray]) -> 
     )
 
 
-def _settings(force: Any) -> tuple[dict[str, Any], dict[str, float]]:
+def _settings(force: Any) -> tuple[dict[str, Any], dict[str, float]] | None:
     """Read the settings, and the constants, from the expressions of the energy."""
     found: dict[str, re.Match[str]] = {}
     constants: dict[str, float] = {}
     for k in range(force.getNumEnergyTerms()):
         text, kind = force.getEnergyTermParameters(k)
         body, named = _split(text)
-        if constants and named != constants:
-            raise _unknown(f"its terms have different constants, the last one {text!r}")
+        if constants not in ({}, named):
+            return None
         constants = named
-        kinds = [
-            name
+        of_pairs = kind == force.ParticlePairNoExclusions
+        matches = {
+            name: _matched_any(TERMS[name], body)
             for name in TERMS
-            if (name == "pair") == (kind == force.ParticlePairNoExclusions) and name not in found
-        ]
-        matches = {name: _matched_any(TERMS[name], body) for name in kinds}
+            if (name == "pair") == of_pairs and name not in found
+        }
         name = next((name for name, match in matches.items() if match), None)
         if name is None or kind == force.ParticlePair:
-            raise _unread(text, *(form for name in kinds for form in TERMS[name]))
+            return None
         found[name] = matches[name]
-    if not {"own", "pair"} <= set(found) or (found["own"]["constant"] != found["pair"]["constant"]):
-        raise _unknown("it has no term of pairs or no term of single particles")
-    salted = constants["kappa"] > 0
-    if any(("exp(-kappa" in found[name][0]) != salted for name in ("own", "pair")):
-        raise _unknown("its terms have different kappa")
-    cutoff = cutoff_of(force)
+    needed = {"solventDielectric", "soluteDielectric", "kappa"}
+    if not ({"own", "pair"} <= set(found) and needed <= set(constants)):
+        return None
+    salted, cutoff = constants["kappa"] > 0, cutoff_of(force)
     inverse = float(found["pair"].groupdict().get("inverse") or 0)
     expected = 0.0 if cutoff is None else LENGTH / cutoff
-    if abs(inverse - expected) > 1e-9 * expected:
-        raise _unknown("its cutoff is not the one of its expressions")
+    if (
+        found["own"]["constant"] != found["pair"]["constant"]
+        or any(("exp(-kappa" in found[name][0]) != salted for name in ("own", "pair"))
+        or abs(inverse - expected) > 1e-9 * expected
+    ):
+        return None
     surface = float(found["surface"]["constant"]) if "surface" in found else 0.0
     settings = {
         "solute": constants["soluteDielectric"],
@@ -332,8 +334,6 @@ def _split(text: str) -> tuple[str, dict[str, float]]:
             constants[name] = float(value)
         else:
             kept.append(piece)
-    if not {"solventDielectric", "soluteDielectric", "kappa"} <= set(constants):
-        raise _unread(text, *(form for forms in TERMS.values() for form in forms))
     return ";".join(kept), constants
 
 
@@ -351,27 +351,3 @@ def _matched_any(templates: Sequence[str], text: str) -> Any:
 
 def _stripped(text: str) -> str:
     return re.sub(r"\s", "", text)
-
-
-def _unread(text: str, *forms: str) -> ValueError:
-    """Refuse an expression at the first place where it is none of these forms."""
-    given = list(TOKEN.finditer(text))
-    tokens = [x[0] for x in given]
-    shared = max((_shared(tokens, TOKEN.findall(form)) for form in forms), default=0)
-    place = given[shared].start() if shared < len(given) else len(text)
-    return _unknown(f"the expression {text!r} cannot be read at place {place}")
-
-
-def _shared(tokens: Sequence[str], form: Sequence[str]) -> int:
-    """Count the tokens up to the first one that a form has otherwise."""
-    pairs = enumerate(zip(tokens, form, strict=False))
-    differing = (k for k, (x, y) in pairs if x != y and not (y[0] == "<" and x[0].isdigit()))
-    return next(differing, min(len(tokens), len(form)))
-
-
-def _unknown(why: str) -> ValueError:
-    return ValueError(
-        "the CustomGBForce of the system is none of the solvents of OpenMM's files (hct, obc1, "
-        f"obc2, gbn and gbn2 in implicit/): {why}. Make the system with "
-        "ForceField(..., 'implicit/gbn2.xml'), or with GBSAOBCForce."
-    )

@@ -52,6 +52,20 @@ def tables_of(force: Any) -> list[tuple[str, Any]]:
     ]
 
 
+def in_files(table: Any) -> tuple[dict[str, str], list[float]]:
+    """Return the attributes and the values of a table in a ForceField file."""
+    values, limits, periodic = _parts(table)
+    smooth, count = KINDS[type(table).__name__]
+    axes = "xyz"[:count] if count > 1 else ("",)
+    found = {"type": type(table).__name__.removesuffix("Function")}
+    if count > 1:
+        found |= {f"{axis}size": str(size) for axis, size in zip(axes, values.shape, strict=True)}
+    if smooth:
+        ends = (f"{axis}{end}" for axis in axes for end in ("min", "max"))
+        found |= dict(zip(ends, map(repr, limits), strict=True)) | {"periodic": str(periodic)}
+    return found, values.flatten("F").tolist()
+
+
 def _parts(table: Any) -> tuple[np.ndarray, list[float], bool]:
     """Return values, limits (low and high of each axis) and whether it is periodic."""
     smooth, count = KINDS[type(table).__name__]

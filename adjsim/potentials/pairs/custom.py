@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -188,34 +188,10 @@ class CustomPairs(RadialPotential):
                     )
         given = f"numbers give {', '.join(sorted(known))}. A number of an atom ends in 1 or 2"
         self.expression.refuse_names(known, given)
-        self._check_exchange()
-
-    def _check_exchange(self) -> None:
-        """Refuse an expression that exchanging the two atoms changes."""
         values = {name: getattr(self, name).detach() for name in self.numbers}
-        if not any(x.ndim == 1 for x in values.values()):
-            return
-        drawn = torch.Generator().manual_seed(0)
-        forth = {"r": torch.rand(16, generator=drawn, dtype=torch.float64) + 0.1}
-        back = dict(forth)
-        for name, value in values.items():
-            # Numbers of the size of those given, since a power may need them positive or whole.
-            first, second = (
-                value.double().cpu().flatten()[torch.randint(value.numel(), (16,), generator=drawn)]
-                for _ in range(2)
-            )
-            if value.ndim == 1:
-                forth |= {f"{name}1": first, f"{name}2": second}
-                back |= {f"{name}1": second, f"{name}2": first}
-            else:
-                forth[name] = back[name] = first
+        of_atoms = [name for name, x in values.items() if x.ndim == 1]
         functions = {name: self._table(name) for name in self.tables}
-        one, other = self.expression(forth, functions), self.expression(back, functions)
-        if not torch.allclose(one, other, rtol=1e-9, atol=0, equal_nan=True):
-            raise ValueError(
-                f"exchanging the two atoms changes the expression {self.text!r}: write it such "
-                "that their numbers, such as q1 and q2, may change places."
-            )
+        check_exchange(self.expression, functions, values, of_atoms)
 
     def _is_of_atoms(self, name: str) -> bool:
         """Whether a number is one for each atom; kernels give its values for pairs instead."""
@@ -273,3 +249,34 @@ class CustomPairs(RadialPotential):
         if self.groups:
             energy = self._times(r) * energy
         return energy.expand(torch.broadcast_shapes(energy.shape, r.shape))
+
+
+def check_exchange(
+    expression: Expression,
+    functions: Mapping[str, Callable[..., Tensor]],
+    values: Mapping[str, Tensor],
+    of_atoms: Collection[str],
+) -> None:
+    """Refuse an expression that exchanging the two atoms changes."""
+    if not of_atoms:
+        return
+    drawn = torch.Generator().manual_seed(0)
+    forth = {"r": torch.rand(16, generator=drawn, dtype=torch.float64) + 0.1}
+    back = dict(forth)
+    for name, value in values.items():
+        # Numbers of the size of those given, since a power may need them positive or whole.
+        first, second = (
+            value.double().cpu().flatten()[torch.randint(value.numel(), (16,), generator=drawn)]
+            for _ in range(2)
+        )
+        if name in of_atoms:
+            forth |= {f"{name}1": first, f"{name}2": second}
+            back |= {f"{name}1": second, f"{name}2": first}
+        else:
+            forth[name] = back[name] = first
+    one, other = expression(forth, functions), expression(back, functions)
+    if not torch.allclose(one, other, rtol=1e-9, atol=0, equal_nan=True):
+        raise ValueError(
+            f"exchanging the two atoms changes the expression {expression.text!r}: write it such "
+            "that their numbers, such as q1 and q2, may change places."
+        )

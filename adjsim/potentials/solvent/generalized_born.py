@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_flag, describe_type
-from adjsim.core.declared import FINITE, NOT_NEGATIVE, POSITIVE, Limits, declared, setting
-from adjsim.core.parameters import describe
+from adjsim.core.box import Periodic
+from adjsim.core.declared import (
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Declaring,
+    Limits,
+    declared,
+    setting,
+)
+from adjsim.core.parameters import describe, register
 from adjsim.core.rounding import UNROUNDED, Rounding
-from adjsim.core.typing import Energies, Positions
+from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import Potential
-from adjsim.potentials.evaluated import DeclaredModule
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback
 from adjsim.potentials.solvent.necks import Necks
 from adjsim.potentials.solvent.pairs import NUMBERS, SHAPE, BornPairs, BornTangent
@@ -30,7 +39,7 @@ def _as_necks(name: str, value: Any) -> Necks:
 ONE: dict[str, Any] = {"keyword": True, "shapes": ((),)}
 
 
-class GeneralizedBorn(DeclaredModule, Potential):
+class GeneralizedBorn(Declaring, Periodic, Potential):
     """Generalised Born solvent with surface area: HCT, OBC1, OBC2, GBn and GBn2.
 
     ::
@@ -81,10 +90,12 @@ class GeneralizedBorn(DeclaredModule, Potential):
 
     Args:
         {parameters}
+        box: ``(dim,)`` lengths or ``(dim, dim)`` rows of a periodic cell, in which pairs are of
+            nearest images.
 
     Raises:
-        ValueError: arrays that are not one number for each atom, numbers out of range,
-            positions of another number of atoms.
+        ValueError: arrays that are not one number for each atom, numbers out of range, a cutoff
+            that the box is too small for, positions of another number of atoms.
     """
 
     charge: Tensor = declared("``(atoms,)``")
@@ -138,8 +149,16 @@ class GeneralizedBorn(DeclaredModule, Potential):
         keyword=True,
     )
 
+    def __init__(self, *values: Any, box: Array | None = None, **named: Any) -> None:
+        given = self.given(values, named)
+        super().__init__()
+        self.store(given, partial(register, self))
+        self.register_box(box)
+        self.validate()
+
     def validate(self) -> None:
         """Refuse numbers that the constructor would refuse."""
+        self.check_settings()
         super().validate()
         for name in ("solute", "solvent"):
             value: Tensor = getattr(self, name)
@@ -182,6 +201,10 @@ class GeneralizedBorn(DeclaredModule, Potential):
         energy = pairs.within(pairs.polarisation.energy())
         polar = 0.5 * (pairs.charge.unsqueeze(-1) * pairs.charge * energy).sum((-1, -2))
         return polar + pairs.surface * pairs.areas().sum(-1)
+
+    def virial(self, position: Positions) -> Tensor:
+        """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``."""
+        return BornPairs(self, position).virial()
 
     def born_radii(self, position: Positions) -> Tensor:
         """Compute the Born radii, ``(*batch, atoms)``."""

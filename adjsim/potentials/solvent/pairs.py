@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.box import differences
+from adjsim.core.box import differences, nearest_image
 from adjsim.core.layout import materialise
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.potentials.pairs.dense import (
@@ -72,6 +72,9 @@ class BornPairs:
         self.inside = numbers.constant / self.solute
         self.outside = numbers.constant / self.solvent
         self.d = split_coordinates(differences(position))
+        if numbers.image_box is not None:
+            box, exact = numbers.image_box.to(position), self.cutoff is None
+            self.d = nearest_image(self.d, box, exact=exact)
         self.s = sum_coordinates([x * x for x in self.d])
         included = distinct(position)
         if self.cutoff is not None:
@@ -146,6 +149,13 @@ class BornPairs:
                 for first, second, third in zip(polar, self.own, columns, strict=True)
             ]
         )
+
+    def virial(self) -> Tensor:
+        """Compute ``sum over i<j of d_ij F_ij``, which has the weights of :meth:`force`."""
+        self.force()
+        weight = self.gs + 2 * self.c.unsqueeze(-1) * self.hs
+        vectors = torch.cat(self.d, -3)
+        return -torch.einsum("...ij,...aij,...bij->...ab", weight, vectors, vectors)
 
     def within(self, x: Tensor) -> Tensor:
         """Set pairs beyond the cutoff to zero."""
