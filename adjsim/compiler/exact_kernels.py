@@ -14,9 +14,11 @@ This module is imported where a loop is compiled, since it imports Inductor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
@@ -54,6 +56,24 @@ def is_fused(target: Any) -> bool:
     return is_view or schema.is_mutable or torch.Tag.pointwise in target.tags
 
 
+@torch.library.custom_op("adjsim::index_put", mutates_args=())
+def index_put(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor:
+    """Return what torch's operation returns.
+
+    Inductor makes torch's own an operation in place, and then loses its result if torch computes it.
+    """
+    return aten.index_put.default(x, indices, values, accumulate)
+
+
+@index_put.register_fake
+def _(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor:
+    return torch.empty_like(x)
+
+
 class LeaveToTorch(CustomGraphPass):
     """The pass that leaves to torch what Inductor would compute in an order of its own."""
 
@@ -61,6 +81,8 @@ class LeaveToTorch(CustomGraphPass):
         for node in graph.nodes:
             if node.op == "call_function" and not is_fused(node.target):
                 node.meta["should_fallback"] = True
+                if node.target.overloadpacket in (aten.index_put, aten._unsafe_index_put):
+                    node.target = index_put._opoverload
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
