@@ -60,21 +60,23 @@ class _Recording:
         if func in self.decompositions or not _is_common(func):
             return self.leave(func, types, args, kwargs)
         fills = func.overloadpacket in FILLS
-        options = dict(kwargs or {})
-        device = options.pop("device", None)
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        options = {name: x for name, x in kwargs.items() if name != "device"}
         try:
             if fills != (device is not None):
                 raise _LeftError
             devices = {device} if fills else set()
             nodes = tuple(self._node(x, devices) for x in args)
-            named = {name: self._node(x, devices) for name, x in options.items()}
+            named = {
+                name: x if name == "device" else self._node(x, devices)
+                for name, x in kwargs.items()
+            }
             if len(devices) != 1:
                 raise _LeftError
         except _LeftError:
             return self.leave(func, types, args, kwargs)
         (device,) = devices
-        if fills:
-            named["device"] = device
         with torch._C.DisableTorchFunction(), in_kernel_invocation_manager(self.fakes):
             if func.is_view:
                 metas = func(*args, **options)
@@ -127,8 +129,9 @@ def recording(mode: Any, fakes: FakeTensorMode) -> Callable[..., Any]:
 
 @cache
 def _is_common(func: Any) -> bool:
-    # The tracer replaces the overloads that consist of other operations.
-    return func.overloadpacket in COMMON | FILLS and not func._can_decompose()
+    # Some overloads write to an argument, and others consist of operations that are recorded.
+    common = func.overloadpacket in COMMON | FILLS
+    return common and not func._schema.is_mutable and not func._can_decompose()
 
 
 def _described(x: Any) -> Any:

@@ -21,8 +21,8 @@ _TORCH, _ADJSIM, _PYTHON = (
     str(Path(file).parents[n])
     for file, n in ((torch.__file__, 0), (__file__, 1), (contextlib.__file__, 0))
 )
-# Every operation of a trace goes through this mode.
-_MODE = str(Path(__file__).with_name("refusals.py"))
+# Every operation of a trace goes through these files.
+_MODES = [str(Path(__file__).with_name(name)) for name in ("refusals.py", "recording.py")]
 
 
 def graph_of(
@@ -104,7 +104,7 @@ def _innermost(frame: FrameType | None, owners: Sequence[str]) -> FrameType | No
 def _owner(file: str) -> str:
     if file == __file__:
         return "tracer"
-    if file == _MODE:
+    if file in _MODES:
         return "library"
     if file.startswith(_ADJSIM):
         return "adjsim"
