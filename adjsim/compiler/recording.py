@@ -55,7 +55,7 @@ class _Recording:
 
     def record(self, _: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record an operation of fake tensors, and return its results."""
-        if func is torch.ops.prim.device.default:
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if func in self.decompositions or not _is_common(func):
             return self.leave(func, types, args, kwargs)
