@@ -62,7 +62,7 @@ def index_put(
 ) -> Tensor:
     """Return what torch's operation returns.
 
-    Inductor makes torch's own an operation in place, and then loses its result if torch computes it.
+    Inductor makes torch's own an operation in place, and loses its result where torch computes it.
     """
     return aten.index_put.default(x, indices, values, accumulate)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -51,18 +52,14 @@ class Index(NamedTuple):
         return Index(0, ((name, 1),))
 
     def __add__(self, other: Index | int) -> Index:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if isinstance(other, int):
-            return Index(self.const + other, self.terms)
-        return offset((self, other), (1, 1))
+        return offset((self, Index(other) if isinstance(other, int) else other), (1, 1))
 
     def __mul__(self, factor: int) -> Index:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if factor == 0:
-            return Index()
-        return Index(self.const * factor, tuple((name, f * factor) for name, f in self.terms))
+        return offset((self,), (factor,))
 
     def factor(self, name: str) -> int:
         """Return the factor of a variable, 0 if it does not occur."""
-        return next((factor for known, factor in self.terms if known == name), 0)
+        return dict(self.terms).get(name, 0)
 
     def __str__(self) -> str:
         parts = [name if factor == 1 else f"{factor} * {name}" for name, factor in self.terms]
@@ -98,8 +95,7 @@ class Buffer:
     @property
     def inner(self) -> int:
         """The length of the innermost axis."""
-        axes = zip(self.shape, self.strides, strict=True)
-        return next((n for n, s in axes if s == 1 and n > 1), 1)
+        return next((n for n, s in zip(self.shape, self.strides, strict=True) if s == 1 < n), 1)
 
     def at(self, index: Indices) -> Index:
         """Return the offset of an element."""
@@ -110,10 +106,9 @@ def offset(index: Indices, strides: Sequence[int]) -> Index:
     """Return the offset of an element in memory of these strides."""
     const, terms = 0, dict[str, int]()
     for i, stride in zip(index, strides, strict=True):
-        if stride:
-            const += i.const * stride
-            for name, factor in i.terms:
-                terms[name] = terms.get(name, 0) + factor * stride
+        const += i.const * stride
+        for name, factor in i.terms:
+            terms[name] = terms.get(name, 0) + factor * stride
     return Index(const, tuple(sorted((n, f) for n, f in terms.items() if f)))
 
 
@@ -241,11 +236,10 @@ class View(Value):
 
     @cached_property
     def varies(self) -> tuple[bool, ...]:
-        names = [f"i{axis}" for axis in range(len(self.shape))]
-        named = zip(names, self.shape, strict=True)
-        index = self.map(tuple(Index.of(name) if n > 1 else Index() for name, n in named))
-        read = [i for i, varies in zip(index, self.operands[0].varies, strict=True) if varies]
-        return tuple(any(i.factor(name) for i in read) for name in names)
+        axes = [Index.of(f"i{a}") if n > 1 else Index() for a, n in enumerate(self.shape)]
+        read = zip(self.map(tuple(axes)), self.operands[0].varies, strict=True)
+        names = {name for index, varies in read if varies for name, _ in index.terms}
+        return tuple(f"i{a}" in names for a in range(len(self.shape)))
 
     @property
     def computed(self) -> bool:
@@ -353,8 +347,8 @@ class Reinterpreted(Value):
 
 def broadcast(index: Indices, shape: tuple[int, ...]) -> Indices:
     """Return the index of an operand of the given shape that broadcasts."""
-    mine = index[len(index) - len(shape) :]
-    return tuple(Index() if n == 1 else i for i, n in zip(mine, shape, strict=True))
+    own = index[len(index) - len(shape) :]
+    return tuple(Index() if n == 1 else i for i, n in zip(own, shape, strict=True))
 
 
 @dataclass
@@ -379,11 +373,7 @@ class Body:
 
     def copy(self) -> Body:
         """Return a copy to which statements can be added."""
-        own, lines, reads = {*self.own}, [*self.lines], [*self.reads]
-        known, expressions = {**self._known}, {**self._expressions}
-        return replace(
-            self, own=own, lines=lines, reads=reads, _known=known, _expressions=expressions
-        )
+        return Body(**{name: copy(part) for name, part in vars(self).items()})
 
     def read(self, buffer: Buffer, index: Indices) -> str:
         """Return the variable that holds an element of a buffer."""
@@ -404,8 +394,7 @@ class Body:
         """Return the variable that holds an expression."""
         key = TYPES[dtype], expression
         if key not in self._expressions:
-            self._expressions[key] = f"{self.name}{len(self._expressions)}"
+            name = self._expressions[key] = f"{self.name}{len(self._expressions)}"
             comment = f"  // {origin}" if origin else ""
-            text = f"const {TYPES[dtype]} {self._expressions[key]} = {expression};"
-            self.lines.append(text + comment)
+            self.lines.append(f"const {TYPES[dtype]} {name} = {expression};{comment}")
         return self._expressions[key]
