@@ -18,7 +18,8 @@ from itertools import count
 
 from adjsim.compiler.calls import Call, Called
 from adjsim.compiler.graph import Lowering
-from adjsim.compiler.nests import Nest, Space, Task, matrices
+from adjsim.compiler.halves import nest_of
+from adjsim.compiler.nests import PARALLEL_WORK, Nest, Space, Task, matrices
 from adjsim.compiler.values import (
     Buffer,
     Index,
@@ -55,7 +56,9 @@ class FunctionPrinter:
         self.functions: dict[Call, list[str]] = {
             call: [f"functions[{next(numbers)}]" for _ in call.addresses] for call in lowering.calls
         }
-        tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
+        tasks: dict[Value, list[Task]] = {
+            value: _tasks(value, threads) for value in lowering.stored
+        }
         groups = self._order(tasks, outputs, lowering.outputs[0])
         buffers = [value.buffer for value in tasks]
         own = [b for b in buffers if b and not b.variable and b.name not in rows]
@@ -121,13 +124,14 @@ class FunctionPrinter:
         return [value for value in ready if matrices(tasks[value][0].space) == space]
 
 
-def _tasks(value: Value) -> list[Task]:
+def _tasks(value: Value, threads: int) -> list[Task]:
     assert value.buffer is not None
     if isinstance(value, Called):
         return []
     if isinstance(value, Reduced):
-        origin = value.origin
-        return [Task(value.buffer, value.operands[0], value.axes, (), value.lanes, origin)]
+        (x,) = value.operands
+        halved = value.halved and (threads == 1 or x.numel < PARALLEL_WORK)
+        return [Task(value.buffer, x, value.axes, (), value.lanes, value.origin, halved)]
     if isinstance(value, Joined):
         tasks, at = [], 0
         for part in value.operands:
@@ -216,7 +220,7 @@ def group_of(tasks: Iterable[Task], threads: int) -> NestGroup:
     groups: dict[Space, list[Task]] = {}
     for task in tasks:
         groups.setdefault(task.space, []).append(task)
-    return NestGroup(nests={space: Nest(group, threads) for space, group in groups.items()})
+    return NestGroup(nests={space: nest_of(group, threads) for space, group in groups.items()})
 
 
 def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
@@ -240,7 +244,9 @@ def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
                 where = {where for i, where in found if i == last}
                 rows = matrices(space)
                 host = joined[last].nests.get(rows) if where == {rows} else None
-                if host is not None and _computes_operands(host, task):
+                if task.halved:
+                    placed.setdefault((at, space), []).append(task)
+                elif host is not None and _computes_operands(host, task):
                     placed.setdefault((last, rows), []).append(task)
                 elif rows in group.nests and _follows(group.nests[rows], task):
                     placed.setdefault((at, rows), []).append(task)
@@ -248,7 +254,7 @@ def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
                     placed.setdefault((at, space), []).append(task)
         for (where, space), tasks in placed.items():
             host = joined[where].nests.get(space)
-            joined[where].nests[space] = Nest([*(host.tasks if host else ()), *tasks], threads)
+            joined[where].nests[space] = nest_of([*(host.tasks if host else ()), *tasks], threads)
             for task in tasks:
                 last, _ = made.get(task.buffer.name, (where, space))
                 made[task.buffer.name] = max(last, where), None if task.begin else space
@@ -310,7 +316,7 @@ def fuse(groups: Iterable[NestGroup], needed: Set[str]) -> list[NestGroup]:
             known = groups[where].nests
             tasks = [task for task in known[space].tasks if task not in fused]
             if tasks:
-                known[space] = Nest(tasks, known[space].threads, {*fused.values()})
+                known[space] = nest_of(tasks, known[space].threads, {*fused.values()})
             else:
                 del known[space]
         for where, space in {*changed, *((at, space) for space in groups[at].nests)}:

@@ -82,6 +82,7 @@ class Buffer:
     Attributes:
         row: the padded length of a row along the innermost axis; 0 without padding.
         constant: whether its numbers are the same in all iterations of a loop.
+        symmetric: whether it is a symmetric matrix.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Buffer:
     row: int = 0
     variable: bool = False
     constant: bool = False
+    symmetric: bool = False
 
     @property
     def size(self) -> int:
@@ -325,11 +327,13 @@ class Gathered(Lazy):
 class Reduced(Value):
     """A sum over axes, which are kept with length one or dropped; always stored.
 
-    It has ``lanes`` partial sums if their number must be the same in every program.
+    It has ``lanes`` partial sums if their number must be the same in every program. A ``halved`` sum
+    is taken over half of a square matrix (halves.py).
     """
 
     axes: tuple[int, ...] = ()
     lanes: int | None = None
+    halved: bool = False
 
     @property
     def work(self) -> int:

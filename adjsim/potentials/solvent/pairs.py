@@ -98,9 +98,10 @@ class BornPairs:
         if self.cutoff is not None:
             shift = distinct(position).to(position) / self.cutoff
         born, inverse = self.born.value, 1 / self.born.value
+        self.product = born.unsqueeze(-1) * born.unsqueeze(-2)
         self.polarisation = Polarisation(
             self.s,
-            born.unsqueeze(-1) * born.unsqueeze(-2),
+            self.product,
             inverse.unsqueeze(-1) * inverse.unsqueeze(-2),
             self.inside,
             self.outside,
@@ -127,12 +128,12 @@ class BornPairs:
         """Compute the force."""
         self.hs = self.displaced(Descreening.slope, NeckPairs.slope)
         self.charges = self.within(self.charge.unsqueeze(-1) * self.charge)
-        gy, born = self.polarisation.slope(), self.born.value
+        gy = self.polarisation.slope()
         self.gs = self.charges * gy * self.polarisation.by_square()
         self.gp = self.charges * gy * self.polarisation.by_product()
-        rounding = self.rounding.link(0)
-        by_born = self.summed(self.gp * born.unsqueeze(-2), rounding)
-        self.by_born = by_born - 6 * self.surface * self.areas() / born
+        # Of a symmetric matrix, a compiled loop computes one half.
+        polar = self.summed(self.gp * self.product, self.rounding.link(0))
+        self.by_born = (polar - 6 * self.surface * self.areas()) / self.born.value
         self.c = self.by_born * self.rho * self.born.slope()
         # Times rho^2, the sum of dH/ds d has no unit.
         self.share = self.rho * self.rho
@@ -178,9 +179,9 @@ class BornTangent:
         bend = pairs.charges * polarisation.curvature() * self.y
         self.gs = bend * ys + slope * (ss * self.s + sp * product)
         gp = bend * yp + slope * (sp * self.s + pp * product)
-        by_born = (gp * born.value.unsqueeze(-2) + pairs.gp * self.born.unsqueeze(-2)).sum(-1)
-        areas = pairs.surface * pairs.areas()
-        self.by_born = by_born + 42 * areas * self.born / born.value.square()
+        polar = (gp * pairs.product + pairs.gp * product).sum(-1)
+        area = 36 * pairs.surface * pairs.areas() * self.born / born.value
+        self.by_born = (polar + area - pairs.by_born * self.born) / born.value
         first, second = born.slope(), born.curvature()
         self.c = pairs.rho * (self.by_born * first + pairs.by_born * second * self.psi)
 
