@@ -19,7 +19,7 @@ from itertools import count
 from adjsim.compiler.calls import Call, Called
 from adjsim.compiler.graph import Lowering
 from adjsim.compiler.halves import nest_of
-from adjsim.compiler.nests import PARALLEL_WORK, Nest, Space, Task, matrices
+from adjsim.compiler.nests import Nest, Space, Task, matrices
 from adjsim.compiler.values import (
     Buffer,
     Index,
@@ -56,9 +56,7 @@ class FunctionPrinter:
         self.functions: dict[Call, list[str]] = {
             call: [f"functions[{next(numbers)}]" for _ in call.addresses] for call in lowering.calls
         }
-        tasks: dict[Value, list[Task]] = {
-            value: _tasks(value, threads) for value in lowering.stored
-        }
+        tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
         groups = self._order(tasks, outputs, lowering.outputs[0])
         buffers = [value.buffer for value in tasks]
         own = [b for b in buffers if b and not b.variable and b.name not in rows]
@@ -124,14 +122,13 @@ class FunctionPrinter:
         return [value for value in ready if matrices(tasks[value][0].space) == space]
 
 
-def _tasks(value: Value, threads: int) -> list[Task]:
+def _tasks(value: Value) -> list[Task]:
     assert value.buffer is not None
     if isinstance(value, Called):
         return []
     if isinstance(value, Reduced):
         (x,) = value.operands
-        halved = value.halved and (threads == 1 or x.numel < PARALLEL_WORK)
-        return [Task(value.buffer, x, value.axes, (), value.lanes, value.origin, halved)]
+        return [Task(value.buffer, x, value.axes, (), value.lanes, value.origin, value.halved)]
     if isinstance(value, Joined):
         tasks, at = [], 0
         for part in value.operands:

@@ -10,8 +10,8 @@ and two values are the same but for their sign if a difference has its operands 
 rounding to multiples of a spacing, ``(x + c) - c``, keeps the sign of x (to nearest, ties to even).
 
 The order of the terms depends on the number of points alone, so that exact runs have the same sums
-in every program: number i adds the vectors of its row from the diagonal on as a sum along a row
-does, and then its terms of the rows before, in order.
+in every program, for any number of threads: number i adds the vectors of its row from the diagonal
+on as a sum along a row does, and then its terms of the rows before, in order, part by part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from adjsim.compiler.values import (
 
 # The least and the largest number of points: that of a few vectors, and that of the columns' sums
 # on the stack.
-FEWEST, MOST = 4 * LANES, 2048
+FEWEST, MOST = 4 * LANES, 1024
+# The parts of a large matrix that threads share, of which each has every eighth row.
+PARTS = 8
 # The largest number of operations for the terms of both orders, over that for one.
 MORE = 1.2
 # The number of a value with the same operations, and its sign.
@@ -179,8 +181,7 @@ def is_halved(value: Reduced) -> bool:
     ):
         return False
     column, row = axes[0], _row_axis(x, axes[0])
-    # Threads share larger loops, and the order of an exact sum does not depend on them.
-    if row is None or (value.lanes is not None and x.numel >= PARALLEL_WORK):
+    if row is None:
         return False
     names = [Index.of(f"i{a}") if n > 1 else Index() for a, n in enumerate(x.shape)]
     swapped = list(names)
@@ -215,7 +216,12 @@ class HalfNest(Nest):
 
     @property
     def parallel(self) -> bool:
-        return False
+        return self.parts > 1 and self.threads > 1
+
+    @property
+    def parts(self) -> int:
+        """The number of parts of the matrix, which does not depend on the threads."""
+        return PARTS if math.prod(self.length.values()) >= PARALLEL_WORK else 1
 
     def lines(self) -> list[str]:
         """Print the nest."""
@@ -226,8 +232,14 @@ class HalfNest(Nest):
         size = LANES * (-(-n // LANES) | 1)
         sums = [(f"s{k}", TYPES[t.buffer.dtype], t) for k, (t, _, _) in enumerate(self.results)]
         lines = [*self.origins, "{"]
-        lines += [f"alignas(64) {kind} {name}c[{size}] = {{}};" for name, kind, _ in sums]
-        lines += [self._head(outer)]
+        lines += [
+            f"alignas(64) {kind} {name}p[{self.parts * size}] = {{}};" for name, kind, _ in sums
+        ]
+        if self.parallel:
+            lines.append(f"#pragma omp parallel for schedule(static) num_threads({self.threads})")
+        lines.append(f"for (int64_t part = 0; part < {self.parts}; ++part) {{")
+        lines += [f"{kind}* {name}c = {name}p + {size} * part;" for name, kind, _ in sums]
+        lines.append(f"for (int64_t {outer} = part; {outer} < {n}; {outer} += {self.parts}) {{")
         lines += [f"partial_sums<{kind}> {name} = {{}};" for name, kind, _ in sums]
         lines += [
             f"for (int64_t step = {outer} / {LANES} * {LANES}; step < {n}; step += {LANES}) {{",
@@ -260,10 +272,11 @@ class HalfNest(Nest):
             at = task.target(task.index([outer], [inner]))
             lanes = tree([f"{name}[{lane}]" for lane in range(LANES)])
             lines.append(f"{task.buffer.name}[{at}] = {lanes};")
-        lines += ["}", f"for (int64_t {inner} = 0; {inner} < {n}; ++{inner}) {{"]
+        lines += ["}", "}", f"for (int64_t part = 0; part < {self.parts}; ++part)"]
+        lines.append(self._head(inner))
         for name, _, task in sums:
             at = task.target(task.index([inner], [outer]))
-            lines.append(f"{task.buffer.name}[{at}] += {name}c[{inner}];")
+            lines.append(f"{task.buffer.name}[{at}] += {name}p[{size} * part + {inner}];")
         return [*lines, "}", "}"]
 
 

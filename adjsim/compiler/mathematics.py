@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 # Functions that IEEE 754 does not define to the last bit. Each has the same name in C and in
-# ``torch.ops.aten``, and a vectorised version in the GNU C library (VECTORISED below). A name
+# ``torch.ops.aten``, and a vectorised version in the GNU C library (_VECTORS below). A name
 # without such a version is an undefined symbol of the library of a loop.
 FUNCTIONS = [
     "exp", "log", "sin", "cos", "tan", "tanh", "sinh", "cosh", "expm1", "log1p", "erf", "erfc",
@@ -249,13 +249,13 @@ def _two_chains(coefficients: Sequence[float], square: str = "z") -> str:
 
 # A vectorised function gives other last bits than the scalar one. Which of the two a compiler calls
 # depends on the loop, and on the place of an element in it. So the functions of an exact run are
-# scalar, or made of operations that IEEE 754 defines to the last bit. Of these, exp and log are those
-# of other runs too: a call of a vectorised function stores all that is in vector registers.
+# scalar, or made of operations that IEEE 754 defines to the last bit. Of these, all runs have exp and
+# log: a call of a vectorised function stores all that is in vector registers.
 #
 # exp(x) = 2^n exp(r) with n the integer nearest to x / log(2), and r = x - n log(2). Here log(2) is
 # the sum of two numbers, of which the first times n is exact. The Taylor series of exp(r) to the
-# order of 13 leaves an error of 4e-18, since |r| < 0.347. Adding n to the exponent multiplies by 2^n.
-# Where the result would be subnormal, 54 is added too, and a factor of 2^-54 then rounds it.
+# order of 13 leaves an error of 4e-18, since |r| < 0.347. Adding n to the exponent multiplies by
+# 2^n. Where the result would be subnormal, 54 is added too, and a factor of 2^-54 then rounds it.
 #
 # log(x) = n log(2) + log(1 + f) with x = 2^n (1 + f) and 1 + f between sqrt(1/2) and sqrt(2). With
 # s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + R), where R is the series of 2 atanh(s) / s

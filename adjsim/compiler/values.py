@@ -327,8 +327,8 @@ class Gathered(Lazy):
 class Reduced(Value):
     """A sum over axes, which are kept with length one or dropped; always stored.
 
-    It has ``lanes`` partial sums if their number must be the same in every program. A ``halved`` sum
-    is taken over half of a square matrix (halves.py).
+    It has ``lanes`` partial sums if their number must be the same in every program. A ``halved``
+    sum is taken over half of a square matrix (halves.py).
     """
 
     axes: tuple[int, ...] = ()
