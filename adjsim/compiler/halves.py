@@ -21,6 +21,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from adjsim.compiler.nests import PARALLEL_WORK, Nest, Task, tree
+from adjsim.compiler.operations import literal
 from adjsim.compiler.values import (
     LANES,
     TYPES,
@@ -45,6 +46,9 @@ FEWEST, MOST = 4 * LANES, 1024
 PARTS = 8
 # The largest number of operations for the terms of both orders, over that for one.
 MORE = 1.2
+# How operations of one number begin that change its sign with that of the number: products and
+# quotients with another number, third powers, and the reciprocal.
+ODD = ("x0 * ", "x0 / ", "1 / x0")
 # The number of a value with the same operations, and its sign.
 Number = tuple[int, int]
 
@@ -89,7 +93,7 @@ class Elements:
             return self.number(value.value, index)
         if isinstance(value, Literal):
             number = self._named(("literal", value.text, value.dtype))
-            if value.text in ("0.0", "(float)0.0"):
+            if value.text == literal(0, value.dtype):
                 self._zeros.add(number)
             return number, 1
         # The elements of a stored vector are read.
@@ -109,17 +113,17 @@ class Elements:
         text = value.expression(*(f"x{k}" for k in range(len(operands))))
         numbers, signs = [x for x, _ in operands], [sign for _, sign in operands]
         sign, even = 1, text in ("absolute(x0)", "x0 * x0")
+        zeroed = f"x0 ? x1 : {literal(0, value.dtype)}"
         if text in ("x0", "-x0"):
             return numbers[0], signs[0] if text == "x0" else -signs[0]
         if text in ("x0 + x1", "x0 - x1"):
             return self._of_sum(value, numbers, [signs[0], signs[1] if "+" in text else -signs[1]])
         if text == "x0 * x1":
             numbers, sign = sorted(numbers), signs[0] * signs[1]
-        elif text in ("x0 / x1", "1 / x0") or (text[:5] in ("x0 * ", "x0 / ") and not even):
-            # Another factor is a number, or the square of x0.
+        elif text == "x0 / x1" or (len(numbers) == 1 and not even and text.startswith(ODD)):
             sign = math.prod(signs)
-        elif text == "x0 ? x1 : 0.0" or (text == "x0 ? x1 : x2" and numbers[2] in self._zeros):
-            text, numbers, sign = "x0 ? x1 : 0.0", numbers[:2], signs[1]
+        elif text == zeroed or (text == "x0 ? x1 : x2" and numbers[2] in self._zeros):
+            text, numbers, sign = zeroed, numbers[:2], signs[1]
         elif text in ("x0 == x1", "x0 != x1") and signs == [1, 1]:
             numbers = sorted(numbers)
         elif not even:
@@ -127,7 +131,10 @@ class Elements:
         return self._named((text, value.dtype, *numbers), numbers), sign
 
     def _of_sum(self, value: Value, numbers: list[int], signs: list[int]) -> Number:
-        if signs == [1, -1] and (rounded := self._rounded(*numbers)) is not None:
+        if (
+            signs[1] == -1
+            and (rounded := self._rounded(numbers[0], numbers[1], signs[0])) is not None
+        ):
             return rounded
         (a, b), sign = numbers, signs[0]
         first, second = sorted(numbers)
@@ -139,9 +146,9 @@ class Elements:
         self._terms[found] = {a: sign * signs[0], b: sign * signs[1]}
         return found, sign
 
-    def _rounded(self, total: int, shift: int) -> Number | None:
+    def _rounded(self, total: int, shift: int, sign: int) -> Number | None:
         """Return the number of ``(x + c) - c``, of a sum and of c; None for other differences."""
-        terms = dict(self._terms.get(total, {}))
+        terms = {number: sign * other for number, other in self._terms.get(total, {}).items()}
         if terms.pop(shift, 0) != 1 or len(terms) != 1:
             return None
         ((x, sign),) = terms.items()

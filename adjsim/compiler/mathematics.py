@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 # Functions that IEEE 754 does not define to the last bit. Each has the same name in C and in
-# ``torch.ops.aten``, and a vectorised version in the GNU C library (_VECTORS below). A name
+# ``torch.ops.aten``, and a vectorised version in the GNU C library (VECTORISED below). A name
 # without such a version is an undefined symbol of the library of a loop.
 FUNCTIONS = [
     "exp", "log", "sin", "cos", "tan", "tanh", "sinh", "cosh", "expm1", "log1p", "erf", "erfc",
@@ -235,6 +235,23 @@ def _defined(without: Sequence[str]) -> str:
     return "\n".join([" ".join(ones), " ".join(twos), mixed])
 
 
+# The GNU C library has vectorised versions of these functions, with errors of up to 4 units in the
+# last place. GCC calls them in vectorised loops if they are declared to it.
+VECTORISED = f"""
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#if __GLIBC_PREREQ(2, 35)
+#define VECTOR __attribute__((simd("notinbranch")))
+#endif
+#endif
+{_DECLARED}
+namespace {{ namespace math {{
+{_defined(without=["tanh", "erfc"])}
+{_TANH}
+{_ERFC}
+}} }}
+"""
+
+
 def _two_chains(coefficients: Sequence[float], square: str = "z") -> str:
     """Print ``even`` and ``odd``, polynomials in the square of the variable of a series.
 
@@ -249,8 +266,7 @@ def _two_chains(coefficients: Sequence[float], square: str = "z") -> str:
 
 # A vectorised function gives other last bits than the scalar one. Which of the two a compiler calls
 # depends on the loop, and on the place of an element in it. So the functions of an exact run are
-# scalar, or made of operations that IEEE 754 defines to the last bit. Of these, all runs have exp and
-# log: a call of a vectorised function stores all that is in vector registers.
+# scalar, or made of operations that IEEE 754 defines to the last bit.
 #
 # exp(x) = 2^n exp(r) with n the integer nearest to x / log(2), and r = x - n log(2). Here log(2) is
 # the sum of two numbers, of which the first times n is exact. The Taylor series of exp(r) to the
@@ -261,7 +277,7 @@ def _two_chains(coefficients: Sequence[float], square: str = "z") -> str:
 # s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + R), where R is the series of 2 atanh(s) / s
 # without its first term. It ends with 2 s^22 / 23, since s^2 < 0.0295. Subnormal numbers are
 # multiplied by 2^54 first.
-_OWN = f"""
+REPRODUCIBLE = f"""
 {_DECLARED}
 namespace {{ namespace math {{
 {_defined(without=["exp", "log", "tanh", "erfc"])}
@@ -316,20 +332,9 @@ inline float log(float x) {{ return ::logf(x); }}
 """
 
 
-# The GNU C library has vectorised versions of the other functions, with errors of up to 4 units in
-# the last place. GCC calls them in vectorised loops if they are declared to it.
-_VECTORS = """
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#if __GLIBC_PREREQ(2, 35)
-#define VECTOR __attribute__((simd("notinbranch")))
-#endif
-#endif
-"""
-
-
 def scalar_functions(exact: bool) -> str:
     """Define the functions of numbers; with ``exact`` those with the same bits in every loop."""
-    return "\n".join([HEADER, *([] if exact else [_VECTORS]), _OWN])
+    return "\n".join([HEADER, REPRODUCIBLE if exact else VECTORISED])
 
 
 # The functions of vectors ``V`` of ``W`` numbers ``REAL``, with conditions ``Mask``, by which the

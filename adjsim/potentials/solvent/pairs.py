@@ -3,20 +3,22 @@
 With the notation of :class:`~adjsim.GeneralizedBorn`, G of the pair energy (polarisation.py) and H
 of the descreening (descreening.py) and the necks (necks.py), s_ij = r_ij^2 and d_ij = q_i - q_j::
 
-    E_i  = dU/dB_i = q_i sum_j q_j (dG/dP)_ij B_j - 6 A_i / B_i        A_i: the area term of atom i
+    E_i  = dU/dB_i = (sum_j q_i q_j (dG/dP)_ij P_ij - 6 A_i) / B_i     A_i: the area term of atom i
     c_i  = dU/dI_i = E_i rho_i dB_i/dpsi_i                             I_i = sum over j of H_ij
     F_i  = -2 sum_j (q_i q_j dG/ds + c_i dH_ij/ds + c_j dH_ji/ds) d_ij
 
-The sum of the second term needs no c_i, and the third one is a sum over columns, since
-d_ji = -d_ij. So a force takes three passes over pairs: I and ``sum of dH_ij/ds d_ij``; E and the
-first term; the third term. The first pass of a compiled step stores H and dH/ds, so that a pair
-of atoms in each order takes one logarithm and two exponentials.
+with P_ij = B_i B_j. The terms of E_i and the first term of F_i are those of a pair in either order,
+so that compiled steps compute each pair once. The sum of the second term needs no c_i, and the
+third one is a sum over columns, since d_ji = -d_ij. So a force takes three passes over pairs: I and
+``sum of dH_ij/ds d_ij``; E and the first term; the third term. The first pass of a compiled step
+stores H and dH/ds, so that a pair takes two logarithms and two exponentials.
 
 The force is a derivative, so its Jacobian is symmetric, and ``v^T dF/dq`` is the derivative of F
 along v. It takes the same passes, with s' = 2 d_ij . (v_i - v_j) of every pair::
 
     psi_i' = rho_i sum_j dH_ij/ds s'        B_i' = dB_i/dpsi psi_i'       y' = dy/ds s' + dy/dP P'
-    E_i'   = q_i sum_j q_j (dG/dP B_j)' + 42 A_i B_i' / B_i^2             P' = B_i' B_j + B_i B_j'
+    P_ij'  = B_i' B_j + B_i B_j'
+    E_i'   = (sum_j q_i q_j (dG/dP P_ij)' + 36 A_i B_i'/B_i - E_i B_i') / B_i
     c_i'   = rho_i (E_i' dB_i/dpsi + E_i d2B_i/dpsi2 psi_i')
 
 and ``v^T dF/dtheta = -dU'/dtheta``, where dU/dtheta is a sum over pairs whose terms have
