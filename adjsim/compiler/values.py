@@ -22,8 +22,7 @@ TYPES = {
 }
 # Number of operations per element from which a value that is read more than once is stored.
 CHEAP = 4
-# Rows with more than LANES / 2 and fewer than LONG elements are padded to a multiple of LANES, so
-# that a loop over a row consists of whole vectors.
+# Rows of more than LANES / 2 and fewer than LONG elements are padded to a multiple of LANES.
 LANES = 8
 LONG = 64
 # Gives a value a buffer: :meth:`adjsim.compiler.graph.Lowering.store`.
@@ -81,8 +80,7 @@ class Buffer:
 
     Attributes:
         row: the padded length of a row along the innermost axis; 0 without padding.
-        constant: whether its numbers are the same in all iterations of a loop.
-        symmetric: whether it is a symmetric matrix.
+        constant, symmetric: whether a loop leaves it as it is, and whether it is a symmetric matrix.
     """
 
     name: str
@@ -327,8 +325,7 @@ class Gathered(Lazy):
 class Reduced(Value):
     """A sum over axes, which are kept with length one or dropped; always stored.
 
-    It has ``lanes`` partial sums if their number must be the same in every program. A ``halved``
-    sum is taken over half of a square matrix (halves.py).
+    It has ``lanes`` partial sums, or any number, and takes half a matrix if ``halved`` (halves.py).
     """
 
     axes: tuple[int, ...] = ()
@@ -398,7 +395,6 @@ class Body:
         key = TYPES[dtype], expression
         if key not in self._expressions:
             self._expressions[key] = f"{self.name}{len(self._expressions)}"
-            comment = f"  // {origin}" if origin else ""
             text = f"const {TYPES[dtype]} {self._expressions[key]} = {expression};"
-            self.lines.append(text + comment)
+            self.lines.append(f"{text}  // {origin}" if origin else text)
         return self._expressions[key]
