@@ -80,7 +80,7 @@ class Buffer:
 
     Attributes:
         row: the padded length of a row along the innermost axis; 0 without padding.
-        constant, symmetric: whether a loop leaves it as it is, and whether it is a symmetric matrix.
+        constant, symmetric: whether a loop leaves it as it is, and whether it equals its transpose.
     """
 
     name: str
