@@ -66,11 +66,13 @@ class Operators:
         calls: makes the call of an operator, from its arguments as values, the example tensors of
             its outputs, and a function that stores a value.
         invariant: those that are evaluated before, if their first argument is constant in the loop.
+        symmetric: those among them whose values are symmetric matrices.
         merge: changes a traced graph so that operators share what they compute.
     """
 
     calls: Mapping[Any, Callable[[Sequence[Any], Sequence[torch.Tensor], Store], Call]]
     invariant: Collection[Any] = ()
+    symmetric: Collection[Any] = ()
     merge: Callable[[GraphModule], None] = lambda graph: None
 
     def prepare(self, graph: GraphModule) -> None:
@@ -80,7 +82,7 @@ class Operators:
             if node.target in self.calls:
                 node.meta["call"] = self.calls[node.target]
             if node.target in self.invariant:
-                node.meta["invariant"] = True
+                node.meta |= {"invariant": True, "symmetric": node.target in self.symmetric}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from itertools import count
 
 from adjsim.compiler.calls import Call, Called
 from adjsim.compiler.graph import Lowering
+from adjsim.compiler.halves import nest_of
 from adjsim.compiler.nests import Nest, Space, Task, matrices
 from adjsim.compiler.values import (
     Buffer,
@@ -126,8 +127,8 @@ def _tasks(value: Value) -> list[Task]:
     if isinstance(value, Called):
         return []
     if isinstance(value, Reduced):
-        origin = value.origin
-        return [Task(value.buffer, value.operands[0], value.axes, (), value.lanes, origin)]
+        (x,) = value.operands
+        return [Task(value.buffer, x, value.axes, (), value.lanes, value.origin, value.halved)]
     if isinstance(value, Joined):
         tasks, at = [], 0
         for part in value.operands:
@@ -216,7 +217,7 @@ def group_of(tasks: Iterable[Task], threads: int) -> NestGroup:
     groups: dict[Space, list[Task]] = {}
     for task in tasks:
         groups.setdefault(task.space, []).append(task)
-    return NestGroup(nests={space: Nest(group, threads) for space, group in groups.items()})
+    return NestGroup(nests={space: nest_of(group, threads) for space, group in groups.items()})
 
 
 def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
@@ -240,7 +241,9 @@ def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
                 where = {where for i, where in found if i == last}
                 rows = matrices(space)
                 host = joined[last].nests.get(rows) if where == {rows} else None
-                if host is not None and _computes_operands(host, task):
+                if task.halved:
+                    placed.setdefault((at, space), []).append(task)
+                elif host is not None and _computes_operands(host, task):
                     placed.setdefault((last, rows), []).append(task)
                 elif rows in group.nests and _follows(group.nests[rows], task):
                     placed.setdefault((at, rows), []).append(task)
@@ -248,7 +251,11 @@ def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
                     placed.setdefault((at, space), []).append(task)
         for (where, space), tasks in placed.items():
             host = joined[where].nests.get(space)
-            joined[where].nests[space] = host.with_tasks(tasks) if host else Nest(tasks, threads)
+            if host is None or space.halved:
+                together = [*(host.tasks if host else ()), *tasks]
+                joined[where].nests[space] = nest_of(together, threads)
+            else:
+                joined[where].nests[space] = host.with_tasks(tasks)
             for task in tasks:
                 last, _ = made.get(task.buffer.name, (where, space))
                 made[task.buffer.name] = max(last, where), None if task.begin else space
@@ -310,7 +317,7 @@ def fuse(groups: Iterable[NestGroup], needed: Set[str]) -> list[NestGroup]:
             known = groups[where].nests
             tasks = [task for task in known[space].tasks if task not in fused]
             if tasks:
-                known[space] = Nest(tasks, known[space].threads, {*fused.values()})
+                known[space] = nest_of(tasks, known[space].threads, {*fused.values()})
             else:
                 del known[space]
         for where, space in {*changed, *((at, space) for space in groups[at].nests)}:

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from adjsim.compiler.calls import Call, Called
+from adjsim.compiler.halves import is_halved
 from adjsim.compiler.operations import (
     COPIES,
     LOGICAL,
@@ -350,7 +351,8 @@ class Lowering:
         # An exact sum has a number of partial sums that does not depend on other values.
         along = any(x.strides[axis] == 1 and x.shape[axis] > LANES for axis in axes)
         lanes = (LANES if along else 1) if self.exact else None
-        return Reduced(tuple(meta.shape), meta.dtype, (x,), strides=strides, axes=axes, lanes=lanes)
+        found = Reduced(tuple(meta.shape), meta.dtype, (x,), None, strides, axes=axes, lanes=lanes)
+        return replace(found, halved=is_halved(found))
 
     def _pointwise(self, base: str, name: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
         tensors, common = [x for x in args if isinstance(x, Value)], meta.dtype

@@ -29,12 +29,16 @@ def transposed(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LoopInvariant:
-    """An operator whose first argument is the constant ``number``, and an example of its value."""
+    """An operator whose first argument is the constant ``number``, and an example of its value.
+
+    ``symmetric`` is whether its value is a symmetric matrix.
+    """
 
     operator: Any
     number: int
     settings: tuple[Any, ...]
     example: Tensor = field(compare=False)
+    symmetric: bool = False
 
     def value(self, constants: Sequence[Tensor]) -> Tensor:
         """Evaluate it for the constants of the loop."""
@@ -51,7 +55,9 @@ def hoist_invariants(graph: GraphModule, constants: Sequence[Node]) -> list[Loop
         if source not in constants:
             continue
         example = node.meta["val"]
-        once = LoopInvariant(node.target, constants.index(source), tuple(settings), example)
+        symmetric = node.meta.get("symmetric", False)
+        number = constants.index(source)
+        once = LoopInvariant(node.target, number, tuple(settings), example, symmetric)
         if once not in found:
             with graph.graph.inserting_after(after):
                 found[once] = after = graph.graph.placeholder(f"once_{len(found)}")

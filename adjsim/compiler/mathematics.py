@@ -35,6 +35,11 @@ template <class T> struct vector_of {
 };
 template <class T> using partial_sums = typename vector_of<T>::type;
 template <class T> using terms = typename vector_of<T>::anywhere;
+// The terms from a number on, and zeros before.
+template <class T> inline partial_sums<T> from(int64_t first, const T* x) {
+  const partial_sums<T> lane = {0, 1, 2, 3, 4, 5, 6, 7};
+  return lane >= (T)first ? *(const partial_sums<T>*)x : partial_sums<T>{};
+}
 #define EXACT_FUNCTIONS \
   ONE(fabs) ONE(sqrt) ONE(floor) ONE(ceil) ONE(trunc) ONE(nearbyint) TWO(fmod) TWO(copysign)
 namespace math {
@@ -277,8 +282,8 @@ def _two_chains(coefficients: Sequence[float], square: str = "z") -> str:
 #
 # exp(x) = 2^n exp(r) with n the integer nearest to x / log(2), and r = x - n log(2). Here log(2) is
 # the sum of two numbers, of which the first times n is exact. The Taylor series of exp(r) to the
-# order of 13 leaves an error of 4e-18, since |r| < 0.347. The factor 2^n is applied in two halves,
-# so that neither overflows before the result does.
+# order of 13 leaves an error of 4e-18, since |r| < 0.347. Adding n to the exponent multiplies by
+# 2^n. Where the result would be subnormal, 54 is added too, and a factor of 2^-54 then rounds it.
 #
 # log(x) = n log(2) + log(1 + f) with x = 2^n (1 + f) and 1 + f between sqrt(1/2) and sqrt(2). With
 # s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + R), where R is the series of 2 atanh(s) / s
@@ -291,25 +296,23 @@ namespace {{ namespace math {{
 {_TANH}
 // A function that is not inlined keeps its loop from being vectorised.
 #define INLINE __attribute__((always_inline)) inline
-INLINE double two_to(double shifted) {{
-  int64_t bits;
-  memcpy(&bits, &shifted, 8);
-  bits = (bits + 1023) << 52;
-  double result;
-  memcpy(&result, &bits, 8);
-  return result;
-}}
 INLINE double exp(double x) {{
   // Adding 1.5 * 2^52 rounds a number to an integer, which is then in the last bits of the sum.
   const double shift = 0x1.8p52;
-  x = x < -746 ? -746 : x > 710 ? 710 : x;
-  const double n = fused(x, {(1 / math.log(2)).hex()}, shift) - shift;
+  x = x < -746 ? -746 : x;
+  const double shifted = fused(x, {(1 / math.log(2)).hex()}, shift), n = shifted - shift;
   const double r = fused(n, -0x1.473de6af278edp-34, fused(n, -0x1.62e42fefp-1, x)), z = r * r;
 {_two_chains([1 / math.factorial(k) for k in range(2, 14)])}
-  const double series = fused(odd, r, even);
-  const double first = n * 0.5 + shift;
-  const double second = (n - (first - shift)) + shift;
-  return (1 + fused(z, series, r)) * two_to(first) * two_to(second);
+  const double series = fused(odd, r, even), factor = 1 + fused(z, series, r);
+  const bool small = x < -708;
+  int64_t bits, exponent;
+  memcpy(&exponent, &shifted, 8);
+  memcpy(&bits, &factor, 8);
+  bits += (exponent + (small ? 54 : 0)) << 52;
+  double value;
+  memcpy(&value, &bits, 8);
+  value *= small ? 0x1p-54 : 1;
+  return x <= 0x1.62e42fefa39efp+9 ? value : x * INFINITY;
 }}
 inline float exp(float x) {{ return ::expf(x); }}
 {_ERFC}

@@ -37,8 +37,17 @@ PARALLEL_WORK = 131_072
 BLOCK = 16
 # The same, of sums over the rows of a matrix.
 ROW = 512
-# The lengths of the loops over kept axes and over summed axes.
-Space = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Space(NamedTuple):
+    """The lengths of the loops over kept axes and over summed axes.
+
+    ``halved`` is whether the loops are over the elements of a square matrix above its diagonal.
+    """
+
+    kept: tuple[int, ...]
+    summed: tuple[int, ...]
+    halved: bool = False
 
 
 @dataclass(eq=False)
@@ -49,6 +58,7 @@ class Task:
         value: the value whose elements are written to the buffer, or summed into it.
         begin: the index in the buffer at which a part of a concatenated buffer begins.
         lanes: the number of partial sums, 1 or LANES; None: the nest chooses it.
+        halved: whether its loops are over half of a square matrix (halves.py).
         origin: the traced operation whose value the buffer has, and its line of code.
     """
 
@@ -58,6 +68,7 @@ class Task:
     begin: Indices = ()
     lanes: int | None = None
     origin: str = ""
+    halved: bool = False
 
     @cached_property
     def kept(self) -> list[int]:
@@ -75,9 +86,8 @@ class Task:
     @property
     def space(self) -> Space:
         """The lengths of the loops over kept axes and over summed axes."""
-        return tuple(self.value.shape[a] for a in self.kept), tuple(
-            self.value.shape[a] for a in self.summed
-        )
+        kept, summed = (tuple(self.value.shape[a] for a in x) for x in (self.kept, self.summed))
+        return Space(kept, summed, self.halved)
 
     @property
     def _loop_axes(self) -> list[int]:
@@ -107,8 +117,7 @@ class Task:
 
 def matrices(space: Space) -> Space:
     """Return the space of the matrices whose rows are summed."""
-    kept, summed = space
-    return (*kept, *summed), ()
+    return Space((*space.kept, *space.summed), (), space.halved)
 
 
 class Nest:
@@ -128,7 +137,7 @@ class Nest:
     def __init__(self, tasks: Sequence[Task], threads: int, fused: Set[Lazy] = frozenset()) -> None:
         self.threads = threads
         self.tasks: list[Task] = []
-        kept, summed = next((x for x in tasks if x.summed), tasks[0]).space
+        kept, summed, _ = next((x for x in tasks if x.summed), tasks[0]).space
         self.kept_loops = [f"i{n}" for n in range(len(kept))]
         self.summed_loops = [f"j{n}" for n in range(len(summed))]
         loops = [*self.kept_loops, *self.summed_loops]
@@ -178,11 +187,14 @@ class Nest:
                 lines = self._elements(name, limit)
         variables = [t.buffer for t in self.tasks if t.buffer.variable]
         # A block of its own, since variables of other bodies have the same names.
-        origins = dict.fromkeys(
-            f"// {task.buffer.name}: {task.origin}" for task in self.tasks if task.origin
-        )
         declared = (f"{TYPES[b.dtype]} {b.name};" for b in variables)
-        return [*origins, *declared, "{", *lines, "}"]
+        return [*self.origins, *declared, "{", *lines, "}"]
+
+    @property
+    def origins(self) -> list[str]:
+        """Print the origins of the values, as comments."""
+        found = (f"// {task.buffer.name}: {task.origin}" for task in self.tasks if task.origin)
+        return [*dict.fromkeys(found)]
 
     @cached_property
     def innermost(self) -> tuple[str, int]:
@@ -281,7 +293,7 @@ class Nest:
         lines.append("}")
         for s in sums:
             parts = [s.name] if s.lanes == 1 else [f"{s.name}[{n}]" for n in range(s.lanes)]
-            lines.append(f"{s.target} = {_tree(parts)};")
+            lines.append(f"{s.target} = {tree(parts)};")
         return lines + ["}"] * len(self.kept_loops)
 
     def _blocks(self, innermost: str, limit: int) -> list[str]:
@@ -322,7 +334,7 @@ class Nest:
         lines.append(head)
         for s in sums:
             parts = [f"{s.name}[{n * block} + l]" for n in range(s.lanes)]
-            lines.append(f"{s.target} = {_tree(parts)};")
+            lines.append(f"{s.target} = {tree(parts)};")
         return lines + ["}"] * (len(self._outer) + 2)
 
     def _sums(self, lanes: int) -> list[_Sum]:
@@ -365,7 +377,7 @@ def _element(buffer: Buffer, at: Index) -> str:
     return buffer.name if buffer.variable else f"{buffer.name}[{at}]"
 
 
-def _tree(terms: list[str]) -> str:
+def tree(terms: list[str]) -> str:
     """Print the sum of partial sums by a binary tree."""
     while len(terms) > 1:
         half = len(terms) // 2

@@ -212,6 +212,8 @@ class _CppLoop:
         """
         examples = [*part.baked, *(x.example for x in part.once)]
         fixed = [_constant_buffer(f"c_{name}{i}", x) for i, x in enumerate(examples)]
+        for buffer, once in zip(fixed[len(part.baked) :], part.once, strict=True):
+            buffer.symmetric = once.symmetric
         inputs = [*inputs, *fixed]
         part.graph.graph.eliminate_dead_code(has_effect)
         lowering = lowered(part.graph, inputs, self.large, self.exact)

@@ -24,8 +24,7 @@ TYPES = {
 }
 # Number of operations per element from which a value that is read more than once is stored.
 CHEAP = 4
-# Rows with more than LANES / 2 and fewer than LONG elements are padded to a multiple of LANES, so
-# that a loop over a row consists of whole vectors.
+# Rows of more than LANES / 2 and fewer than LONG elements are padded to a multiple of LANES.
 LANES = 8
 LONG = 64
 # Gives a value a buffer: :meth:`adjsim.compiler.graph.Lowering.store`.
@@ -75,7 +74,7 @@ class Buffer:
 
     Attributes:
         row: the padded length of a row along the innermost axis; 0 without padding.
-        constant: whether its numbers are the same in all iterations of a loop.
+        constant, symmetric: whether a loop leaves it as it is, and whether it equals its transpose.
     """
 
     name: str
@@ -85,6 +84,7 @@ class Buffer:
     row: int = 0
     variable: bool = False
     constant: bool = False
+    symmetric: bool = False
 
     @property
     def size(self) -> int:
@@ -322,11 +322,12 @@ class Gathered(Lazy):
 class Reduced(Value):
     """A sum over axes, which are kept with length one or dropped; always stored.
 
-    It has ``lanes`` partial sums if their number must be the same in every program.
+    It has ``lanes`` partial sums, or any number, and takes half a matrix if ``halved`` (halves.py).
     """
 
     axes: tuple[int, ...] = ()
     lanes: int | None = None
+    halved: bool = False
 
     @property
     def work(self) -> int:
@@ -379,8 +380,7 @@ class Body:
         """Return the variable that holds an element of a buffer."""
         if buffer.variable:
             return buffer.name
-        at = buffer.at(index)
-        self.reads.append((buffer, at))
+        self.reads.append((buffer, at := buffer.at(index)))
         return self.define(buffer.dtype, f"{buffer.name}[{at}]")
 
     def compute(self, value: Lazy, index: Indices) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from adjsim.compiler import LoopSpec, Operators, compile_loop, library
+from adjsim.compiler.halves import HalfNest
 from adjsim.compiler.invariants import transposed
 from adjsim.compiler.mathematics import FUNCTIONS, TANH
 from adjsim.compiler.operations import TRANSCENDENTAL as TRANSCENDENTAL_PRINTERS
@@ -636,6 +637,52 @@ def test_threads_do_not_change_a_bit():
         finally:
             torch.set_num_threads(before)
     assert torch.equal(*results)
+
+
+def rounded(d: Tensor, q: Tensor) -> Tensor:
+    """Round to multiples of 2^-20, in float64."""
+    shift = (q[0] * 0 + 1.5) * 2.0**32
+    return ((d**3 / (d * d + 1) + shift) - shift).sum(1)
+
+
+# Sums over pairs i, j of points: the term of i is plus or minus that of j, or differs in a factor.
+PAIR_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "even": lambda d, q: ((d * d + 1).rsqrt() * (q[:, None] * q)).sum(1),
+    "odd": lambda d, q: (torch.where(d.abs() < 2, d, 0.0) / (d**2 + 1) * 0.5).sum(-1),
+    "over rows": lambda d, q: (-(d**3) * torch.exp(-d * d)).sum(0, keepdim=True)[0],
+    "with a factor": lambda d, q: (torch.exp(-d * d - d.abs()) / (d * d + 1) * q).sum(1),
+    "of sigmoids": lambda d, q: torch.ops.aten.sigmoid_backward(d, d / (d * d + 1)).sum(1),
+    "rounded": rounded,
+}
+# These are not halved: the terms of i and j have little in common.
+OTHER_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of a power": lambda d, q: (d.abs() + 1).pow(q).sum(1),
+    "of a sine": lambda d, q: (d.sin() + d.cos()).sum(1),
+}
+
+
+@pytest.mark.parametrize(
+    ("atoms", "dtype", "exact"), [(37, torch.float64, True), (371, torch.float32, False)], ids=str
+)
+def test_sums_over_pairs_compute_each_pair_once(atoms, dtype, exact, monkeypatch):
+    """For numbers of points that fill no vector, of which the larger one is shared by parts."""
+    x, q, halved = numbers(atoms, dtype=dtype), numbers(atoms, dtype=dtype, seed=1), []
+    lines = HalfNest.lines
+    monkeypatch.setattr(HalfNest, "lines", lambda nest: [halved.extend(nest.tasks), lines(nest)][1])
+
+    def function(x: Tensor, q: Tensor) -> Tensor:
+        d = x[:, None] - x
+        return torch.stack([f(d, q) for f in (PAIR_SUMS | OTHER_SUMS).values()])
+
+    found, wanted = printed(function, x, q, exact=exact), function(x, q)
+    assert len({id(task.buffer) for task in halved}) == len(PAIR_SUMS)
+    # Sums of terms of up to about 10.
+    allowed = 10 * atoms * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, wanted, rtol=allowed, atol=allowed)
+    if dtype == torch.float64:
+        # Sums of multiples of a power of two have no rounding error.
+        at = list(PAIR_SUMS).index("rounded")
+        assert torch.equal(found[at], wanted[at])
 
 
 # Rows, inner length and columns of products: below, at and above the lengths of vectors and tiles.

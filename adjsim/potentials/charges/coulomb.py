@@ -52,7 +52,7 @@ class Coulomb(RadialPotential):
     def _products(self, r: Tensor) -> Tensor:
         """Compute constant q_i q_j of every pair."""
         charge, other = self.atom_parameter("charge", r)
-        return self.constant * charge * other
+        return self.constant * (charge * other)
 
 
 class ReactionField(Coulomb, inherits_forces=True):

@@ -3,20 +3,22 @@
 With the notation of :class:`~adjsim.GeneralizedBorn`, G of the pair energy (polarisation.py) and H
 of the descreening (descreening.py) and the necks (necks.py), s_ij = r_ij^2 and d_ij = q_i - q_j::
 
-    E_i  = dU/dB_i = q_i sum_j q_j (dG/dP)_ij B_j - 6 A_i / B_i        A_i: the area term of atom i
+    E_i  = dU/dB_i = (sum_j q_i q_j (dG/dP)_ij P_ij - 6 A_i) / B_i     A_i: the area term of atom i
     c_i  = dU/dI_i = E_i rho_i dB_i/dpsi_i                             I_i = sum over j of H_ij
     F_i  = -2 sum_j (q_i q_j dG/ds + c_i dH_ij/ds + c_j dH_ji/ds) d_ij
 
-The sum of the second term needs no c_i, and the third one is a sum over columns, since
-d_ji = -d_ij. So a force takes three passes over pairs: I and ``sum of dH_ij/ds d_ij``; E and the
-first term; the third term. The first pass of a compiled step stores H and dH/ds, so that a pair
-of atoms in each order takes one logarithm and two exponentials.
+with P_ij = B_i B_j. The terms of E_i and the first term of F_i are those of a pair in either order,
+so that compiled steps compute each pair once. The sum of the second term needs no c_i, and the
+third one is a sum over columns, since d_ji = -d_ij. So a force takes three passes over pairs: I and
+``sum of dH_ij/ds d_ij``; E and the first term; the third term. The first pass of a compiled step
+stores H and dH/ds, so that a pair takes two logarithms and two exponentials.
 
 The force is a derivative, so its Jacobian is symmetric, and ``v^T dF/dq`` is the derivative of F
 along v. It takes the same passes, with s' = 2 d_ij . (v_i - v_j) of every pair::
 
     psi_i' = rho_i sum_j dH_ij/ds s'        B_i' = dB_i/dpsi psi_i'       y' = dy/ds s' + dy/dP P'
-    E_i'   = q_i sum_j q_j (dG/dP B_j)' + 42 A_i B_i' / B_i^2             P' = B_i' B_j + B_i B_j'
+    P_ij'  = B_i' B_j + B_i B_j'
+    E_i'   = (sum_j q_i q_j (dG/dP P_ij)' + 36 A_i B_i'/B_i - E_i B_i') / B_i
     c_i'   = rho_i (E_i' dB_i/dpsi + E_i d2B_i/dpsi2 psi_i')
 
 and ``v^T dF/dtheta = -dU'/dtheta``, where dU/dtheta is a sum over pairs whose terms have
@@ -101,9 +103,10 @@ class BornPairs:
         if self.cutoff is not None:
             shift = distinct(position).to(position) / self.cutoff
         born, inverse = self.born.value, 1 / self.born.value
+        self.product = born.unsqueeze(-1) * born.unsqueeze(-2)
         self.polarisation = Polarisation(
             self.s,
-            born.unsqueeze(-1) * born.unsqueeze(-2),
+            self.product,
             inverse.unsqueeze(-1) * inverse.unsqueeze(-2),
             self.inside,
             self.outside,
@@ -130,12 +133,12 @@ class BornPairs:
         """Compute the force."""
         self.hs = self.displaced(Descreening.slope, NeckPairs.slope)
         self.charges = self.within(self.charge.unsqueeze(-1) * self.charge)
-        gy, born = self.polarisation.slope(), self.born.value
+        gy = self.polarisation.slope()
         self.gs = self.charges * gy * self.polarisation.by_square()
         self.gp = self.charges * gy * self.polarisation.by_product()
-        rounding = self.rounding.link(0)
-        by_born = self.summed(self.gp * born.unsqueeze(-2), rounding)
-        self.by_born = by_born - 6 * self.surface * self.areas() / born
+        # Of a symmetric matrix, a compiled loop computes one half.
+        polar = self.summed(self.gp * self.product, self.rounding.link(0))
+        self.by_born = (polar - 6 * self.surface * self.areas()) / self.born.value
         self.c = self.by_born * self.rho * self.born.slope()
         # Times rho^2, the sum of dH/ds d has no unit.
         self.share = self.rho * self.rho
@@ -188,9 +191,9 @@ class BornTangent:
         bend = pairs.charges * polarisation.curvature() * self.y
         self.gs = bend * ys + slope * (ss * self.s + sp * product)
         gp = bend * yp + slope * (sp * self.s + pp * product)
-        by_born = (gp * born.value.unsqueeze(-2) + pairs.gp * self.born.unsqueeze(-2)).sum(-1)
-        areas = pairs.surface * pairs.areas()
-        self.by_born = by_born + 42 * areas * self.born / born.value.square()
+        polar = (gp * pairs.product + pairs.gp * product).sum(-1)
+        area = 36 * pairs.surface * pairs.areas() * self.born / born.value
+        self.by_born = (polar + area - pairs.by_born * self.born) / born.value
         first, second = born.slope(), born.curvature()
         self.c = pairs.rho * (self.by_born * first + pairs.by_born * second * self.psi)
 

@@ -167,4 +167,5 @@ def _depends(node: Node, on: Node) -> bool:
 
 
 # Exclusions do not change in a loop.
-PAIR_OPERATORS = Operators({_OPERATOR: PairCall}, {matrix._opoverload}, merge_pairs)
+_MATRIX = {matrix._opoverload}
+PAIR_OPERATORS = Operators({_OPERATOR: PairCall}, _MATRIX, _MATRIX, merge_pairs)
