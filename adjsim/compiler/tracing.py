@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -150,6 +150,8 @@ class Recorder(TorchDispatchMode):
         return value
 
     def _constant(self, x: Tensor) -> Node:
+        if isinstance(x, FakeTensor):
+            raise RuntimeError("a tensor without values has been made while nothing was recorded")
         name = f"constant_{len(self._known)}"
         setattr(self._constants, name, x)
         node = self.graph.get_attr(name)
