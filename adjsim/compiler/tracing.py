@@ -116,7 +116,8 @@ class Recorder(TorchDispatchMode):
             return found
         # A constant is copied, since the next operation may write to it.
         target = _ATEN.lift_fresh_copy.default if func is _ATEN.lift_fresh.default else func
-        node = self.graph.call_function(target, *inputs)
+        name = target.overloadpacket.__name__
+        node = self.graph.create_node("call_function", target, *inputs, name=name)
         node.meta["line"] = user_line(sys._getframe(1))
         self._add(found, node)
         return found
