@@ -17,6 +17,7 @@ on as a sum along a row does, and then its terms of the rows before, in order, p
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -46,9 +47,9 @@ FEWEST, MOST = 4 * LANES, 1024
 PARTS = 8
 # The largest number of operations for the terms of both orders, over that for one.
 MORE = 1.2
-# How operations of one number begin that change its sign with that of the number: products and
-# quotients with another number, third powers, and the reciprocal.
-ODD = ("x0 * ", "x0 / ", "1 / x0")
+# The printed operations of one number that change its sign with that of the number: products and
+# quotients with a literal, third powers, and the reciprocal.
+ODD = re.compile(r"x0 [*/] -?[\d.][\w.+-]*|x0 \* x0 \* x0|1 / \(?x0\)?")
 # The number of a value with the same operations, and its sign.
 Number = tuple[int, int]
 
@@ -120,7 +121,7 @@ class Elements:
             return self._of_sum(value, numbers, [signs[0], signs[1] if "+" in text else -signs[1]])
         if text == "x0 * x1":
             numbers, sign = sorted(numbers), signs[0] * signs[1]
-        elif text == "x0 / x1" or (len(numbers) == 1 and not even and text.startswith(ODD)):
+        elif text == "x0 / x1" or (len(numbers) == 1 and not even and ODD.fullmatch(text)):
             sign = math.prod(signs)
         elif text == zeroed or (text == "x0 ? x1 : x2" and numbers[2] in self._zeros):
             text, numbers, sign = zeroed, numbers[:2], signs[1]

@@ -8,10 +8,9 @@ printed. On a GPU torch's Inductor compiles the graphs (:mod:`adjsim.compiler.in
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
@@ -120,7 +119,7 @@ def compile_loop(
 
     untested = untested_torch()
     try:
-        with _compiling, _without_collections():
+        with _compiling:
             number, fixed = constants_list[0].clone(), slice(1 + carry_size, None)
             # Torch's own sort exchanges equal numbers, and LAPACK has other last bits.
             others = () if exact else (SORT_OPERATORS, FACTOR_OPERATORS)
@@ -161,18 +160,6 @@ def compile_loop(
         return filled(carry, iter(values)), stored
 
     return CompiledLoop(loop, path, source)
-
-
-@contextmanager
-def _without_collections() -> Generator[None, None, None]:
-    """Keep Python from looking for garbage, which takes a quarter of the time of a trace."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def leaves(tree: Any) -> list[Tensor]:

@@ -22,6 +22,8 @@ MANY = FROM_TILES * STEPS * ELEMENTS // 2
 # The numbers of a span that are drawn at a time: two gigabytes with the halves of intervals.
 MOST = 2**26
 CPU = torch.device("cpu")
+# Normal numbers of all entries, by level and interval.
+Drawn = dict[tuple[int, int], Tensor]
 # Intervals of 2^TOP tol are independent; shorter ones are parts of them.
 TOP = 32
 # How far from a multiple of tol, as a part of tol, a time may be.
@@ -146,7 +148,6 @@ class Reader:
         self._path, self._count, self._device = path, count, device
         self._tiles = [_Tile(path.seed, k) for k in range((max(count, 1) - 1) // ELEMENTS + 1)]
         self._halves: dict[int, tuple[int, Tensor, Tensor]] = {}
-        self._ahead: dict[tuple[int, int], Tensor] = {}
 
     def __call__(self, begin: int, end: int) -> Tensor:
         """Return the increment from one tick to a later one, ``(count,)``, float64."""
@@ -155,35 +156,38 @@ class Reader:
     def rows(self, steps: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Return the increments of steps, each from one tick to a later one."""
         parts = [list(_dyadic(begin, end)) for begin, end in steps]
+        drawn: Drawn = {}
         if self._device.type != "cpu":
-            self._ahead = self._drawn_on_device(self._needed(chain.from_iterable(parts)))
+            drawn = self._drawn_on_device(self._needed(chain.from_iterable(parts)))
         rows = []
         for intervals in parts:
             total = torch.zeros(self._count, dtype=torch.float64, device=self._device)
             for level, index in intervals:
-                total = total + self._increment(level, index)
+                total = total + self._increment(level, index, drawn)
             rows.append(total)
-        self._ahead = {}
         return rows
 
-    def _increment(self, level: int, index: int) -> Tensor:
-        """Return the increment from ``index`` 2^level ticks to ``index + 1`` times as many."""
+    def _increment(self, level: int, index: int, drawn: Drawn) -> Tensor:
+        """Return the increment from ``index`` 2^level ticks to ``index + 1`` times as many.
+
+        ``drawn`` has numbers that have been drawn already.
+        """
         length = self._path.tol * 2.0**level
         if level == TOP:
-            return math.sqrt(length) * self._drawn(level, index)
+            return math.sqrt(length) * self._normal(level, index, drawn)
         kept = self._halves.get(level)
         if kept is None or kept[0] != index >> 1:
-            half = self._increment(level + 1, index >> 1) / 2
-            bridge = math.sqrt(length / 2) * self._drawn(level, index >> 1)
+            half = self._increment(level + 1, index >> 1, drawn) / 2
+            bridge = math.sqrt(length / 2) * self._normal(level, index >> 1, drawn)
             kept = self._halves[level] = index >> 1, half + bridge, half - bridge
         _, left, right = kept
         return right if index % 2 else left
 
-    def _drawn(self, level: int, index: int) -> Tensor:
-        if (level, index) in self._ahead:
-            return self._ahead[level, index]
-        drawn = [tile(level, index) for tile in self._tiles]
-        return torch.from_numpy(np.concatenate(drawn)[: self._count]).to(self._device)
+    def _normal(self, level: int, index: int, drawn: Drawn) -> Tensor:
+        if (level, index) in drawn:
+            return drawn[level, index]
+        tiles = np.concatenate([tile(level, index) for tile in self._tiles])
+        return torch.from_numpy(tiles[: self._count]).to(self._device)
 
     def _needed(self, intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return what increments of these intervals, read in turn, draw."""
@@ -198,7 +202,7 @@ class Reader:
                 found[level, index] = None
         return list(found)
 
-    def _drawn_on_device(self, needed: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
+    def _drawn_on_device(self, needed: Sequence[tuple[int, int]]) -> Drawn:
         """Draw the numbers of many intervals at once, on the device."""
         if not needed:
             return {}

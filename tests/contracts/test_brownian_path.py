@@ -83,8 +83,8 @@ def test_a_span_draws_ahead_with_the_bits_of_its_steps(path, ratio):
     """As a GPU draws: all numbers of a span at once, those that its steps ask for."""
     steps = list(pairwise(range(-9 * ratio, 9 * ratio, ratio)))
     read, asked = path.reader(300), []
-    host = read._drawn
-    read._drawn = lambda level, index: asked.append((level, index)) or host(level, index)
+    host = read._normal
+    read._normal = lambda *place: asked.append(place[:2]) or host(*place)
     for part in (steps, steps[::-1], steps[3:]):
         asked.clear()
         intervals = [x for step in part for x in _dyadic(*step)]
@@ -94,7 +94,7 @@ def test_a_span_draws_ahead_with_the_bits_of_its_steps(path, ratio):
         read.rows(part)
         assert set(asked) == set(needed)
         for place, row in read._drawn_on_device(needed).items():
-            assert torch.equal(row, host(*place))
+            assert torch.equal(row, host(*place, {}))
 
 
 @pytest.mark.parametrize(

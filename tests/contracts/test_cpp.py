@@ -685,6 +685,33 @@ def test_sums_over_pairs_compute_each_pair_once(atoms, dtype, exact, monkeypatch
         assert torch.equal(found[at], wanted[at])
 
 
+TERMS: dict[str, Callable[[Tensor], Tensor]] = {
+    **{f"power {n}": lambda d, n=n: (d + 4) ** n + d ** abs(n) for n in (-3, -2, -1, 2, 3, 4, 5)},
+    "shifted": lambda d: (d + 1.0) * (1.0 - d) / 2.5 - 3 * d,
+    "reciprocals": lambda d: (d + 5).reciprocal() + 2 / (d * d + 1),
+    "functions": lambda d: d.tanh() + d.sin() * d.cos() + d.exp() + torch.erf(d) + d.sigmoid(),
+    "parts": lambda d: d.clamp(-0.3, 0.5) + d.floor() + torch.remainder(d, 0.7) + d.relu(),
+    "conditions": lambda d: torch.where(d > 0, d, 0.0) + torch.where(d.abs() > 0.3, d, 2 * d),
+    "masks": lambda d: (d > 0).to(d) * d + (d != 0).to(d) + d.sign(),
+    "nested": lambda d: -(((2 * d + d * d) * -d) ** 3),
+}
+
+
+@pytest.mark.parametrize("other", [lambda d: d, lambda d: d**3 / (d * d + 1), torch.ones_like])
+def test_sums_over_pairs_of_any_terms(other):
+    """A term whose sign is lost in the other order is wrong by as much as itself."""
+    x, q = numbers(40), numbers(40, seed=1)
+
+    def function(x: Tensor, q: Tensor) -> Tensor:
+        d = x[:, None] - x
+        return torch.stack([(f(d) * other(d) * q[:, None] * q).sum(1) for f in TERMS.values()])
+
+    found, wanted = printed(function, x, q), function(x, q)
+    # Sums of forty terms, in another order.
+    allowed = 40 * torch.finfo(x.dtype).eps * wanted.abs().amax(1, keepdim=True)
+    assert ((found - wanted).abs() <= 10 * allowed).all()
+
+
 # Rows, inner length and columns of products: below, at and above the lengths of vectors and tiles.
 SIZES = [(1, 1, 1), (4, 3, 5), (7, 5, 33), (13, 9, 16), (2, 40, 64), (25, 6, 130)]
 
