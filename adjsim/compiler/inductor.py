@@ -97,7 +97,7 @@ def by_inductor(
     options: dict[str, Any],
     with_start: bool,
 ) -> tuple[Callable[..., Sequence[Tensor]], Callable[..., Sequence[Tensor]]]:
-    """Return the start and the iteration of a loop, which is compiled; ``with_start``: both are."""
+    """Return a loop's start and compiled iteration; ``with_start`` compiles the start too."""
     from torch._inductor import compile as inductor
 
     def compiled(graph: GraphModule, *examples: Tensor) -> Callable[..., Sequence[Tensor]]:

@@ -39,7 +39,10 @@ _PLAIN = (int, float, bool, type(None), torch.dtype, torch.layout, torch.memory_
 def common_result(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes: FakeTensorMode
 ) -> Any:
-    """Return the result of a common operation on tensors of a mode; other: NotImplemented."""
+    """Return the result of a common operation, or NotImplemented for another operation.
+
+    Tensors among the arguments are those of the mode ``fakes``.
+    """
     if not _is_common(func):
         return NotImplemented
     options = dict(kwargs)
@@ -61,7 +64,7 @@ def common_result(
 
 
 def without_gradient(x: Tensor) -> Tensor:
-    """Return a tensor like one that may come to require grad."""
+    """Return a tensor of the same shape and dtype that does not require grad."""
     found: Any = NotImplemented
     if isinstance(x, FakeTensor):
         found = common_result(torch.ops.aten.detach.default, (x,), {}, x.fake_mode)
@@ -88,7 +91,7 @@ def _is_common(func: Any) -> bool:
 
 
 def _described(x: Any) -> Any:
-    """Return all of an argument on which the shape of a result depends."""
+    """Return the parts of an argument that determine the shape of a result."""
     if isinstance(x, Tensor):
         return Tensor, x.shape, x.stride(), x.dtype
     return (list, *map(_described, x)) if isinstance(x, list | tuple) else (type(x), x)

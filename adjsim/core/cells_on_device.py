@@ -68,7 +68,7 @@ def pairs_in_cells(
     if box is None:
         spans = [min(span, n - 1) for span, n in zip(spans, counts, strict=True)]
     around = list(product(*(range(-span, span + 1) for span in spans)))
-    # As many as the cells have pairs among themselves are found in the cells of an offset.
+    # The cells of one offset have about as many candidates as there are pairs within cells.
     each = max(1, int(first.diff().square().sum()))
     found = [(order[:0], order[:0], moves[:0])]
     for offsets in torch.tensor(around, device=q.device).split(max(1, CANDIDATES // each)):

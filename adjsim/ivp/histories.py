@@ -235,7 +235,7 @@ class HistoryReader:
     def twins_in(self, value: V, sample: Tensor | None = None) -> V:
         """Replace the histories inside a function or another value by their twins of this run.
 
-        Histories of samples are read at a ``sample``, a number that vmap hides, or at all.
+        Histories of samples are read for one ``sample``, a number that vmap hides; None: for all.
         """
         known = {id(x): x.original for x in reached(value) if isinstance(x, History)}
         twins = {k: x.twin(partial(self.read, x, sample)) for k, x in known.items()}

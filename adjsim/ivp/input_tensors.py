@@ -92,7 +92,7 @@ class InputTensors:
     def evaluate(self, t: Any, y: Any, *args: Any, sample: Tensor | None = None) -> Any:
         """Evaluate the function with the tensors of the run; ``args`` are those of the run.
 
-        Histories of samples are read at a ``sample``, a number that vmap hides, or at all.
+        Histories of samples are read for one ``sample``, a number that vmap hides; None: for all.
         """
         function: Any = self.histories.bound(self._function, sample)
         if self._stand_ins:

@@ -18,7 +18,7 @@ from torch import Tensor
 from adjsim.adjoints.sweep.stepper import StepNoise
 from adjsim.core.layout import packed
 
-# Whether a thread draws for loops on the CPU too, whose other threads it would slow down.
+# Whether a thread draws numbers for loops of the CPU too; it would slow down their own threads.
 ON_CPU = False
 
 

@@ -55,8 +55,8 @@ TERMS = {
 CONSTANTS = ("solventDielectric", "soluteDielectric", "kappa", "offset", "cutoff")
 SHAPE = ("alpha", "beta", "gamma")
 TABLES = ("getd0", "getm0")
+# The numbers that a GBSAOBCForce has, in our units.
 FIXED = {"alpha": 1.0, "beta": 0.8, "gamma": 4.85, "offset": 0.09}
-"""The numbers that a GBSAOBCForce has, in our units."""
 
 
 class Solvent(NamedTuple):
@@ -145,7 +145,8 @@ def _write_custom(part: GeneralizedBorn, force: Any) -> None:
     polynomial = OF_EACH
     of_atoms = any(x.ndim for x in shape.values())
     if of_atoms and "alpha" not in columns:
-        _ = [force.addPerParticleParameter(name) for name in SHAPE]
+        for name in SHAPE:
+            force.addPerParticleParameter(name)
     if of_atoms or "alpha" in columns:
         columns |= {name: np.broadcast_to(x, small.shape) for name, x in shape.items()}
     else:
@@ -231,7 +232,7 @@ def _of_custom(force: Any) -> Solvent | None:
     elif pairs != SPHERES:
         return None
     names = {force.getTabulatedFunctionName(k) for k in range(force.getNumTabulatedFunctions())}
-    # The expressions need not have one offset, and other solvents have one.
+    # A solvent of the files has one offset, and these expressions may have several.
     if set(columns) != needed or len(offsets) != 1 or names != (set(TABLES) if necks else set()):
         return None
     if necks is not None:

@@ -229,7 +229,7 @@ class PairEvaluator:
             found = PairOperator(pair, (), form).kernel(FORCE)
             form = found if isinstance(found, Refusal) else form
         if pair.exclusions is not None and not (is_tracing() or torch.compiler.is_compiling()):
-            # Neither kernels of a GPU nor lists report an atom that there is not.
+            # Neither kernels of a GPU nor lists report exclusions of atoms that do not exist.
             check_exclusions(pair.exclusions, position.shape[-2])
         self.form = form
         self._listed: dict[str, bool] = {}

@@ -3,8 +3,7 @@
 On the CPU they evaluate all pairs of a small system and a neighbour list of a large one
 (:mod:`~.kernels.kernel`). Each atom sums its neighbours in the order of their numbers, so the
 result has the same bits with a list and without, whatever its skin. On a GPU they evaluate all
-pairs of systems of any size that is common, and a list of the largest, outside of compiled loops
-(:mod:`~.kernels.gpu`).
+pairs, and outside of compiled loops a neighbour list of the largest systems (:mod:`~.kernels.gpu`).
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
             )
             if k < len(self.values):
                 name, _ = self.values[k]
-                # Values of the size that values may have.
+                # Typical computed values.
                 given[name] = torch.linspace(0.1, 1.3, 8, dtype=torch.float64)
                 of_atoms.append(name)
             elif stage.pairs:
