@@ -22,6 +22,8 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
+from adjsim.core.operators import operator, shapes_of
+
 aten: Any = torch.ops.aten
 # Operations, beside views, that copy elements.
 MOVES = frozenset(
@@ -56,7 +58,7 @@ def is_fused(target: Any) -> bool:
     return is_view or schema.is_mutable or torch.Tag.pointwise in target.tags
 
 
-@torch.library.custom_op("adjsim::index_put", mutates_args=())
+@operator("index_put")
 def index_put(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Tensor:
@@ -67,7 +69,7 @@ def index_put(
     return aten.index_put.default(x, indices, values, accumulate)
 
 
-@index_put.register_fake
+@shapes_of(index_put)
 def _(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Tensor:
@@ -82,7 +84,7 @@ class LeaveToTorch(CustomGraphPass):
             if node.op == "call_function" and not is_fused(node.target):
                 node.meta["should_fallback"] = True
                 if node.target.overloadpacket in (aten.index_put, aten._unsafe_index_put):
-                    node.target = index_put._opoverload
+                    node.target = index_put
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))

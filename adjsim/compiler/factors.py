@@ -11,12 +11,14 @@ from functools import reduce
 from operator import mul
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from adjsim.compiler.calls import Call, Operators, in_order, pointer_to
 from adjsim.compiler.torch_calls import SINGULAR
 from adjsim.compiler.values import TYPES, Store, Value
+from adjsim.core.operators import operator, shapes_of
 
 # Rows of the largest matrices. Torch's calls of LAPACK take longer than loops up to this size.
 LARGEST = 16
@@ -83,39 +85,39 @@ void solve(int64_t count, const T* lu, const int64_t* pivots, const T* right, T*
 """
 
 
-@torch.library.custom_op("adjsim::lu_factor", mutates_args=())
+@operator("lu_factor")
 def factor_operator(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Factor ``(*batch, n, n)``: L and U, pivots ``(*batch, n)`` and the first without one."""
     factors, pivots, info = torch.linalg.lu_factor_ex(matrix)
     return factors.contiguous(), pivots.to(torch.int64), info.to(torch.int64)
 
 
-@factor_operator.register_fake
+@shapes_of(factor_operator)
 def _(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     shape = matrix.shape
     pivots = matrix.new_empty(shape[:-1], dtype=torch.int64)
     return matrix.new_empty(shape), pivots, pivots.new_empty(shape[:-2])
 
 
-@torch.library.custom_op("adjsim::lu_solve", mutates_args=())
+@operator("lu_solve")
 def solve_operator(factors: Tensor, pivots: Tensor, right: Tensor, adjoint: bool) -> Tensor:
     """Solve systems ``(*batch, n, m)`` of factored matrices or of their transposes."""
     solution = torch.linalg.lu_solve(factors, pivots.to(torch.int32), right, adjoint=adjoint)
     return solution.contiguous()
 
 
-@solve_operator.register_fake
+@shapes_of(solve_operator)
 def _(factors: Tensor, pivots: Tensor, right: Tensor, adjoint: bool) -> Tensor:
     return right.new_empty(right.shape)
 
 
-@torch.library.custom_op("adjsim::check_factors", mutates_args=())
+@operator("check_factors")
 def check_operator(info: Tensor) -> None:
     """Raise an error if a matrix is singular."""
     torch.ops.aten._linalg_check_errors(info.to(torch.int32), "torch.linalg", is_matrix=False)
 
 
-@check_operator.register_fake
+@shapes_of(check_operator)
 def _(info: Tensor) -> None:
     pass
 
@@ -137,7 +139,7 @@ def _factored(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _solved(factors: Tensor, pivots: Tensor, right: Tensor, adjoint: bool) -> Tensor:
-    batch = torch.broadcast_shapes(factors.shape[:-2], right.shape[:-2])
+    batch = np.broadcast_shapes(factors.shape[:-2], right.shape[:-2])
     return solve_operator(
         factors.expand(*batch, *factors.shape[-2:]),
         pivots.expand(*batch, pivots.shape[-1]),
@@ -257,9 +259,9 @@ class _CheckCall(Call):
 _ATEN: Any = torch.ops.aten
 FACTOR_OPERATORS = Operators(
     {
-        factor_operator._opoverload: _FactorCall,
-        solve_operator._opoverload: _SolveCall,
-        check_operator._opoverload: _CheckCall,
+        factor_operator: _FactorCall,
+        solve_operator: _SolveCall,
+        check_operator: _CheckCall,
     }
 )
 FACTOR_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

@@ -172,7 +172,7 @@ def _expression(node: Any, texts: Mapping[Node, str], dtype: torch.dtype, dialec
     if not isinstance(meta, Tensor) or meta.dtype not in (dtype, torch.bool):
         raise UnprintableError(f"its formulas use {name}")
     tensors = [x for x in node.args if isinstance(x, Node)]
-    if node.target is lookup._opoverload:
+    if node.target is lookup:
         values, place = tensors
         return dialect.lookup(texts[values], texts[place], values.meta["val"].numel())
     masks = [x for x in tensors if x.meta["val"].dtype == torch.bool]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from adjsim.compiler.mathematics import FUNCTIONS, FUNCTIONS_OF_TWO
 from adjsim.compiler.values import TYPES, UnprintableError, Value
+from adjsim.core.operators import operator, shapes_of
 
 Printer = Callable[..., str]
 # Operands are values or expressions; other arguments are numbers.
@@ -319,12 +320,12 @@ def pointwise(
     return printed(printer, *args)
 
 
-@torch.library.custom_op("adjsim::lookup", mutates_args=())
+@operator("lookup")
 def lookup(values: Tensor, place: Tensor) -> Tensor:
     """Return the values at whole numbers, in a formula that is printed."""
     return torch.take(values, place.long())
 
 
-@lookup.register_fake
+@shapes_of(lookup)
 def _(values: Tensor, place: Tensor) -> Tensor:
     return torch.empty_like(place)

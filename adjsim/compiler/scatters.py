@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +40,7 @@ class Scatter(Call):
             raise UnprintableError("index_put by masks, or along axes that are not adjacent")
         if values.dtype != x.dtype:
             raise UnprintableError("index_put of numbers of another type")
-        self.places = torch.broadcast_shapes(*(number.shape for number in numbers.values()))
+        self.places = np.broadcast_shapes(*(number.shape for number in numbers.values()))
         self.fill = x.text if isinstance(x, Literal) else None
         read = [values, *numbers.values(), *([] if self.fill else [x])]
         self.inputs = tuple(stored(value, store) for value in read)

@@ -18,6 +18,7 @@ from torch import Tensor
 from adjsim.compiler.calls import Call, Operators, in_order, pointer_to
 from adjsim.compiler.values import TYPES, Store, UnprintableError, Value
 from adjsim.core.layout import is_tracing
+from adjsim.core.operators import operator, shapes_of
 
 # Rows of the largest matrices, of which a system needs two on the stack: 64 kilobytes of float64.
 LARGEST_SYSTEM = 64
@@ -127,13 +128,13 @@ def solve(matrix: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return x, singular.any()
 
 
-@torch.library.custom_op("adjsim::solve", mutates_args=())
+@operator("solve")
 def solve_operator(matrix: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Solve linear systems; see :func:`solve`."""
     return solve(matrix, right)
 
 
-@solve_operator.register_fake
+@shapes_of(solve_operator)
 def _(matrix: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(right.shape).to(right), right.new_empty((), dtype=torch.bool)
 
@@ -150,13 +151,13 @@ def has_negative_eigenvalue(matrix: Tensor) -> Tensor:
     return (is_real & (values.real < 0)).any()
 
 
-@torch.library.custom_op("adjsim::has_negative_eigenvalue", mutates_args=())
+@operator("has_negative_eigenvalue")
 def has_negative_eigenvalue_if(matrix: Tensor, wanted: Tensor) -> Tensor:
     """Return :func:`has_negative_eigenvalue` if it is wanted, and False otherwise."""
     return has_negative_eigenvalue(matrix) if bool(wanted) else torch.zeros_like(wanted)
 
 
-@has_negative_eigenvalue_if.register_fake
+@shapes_of(has_negative_eigenvalue_if)
 def _(matrix: Tensor, wanted: Tensor) -> Tensor:
     return torch.empty_like(wanted)
 
@@ -218,7 +219,7 @@ def _lapack(name: str) -> int:
 
 SYSTEM_OPERATORS = Operators(
     {
-        solve_operator._opoverload: SolveCall,
-        has_negative_eigenvalue_if._opoverload: NegativeEigenvalueCall,
+        solve_operator: SolveCall,
+        has_negative_eigenvalue_if: NegativeEigenvalueCall,
     }
 )

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from adjsim.compiler.lines import user_line
-from adjsim.compiler.shapes import common_result, without_gradient
+from adjsim.compiler.shapes import ShapeMode, common_result, without_gradient
 
 _ATEN = torch.ops.aten
 
@@ -35,7 +35,7 @@ def graph_of(
         by_shape: whether operations are evaluated for shapes alone, as they have to be where
             examples are large. With their values, operations on a few numbers take less time.
     """
-    fakes = FakeTensorMode(allow_non_fake_inputs=True) if by_shape else nullcontext()
+    fakes = ShapeMode() if by_shape else nullcontext()
     # Autograd has a thread for each device, in which nothing is recorded.
     one_thread = torch.autograd.set_multithreading_enabled
     with _disable_autocast_cache(), one_thread(False), fakes as mode:
@@ -66,7 +66,7 @@ class Recorder(TorchDispatchMode):
     records = True
 
     def __init__(
-        self, decompositions: Mapping[Any, Callable[..., Any]], fakes: FakeTensorMode | None
+        self, decompositions: Mapping[Any, Callable[..., Any]], fakes: ShapeMode | None
     ) -> None:
         super().__init__()
         self.graph, self.decompositions, self.fakes = Graph(), decompositions, fakes

@@ -19,6 +19,7 @@ from torch import Tensor
 from adjsim.compiler import TYPES, Call, Operators, UnprintableError, Value, in_order, pointer_to
 from adjsim.core.derived import has_values
 from adjsim.core.layout import is_tracing
+from adjsim.core.operators import operator, rows_of, shapes_of
 from adjsim.dynamics.constraints.ordering import DENSE
 from adjsim.dynamics.constraints.triangles import triangle_multipliers
 
@@ -89,7 +90,7 @@ def _eliminated(matrix: Tensor, right: Tensor) -> Tensor:
     return torch.stack([row[..., -1] for row in rows], -1)
 
 
-@torch.library.custom_op("adjsim::constraint_solve", mutates_args=())
+@operator("constraint_solve")
 def solve_operator(e: Tensor, d: Tensor, S: Tensor, right: Tensor) -> Tensor:
     """Solve the systems of clusters; see :func:`solve`."""
     size, width = S.shape[-2:]
@@ -112,12 +113,12 @@ def _solved(band: np.ndarray, right: np.ndarray) -> np.ndarray:
         return np.full_like(right, np.nan)
 
 
-@solve_operator.register_fake
+@shapes_of(solve_operator)
 def _(e: Tensor, d: Tensor, S: Tensor, right: Tensor) -> Tensor:
     return torch.empty(right.shape).to(right)
 
 
-@solve_operator.register_vmap
+@rows_of(solve_operator)
 def _(info: Any, dims: Any, *values: Tensor) -> tuple[Tensor, int]:
     axes = max(x.ndim - (dim is not None) for x, dim in zip(values, dims, strict=True))
     moved = []
@@ -189,20 +190,20 @@ def _unsolved(u: Tensor, length: Tensor, solved: Tensor) -> str:
     )
 
 
-@torch.library.custom_op("adjsim::constraint_lengths", mutates_args=())
+@operator("constraint_lengths")
 def lengths_operator(u: Tensor, d: Tensor, S: Tensor, length: Tensor) -> Tensor:
     """Solve for the multipliers of lengths; see :func:`newton`."""
     return newton(u, d, S, length)
 
 
-@torch.library.custom_op("adjsim::constraint_triangles", mutates_args=())
+@operator("constraint_triangles")
 def triangles_operator(u: Tensor, d: Tensor, S: Tensor, length: Tensor) -> Tensor:
     """Solve for the multipliers of triangles; see :mod:`triangles`."""
     return newton(u, d, S, length, triangle_multipliers(u, d, S, length))
 
 
-@lengths_operator.register_fake
-@triangles_operator.register_fake
+@shapes_of(lengths_operator)
+@shapes_of(triangles_operator)
 def _(u: Tensor, d: Tensor, S: Tensor, length: Tensor) -> Tensor:
     return torch.empty(u[..., 0, :, :].shape).to(u)
 
@@ -255,8 +256,8 @@ def _declarations() -> str:
 
 CONSTRAINT_OPERATORS = Operators(
     {
-        solve_operator._opoverload: SolveCall,
-        lengths_operator._opoverload: LengthsCall,
-        triangles_operator._opoverload: TrianglesCall,
+        solve_operator: SolveCall,
+        lengths_operator: LengthsCall,
+        triangles_operator: TrianglesCall,
     }
 )

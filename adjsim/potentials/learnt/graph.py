@@ -18,6 +18,7 @@ from adjsim.core.box import Periodic, rows_of
 from adjsim.core.declared import NOT_NEGATIVE, POSITIVE
 from adjsim.core.layout import is_tracing
 from adjsim.core.neighbour_list import AllImages
+from adjsim.core.operators import operator, shapes_of
 from adjsim.core.state import in_transform
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Positions
@@ -136,7 +137,7 @@ def _check_capacity(capacity: int | None, position: Tensor) -> None:
         )
 
 
-@torch.library.custom_op("adjsim::graph_edges", mutates_args=())
+@operator("graph_edges")
 def edges_operator(
     position: Tensor,
     box: Tensor | None,
@@ -164,7 +165,7 @@ def edges_operator(
     return all_pairs, all_shifts, finite, real
 
 
-@edges_operator.register_fake
+@shapes_of(edges_operator)
 def _(
     position: Tensor,
     box: Tensor | None,

@@ -26,6 +26,7 @@ from adjsim.core.arguments import as_whole
 from adjsim.core.box import volume
 from adjsim.core.derived import derived
 from adjsim.core.layout import is_tracing
+from adjsim.core.operators import operator, shapes_of
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
@@ -312,7 +313,7 @@ def mesh_size(
 # transforms, so that a compiled force has the bits of an eager one.
 
 
-@torch.library.custom_op("adjsim::mesh_force", mutates_args=())
+@operator("mesh_force")
 def mesh_force(
     position: Tensor, charge: Tensor, influence: Tensor, to_mesh: Tensor, shape: Sequence[int],
     order: int,
@@ -323,7 +324,7 @@ def mesh_force(
     return force, along, waves, phi
 
 
-@torch.library.custom_op("adjsim::mesh_product", mutates_args=())
+@operator("mesh_product")
 def mesh_product(
     position: Tensor, charge: Tensor, waves: Tensor, phi: Tensor, v: Tensor, influence: Tensor,
     to_mesh: Tensor, shape: Sequence[int], order: int,
@@ -335,7 +336,7 @@ def mesh_product(
     return of_position, along, of_charge
 
 
-@mesh_force.register_fake
+@shapes_of(mesh_force)
 def _(
     position: Tensor, charge: Tensor, influence: Tensor, to_mesh: Tensor, shape: Sequence[int],
     order: int,
@@ -348,7 +349,7 @@ def _(
     return force, along, waves, position.new_empty((batch.numel(), *shape))
 
 
-@mesh_product.register_fake
+@shapes_of(mesh_product)
 def _(position: Tensor, charge: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     along = position.new_empty((*position.shape[:-2], 1, (rest[3].shape[-2] - 1) // 2))
     return position.new_empty(position.shape), along, charge.new_empty(charge.shape)

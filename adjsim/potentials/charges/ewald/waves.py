@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.layout import is_tracing
+from adjsim.core.operators import operator, shapes_of
 
 
 class Waves(NamedTuple):
@@ -129,7 +130,7 @@ def _decay(square: Tensor, alpha: float, power: int) -> tuple[Tensor, Tensor, Te
     return factor * torch.exp(-(b**2)) * whole, fall, second - fall**2
 
 
-@torch.library.custom_op("adjsim::influence", mutates_args=())
+@operator("influence")
 def influence_operator(
     numbers: Tensor, share: Tensor, multiplicity: Tensor, dual: Tensor, alpha: float,
     power: int, strain: Tensor, c: Tensor | None,
@@ -138,7 +139,7 @@ def influence_operator(
     return _influence(numbers, share, multiplicity, dual, alpha, power, strain, c)
 
 
-@influence_operator.register_fake
+@shapes_of(influence_operator)
 def _(numbers: Tensor, share: Tensor, *rest: Any) -> Tensor:
     *_, strain, c = rest
     columns = (1 + strain.shape[-1]) * (1 if c is None else 2)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_tensor
 from adjsim.core.layout import is_tracing
+from adjsim.core.operators import operator, shapes_of
 from adjsim.core.typing import Array
 
 
@@ -66,9 +67,9 @@ def _matrix(exclusions: Tensor, atoms: int, dtype: torch.dtype) -> Tensor:
     return found.index_put((rows, columns), found.new_zeros(()))
 
 
-matrix = torch.library.custom_op("adjsim::interacting", _matrix, mutates_args=())
+matrix = operator("interacting")(_matrix)
 
 
-@matrix.register_fake
+@shapes_of(matrix)
 def _(exclusions: Tensor, atoms: int, dtype: torch.dtype) -> Tensor:
     return exclusions.new_empty((atoms, atoms), dtype=dtype)

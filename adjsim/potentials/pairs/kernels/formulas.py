@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
@@ -132,8 +133,9 @@ def trace(
                     grad = grad + derivative(s, exchanged, second)
                 found.append(grad)
         found += last
+        # Torch's function of this name imports SymPy.
         for x in found:
-            if x.ndim > s.ndim or torch.broadcast_shapes(x.shape, s.shape) != s.shape:
+            if x.ndim > s.ndim or np.broadcast_shapes(x.shape, s.shape) != s.shape:
                 raise UnprintableError("its formulas are not elementwise")
         return found
 

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from adjsim.compiler import PARALLEL_WORK, VECTOR_FUNCTIONS, scalar_functions
 from adjsim.core.layout import is_tracing
+from adjsim.core.operators import operator, shapes_of
 from adjsim.core.rows import are_hidden, hide_rows, of_each_row, shown_rows, vmap_depth
 from adjsim.potentials.pairs.kernels.call import CALL, declarations, text
 
@@ -336,15 +337,13 @@ _SORTS = {"position": "Tensor", "operands": "Tensor[]"}
 _SCHEMA = ", ".join(f"{_SORTS.get(name, 'Tensor?')} {name}" for name in PairInputs._fields)
 
 
-@torch.library.custom_op(
-    "adjsim::pairs", mutates_args=(), schema=f"({_SCHEMA}, str kernel) -> Tensor[]"
-)
+@operator("pairs", f"({_SCHEMA}, str kernel) -> Tensor[]")
 def pairs(*given: Any) -> list[Tensor]:
     """Evaluate the kernel of a name, the last argument. A traced step contains such operators."""
     return KERNELS[given[-1]](PairInputs(*given[:-1]))
 
 
-@pairs.register_fake
+@shapes_of(pairs)
 def _(position: Tensor, vector: Any, weight: Any, operands: Sequence[Tensor], *rest: Any) -> Any:
     spec = KERNELS[rest[-1]].spec
     results = [position.new_empty(spec.shape_of(name, position.shape)) for name in spec.outputs]

@@ -37,7 +37,7 @@ from adjsim.potentials.pairs.kernels.kernel import (
     pairs,
 )
 
-_OPERATOR = pairs._opoverload
+_OPERATOR = pairs
 # The arguments other than the vectors of a product.
 _SAME = tuple(i for i, name in enumerate(PairInputs._fields) if name not in ("vector", "stretch"))
 
@@ -167,5 +167,5 @@ def _depends(node: Node, on: Node) -> bool:
 
 
 # Exclusions do not change in a loop.
-_MATRIX = {matrix._opoverload}
+_MATRIX = {matrix}
 PAIR_OPERATORS = Operators({_OPERATOR: PairCall}, _MATRIX, _MATRIX, merge_pairs)

@@ -1,0 +1,58 @@
+"""Operators of torch's dispatcher that this library defines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Define a function of tensors as the operator ``adjsim::name``.
+
+    A trace records the operator as one operation. The operator has no derivative: a gradient
+    through it raises an error. ``torch.library.custom_op`` defines the same, and imports Dynamo
+    when the operator is first called, which takes a second.
+
+    Args:
+        schema: the types of arguments and results, in torch's notation; None: from annotations.
+    """
+
+    def define(function: Callable[..., Any]) -> Any:
+        qualified = f"adjsim::{name}"
+        types = schema or torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(qualified, types, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(qualified, "default", function)
+        defined = getattr(torch.ops.adjsim, name).default
+        if defined._schema.returns:
+            torch.library.register_autograd(qualified, _refuse)
+        return defined
+
+    return define
+
+
+def _refuse(ctx: Any, *cotangents: Any) -> Any:
+    raise NotImplementedError("a gradient goes through an operator that has no derivative.")
+
+
+def shapes_of(target: Any) -> Callable[[F], F]:
+    """Declare a function that computes results of an operator without values."""
+
+    def declare(function: F) -> F:
+        torch.library.register_fake(target, function)
+        return function
+
+    return declare
+
+
+def rows_of(target: Any) -> Callable[[F], F]:
+    """Declare a function that evaluates an operator under ``torch.vmap``."""
+
+    def declare(function: F) -> F:
+        torch.library.register_vmap(target, function)
+        return function
+
+    return declare
