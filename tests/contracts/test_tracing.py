@@ -1,14 +1,17 @@
 """Graphs of traced steps equal those of torch's own tracer."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import adjsim
 from adjsim.compiler import loops
+from adjsim.compiler.shapes import ELEMENTWISE, ShapeMode, common_result
 from adjsim.compiler.tracing import graph_of
 from tests import problems
 
@@ -63,3 +66,55 @@ def test_recorded_graphs_equal_those_of_torch(potential, monkeypatch):
     assert len(compared) >= 6
     for found, expected in compared:
         assert found == expected
+
+
+OPERANDS = [
+    lambda dtype: torch.ones((), dtype=dtype),
+    lambda dtype: torch.ones(3, dtype=dtype),
+    lambda dtype: torch.ones(3, 4, dtype=dtype).mT,
+    lambda dtype: torch.ones(8, 6, dtype=dtype)[::2, ::2],
+    lambda dtype: torch.ones(4, 1, dtype=dtype),
+    lambda dtype: torch.ones(2, 4, 3, dtype=dtype).permute(0, 2, 1),
+    lambda dtype: torch.ones(2, 3, 4, 5, dtype=dtype).to(memory_format=torch.channels_last),
+]
+
+
+def layouts(function, args):
+    """Return shapes, strides and types of results on the CPU; None: torch refuses the call."""
+    try:
+        found = function(*args)
+    except (TypeError, RuntimeError, IndexError):
+        return None
+    if isinstance(found, torch.Tensor):
+        return found.shape, found.stride(), found.dtype
+    return None
+
+
+def common(function, args):
+    """Return what a trace finds for an operation without evaluating it."""
+    with ShapeMode() as mode:
+        given = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, args)
+        return common_result(function, given, {}, mode)
+
+
+@pytest.mark.slow
+# Torch copies an operand of two operations first, whose results are contiguous.
+@pytest.mark.parametrize("name", sorted({str(x) for x in ELEMENTWISE} - {"aten.pow", "aten.rsub"}))
+def test_layouts_without_values_are_those_of_torch(name):
+    packet = getattr(torch.ops.aten, name.removeprefix("aten."))
+    made = [x(dtype) for dtype in (torch.float64, torch.float32, torch.int64) for x in OPERANDS]
+    calls = (
+        [[x] for x in made]
+        + [[x, 1.0] for x in made]
+        + [[x, y] for x in made[::2] for y in made[::3]]
+    )
+    calls += [[x, y, x] for x, y in pairwise(made)] + [[x > 0, x, y] for x, y in pairwise(made)]
+    compared = 0
+    for overload in ("default", "Tensor", "Scalar", "self"):
+        function = getattr(packet, overload, None)
+        for args in calls if function else []:
+            expected = layouts(function, args)
+            if expected is not None and (found := common(function, args)) is not NotImplemented:
+                assert layouts(lambda x: x, [found]) == expected, (function, args)
+                compared += 1
+    assert compared
