@@ -63,7 +63,7 @@ def from_openmm(
     custom_compounds     those of its expression             CustomCompoundBondForce
     custom_centroids     those of its expression             CustomCentroidBondForce
     custom_externals     those of its expression             CustomExternalForce
-    hydrogen_bonds       those of its expression             CustomHbondForce, without a list
+    hydrogen_bonds       those of its expression             CustomHbondForce
     custom_pairs         those of its expression             CustomNonbondedForce
     long_range           those of custom_pairs               its long-range correction
     restraints           k, position                         a harmonic CustomExternalForce
@@ -166,7 +166,7 @@ def from_openmm(
     # Charges with offsets are not those of the solvent.
     charged = "coulomb" in parts and not is_parametrized(parts["coulomb"], "charge")
     parts |= read_solvents(system, parts["coulomb"].charge if charged else None, shared)
-    parts |= read_hydrogen_bonds(system, shared)
+    parts |= read_hydrogen_bonds(system, particles, shared)
     parts |= read_custom_pairs(system, shared)
     if not parts:
         raise ValueError("the system has no forces.")

@@ -31,7 +31,7 @@ from adjsim.potentials.strained import Forced, StrainedPullback
 
 # The donors times acceptors from which on a cutoff has a list of pairs. Measured, see
 # benchmarks/README.md.
-LISTED = 2**15
+LISTED = 2**14
 
 
 class CustomHydrogenBond(CompoundTerm, inherits_forces=True):
@@ -43,7 +43,7 @@ class CustomHydrogenBond(CompoundTerm, inherits_forces=True):
     ``dihedral(d3,d2,d1,a1)`` and the like.
 
     A cutoff leaves out pairs that are far apart, where the energy jumps unless the expression
-    vanishes there. With a cutoff and at least 32,768 donors times acceptors, the near pairs are
+    vanishes there. With a cutoff and at least 16,384 donors times acceptors, the near pairs are
     found by a neighbour list, in ascending order, so that exact runs are retraced. A compiled loop
     then needs the ``capacity``. Otherwise all pairs are evaluated: time and memory grow with
     donors times acceptors. So do not use it without a cutoff for the hydrogen bonds of a liquid.
@@ -96,7 +96,7 @@ class CustomHydrogenBond(CompoundTerm, inherits_forces=True):
             if side.ndim != 2 or not 1 <= side.shape[1] <= 3 or len(side) == 0:
                 raise wrong_shape(name, f"({name}, 1 to 3) indices of atoms", side)
         self._widths = sides[0].shape[1], sides[1].shape[1]
-        self._sizes = counts = len(sides[0]), len(sides[1])
+        self.sizes = counts = len(sides[0]), len(sides[1])
         self._counts = {
             **dict.fromkeys(donor_numbers or {}, (0, counts[0])),
             **dict.fromkeys(acceptor_numbers or {}, (1, counts[1])),
@@ -259,7 +259,7 @@ class CustomHydrogenBond(CompoundTerm, inherits_forces=True):
         self.check_position(position)
         assert self.cutoff is not None
         first, second = (
-            self.index[:n, k] for n, k in zip(self._sizes, (0, self._widths[0]), strict=True)
+            self.index[:n, k] for n, k in zip(self.sizes, (0, self._widths[0]), strict=True)
         )
         reach = Reach(
             self.cutoff,
