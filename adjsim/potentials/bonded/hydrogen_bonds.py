@@ -69,6 +69,7 @@ class CustomHydrogenBond(CompoundTerm, inherits_forces=True):
     """
 
     within_molecules = False
+    reads_values = True
     functions: ClassVar[Mapping[str, int]] = {}
     omitted_arguments = ("index", "types")
 

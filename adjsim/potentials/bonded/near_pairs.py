@@ -111,17 +111,19 @@ def _near(
     flat = points.reshape(-1, dim)
     d = (flat.index_select(0, i) - flat.index_select(0, j)).T.unsqueeze(-1)
     if box is not None:
-        (d,) = nearest_image([d], box.to(d), exact=False)
+        (d,) = nearest_image([d], box.to(d))
     # The margin is for rounding: the distances of the pairs themselves decide.
-    margin = 16 * torch.finfo(d.dtype).eps * float(flat.nan_to_num(0, 0, 0).abs().max() + reach)
+    farthest = float(flat.nan_to_num(0, 0, 0).abs().max()) if len(flat) else 0.0
+    margin = 16 * torch.finfo(d.dtype).eps * (farthest + reach)
     near = ((d * d).sum(0).squeeze(-1) < (reach + margin) ** 2).nonzero().squeeze(-1)
     i, j = i.index_select(0, near), j.index_select(0, near)
     system = i // count
     counts = torch.bincount(system, minlength=finite.numel())
-    most = max(int(counts.max()), 1) if capacity is None else capacity
-    if int(counts.max()) > most:
+    largest = max(counts.tolist(), default=0)
+    most = max(largest, 1) if capacity is None else capacity
+    if largest > most:
         raise ValueError(
-            f"{int(counts.max())} pairs of a donor and an acceptor within the cutoff do not fit "
+            f"{largest} pairs of a donor and an acceptor within the cutoff do not fit "
             f"into capacity={capacity}: set a larger capacity of the CustomHydrogenBond."
         )
     place = torch.arange(len(i), device=i.device) - (counts.cumsum(0) - counts)[system]
