@@ -13,6 +13,7 @@ from ase import units
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from adjsim.core.reading import read
 from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.io._openmm.bonded import read_bonded, write_bonded
 from adjsim.io._openmm.constraints import read_constraints, warn_of_bonds, write_constraints
@@ -66,7 +67,9 @@ def from_openmm(
     hydrogen_bonds       those of its expression             CustomHbondForce
     custom_pairs         those of its expression             CustomNonbondedForce
     long_range           those of custom_pairs               its long-range correction
-    restraints           k, position                         a harmonic CustomExternalForce
+    restraints           k, position, radius                 a CustomExternalForce of the form of
+                                                             PositionRestraint or
+                                                             FlatBottomRestraint
     lennard_jones        epsilon, sigma                      NonbondedForce
     coulomb              charge                              NonbondedForce, every method
     lennard_jones_14     scale                               its exceptions
@@ -217,7 +220,8 @@ def to_openmm(
     Raises:
         TypeError: not a :class:`~adjsim.potentials.ForceFieldPotential`.
         ValueError: a system with other terms, exceptions, constraints, sites or atoms; several
-            numbers where the force has a global one; numbers that a ``GBSAOBCForce`` has not.
+            numbers where the force has a global one; numbers that a ``GBSAOBCForce`` has not, or
+            that the potential refuses.
     """
     if not isinstance(potential, ForceFieldPotential):
         raise TypeError(
@@ -238,4 +242,6 @@ def to_openmm(
     write_sites(parts.get("sites"), written)
     if constraints is not None:
         write_constraints(constraints, written)
+    # Numbers that the potential itself refuses would have another meaning in OpenMM, if any.
+    read(potential)
     return written
