@@ -16,6 +16,7 @@ from xml.etree.ElementTree import Element
 import torch
 
 from adjsim.core.durable.files import replacing
+from adjsim.core.reading import read
 from adjsim.io._openmm.force_field_files import (
     Slot,
     Use,
@@ -121,6 +122,12 @@ def write_force_field(
             "keep them."
         )
     names = [files] if isinstance(files, (str, Path)) else list(files)
+    for name, x in potential.named_parameters():
+        if not bool(torch.isfinite(x).all()):
+            raise ValueError(
+                f"{name} has numbers that are not finite; go back to those before the fit failed."
+            )
+    read(potential)
     root = merged(names)
     system = make_system(root, topology, options)
     try:
@@ -130,11 +137,6 @@ def write_force_field(
             "the potential is not of the system that these files make of this topology with these "
             f"options of createSystem: {error}"
         ) from error
-    for name, x in potential.named_parameters():
-        if not bool(torch.isfinite(x).all()):
-            raise ValueError(
-                f"{name} has numbers that are not finite; go back to those before the fit failed."
-            )
     parts: dict[str, Any] = dict(potential.named_children())
     _refuse_parts_of_no_file(parts, system)
     uses, types = uses_of(root, topology, options, wanted)

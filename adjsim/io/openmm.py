@@ -229,6 +229,8 @@ def to_openmm(
         )
     check_system(system)
     check_sites(system)
+    # Numbers that the potential itself refuses would have another meaning in OpenMM, if any.
+    read(potential)
     written = copy.deepcopy(system)
     parts: dict[str, Any] = dict(potential.named_children())
     write_bonded(parts, written)
@@ -242,6 +244,4 @@ def to_openmm(
     write_sites(parts.get("sites"), written)
     if constraints is not None:
         write_constraints(constraints, written)
-    # Numbers that the potential itself refuses would have another meaning in OpenMM, if any.
-    read(potential)
     return written

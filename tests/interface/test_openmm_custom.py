@@ -207,10 +207,15 @@ def test_external_forces_of_harmonic_form():
         bond = openmm.CustomBondForce("k*r^2")
         bond.addGlobalParameter("k", 300.1)
         bond.addBond(0, 1)
+        bond.addBond(1, 2)
         system.addForce(bond)
         potential, _ = equal_to_openmm(system, positions)
         assert potential.custom_externals.k is potential.custom_bonds.k
-        potential.custom_externals.k = torch.nn.Parameter(torch.ones(2).double())
+        several = torch.nn.Parameter(torch.ones(2).double())
+        potential.custom_externals.k = several
+        with pytest.raises(ValueError, match=r"were one tensor and are two"):
+            to_openmm(potential, system)
+        potential.custom_bonds.k = several
         with pytest.raises(ValueError, match=r"k is a global number .* the potential has \(2,\)"):
             to_openmm(potential, system)
         system.getForce(1).setGlobalParameterDefaultValue(0, 2.0)

@@ -31,7 +31,7 @@ from adjsim.potentials.strained import Forced, StrainedPullback
 
 # The donors times acceptors from which on a cutoff has a list of pairs. Measured, see
 # benchmarks/README.md.
-LISTED = 2**14
+LISTED = 2**13
 
 
 class CustomHydrogenBond(CompoundTerm, inherits_forces=True):
@@ -43,7 +43,7 @@ class CustomHydrogenBond(CompoundTerm, inherits_forces=True):
     ``dihedral(d3,d2,d1,a1)`` and the like.
 
     A cutoff leaves out pairs that are far apart, where the energy jumps unless the expression
-    vanishes there. With a cutoff and at least 16,384 donors times acceptors, the near pairs are
+    vanishes there. With a cutoff and at least 8,192 donors times acceptors, the near pairs are
     found by a neighbour list, in ascending order, so that exact runs are retraced. A compiled loop
     then needs the ``capacity``. Otherwise all pairs are evaluated: time and memory grow with
     donors times acceptors. So do not use it without a cutoff for the hydrogen bonds of a liquid.
