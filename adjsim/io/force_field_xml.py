@@ -16,7 +16,6 @@ from xml.etree.ElementTree import Element
 import torch
 
 from adjsim.core.durable.files import replacing
-from adjsim.core.reading import read
 from adjsim.io._openmm.force_field_files import (
     Slot,
     Use,
@@ -38,7 +37,7 @@ from adjsim.io._openmm.force_field_sections import (
 from adjsim.io._openmm.library import forces, openmm
 from adjsim.io._openmm.maps import map_values
 from adjsim.io._openmm.solvents import read_solvents
-from adjsim.io.openmm import to_openmm
+from adjsim.io.openmm import refuse_unwritable, to_openmm
 from adjsim.potentials.bonded.maps import TorsionMap
 from adjsim.potentials.force_field import ForceFieldPotential
 
@@ -112,7 +111,8 @@ def write_force_field(
 
     Raises:
         ImportError: OpenMM is not installed.
-        TypeError: ``files`` is an ``app.ForceField``, which does not keep its files.
+        TypeError: ``files`` is an ``app.ForceField``, which does not keep its files; another
+            potential than one of :func:`from_openmm`.
         ValueError: a name of no file; a potential of another system; terms of one row with
             different numbers; a changed number that has no row; numbers that are not finite.
     """
@@ -122,13 +122,8 @@ def write_force_field(
             "keep them."
         )
     names = [files] if isinstance(files, (str, Path)) else list(files)
-    for name, x in potential.named_parameters():
-        if not bool(torch.isfinite(x).all()):
-            raise ValueError(
-                f"{name} has numbers that are not finite; go back to those before the fit failed."
-            )
-    read(potential)
     root = merged(names)
+    refuse_unwritable("write_force_field", potential)
     system = make_system(root, topology, options)
     try:
         wanted = to_openmm(potential, system)

@@ -223,14 +223,9 @@ def to_openmm(
             numbers where the force has a global one; numbers that a ``GBSAOBCForce`` has not, or
             that the potential refuses.
     """
-    if not isinstance(potential, ForceFieldPotential):
-        raise TypeError(
-            f"to_openmm takes the potential of from_openmm; got {type(potential).__name__}."
-        )
+    refuse_unwritable("to_openmm", potential)
     check_system(system)
     check_sites(system)
-    # Numbers that the potential itself refuses would have another meaning in OpenMM, if any.
-    read(potential)
     written = copy.deepcopy(system)
     parts: dict[str, Any] = dict(potential.named_children())
     write_bonded(parts, written)
@@ -245,3 +240,21 @@ def to_openmm(
     if constraints is not None:
         write_constraints(constraints, written)
     return written
+
+
+def refuse_unwritable(name: str, potential: Any) -> None:
+    """Refuse another potential than a force field's, and numbers that the potential refuses.
+
+    Such numbers, as a table of pairs that is not symmetric, would have another meaning in OpenMM.
+    """
+    if not isinstance(potential, ForceFieldPotential):
+        raise TypeError(
+            f"{name} takes the potential of from_openmm; got {type(potential).__name__}."
+        )
+    for parameter, x in potential.named_parameters():
+        if not bool(torch.isfinite(x).all()):
+            raise ValueError(
+                f"{parameter} has numbers that are not finite; go back to those before the fit "
+                "failed."
+            )
+    read(potential)
