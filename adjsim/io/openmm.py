@@ -125,6 +125,9 @@ def from_openmm(
     Sites are placed on the atoms, wherever the positions have them. The weight of the first atom of
     a site is no parameter: it is what the others leave of one.
 
+    Where hydrogen bonds have a list, its ``hydrogen_bonds.capacity`` in compiled loops is 1.5 times
+    the number of pairs at these positions.
+
     The solvent shares the charges of ``coulomb`` if they are equal. A CMMotionRemover is ignored. A
     MonteCarloBarostat is no potential: its pressure and temperature are ``Structure.pressure`` and
     ``.temperature``, for :class:`~adjsim.LangevinPiston`.

@@ -29,7 +29,7 @@ from adjsim.potentials.bonded.selection import Selection, check_range
 from adjsim.potentials.products import ParameterVJP, Pullback, Tensors
 from adjsim.potentials.strained import Forced, StrainedPullback
 
-# The donors times acceptors from which on a cutoff has a list of pairs. Measured, see
+# The donors times acceptors from which on the pairs within a cutoff are listed. Measured, see
 # benchmarks/README.md.
 LISTED = 2**13
 
