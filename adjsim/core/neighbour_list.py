@@ -67,8 +67,9 @@ class NeighbourList(ABC):
     Attributes:
         box: a box from :func:`~adjsim.core.box.checked_box`; None: no box.
         exclusions: ``(n, 2)``, pairs of atoms that are left out; None: no pairs are.
-        split: the first atom of a second group. Pairs then have i in the first group and j in the
-            second, and are listed in this order alone. None: there is one group.
+        split: of :class:`NearestImages` alone, the first atom of a second group. Pairs then have i
+            in the first group and j in the second, and are listed in this order alone. None: there
+            is one group.
     """
 
     cutoff: float
