@@ -88,6 +88,17 @@ def steep(periodic: bool) -> Any:
     return force
 
 
+def balls(text: str) -> Any:
+    """Restraints to balls, with a radius of all particles."""
+    force = openmm.CustomExternalForce(text)
+    for name in ("k", "x0", "y0", "z0"):
+        force.addPerParticleParameter(name)
+    force.addGlobalParameter("r0", 0.15)
+    for k, atom in enumerate((3, 7, 0)):
+        force.addParticle(atom, [300.0 + k, 0.1, 0.2 + 0.1 * k, 0.3])
+    return force
+
+
 def tables(periodic: bool) -> Any:
     """Every kind of table, of coordinates and of numbers of terms."""
     force = openmm.CustomCompoundBondForce(

@@ -31,7 +31,9 @@ MOST_AXES = 3
 
 
 class NeighbourPairs(NamedTuple):
-    """Pairs of atoms, each in both orders, sorted by the first atom, the second one and the image.
+    """Pairs of atoms, sorted by the first atom, the second one and the image.
+
+    Each pair is in both orders, unless the list is of two groups.
 
     Attributes:
         i, j: ``(pairs,)`` int64, the two atoms, numbered one system after another.
@@ -65,12 +67,16 @@ class NeighbourList(ABC):
     Attributes:
         box: a box from :func:`~adjsim.core.box.checked_box`; None: no box.
         exclusions: ``(n, 2)``, pairs of atoms that are left out; None: no pairs are.
+        split: of :class:`NearestImages` alone, the first atom of a second group. Pairs then have i
+            in the first group and j in the second, and are listed in this order alone. None: there
+            is one group.
     """
 
     cutoff: float
     skin: float
     box: Tensor | None = None
     exclusions: Tensor | None = None
+    split: int | None = None
 
     def pairs(self, position: Tensor) -> NeighbourPairs:
         """Return pairs of positions ``(*batch, atoms, dim)``, among them all within the cutoff."""
@@ -81,7 +87,7 @@ class NeighbourList(ABC):
         reach = self.cutoff + self.skin
         settings = self.box, self.exclusions
         shapes = [None if x is None else x.shape for x in settings]
-        key = type(self), position.shape, position.dtype, position.device, reach, shapes
+        key = type(self), position.shape, position.dtype, position.device, reach, shapes, self.split
         old: _Build | None = None
         for build in list(_builds):
             if build.key != key:
@@ -144,6 +150,9 @@ class NearestImages(NeighbourList):
             low, high = self.exclusions.sort(-1).values.unbind(-1)
             allowed = ~torch.isin(i * atoms + j, low * atoms + high)
             i, j = i[allowed], j[allowed]
+        if self.split is not None:
+            between = (i < self.split) & (j >= self.split)
+            return i[between], j[between]
         i, j = torch.cat([i, j]), torch.cat([j, i])
         order = torch.argsort(i * atoms + j)
         return i[order], j[order]
@@ -160,6 +169,8 @@ class NearestImages(NeighbourList):
         if self.exclusions is not None:
             pairs = torch.cat([self.exclusions, self.exclusions.flip(-1)])
             kept &= ~torch.isin(numbers % atoms**2, pairs[:, 0] * atoms + pairs[:, 1])
+        if self.split is not None:
+            kept &= (numbers // atoms % atoms < self.split) & (numbers % atoms >= self.split)
         numbers = numbers[kept]
         i = numbers // atoms
         return i, numbers % atoms + i // atoms * atoms

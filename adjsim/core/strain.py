@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjsim.core.box import inverse
+
+# The step of strain in which the reach of a list in a box without strain grows.
+STEP = 0.02
 
 
 class Strain(NamedTuple):
@@ -52,6 +56,15 @@ class Strain(NamedTuple):
         if self.rows is None:
             return x * factor
         return ((x @ inverse(self.rows)) * factor) @ self.rows
+
+    def at_rest(self, x: Tensor, distance: float) -> tuple[Tensor, float]:
+        """Return positions in the box without strain, and what no shorter distance was there.
+
+        This reach grows in steps, so that it is the same in many steps of a run.
+        """
+        back = torch.exp(-self.value)
+        contraction = math.log(self.longest(back.nan_to_num(1, 1, 1), x.shape[-1]))
+        return self.dilated(x, back), distance * math.exp(STEP * math.ceil(contraction / STEP))
 
     def pulled_back(self, force: Tensor, factor: Tensor) -> Tensor:
         """Apply the transpose of :meth:`dilated`, which takes forces."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -36,13 +37,20 @@ from adjsim.io._openmm.force_field_sections import (
 from adjsim.io._openmm.library import forces, openmm
 from adjsim.io._openmm.maps import map_values
 from adjsim.io._openmm.solvents import read_solvents
-from adjsim.io.openmm import to_openmm
+from adjsim.io.openmm import refuse_unwritable, to_openmm
 from adjsim.potentials.bonded.maps import TorsionMap
 from adjsim.potentials.force_field import ForceFieldPotential
 
 SAME = 1e-12
 """The relative difference of a system of the file from the potential that is allowed."""
 SCALES = {"coulomb14scale": "coulomb_14", "lj14scale": "lennard_jones_14"}
+# Parts whose forces a script or a program adds to a system.
+WITHOUT_SECTION = {
+    "custom_compounds": "CustomCompoundBondForce",
+    "custom_centroids": "CustomCentroidBondForce",
+    "custom_externals": "CustomExternalForce",
+    "restraints": "CustomExternalForce",
+}
 # The place in a row of an improper torsion of each atom of its term: the centre is third.
 CENTRE_FIRST = (2, 0, 1, 3)
 
@@ -70,10 +78,12 @@ def write_force_field(
     (``type1=""``), with terms whose numbers differ after the fit, stays, and each of these terms
     has a row of its types beside it.
 
-    Written are the numbers of bonds, angles, torsions, Urey-Bradley terms, custom bonded terms and
-    custom pairs (of types, global ones and tables), maps of torsions, charges (of types or of
-    residues), sigma, epsilon and the two 1-4 scales, virtual sites, and charges, radii and scales
-    of a ``GBSAOBCForce``. Three are written so:
+    Written are the numbers of bonds, angles, torsions, Urey-Bradley terms, custom bonded terms,
+    hydrogen bonds and custom pairs (of types, global ones and tables), maps of torsions, charges
+    (of types or of residues), sigma, epsilon and the two 1-4 scales, virtual sites, and charges,
+    radii and scales of a ``GBSAOBCForce``. OpenMM's files have no section for the forces of
+    ``custom_compounds``, ``custom_centroids``, ``custom_externals`` and ``restraints``; changed
+    numbers of them are refused. Three are written so:
 
     - A changed solvent of ``implicit/*.xml``, whose numbers a script computes, becomes a
       ``CustomGBForce`` with a row for each type of the topology. Numbers that differ in a type, as
@@ -101,7 +111,8 @@ def write_force_field(
 
     Raises:
         ImportError: OpenMM is not installed.
-        TypeError: ``files`` is an ``app.ForceField``, which does not keep its files.
+        TypeError: ``files`` is an ``app.ForceField``, which does not keep its files; another
+            potential than one of :func:`from_openmm`.
         ValueError: a name of no file; a potential of another system; terms of one row with
             different numbers; a changed number that has no row; numbers that are not finite.
     """
@@ -112,6 +123,7 @@ def write_force_field(
         )
     names = [files] if isinstance(files, (str, Path)) else list(files)
     root = merged(names)
+    refuse_unwritable("write_force_field", potential)
     system = make_system(root, topology, options)
     try:
         wanted = to_openmm(potential, system)
@@ -120,15 +132,11 @@ def write_force_field(
             "the potential is not of the system that these files make of this topology with these "
             f"options of createSystem: {error}"
         ) from error
-    for name, x in potential.named_parameters():
-        if not bool(torch.isfinite(x).all()):
-            raise ValueError(
-                f"{name} has numbers that are not finite; go back to those before the fit failed."
-            )
+    parts: dict[str, Any] = dict(potential.named_children())
+    _refuse_parts_of_no_file(parts, system)
     uses, types = uses_of(root, topology, options, wanted)
     residues = residue_rows(root, uses)
     _write_rows(root, uses, types)
-    parts: dict[str, Any] = dict(potential.named_children())
     _write_scales(root, parts)
     _write_maps(root, parts.get("maps"), wanted)
     write_functions(root, wanted)
@@ -144,6 +152,24 @@ def write_force_field(
         ElementTree.ElementTree(root).write(temporary, encoding="utf-8")
         found = make_system(ElementTree.parse(temporary).getroot(), topology, options)
         _check(found, wanted, parts, types)
+
+
+def _refuse_parts_of_no_file(parts: dict[str, Any], system: Any) -> None:
+    """Refuse parts of forces that files have no section for and that no script of them adds."""
+    found: dict[str, list[str]] = {}
+    for name in parts:
+        if kind := WITHOUT_SECTION.get(re.sub(r"_\d+$", "", name)):
+            found.setdefault(kind, []).append(name)
+    for kind, names in found.items():
+        if len(names) > len(forces(system, kind)):
+            raise _no_section(kind, f"the part {names[-1]!r}")
+
+
+def _no_section(kind: str, lost: str) -> ValueError:
+    return ValueError(
+        f"OpenMM's ForceField files have no section for a {kind}, so {lost} would be lost: write "
+        "the system openmm.XmlSerializer.serialize(to_openmm(potential, system)) instead."
+    )
 
 
 def _write_rows(root: Element, uses: dict[int, list[Use]], types: list[str]) -> None:
@@ -257,6 +283,10 @@ def _check(found: Any, wanted: Any, parts: dict[str, Any], types: Sequence[str])
     for part in (x for element in (one, other) for x in element.iterfind("Forces")):
         for solvent in part.findall("Force[@type='CustomGBForce']"):
             part.remove(solvent)
+    for old, new in zip(one.iterfind("Forces/Force"), other.iterfind("Forces/Force"), strict=False):
+        kind = new.attrib["type"]
+        if kind in WITHOUT_SECTION.values() and (reason := _difference(old, new, "")):
+            raise _no_section(kind, reason)
     reason = _difference(one, other, "") or _changed(found, parts)
     wells, expected = (wells_of(x, types) for x in (found, wanted))
     for pair, well in expected.items():

@@ -13,6 +13,7 @@ from ase import units
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from adjsim.core.reading import read
 from adjsim.dynamics.constraints.distances import DistanceConstraints
 from adjsim.io._openmm.bonded import read_bonded, write_bonded
 from adjsim.io._openmm.constraints import read_constraints, warn_of_bonds, write_constraints
@@ -63,10 +64,12 @@ def from_openmm(
     custom_compounds     those of its expression             CustomCompoundBondForce
     custom_centroids     those of its expression             CustomCentroidBondForce
     custom_externals     those of its expression             CustomExternalForce
-    hydrogen_bonds       those of its expression             CustomHbondForce, without a list
+    hydrogen_bonds       those of its expression             CustomHbondForce
     custom_pairs         those of its expression             CustomNonbondedForce
     long_range           those of custom_pairs               its long-range correction
-    restraints           k, position                         a harmonic CustomExternalForce
+    restraints           k, position, radius                 a CustomExternalForce of the form of
+                                                             PositionRestraint or
+                                                             FlatBottomRestraint
     lennard_jones        epsilon, sigma                      NonbondedForce
     coulomb              charge                              NonbondedForce, every method
     lennard_jones_14     scale                               its exceptions
@@ -122,6 +125,9 @@ def from_openmm(
     Sites are placed on the atoms, wherever the positions have them. The weight of the first atom of
     a site is no parameter: it is what the others leave of one.
 
+    Where hydrogen bonds have a list, its ``hydrogen_bonds.capacity`` in compiled loops is 1.5 times
+    the number of pairs at these positions.
+
     The solvent shares the charges of ``coulomb`` if they are equal. A CMMotionRemover is ignored. A
     MonteCarloBarostat is no potential: its pressure and temperature are ``Structure.pressure`` and
     ``.temperature``, for :class:`~adjsim.LangevinPiston`.
@@ -166,7 +172,7 @@ def from_openmm(
     # Charges with offsets are not those of the solvent.
     charged = "coulomb" in parts and not is_parametrized(parts["coulomb"], "charge")
     parts |= read_solvents(system, parts["coulomb"].charge if charged else None, shared)
-    parts |= read_hydrogen_bonds(system, shared)
+    parts |= read_hydrogen_bonds(system, particles, shared)
     parts |= read_custom_pairs(system, shared)
     if not parts:
         raise ValueError("the system has no forces.")
@@ -217,12 +223,10 @@ def to_openmm(
     Raises:
         TypeError: not a :class:`~adjsim.potentials.ForceFieldPotential`.
         ValueError: a system with other terms, exceptions, constraints, sites or atoms; several
-            numbers where the force has a global one; numbers that a ``GBSAOBCForce`` has not.
+            numbers where the force has a global one; numbers that a ``GBSAOBCForce`` has not, or
+            that the potential refuses.
     """
-    if not isinstance(potential, ForceFieldPotential):
-        raise TypeError(
-            f"to_openmm takes the potential of from_openmm; got {type(potential).__name__}."
-        )
+    refuse_unwritable("to_openmm", potential)
     check_system(system)
     check_sites(system)
     written = copy.deepcopy(system)
@@ -239,3 +243,21 @@ def to_openmm(
     if constraints is not None:
         write_constraints(constraints, written)
     return written
+
+
+def refuse_unwritable(name: str, potential: Any) -> None:
+    """Refuse another potential than a force field's, and numbers that the potential refuses.
+
+    Such numbers, as a table of pairs that is not symmetric, would have another meaning in OpenMM.
+    """
+    if not isinstance(potential, ForceFieldPotential):
+        raise TypeError(
+            f"{name} takes the potential of from_openmm; got {type(potential).__name__}."
+        )
+    for parameter, x in potential.named_parameters():
+        if not bool(torch.isfinite(x).all()):
+            raise ValueError(
+                f"{parameter} has numbers that are not finite; go back to those before the fit "
+                "failed."
+            )
+    read(potential)

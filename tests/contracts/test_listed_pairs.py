@@ -291,8 +291,9 @@ def test_cells_find_the_pairs_of_the_tree(kind):
         (neighbour_list.NearestImages, reach, excluded)
         for reach, excluded in ((0.9, None), (2.4, exclusions), (9.0, exclusions))
     ]
-    for made, reach, excluded in [*lists, (neighbour_list.AllImages, 5.2, None)]:
-        near = made(reach, 0.0, box, excluded)
+    lists = [(*x, split) for x in lists for split in (None, 13)]
+    for made, reach, excluded, split in [*lists, (neighbour_list.AllImages, 5.2, None, None)]:
+        near = made(reach, 0.0, box, excluded, split)
         found = near._search_on_device(q, reach, allowed)
         rows = [(k, near._search(q[k], reach)) for k in (0, 2)]
         moved = [(i + k * atoms, j + k * atoms, *shift) for k, (i, j, *shift) in rows]

@@ -329,7 +329,15 @@ EXPRESSIONS = """<ForceField>
  <ComputedValue name="I" type="ParticlePair">s2*exp(-r/s1)</ComputedValue>
  <EnergyTerm type="SingleParticle">depth*I^2*f(I)*h(1,0)</EnergyTerm>
  <Atom type="tip3p-O" s="0.15"/><Atom type="tip3p-H" s="0.12"/>
-</CustomGBForce></ForceField>"""
+</CustomGBForce>
+<CustomHbondForce energy="w*u*v*h(distance(d1,a1))*cos(angle(d2,d1,a1))^2*cos(angle(d1,a1,a2))"
+  particlesPerDonor="2" particlesPerAcceptor="3" bondCutoff="2">
+ <PerDonorParameter name="u"/><PerAcceptorParameter name="v"/>
+ <GlobalParameter name="w" defaultValue="2.5"/>
+ <Function name="h" type="Continuous1D" min="0" max="3">4 2 1.5 1</Function>
+ <Donor type1="tip3p-H" type2="tip3p-O" u="0.7"/>
+ <Acceptor type1="tip3p-H" type2="tip3p-O" type3="tip3p-H" v="1.2"/>
+</CustomHbondForce></ForceField>"""
 
 
 def plain_water():
@@ -352,8 +360,63 @@ def test_a_solvent_and_pairs_of_expressions(tmp_path):
         potential.solvent.depth.mul_(0.9)
         potential.solvent.f.values[1] += 0.1
         potential.solvent.h.values[1] += 0.1
+        for name in ("u", "v", "w", "h.values"):
+            potential.hydrogen_bonds.get_parameter(name).mul_(1.02)
     write_force_field(fitted, potential, topology, files)
     assert_same_in_openmm(fitted, potential, positions, topology, system)
+
+
+SCRIPT = """<ForceField><Script>
+import openmm
+pair = openmm.CustomCompoundBondForce(2, "k*distance(p1,p2)^2")
+centres = openmm.CustomCentroidBondForce(2, "k*distance(g1,g2)^2")
+centres.addGroup([0, 1])
+centres.addGroup([3, 4])
+place = openmm.CustomExternalForce("k*x^4")
+harmonic = openmm.CustomExternalForce("k*((x-x0)^2+(y-y0)^2+(z-z0)^2)")
+for force in (pair, centres):
+    force.addPerBondParameter("k")
+    force.addBond([0, 1], [2.0])
+place.addPerParticleParameter("k")
+place.addParticle(0, [2.0])
+for name in ("k", "x0", "y0", "z0"):
+    harmonic.addPerParticleParameter(name)
+harmonic.addParticle(0, [2.0, 0.0, 0.0, 0.0])
+for force in (pair, centres, place, harmonic):
+    sys.addForce(force)
+</Script></ForceField>"""
+
+
+def test_forces_for_which_files_have_no_section(tmp_path):
+    (tmp_path / "script.xml").write_text(SCRIPT)
+    path, files = tmp_path / "fitted.xml", ["amber14/tip3p.xml", tmp_path / "script.xml"]
+    topology, positions = plain_water()
+    system, potential = read(topology, positions, files)
+    # Unchanged numbers are those of the script.
+    write_force_field(path, potential, topology, files)
+    path.unlink()
+    rule = "ForceField files have no section for a {}, so .*{}.* would be lost: .*XmlSerializer"
+    found = rule.format("CustomCompoundBondForce", "part 'custom_compounds'")
+    with pytest.raises(ValueError, match=found):
+        write_force_field(path, potential, topology, files[:1])
+    for part, kind in (
+        ("custom_compounds", "CustomCompoundBondForce"),
+        ("custom_centroids", "CustomCentroidBondForce"),
+        ("custom_externals", "CustomExternalForce"),
+        ("restraints", "CustomExternalForce"),
+    ):
+        assert kind not in app.forcefield.parsers
+        fitted = copy.deepcopy(potential)
+        with torch.no_grad():
+            fitted.get_parameter(f"{part}.k").mul_(1.1)
+        with pytest.raises(ValueError, match=rule.format(kind, "in the potential")):
+            write_force_field(path, fitted, topology, files)
+        assert not path.exists()
+        # The way out.
+        text = openmm.XmlSerializer.serialize(to_openmm(fitted, system))
+        energy = reference(openmm.XmlSerializer.deserialize(text), positions)[0]
+        with torch.no_grad():
+            assert abs(fitted(10 * torch.from_numpy(positions)) - energy) < 1e-9 * abs(energy)
 
 
 def test_one_row_of_a_solvent_has_one_number(tmp_path):

@@ -15,6 +15,7 @@ from adjsim.potentials.base import force_vjp
 from adjsim.potentials.pairs import base
 from tests.openmm_custom import (
     FORCES,
+    balls,
     computed_values,
     offsets,
     pair_tables,
@@ -107,6 +108,11 @@ def test_tables_in_pairs(periodic, no_kernels):
     assert_equal(potential, structure.position, written, positions)
     again, _ = from_openmm(written, positions)
     assert again(structure.position).item() == potential(structure.position).item()
+    # A pair has one number, so numbers that the potential refuses are not written.
+    with torch.no_grad():
+        pairs.k[0, 1] *= 1.1
+    with pytest.raises(ValueError, match="k must be symmetric"):
+        to_openmm(potential, system)
 
 
 def test_computed_values_of_pairs(no_kernels):
@@ -201,15 +207,64 @@ def test_external_forces_of_harmonic_form():
         bond = openmm.CustomBondForce("k*r^2")
         bond.addGlobalParameter("k", 300.1)
         bond.addBond(0, 1)
+        bond.addBond(1, 2)
         system.addForce(bond)
         potential, _ = equal_to_openmm(system, positions)
         assert potential.custom_externals.k is potential.custom_bonds.k
-        potential.custom_externals.k = torch.nn.Parameter(torch.ones(2).double())
+        several = torch.nn.Parameter(torch.ones(2).double())
+        potential.custom_externals.k = several
+        with pytest.raises(ValueError, match=r"were one tensor and are two"):
+            to_openmm(potential, system)
+        potential.custom_bonds.k = several
         with pytest.raises(ValueError, match=r"k is a global number .* the potential has \(2,\)"):
             to_openmm(potential, system)
         system.getForce(1).setGlobalParameterDefaultValue(0, 2.0)
         with pytest.raises(ValueError, match=r"number k with the defaults 2 and 300\.1"):
             from_openmm(system, positions)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "k*max(0,r-r0)^2;r=periodicdistance(x,y,z,x0,y0,z0)",
+        "0.5*k*max(sqrt((x-x0)^2+(y-y0)^2+(z-z0)^2)-r0, 0)^2",
+        "(k/2)*step(r-r0)*(r-r0)^2; r=sqrt(dx^2+dy^2+dz^2); dx=x-x0; dy=y-y0; dz=z-z0;",
+        "k*d^2; d=max(0, r - r0); r=sqrt((x-x0)^2+(y-y0)^2+(z-z0)^2)",
+    ],
+)
+def test_restraints_to_balls(text):
+    system, positions = system_with(balls(text)), sites()
+    potential, structure = equal_to_openmm(system, positions)
+    assert isinstance(potential.restraints, adjsim.FlatBottomRestraint)
+    with torch.no_grad():
+        for x in potential.parameters():
+            x.mul_(1.02)
+    assert_equal(potential, structure.position, to_openmm(potential, system), positions)
+    # A radius of each atom becomes a number of each particle.
+    potential.restraints.radius = torch.nn.Parameter(torch.tensor([1.0, 1.2, 1.1]).double())
+    written = to_openmm(potential, system)
+    assert_equal(potential, structure.position, written, positions)
+    again, _ = from_openmm(written, positions)
+    assert torch.equal(again.restraints.radius, potential.restraints.radius)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # A stiffness or a point is named twice, two points, two radii, and other powers.
+        "x0*((x-x0)^2+(y-y0)^2+(z-z0)^2)",
+        "k*((x-x0)^2+(y-x0)^2+(z-z0)^2)",
+        "k*step(r-x0)*(r-r0)^2; r=periodicdistance(x,y,z,x0,y0,z0)",
+        "k*max(0,r-r0)^3; r=periodicdistance(x,y,z,x0,y0,z0)",
+        "k*max(0,a-r0)^2; a=r+1; r=periodicdistance(x,y,z,x0,y0,z0)",
+        "k*step(a-r0)*(b-r0)^2; a=periodicdistance(x,y,z,x0,y0,z0);"
+        "b=periodicdistance(x,y,z,z0,y0,x0)",
+    ],
+)
+def test_external_forces_that_are_no_restraints(text):
+    system, positions = system_with(balls(text)), sites()
+    potential, _ = equal_to_openmm(system, positions)
+    assert [name for name, _ in potential.named_children()] == ["custom_externals"]
 
 
 def missing_atom():

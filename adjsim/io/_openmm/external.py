@@ -28,21 +28,32 @@ from adjsim.io._openmm.library import (
 from adjsim.io._openmm.types import Names, Types
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.compound import CustomExternal
-from adjsim.potentials.bonded.restraints import PositionRestraint
+from adjsim.potentials.bonded.restraints import FlatBottomRestraint, PositionRestraint
 
 KIND = "CustomExternalForce"
-# Harmonic restraints, as they are usually written: a factor, the stiffness and the distance.
+# Distances from a point, which become # in the text of a restraint.
 SQUARES = r"\(\(x-(\w+)\)\^2\+\(y-(\w+)\)\^2\+\(z-(\w+)\)\^2\)"
-PERIODIC = r"periodicdistance\(x,y,z,(\w+),(\w+),(\w+)\)\^2"
-RESTRAINT = re.compile(rf"(?:(0\.5|1/2)\*|)(?:\(?(\w+)/2\)?|(\w+))\*(?:{SQUARES}|{PERIODIC})")
+PERIODIC = r"periodicdistance\(x,y,z,(\w+),(\w+),(\w+)\)"
+DISTANCES = {rf"sqrt{SQUARES}": "#", PERIODIC: "#", SQUARES: "#^2"}
+# Restraints as they are usually written: a factor, the stiffness and the square of the distance, or
+# of what the distance exceeds a radius by.
+FACTOR = r"(?:(0\.5|1/2)\*)?(?:\(?(\w+)/2\)?|(\w+))\*"
+EXCESS = r"\(?max\((?:0,#-(\w+)|#-(\w+),0)\)\)?\^2|step\(#-(\w+)\)\*\(#-\w+\)\^2"
+RESTRAINT = re.compile(rf"{FACTOR}(?:#\^2|{EXCESS})")
 
 
 class Restraint(NamedTuple):
-    """The names of stiffness and points of a restraint, and our k for a stiffness of one."""
+    """The names of a restraint's numbers, and our k for a stiffness of one."""
 
     k: str
     points: tuple[str, ...]
     factor: float
+    radius: str | None
+
+    def numbers(self) -> dict[str, tuple[str, float]]:
+        """Return our names of the numbers but the points, and their units, by their names."""
+        found = {self.k: ("k", self.factor * ENERGY / LENGTH**2)}
+        return found if self.radius is None else {**found, self.radius: ("radius", LENGTH)}
 
 
 def read_external(
@@ -79,19 +90,10 @@ def write_external(parts: dict[str, nn.Module], system: Any) -> None:
             numbers = {name: of_each(potential, name) for name in numbers}
             write_global(potential, force)
         else:
-            stiffness = of_each(potential, "k") * LENGTH**2 / ENERGY / restraint.factor
             points = potential.position.detach().cpu().double().numpy() / LENGTH
             numbers |= dict(zip(restraint.points, points.T, strict=True))
-            if restraint.k in numbers:
-                numbers[restraint.k] = stiffness
-            elif (stiffness != stiffness[0]).any():
-                own, text = f"{restraint.k}_of_each", force.getEnergyFunction()
-                force.addPerParticleParameter(own)
-                force.setEnergyFunction(re.sub(rf"\b{restraint.k}\b", own, text))
-                numbers[own] = stiffness
-            else:
-                index = [name for name, _ in global_numbers(force)].index(restraint.k)
-                force.setGlobalParameterDefaultValue(index, float(stiffness[0]))
+            for name, (own, unit) in restraint.numbers().items():
+                _write_number(force, name, of_each(potential, own) / unit, numbers)
         for row, (atom,) in enumerate(atoms):
             force.setParticleParameters(row, atom, [float(x[row]) for x in numbers.values()])
 
@@ -106,39 +108,63 @@ def _parts(system: Any) -> list[tuple[Any, str, Restraint | None]]:
     return [(force, part_of[id(force)], names) for force, names in kinds]
 
 
-def _restraint(force: Any, names: Restraint, box: np.ndarray | None) -> PositionRestraint:
-    """Read a harmonic restraint of atoms to points."""
+def _write_number(force: Any, name: str, values: np.ndarray, numbers: dict[str, Any]) -> None:
+    """Write a number of each particle, or the global number that it is of all."""
+    if name in numbers:
+        numbers[name] = values
+    elif (values != values[0]).any():
+        own = f"{name}_of_each"
+        force.addPerParticleParameter(own)
+        force.setEnergyFunction(re.sub(rf"\b{name}\b", own, force.getEnergyFunction()))
+        numbers[own] = values
+    else:
+        index = [x for x, _ in global_numbers(force)].index(name)
+        force.setGlobalParameterDefaultValue(index, float(values[0]))
+
+
+def _restraint(force: Any, names: Restraint, box: np.ndarray | None) -> BondedPotential:
+    """Read a restraint of atoms to points, or to balls around them."""
     atoms, numbers = _particles(force)
-    given = dict(global_numbers(force))
-    unit = names.factor * ENERGY / LENGTH**2
-    stiffness = given[names.k] if names.k in given else numbers[names.k]
-    position = np.stack([numbers[x] for x in names.points], 1)
-    return PositionRestraint(
-        torch.tensor(atoms),
-        nn.Parameter(torch.as_tensor(stiffness, dtype=torch.float64) * unit),
-        nn.Parameter(torch.from_numpy(position * LENGTH)),
-        box=box,
+    given = {**numbers, **dict(global_numbers(force))}
+    values = {
+        own: nn.Parameter(torch.as_tensor(given[name], dtype=torch.float64) * unit)
+        for name, (own, unit) in names.numbers().items()
+    }
+    position = np.stack([numbers[x] for x in names.points], 1) * LENGTH
+    make: Any = PositionRestraint if names.radius is None else FlatBottomRestraint
+    return make(
+        torch.tensor(atoms), position=nn.Parameter(torch.from_numpy(position)), box=box, **values
     )
 
 
 def _names_of_restraint(system: Any, force: Any) -> Restraint | None:
-    """Return the names of a harmonic restraint to points of each particle, None of another force.
+    """Return the names of a restraint to points of each particle, None of another force.
 
-    A stiffness that other forces share is a number of an expression, as theirs.
+    A stiffness or a radius that other forces share is a number of an expression, as theirs.
     """
-    text = re.sub(r"\s", "", force.getEnergyFunction())
+    text, *definitions = re.sub(r"\s", "", force.getEnergyFunction()).strip(";").split(";")
+    for definition in definitions:
+        name, _, value = definition.partition("=")
+        text = re.sub(rf"\b{re.escape(name)}\b", f"({value})", text)
+    places = set[tuple[str, ...]]()
+    for pattern, short in DISTANCES.items():
+        places |= {x.groups() for x in re.finditer(pattern, text)}
+        text = re.sub(pattern, short, text)
+    text = text.replace("(#)", "#")
     found = RESTRAINT.fullmatch(text)
-    if found is None:
+    if found is None or len(places) != 1 or len(set(re.findall(r"#-(\w+)", text))) > 1:
         return None
-    k, *points = (x for x in found.groups()[1:] if x)
-    of_particles = per_particle_names(force)
-    single = k in dict(global_numbers(force)) and not _is_shared(system, k)
-    if not (k in of_particles or single) or not set(points) <= set(of_particles):
+    half, halved, whole, *radii = found.groups()
+    (points,), k = places, halved or whole
+    radius = next((x for x in radii if x), None)
+    of_particles, numbers = per_particle_names(force), [k] if radius is None else [k, radius]
+    known = dict(global_numbers(force))
+    single = {name for name in numbers if name in known and not _is_shared(system, name)}
+    if not set(numbers) <= {*of_particles, *single} or not set(points) <= set(of_particles):
         return None
-    halves = (found[1] is not None) + (found[2] is not None)
-    if len({k, *points}) < 4:
+    if len({*numbers, *points}) < len(numbers) + 3:
         return None
-    return Restraint(k, tuple(points), 2.0 / 2**halves)
+    return Restraint(k, points, 2.0 / 2 ** ((half is not None) + (halved is not None)), radius)
 
 
 def _is_shared(system: Any, name: str) -> bool:

@@ -26,24 +26,26 @@ FORCES = {
     "CustomAngleForce": ("Angle", "GlobalParameter"),
     "CustomTorsionForce": ("Proper", "Improper", "GlobalParameter"),
     "CustomNonbondedForce": ("Atom", "GlobalParameter"),
+    "CustomHbondForce": ("Donor", "Acceptor", "GlobalParameter"),
     "NonbondedForce": ("Atom",),
     "GBSAOBCForce": ("Atom",),
 }
 """Parts with rows of numbers, and the rows."""
 ATOMS = ("Residue/Atom", "Patch/AddAtom", "Patch/ChangeAtom")
 TERMS = {
-    "HarmonicBondForce": ("Bond", 2),
-    "HarmonicAngleForce": ("Angle", 3),
-    "PeriodicTorsionForce": ("Torsion", 4),
-    "RBTorsionForce": ("Torsion", 4),
-    "CustomBondForce": ("Bond", 2),
-    "CustomAngleForce": ("Angle", 3),
-    "CustomTorsionForce": ("Torsion", 4),
-    "CustomNonbondedForce": ("Particle", 0),
-    "NonbondedForce": ("Particle", 0),
-    "GBSAOBCForce": ("Particle", 0),
+    "HarmonicBondForce": {"Bond": 2},
+    "HarmonicAngleForce": {"Angle": 3},
+    "PeriodicTorsionForce": {"Torsion": 4},
+    "RBTorsionForce": {"Torsion": 4},
+    "CustomBondForce": {"Bond": 2},
+    "CustomAngleForce": {"Angle": 3},
+    "CustomTorsionForce": {"Torsion": 4},
+    "CustomNonbondedForce": {"Particle": 0},
+    "CustomHbondForce": {"Donor": 3, "Acceptor": 3},
+    "NonbondedForce": {"Particle": 0},
+    "GBSAOBCForce": {"Particle": 0},
 }
-"""Forces with terms, OpenMM's word for a term and the atoms that it begins with."""
+"""Forces with terms, OpenMM's words for a term and the number of atoms that each begins with."""
 MARK = 10.0**9
 """Numbers from here on are marks. OpenMM doubles those of Urey-Bradley terms."""
 
@@ -183,15 +185,15 @@ def uses_of(
 
 def _terms(force: Any) -> Iterator[tuple[tuple[int, ...], list[float]]]:
     """Yield atoms and numbers of each term, in OpenMM's units."""
-    word, members = TERMS.get(kind_of(force), ("", 0))
-    if not word:
-        return
-    total, get = getattr(force, f"getNum{word}s")(), getattr(force, f"get{word}Parameters")
-    for k in range(total):
-        row = list(get(k))
-        atoms, numbers = row[:members], row[members:]
-        if numbers and isinstance(numbers[0], tuple):
-            numbers = list(numbers[0])
-        yield tuple(atoms or [k]), [plain(x) for x in numbers]
-    if hasattr(force, "getNumGlobalParameters"):
+    words = TERMS.get(kind_of(force), {})
+    for word, members in words.items():
+        get = getattr(force, f"get{word}Parameters")
+        for k in range(getattr(force, f"getNum{word}s")()):
+            row = list(get(k))
+            # A donor or an acceptor of fewer than three atoms has -1 in place of the others.
+            atoms, numbers = [i for i in row[:members] if i >= 0], row[members:]
+            if numbers and isinstance(numbers[0], tuple):
+                numbers = list(numbers[0])
+            yield tuple(atoms or [k]), [plain(x) for x in numbers]
+    if words and hasattr(force, "getNumGlobalParameters"):
         yield (), [value for _, value in global_numbers(force)]

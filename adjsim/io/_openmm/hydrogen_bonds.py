@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,17 @@ SIDES = ("Donor", "Acceptor")
 
 
 def read_hydrogen_bonds(
-    system: Any, shared: dict[str, nn.Parameter]
+    system: Any, positions: torch.Tensor, shared: dict[str, nn.Parameter]
 ) -> dict[str, CustomHydrogenBond]:
-    """Read the custom hydrogen-bond forces of a system, by the names of their parts."""
-    return {part: _read(system, force, shared) for force, part in _parts(system)}
+    """Read the custom hydrogen-bond forces of a system, by the names of their parts.
+
+    A list has room for half as many pairs more than there are at these positions.
+    """
+    found = {part: _read(system, force, shared) for force, part in _parts(system)}
+    for part in found.values():
+        if part.listed:
+            part.capacity = math.ceil(1.5 * part.near_pairs(positions))
+    return found
 
 
 def write_hydrogen_bonds(parts: dict[str, nn.Module], system: Any) -> None:
@@ -31,10 +39,9 @@ def write_hydrogen_bonds(parts: dict[str, nn.Module], system: Any) -> None:
     for force, part in _parts(system):
         potential = parts.get(part)
         sides = [_side(force, side) for side in SIDES]
-        if not isinstance(potential, CustomHydrogenBond) or (
-            potential.donor_of.count,
-            potential.acceptor_of.count,
-        ) != tuple(len(atoms) for atoms, _ in sides):
+        if not isinstance(potential, CustomHydrogenBond) or potential.sizes != tuple(
+            len(atoms) for atoms, _ in sides
+        ):
             raise ValueError(
                 f"the donors and acceptors of {part!r} in the potential are not those of the "
                 "system: give the system that the potential was read from."

@@ -30,8 +30,6 @@ from adjsim.potentials.products import derivative
 # The skin as a share of the cutoff. A list is built by a tree, which costs more than evaluating
 # the distances of more pairs.
 SKIN = 0.25
-# The reach of a list in a box without strain is that at a multiple of this strain.
-STEP = 0.02
 
 
 class Edges(NamedTuple):
@@ -99,10 +97,7 @@ def _near(
     reach, rest = cutoff, q
     stretch = None if strain is None else Strain(strain, rows)
     if stretch is not None:
-        back = torch.exp(-stretch.value)
-        contraction = math.log(stretch.longest(back.nan_to_num(1, 1, 1), q.shape[-1]))
-        reach *= math.exp(STEP * math.ceil(contraction / STEP))
-        rest = stretch.dilated(q, back)
+        rest, reach = stretch.at_rest(q, cutoff)
     receiver, sender, shifts, finite = AllImages(reach, skin, box).pairs(rest)
     assert shifts is not None
     moved = shifts
