@@ -24,7 +24,15 @@ from adjsim.core.parameters import describe, register
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import Potential
-from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback
+from adjsim.potentials.pairs.term_sums import Neighbours, listed, virial_of
+from adjsim.potentials.products import (
+    DeferredVJP,
+    ParameterVJP,
+    Pullback,
+    derived_force,
+    energy_vjp,
+)
+from adjsim.potentials.solvent import listed as by_list
 from adjsim.potentials.solvent.necks import Necks
 from adjsim.potentials.solvent.pairs import NUMBERS, SHAPE, BornPairs, BornTangent
 
@@ -197,6 +205,8 @@ class GeneralizedBorn(Declaring, Periodic, Potential):
             )
 
     def forward(self, position: Positions) -> Energies:
+        if listed(self, position):
+            return self._listed_energy(position)
         pairs = BornPairs(self, position)
         energy = pairs.within(pairs.polarisation.energy())
         polar = 0.5 * (pairs.charge.unsqueeze(-1) * pairs.charge * energy).sum((-1, -2))
@@ -204,18 +214,26 @@ class GeneralizedBorn(Declaring, Periodic, Potential):
 
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``."""
+        if listed(self, position):
+            return virial_of(self._listed_energy, position)
         return BornPairs(self, position).virial()
 
     def born_radii(self, position: Positions) -> Tensor:
         """Compute the Born radii, ``(*batch, atoms)``."""
+        if listed(self, position):
+            return by_list.born_radii(self, Neighbours(self, position), self._given(position))
         return BornPairs(self, position).born.value
 
     def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
+        if listed(self, position):
+            return derived_force(self, position, rounding)
         return BornPairs(self, position, rounding).force()
 
     def force_vjp(
         self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
+        if listed(self, position):
+            return energy_vjp(self, position, parameters, rounding)
         with torch.no_grad():
             pairs = BornPairs(self, position, rounding)
             value = pairs.force()
@@ -231,6 +249,17 @@ class GeneralizedBorn(Declaring, Periodic, Potential):
             return product, DeferredVJP(self, self._numbers, weights, position.new_zeros(()))
 
         return value, pullback
+
+    def _given(self, position: Tensor) -> dict[str, Tensor]:
+        """Return all numbers, in the dtype of a position whose atoms they are of."""
+        atoms = len(self.charge)
+        if position.shape[-2] != atoms:
+            raise ValueError(f"charge is for {atoms} atoms and position has {position.shape[-2]}.")
+        return {name: getattr(self, name).to(position) for name in NUMBERS}
+
+    def _listed_energy(self, position: Tensor, stretch: Tensor | None = None) -> Energies:
+        near = Neighbours(self, position, stretch=stretch)
+        return by_list.energy(self, near, self._given(position))
 
     def _trained(self) -> list[str]:
         return [name for name in NUMBERS if getattr(self, name).requires_grad]
