@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adjsim.potentials.pairs.kernels.sums import Pair
 from adjsim.potentials.pairs.term_sums import Neighbours, Terms
-from adjsim.potentials.solvent.descreening import Descreening
+from adjsim.potentials.solvent.descreening import DisplacedVolume
 from adjsim.potentials.solvent.necks import NeckPairs, Necks
 from adjsim.potentials.solvent.pairs import SHAPE, area_of
 from adjsim.potentials.solvent.polarisation import Polarisation
@@ -52,13 +52,11 @@ def energy(solvent: Any, near: Neighbours, numbers: Mapping[str, Tensor]) -> Ten
 
 
 def _displaced(contained: bool, necks: Necks | None, pair: Pair) -> list[Tensor]:
-    r, included = pair.s.sqrt(), pair.s > 0
-    spheres = Descreening(r, pair.mine[0], pair.other[1], included, contained=contained)
+    spheres = DisplacedVolume.apply(pair.s, pair.mine[0], pair.other[1], contained)
     if necks is None:
-        return [spheres.value()]
-    radii = pair.mine[2] + pair.other[2]
-    found = NeckPairs(necks, r, spheres.inverse, *pair.tables, radii, included)
-    return [spheres.value(), found.value()]
+        return [spheres]
+    r, radii = pair.s.sqrt(), pair.mine[2] + pair.other[2]
+    return [spheres, NeckPairs(necks, r, 1 / r, *pair.tables, radii, pair.s > 0).value()]
 
 
 def _polarised(kappa: float, shift: float, pair: Pair) -> list[Tensor]:

@@ -2,11 +2,11 @@
 // WIDTH numbers an atom.
 typedef REAL Quad __attribute__((vector_size(4 * sizeof(REAL))));
 
-// The first three numbers of W rows, as three vectors.
-static inline void gather(const REAL* rows, const int* place, V& x, V& y, V& z) {
+// The first four numbers of W rows, as four vectors.
+static inline void gather(const REAL* rows, int64_t width, const int* place, V& x, V& y, V& z, V& w) {
 #if defined(__clang__) || __GNUC__ >= 12
   Quad r[W];
-  for (int l = 0; l < W; ++l) memcpy(&r[l], rows + (int64_t)WIDTH * place[l], sizeof(Quad));
+  for (int l = 0; l < W; ++l) memcpy(&r[l], rows + width * place[l], sizeof(Quad));
   if constexpr (W == 8) {
     typedef REAL Eight __attribute__((vector_size(8 * sizeof(REAL))));
 #define JOIN(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7)
@@ -16,8 +16,8 @@ static inline void gather(const REAL* rows, const int* place, V& x, V& y, V& z) 
 #define HIGH(a, b) __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15)
     const Eight a = JOIN(r[0], r[4]), b = JOIN(r[1], r[5]), c = JOIN(r[2], r[6]), d = JOIN(r[3], r[7]);
     const Eight ab = EVEN(a, b), cd = EVEN(c, d), oab = ODD(a, b), ocd = ODD(c, d);
-    const Eight fx = LOW(ab, cd), fy = LOW(oab, ocd), fz = HIGH(ab, cd);
-    memcpy(&x, &fx, sizeof x), memcpy(&y, &fy, sizeof y), memcpy(&z, &fz, sizeof z);
+    const Eight fx = LOW(ab, cd), fy = LOW(oab, ocd), fz = HIGH(ab, cd), fw = HIGH(oab, ocd);
+    memcpy(&x, &fx, sizeof x), memcpy(&y, &fy, sizeof y), memcpy(&z, &fz, sizeof z), memcpy(&w, &fw, sizeof w);
   } else {
     const Quad ab = __builtin_shufflevector(r[0], r[1], 0, 4, 2, 6);
     const Quad cd = __builtin_shufflevector(r[2], r[3], 0, 4, 2, 6);
@@ -26,14 +26,20 @@ static inline void gather(const REAL* rows, const int* place, V& x, V& y, V& z) 
     const Quad fx = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
     const Quad fy = __builtin_shufflevector(oab, ocd, 0, 1, 4, 5);
     const Quad fz = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
-    memcpy(&x, &fx, sizeof x), memcpy(&y, &fy, sizeof y), memcpy(&z, &fz, sizeof z);
+    const Quad fw = __builtin_shufflevector(oab, ocd, 2, 3, 6, 7);
+    memcpy(&x, &fx, sizeof x), memcpy(&y, &fy, sizeof y), memcpy(&z, &fz, sizeof z), memcpy(&w, &fw, sizeof w);
   }
 #else
   for (int l = 0; l < W; ++l) {
-    const REAL* row = rows + (int64_t)WIDTH * place[l];
-    x[l] = row[0], y[l] = row[1], z[l] = row[2];
+    const REAL* row = rows + width * place[l];
+    x[l] = row[0], y[l] = row[1], z[l] = row[2], w[l] = row[3];
   }
 #endif
+}
+
+static inline void gather(const REAL* rows, const int* place, V& x, V& y, V& z) {
+  V rest;
+  gather(rows, WIDTH, place, x, y, z, rest);
 }
 
 // The periodic cell. The numbers and the order of operations are those of adjsim._box, so that

@@ -84,6 +84,7 @@ class SumKernel:
     def __init__(self, function: Function, spec: SumSpec) -> None:
         self.spec = spec
         functions, self.sums = _printed(function, spec)
+        loads, others = _loads(functions, spec)
         defined = {
             "NO_BOX": NO_BOX,
             "ORTHOGONAL": ORTHOGONAL,
@@ -95,7 +96,9 @@ class SumKernel:
             "SUMS": self.sums,
             "SLOTS": spec.dim + 2 * (spec.numbers + spec.tables),
             "SQUARED_DISTANCE": " + ".join(f"d[{a}] * d[{a}]" for a in range(spec.dim)),
-            "LOAD_NUMBERS": _loads(functions, spec),
+            "LOAD_NUMBERS": loads,
+            "GROUPS": -(-len(others) // 4),
+            "READ_OF_OTHERS": ", ".join(map(str, [*others, -1])),
         }
         source = "\n".join(
             [
@@ -184,23 +187,26 @@ def _printed(function: Function, spec: SumSpec) -> tuple[str, int]:
     return print_on_vectors(graph, spec.dtype), len(outcome)
 
 
-def _loads(functions: str, spec: SumSpec) -> str:
-    """Write the statements that load what the printed terms read into ``found``."""
+def _loads(functions: str, spec: SumSpec) -> tuple[str, list[int]]:
+    """Write the statements that load what the printed terms read into ``found``.
+
+    Returned with them are the numbers of other atoms that are read, in the order of ``read``.
+    """
     lanes, dim, count = "for (int l = 0; l < W; ++l)", spec.dim, spec.numbers
-    entries = [f"found[{{0}}] = d[{a}];" for a in range(dim)]
-    entries += [f"found[{{0}}] = own[{k}];" for k in range(count)]
-    entries += [
-        f"{lanes} found[{{0}}][l] = values[(int64_t)other[l] * NUMBERS + {k}];"
-        for k in range(count)
-    ]
-    for row, column in (("mine", "other"), ("other", "mine")):
-        place = f"call.atoms * atom[{row}[l]] + atom[{column}[l]]"
-        entries += [
-            f"{lanes} found[{{0}}][l] = call.operands[{1 + k}][{place}];"
-            for k in range(spec.tables)
-        ]
     used = {int(k) for k in re.findall(r"operands\[(\d+)\]", functions)}
-    return " ".join(entry.format(k) for k, entry in enumerate(entries) if k in used)
+    others = [k for k in range(count) if dim + count + k in used]
+    entries = [f"d[{a}]" for a in range(dim)] + [f"own[{k}]" for k in range(count)]
+    entries += [f"read[{others.index(k)}]" if k in others else "" for k in range(count)]
+    statements = [f"found[{k}] = {entries[k]};" for k in sorted(used) if k < len(entries)]
+    places = [
+        f"call.operands[{1 + k}][call.atoms * atom[{row}[l]] + atom[{column}[l]]]"
+        for row, column in (("mine", "other"), ("other", "mine"))
+        for k in range(spec.tables)
+    ]
+    for k, place in enumerate(places, len(entries)):
+        if k in used:
+            statements.append(f"{lanes} found[{k}][l] = {place};")
+    return " ".join(statements), others
 
 
 # Kernels of this process by name, for the operators that name them.
