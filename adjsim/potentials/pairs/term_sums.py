@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial, reduce
+from functools import cache, lru_cache, partial, reduce
 from operator import add, mul
 from typing import Any
 
@@ -28,14 +28,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from adjsim.compiler import TYPES
+from adjsim.compiler import TYPES, CompilerError, UnprintableError
 from adjsim.core.box import Periodic
 from adjsim.core.layout import is_tracing
 from adjsim.core.rows import of_each_row
 from adjsim.core.state import in_transform
+from adjsim.potentials.pairs.kernels.cpu import lists
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import NO_BOX, ORTHOGONAL, TILTED
-from adjsim.potentials.pairs.kernels.sums import Pair, SumKernel, SumSpec
+from adjsim.potentials.pairs.kernels.sums import Pair, SumKernel, SumSpec, printed
 from adjsim.potentials.products import derivative
 
 
@@ -95,6 +96,20 @@ def _kernel(terms: Terms, spec: SumSpec) -> SumKernel:
     return SumKernel(terms.function, spec)
 
 
+@lru_cache(maxsize=256)
+def printable(terms: Terms, numbers: int, dim: int = 3) -> bool:
+    """Return whether kernels can compute terms of so many numbers, and two derivatives of them."""
+    try:
+        for _ in range(3):
+            spec = SumSpec(torch.float64, dim, NO_BOX, 1.0, 1.0, numbers, 0)
+            _, sums = printed(terms.function, spec)
+            terms = terms.slopes(numbers, (True,) * numbers, True)
+            numbers += sums
+    except UnprintableError:
+        return False
+    return True
+
+
 def listed(part: Periodic, position: Tensor) -> bool:
     """Return whether sums of a potential go over a neighbour list, for positions of a shape."""
     smallest, box, kind = part.smallest_listed, part.box, type(position)
@@ -113,7 +128,18 @@ def listed(part: Periodic, position: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and forward_ad._current_level < 0
+        and _compiles(position.dtype)
     )
+
+
+@cache
+def _compiles(dtype: torch.dtype) -> bool:
+    """Return whether there is a compiler for kernels."""
+    try:
+        lists(dtype)
+    except CompilerError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +198,8 @@ class Neighbours:
             q, stacked = given["position"], given["numbers"]
             return [torch.ops.adjsim.pair_sums(q, stacked, cell, self.exclusions, constants, name)]
 
-        stacked = torch.stack([x.detach() for x in numbers])
+        none = position.new_empty(0, *position.shape[:-1])
+        stacked = torch.stack([x.detach() for x in numbers]) if numbers else none
         (found,) = of_each_row(evaluated, {"position": position.detach(), "numbers": stacked})
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from operator import add
 
@@ -29,9 +29,21 @@ from adjsim.potentials.pairs.dense import (
     sum_coordinates,
 )
 from adjsim.potentials.pairs.kernels.exclusions import checked_exclusions, interacting
-from adjsim.potentials.products import DeferredVJP, Pullback, derivative, with_fewer_axes
+from adjsim.potentials.pairs.kernels.sums import Pair
+from adjsim.potentials.pairs.term_sums import Neighbours, Terms, listed, printable, virial_of
+from adjsim.potentials.products import (
+    DeferredVJP,
+    Pullback,
+    Tensors,
+    derivative,
+    derived_force,
+    energy_vjp,
+    with_fewer_axes,
+)
 
 AXES = "xyz"
+# Sums a formula of pairs over the neighbours of each atom, for the known numbers.
+Total = Callable[["Stage", Expression, dict[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -191,7 +203,21 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
         return {name: getattr(self, name) for name in self.tables}
 
     def forward(self, position: Positions) -> Energies:
+        if self._is_listed(position):
+            return self._listed_energy(position)
         return self._energy(self._variables(position)[1])
+
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
+        if self._is_listed(position):
+            return derived_force(self, position, rounding)
+        return super().force(position, rounding)
+
+    def force_vjp(
+        self, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
+    ) -> tuple[Tensor, Pullback]:
+        if self._is_listed(position):
+            return energy_vjp(self, position, parameters, rounding)
+        return super().force_vjp(position, parameters, rounding)
 
     def linearised(self, position: Tensor, rounding: Rounding) -> tuple[Tensor, Pullback]:
         d, x = self._variables(position)
@@ -220,6 +246,8 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
                 f"CustomSolvent has no virial(position): its expressions {self._texts()} read "
                 "coordinates, which do not move with the box."
             )
+        if self._is_listed(position):
+            return virial_of(self._listed_energy, position)
         d, x = self._variables(position)
         vectors = torch.cat(d, -3)
         return torch.einsum("...ij,...aij,...bij->...ab", -2 * self._slope(x), vectors, vectors)
@@ -230,6 +258,14 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
         These are the squared distances, ``(*batch, atoms, atoms)``, and below them the coordinates,
         if a formula reads them.
         """
+        self._check(position)
+        d = split_coordinates(differences(position))
+        if self.image_box is not None:
+            d = nearest_image(d, self.image_box.to(position), exact=self.cutoff is None)
+        return d, self._joined(sum_coordinates([x * x for x in d]), position)
+
+    def _check(self, position: Tensor) -> None:
+        """Refuse positions of another number of atoms or of dimensions."""
         atoms, dim = position.shape[-2:]
         for name in self.numbers:
             value: Tensor = getattr(self, name)
@@ -240,10 +276,44 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
                 f"the expressions {self._texts()} read coordinates of three dimensions; position "
                 f"has dim {dim}."
             )
-        d = split_coordinates(differences(position))
-        if self.image_box is not None:
-            d = nearest_image(d, self.image_box.to(position), exact=self.cutoff is None)
-        return d, self._joined(sum_coordinates([x * x for x in d]), position)
+
+    def _is_listed(self, position: Tensor) -> bool:
+        """Return whether the sums go over a neighbour list, and not over all pairs."""
+        return listed(self, position) and self._printable
+
+    @derived("expressions", "numbers", "tables", "length_unit")
+    def _printable(self) -> bool:
+        """Whether kernels can compute the formulas of pairs and their derivatives."""
+        known: dict[str, Tensor] = {name: getattr(self, name) for name in self.numbers}
+        known |= {name: torch.zeros(1) for name, _ in self.values}
+        rows = zip(self._stages(), self.expressions, strict=True)
+        found = [self._terms(expression, known) for stage, expression in rows if stage.pairs]
+        return not self.tables and all(printable(terms, len(names)) for names, terms in found)
+
+    def _terms(
+        self, expression: Expression, known: Mapping[str, Tensor]
+    ) -> tuple[list[str], Terms]:
+        """Return the terms of a formula of pairs, and the names of the numbers that they read."""
+        used = expression.names
+        names = [
+            name
+            for name, x in known.items()
+            if name and (name in used or (x.ndim and {f"{name}1", f"{name}2"} & used))
+        ]
+        rows = tuple((name, bool(known[name].ndim)) for name in names)
+        key = "expression", expression.text, rows, self.length_unit
+        return names, Terms(key, partial(_of_pair, expression, rows, self.length_unit))
+
+    def _listed_energy(self, position: Tensor, stretch: Tensor | None = None) -> Energies:
+        """Compute the energy by sums over a neighbour list."""
+        self._check(position)
+
+        def total(stage: Stage, expression: Expression, known: dict[str, Tensor]) -> Tensor:
+            near = Neighbours(self, position, self.exclusions if stage.exclusions else None, stretch)
+            names, terms = self._terms(expression, known)
+            return near.sums(terms, [known[name] for name in names])[0]
+
+        return self._staged(position[..., 0], position.unbind(-1), total)
 
     def _joined(self, pairs: Tensor, position: Tensor) -> Tensor:
         """Join numbers of pairs and vectors of atoms as the variables of the energy are."""
@@ -268,17 +338,10 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
         """Compute the energy from the variables of :meth:`_variables`."""
         atoms = x.shape[-1]
         s, rows = x[..., :atoms, :], x[..., atoms:, :].unbind(-2)
-        known: dict[str, Tensor] = {
-            "": torch.zeros_like(s[..., 0, :]),
-            **{name: row / self.length_unit for name, row in zip(AXES, rows, strict=False)},
-            **{name: getattr(self, name).to(x) for name in self.numbers},
-        }
         kinds = {stage.exclusions for stage in self._stages() if stage.pairs}
         of_pairs = {kind: self._distances(s, kind) for kind in kinds}
 
-        def value(stage: Stage, expression: Expression) -> Tensor:
-            if not stage.pairs:
-                return expression(known, self._functions()) + known[""]
+        def total(stage: Stage, expression: Expression, known: dict[str, Tensor]) -> Tensor:
             r, included = of_pairs[stage.exclusions]
             of_both = {"r": r}
             for name, number in known.items():
@@ -289,11 +352,29 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
             found = expression(of_both, self._functions())
             return torch.where(included, found, 0.0).sum(-1)
 
-        rows = list(zip(self._stages(), self.expressions, strict=True))
-        for (name, _), row in zip(self.values, rows, strict=False):
+        return self._staged(x[..., 0, :], rows, total)
+
+    def _staged(self, like: Tensor, rows: Sequence[Tensor], total: Total) -> Tensor:
+        """Compute the energy from coordinates and the sums of formulas of pairs.
+
+        ``like`` has the shape ``(*batch, atoms)`` of the numbers.
+        """
+        known: dict[str, Tensor] = {
+            "": torch.zeros_like(like),
+            **{name: row / self.length_unit for name, row in zip(AXES, rows, strict=False)},
+            **{name: getattr(self, name).to(like) for name in self.numbers},
+        }
+
+        def value(stage: Stage, expression: Expression) -> Tensor:
+            if stage.pairs:
+                return total(stage, expression, known)
+            return expression(known, self._functions()) + known[""]
+
+        stages = list(zip(self._stages(), self.expressions, strict=True))
+        for (name, _), row in zip(self.values, stages, strict=False):
             known[name] = value(*row)
         terms = [
-            (0.5 if x.pairs else 1.0) * value(x, f).sum(-1) for x, f in rows[len(self.values) :]
+            (0.5 if x.pairs else 1.0) * value(x, f).sum(-1) for x, f in stages[len(self.values) :]
         ]
         return self.unit * reduce(add, terms)
 
@@ -309,3 +390,13 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
             s, safe = torch.where(included, s, torch.finfo(s.dtype).max), 0.5 * self.cutoff
             included = s < self.cutoff**2
         return torch.where(included, s, safe**2).sqrt() / self.length_unit, included
+
+
+def _of_pair(
+    expression: Expression, rows: Sequence[tuple[str, bool]], unit: float, pair: Pair
+) -> list[Tensor]:
+    """Evaluate a formula of pairs, with the names of numbers and whether atoms have their own."""
+    values = {"r": pair.s.sqrt() / unit}
+    for (name, of_atoms), one, two in zip(rows, pair.mine, pair.other, strict=True):
+        values |= {f"{name}1": one, f"{name}2": two} if of_atoms else {name: one}
+    return [expression(values) + torch.zeros_like(pair.s)]

@@ -83,7 +83,7 @@ class SumKernel:
 
     def __init__(self, function: Function, spec: SumSpec) -> None:
         self.spec = spec
-        functions, self.sums = _printed(function, spec)
+        functions, self.sums = printed(function, spec)
         loads, others = _loads(functions, spec)
         defined = {
             "NO_BOX": NO_BOX,
@@ -167,7 +167,7 @@ def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def _printed(function: Function, spec: SumSpec) -> tuple[str, int]:
+def printed(function: Function, spec: SumSpec) -> tuple[str, int]:
     """Print terms as C++ on vectors of pairs, and count them."""
     counts = spec.dim, spec.numbers, spec.numbers, spec.tables, spec.tables
 
