@@ -30,6 +30,6 @@ __all__ = [
     "Operators", "UnprintableError", "Value", "address_of", "cache_entries", "cache_folder",
     "clone", "compile_loop", "compiled", "dense_copy", "filled", "graph_of",
     "has_negative_eigenvalue", "has_negative_eigenvalue_if", "in_order", "leaves", "lookup",
-    "mapped", "merge_repetitions", "multiplications", "pointer_to", "present_recorder", "print_formulas",
-    "print_on_vectors", "scalar_functions", "solve", "trim_cache", "triton_type",
+    "mapped", "merge_repetitions", "multiplications", "pointer_to", "present_recorder",
+    "print_formulas", "print_on_vectors", "scalar_functions", "solve", "trim_cache", "triton_type",
 ]  # fmt: skip

@@ -30,14 +30,20 @@ from torch.autograd import forward_ad
 
 from adjsim.compiler import TYPES, CompilerError, UnprintableError
 from adjsim.core.box import Periodic
+from adjsim.core.derived import derived
 from adjsim.core.layout import is_tracing
 from adjsim.core.rows import of_each_row
 from adjsim.core.state import in_transform
+from adjsim.core.strain import Strain
 from adjsim.potentials.pairs.kernels.cpu import lists
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import NO_BOX, ORTHOGONAL, TILTED
 from adjsim.potentials.pairs.kernels.sums import Pair, SumKernel, SumSpec, printed
 from adjsim.potentials.products import derivative
+
+# How many times that of all pairs a pair of a list takes in compiled loops, which evaluate the
+# symmetric terms of all pairs once for both atoms. Measured, see benchmarks/README.md.
+IN_LOOPS = 3.5
 
 
 @dataclass(frozen=True)
@@ -110,26 +116,44 @@ def printable(terms: Terms, numbers: int, dim: int = 3) -> bool:
     return True
 
 
-def listed(part: Periodic, position: Tensor) -> bool:
-    """Return whether sums of a potential go over a neighbour list, for positions of a shape."""
-    smallest, box, kind = part.smallest_listed, part.box, type(position)
-    return (
-        part.cutoff is not None
-        and smallest is not None
-        and position.shape[-2] >= smallest
-        and position.numel() > 0
-        and position.shape[-1] <= 3
-        and position.device.type == "cpu"
-        and position.dtype in TYPES
-        and position.is_floating_point()
-        and (kind in (Tensor, nn.Parameter) or is_tracing())
-        and (box is None or (not box.requires_grad and len(box) == position.shape[-1]))
-        and not in_transform()
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and forward_ad._current_level < 0
-        and _compiles(position.dtype)
-    )
+class StagedSums(Periodic):
+    """The base class of energies of staged sums over pairs, with a list where it is faster."""
+
+    @derived("box", "cutoff", "skin")
+    def smallest_listed_in_loops(self) -> int | None:
+        """The smallest number of atoms of which compiled loops use a list; None: they use none."""
+        return self.listed_from(IN_LOOPS)
+
+    def is_listed(self, position: Tensor, compiled: bool | None = None) -> bool:
+        """Return whether sums go over a neighbour list, for positions of a shape and type.
+
+        ``compiled``: in a compiled loop; None: as they are evaluated now.
+        """
+        box, kind = self.box, type(position)
+        inside = is_tracing() if compiled is None else compiled
+        smallest = self.smallest_listed_in_loops if inside else self.smallest_listed
+        return (
+            self.cutoff is not None
+            and smallest is not None
+            and position.shape[-2] >= smallest
+            and position.numel() > 0
+            and position.shape[-1] <= 3
+            and position.device.type == "cpu"
+            and position.dtype in TYPES
+            and position.is_floating_point()
+            and (kind in (Tensor, nn.Parameter) or is_tracing())
+            and (box is None or (not box.requires_grad and len(box) == position.shape[-1]))
+            and not in_transform()
+            and not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()
+            and forward_ad._current_level < 0
+            and _compiles(position.dtype)
+        )
+
+    def path(self, position: Tensor, strain: Strain | None = None, compiled: bool = False) -> str:
+        """Say how pairs are summed for such positions; all pairs where boxes are strained."""
+        near = (strain is None or self.box is None) and self.is_listed(position, compiled)
+        return "neighbour list" if near else "all pairs, by torch"
 
 
 @cache
@@ -148,11 +172,11 @@ class Neighbours:
 
     Attributes:
         exclusions: pairs that are left out.
-        stretch: ``(*batch, dim, dim)``, zeros by which differences d are d + d @ stretch, for derivatives
-            by strain.
+        stretch: ``(*batch, dim, dim)``, zeros by which differences d are d + d @ stretch, for
+            derivatives by strain.
     """
 
-    part: Periodic
+    part: StagedSums
     position: Tensor
     exclusions: Tensor | None = None
     stretch: Tensor | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from itertools import chain
 from operator import add
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_positive, outside_inference_mode
-from adjsim.core.box import Periodic, differences, nearest_image
+from adjsim.core.box import differences, nearest_image
 from adjsim.core.declared import POSITIVE
 from adjsim.core.derived import derived
 from adjsim.core.parameters import register
@@ -29,8 +29,7 @@ from adjsim.potentials.pairs.dense import (
     sum_coordinates,
 )
 from adjsim.potentials.pairs.kernels.exclusions import checked_exclusions, interacting
-from adjsim.potentials.pairs.kernels.sums import Pair
-from adjsim.potentials.pairs.term_sums import Neighbours, Terms, listed, printable, virial_of
+from adjsim.potentials.pairs.term_sums import Neighbours, StagedSums, printable, virial_of
 from adjsim.potentials.products import (
     DeferredVJP,
     Pullback,
@@ -40,6 +39,7 @@ from adjsim.potentials.products import (
     energy_vjp,
     with_fewer_axes,
 )
+from adjsim.potentials.solvent.terms import terms_of
 
 AXES = "xyz"
 # Sums a formula of pairs over the neighbours of each atom, for the known numbers.
@@ -61,7 +61,7 @@ class Stage:
     exclusions: bool = True
 
 
-class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
+class CustomSolvent(StagedSums, ClosedForm, inherits_forces=True):
     """An energy of numbers of atoms that expressions compute in stages::
 
         V_i = f(numbers_i, V of stages before)                                  of atoms
@@ -203,19 +203,19 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
         return {name: getattr(self, name) for name in self.tables}
 
     def forward(self, position: Positions) -> Energies:
-        if self._is_listed(position):
+        if self.is_listed(position):
             return self._listed_energy(position)
         return self._energy(self._variables(position)[1])
 
     def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
-        if self._is_listed(position):
+        if self.is_listed(position):
             return derived_force(self, position, rounding)
         return super().force(position, rounding)
 
     def force_vjp(
         self, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
-        if self._is_listed(position):
+        if self.is_listed(position):
             return energy_vjp(self, position, parameters, rounding)
         return super().force_vjp(position, parameters, rounding)
 
@@ -246,7 +246,7 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
                 f"CustomSolvent has no virial(position): its expressions {self._texts()} read "
                 "coordinates, which do not move with the box."
             )
-        if self._is_listed(position):
+        if self.is_listed(position):
             return virial_of(self._listed_energy, position)
         d, x = self._variables(position)
         vectors = torch.cat(d, -3)
@@ -277,9 +277,8 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
                 f"has dim {dim}."
             )
 
-    def _is_listed(self, position: Tensor) -> bool:
-        """Return whether the sums go over a neighbour list, and not over all pairs."""
-        return listed(self, position) and self._printable
+    def is_listed(self, position: Tensor, compiled: bool | None = None) -> bool:
+        return super().is_listed(position, compiled) and self._printable
 
     @derived("expressions", "numbers", "tables", "length_unit")
     def _printable(self) -> bool:
@@ -287,30 +286,19 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
         known: dict[str, Tensor] = {name: getattr(self, name) for name in self.numbers}
         known |= {name: torch.zeros(1) for name, _ in self.values}
         rows = zip(self._stages(), self.expressions, strict=True)
-        found = [self._terms(expression, known) for stage, expression in rows if stage.pairs]
+        of_pairs = [expression for stage, expression in rows if stage.pairs]
+        found = [terms_of(expression, known, self.length_unit) for expression in of_pairs]
         return not self.tables and all(printable(terms, len(names)) for names, terms in found)
-
-    def _terms(
-        self, expression: Expression, known: Mapping[str, Tensor]
-    ) -> tuple[list[str], Terms]:
-        """Return the terms of a formula of pairs, and the names of the numbers that they read."""
-        used = expression.names
-        names = [
-            name
-            for name, x in known.items()
-            if name and (name in used or (x.ndim and {f"{name}1", f"{name}2"} & used))
-        ]
-        rows = tuple((name, bool(known[name].ndim)) for name in names)
-        key = "expression", expression.text, rows, self.length_unit
-        return names, Terms(key, partial(_of_pair, expression, rows, self.length_unit))
 
     def _listed_energy(self, position: Tensor, stretch: Tensor | None = None) -> Energies:
         """Compute the energy by sums over a neighbour list."""
         self._check(position)
 
         def total(stage: Stage, expression: Expression, known: dict[str, Tensor]) -> Tensor:
-            near = Neighbours(self, position, self.exclusions if stage.exclusions else None, stretch)
-            names, terms = self._terms(expression, known)
+            near = Neighbours(
+                self, position, self.exclusions if stage.exclusions else None, stretch
+            )
+            names, terms = terms_of(expression, known, self.length_unit)
             return near.sums(terms, [known[name] for name in names])[0]
 
         return self._staged(position[..., 0], position.unbind(-1), total)
@@ -390,13 +378,3 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
             s, safe = torch.where(included, s, torch.finfo(s.dtype).max), 0.5 * self.cutoff
             included = s < self.cutoff**2
         return torch.where(included, s, safe**2).sqrt() / self.length_unit, included
-
-
-def _of_pair(
-    expression: Expression, rows: Sequence[tuple[str, bool]], unit: float, pair: Pair
-) -> list[Tensor]:
-    """Evaluate a formula of pairs, with the names of numbers and whether atoms have their own."""
-    values = {"r": pair.s.sqrt() / unit}
-    for (name, of_atoms), one, two in zip(rows, pair.mine, pair.other, strict=True):
-        values |= {f"{name}1": one, f"{name}2": two} if of_atoms else {name: one}
-    return [expression(values) + torch.zeros_like(pair.s)]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_flag, describe_type
-from adjsim.core.box import Periodic
 from adjsim.core.declared import (
     FINITE,
     NOT_NEGATIVE,
@@ -24,7 +23,7 @@ from adjsim.core.parameters import describe, register
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import Potential
-from adjsim.potentials.pairs.term_sums import Neighbours, listed, virial_of
+from adjsim.potentials.pairs.term_sums import Neighbours, StagedSums, virial_of
 from adjsim.potentials.products import (
     DeferredVJP,
     ParameterVJP,
@@ -47,7 +46,7 @@ def _as_necks(name: str, value: Any) -> Necks:
 ONE: dict[str, Any] = {"keyword": True, "shapes": ((),)}
 
 
-class GeneralizedBorn(Declaring, Periodic, Potential):
+class GeneralizedBorn(Declaring, StagedSums, Potential):
     """Generalised Born solvent with surface area: HCT, OBC1, OBC2, GBn and GBn2.
 
     ::
@@ -205,7 +204,7 @@ class GeneralizedBorn(Declaring, Periodic, Potential):
             )
 
     def forward(self, position: Positions) -> Energies:
-        if listed(self, position):
+        if self.is_listed(position):
             return self._listed_energy(position)
         pairs = BornPairs(self, position)
         energy = pairs.within(pairs.polarisation.energy())
@@ -214,25 +213,25 @@ class GeneralizedBorn(Declaring, Periodic, Potential):
 
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``."""
-        if listed(self, position):
+        if self.is_listed(position):
             return virial_of(self._listed_energy, position)
         return BornPairs(self, position).virial()
 
     def born_radii(self, position: Positions) -> Tensor:
         """Compute the Born radii, ``(*batch, atoms)``."""
-        if listed(self, position):
+        if self.is_listed(position):
             return by_list.born_radii(self, Neighbours(self, position), self._given(position))
         return BornPairs(self, position).born.value
 
     def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
-        if listed(self, position):
+        if self.is_listed(position):
             return derived_force(self, position, rounding)
         return BornPairs(self, position, rounding).force()
 
     def force_vjp(
         self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
-        if listed(self, position):
+        if self.is_listed(position):
             return energy_vjp(self, position, parameters, rounding)
         with torch.no_grad():
             pairs = BornPairs(self, position, rounding)

@@ -55,8 +55,8 @@ def _displaced(contained: bool, necks: Necks | None, pair: Pair) -> list[Tensor]
     spheres = DisplacedVolume.apply(pair.s, pair.mine[0], pair.other[1], contained)
     if necks is None:
         return [spheres]
-    r, radii = pair.s.sqrt(), pair.mine[2] + pair.other[2]
-    return [spheres, NeckPairs(necks, r, 1 / r, *pair.tables, radii, pair.s > 0).value()]
+    r, radii, (depth, place) = pair.s.sqrt(), pair.mine[2] + pair.other[2], pair.tables
+    return [spheres, NeckPairs(necks, r, 1 / r, depth, place, radii, pair.s > 0).value()]
 
 
 def _polarised(kappa: float, shift: float, pair: Pair) -> list[Tensor]:
