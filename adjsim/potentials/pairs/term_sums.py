@@ -223,8 +223,8 @@ class Neighbours:
             return [torch.ops.adjsim.pair_sums(q, stacked, cell, self.exclusions, constants, name)]
 
         none = position.new_empty(0, *position.shape[:-1])
-        stacked = torch.stack([x.detach() for x in numbers]) if numbers else none
-        (found,) = of_each_row(evaluated, {"position": position.detach(), "numbers": stacked})
+        stacked = torch.stack(list(numbers)) if numbers else none
+        (found,) = of_each_row(evaluated, {"position": position, "numbers": stacked})
         return found
 
 
