@@ -41,9 +41,9 @@ from adjsim.potentials.pairs.kernels.kernel import NO_BOX, ORTHOGONAL, TILTED
 from adjsim.potentials.pairs.kernels.sums import Pair, SumKernel, SumSpec, printed
 from adjsim.potentials.products import derivative
 
-# How many times that of all pairs a pair of a list takes in compiled loops, which evaluate the
-# symmetric terms of all pairs once for both atoms. Measured, see benchmarks/README.md.
-IN_LOOPS = 3.5
+# How many times longer a list takes beside all pairs in compiled loops, which evaluate symmetric
+# terms of all pairs once for both atoms. Measured, see benchmarks/README.md.
+IN_LOOPS = 3.0
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,8 @@ class StagedSums(Periodic):
         ``compiled``: in a compiled loop; None: as they are evaluated now.
         """
         box, kind = self.box, type(position)
-        inside = is_tracing() if compiled is None else compiled
-        smallest = self.smallest_listed_in_loops if inside else self.smallest_listed
         return (
             self.cutoff is not None
-            and smallest is not None
-            and position.shape[-2] >= smallest
             and position.numel() > 0
             and position.shape[-1] <= 3
             and position.device.type == "cpu"
@@ -147,8 +143,13 @@ class StagedSums(Periodic):
             and not torch.compiler.is_compiling()
             and not torch.jit.is_tracing()
             and forward_ad._current_level < 0
+            and self._is_large(position, is_tracing() if compiled is None else compiled)
             and _compiles(position.dtype)
         )
+
+    def _is_large(self, position: Tensor, compiled: bool) -> bool:
+        smallest = self.smallest_listed_in_loops if compiled else self.smallest_listed
+        return smallest is not None and position.shape[-2] >= smallest
 
     def path(self, position: Tensor, strain: Strain | None = None, compiled: bool = False) -> str:
         """Say how pairs are summed for such positions; all pairs where boxes are strained."""

@@ -80,8 +80,9 @@ class CustomSolvent(StagedSums, ClosedForm, inherits_forces=True):
     Distances and coordinates are in the ``length_unit``. Exchanging the atoms must not change an
     energy of pairs. Terms that read x, y or z do not follow a box that moves.
 
-    All pairs are evaluated, without a neighbour list, also with a cutoff: the cost grows with the
-    square of the number of atoms. Force, product and gradients are derivatives of the expressions.
+    Large systems with a cutoff take the pairs of a neighbour list, in time that is linear in the
+    number of atoms. Others sum all pairs: without a cutoff, with tables, on a GPU, at constant
+    pressure. Force, product and gradients are derivatives of the expressions.
     Use :class:`~adjsim.GeneralizedBorn` where it fits; its derivatives are written out.
 
     Args:

@@ -84,13 +84,16 @@ class GeneralizedBorn(Declaring, StagedSums, Potential):
     Comput. 3, 156 (2007); GBn2 Nguyen, Roe and Simmerling, J. Chem. Theory Comput. 9, 2020 (2013).
 
     U is the energy of solvation alone. Add the Coulomb energy of the solute, with the same charges,
-    in a medium of permittivity ``solute``. All pairs are summed, also those that are bonded: the
-    cost grows with the square of the number of atoms. The surface term estimates the exposed area
-    of an atom from its Born radius, as the ACE model does (Schaefer, Bartels and Karplus, J. Mol.
-    Biol. 284, 835 (1998)) with the sixth power that Tinker and OpenMM use.
+    in a medium of permittivity ``solute``. Bonded pairs are summed too. Large systems with a cutoff
+    take the pairs of a neighbour list, in time that is linear in the number of atoms. Without a
+    cutoff, on a GPU and at constant pressure, the time grows with the square of this number. The
+    surface term estimates the exposed area of an atom from its Born radius, as the ACE model does
+    (Schaefer, Bartels and Karplus, J. Mol. Biol. 284, 835 (1998)) with the sixth power that Tinker
+    and OpenMM use.
 
-    Force and product are closed forms. In exact runs the contributions of pairs are rounded before
-    they are added. Two atoms at one position give NaN. The force is continuous where spheres begin
+    Force and product of all pairs are closed forms, whose contributions are rounded in exact runs
+    before they are added. Those of a list are derivatives, and functions of positions to the last
+    bit. Two atoms at one position give NaN. The force is continuous where spheres begin
     to touch; its derivative is not. With a cutoff the force jumps at it: use one only to reproduce
     such a run. A negative scale, as that of sulfur in GBn2, makes the force jump where the sphere
     begins to count.
