@@ -14,6 +14,7 @@ from adjsim.compiler.nests import PARALLEL_WORK
 from adjsim.compiler.operations import lookup
 from adjsim.compiler.products import multiplications
 from adjsim.compiler.refusals import CompileError, Constant, NoCapture
+from adjsim.compiler.repetitions import merge_repetitions
 from adjsim.compiler.systems import (
     LARGEST_SYSTEM,
     has_negative_eigenvalue,
@@ -29,6 +30,6 @@ __all__ = [
     "Operators", "UnprintableError", "Value", "address_of", "cache_entries", "cache_folder",
     "clone", "compile_loop", "compiled", "dense_copy", "filled", "graph_of",
     "has_negative_eigenvalue", "has_negative_eigenvalue_if", "in_order", "leaves", "lookup",
-    "mapped", "multiplications", "pointer_to", "present_recorder", "print_formulas",
-    "print_on_vectors", "scalar_functions", "solve", "trim_cache", "triton_type",
+    "mapped", "merge_repetitions", "multiplications", "pointer_to", "present_recorder",
+    "print_formulas", "print_on_vectors", "scalar_functions", "solve", "trim_cache", "triton_type",
 ]  # fmt: skip

@@ -26,6 +26,7 @@ from adjsim.compiler.operations import (
     lookup,
     pointwise,
 )
+from adjsim.compiler.torch_calls import overwrites_its_own
 from adjsim.compiler.values import UnprintableError
 
 # Libdevice's functions, whose names are those of C, compute in the type of their operands. Triton's
@@ -185,13 +186,17 @@ def _expression(node: Any, texts: Mapping[Node, str], dtype: torch.dtype, dialec
     one, zero = dialect.splat(1, dtype), dialect.splat(0, dtype)
     if masks and base == "_to_copy":
         return choose(texts[masks[0]], one, zero)
+    if base == "masked_fill" or (base == "masked_fill_" and overwrites_its_own(node)):
+        x, mask, value = node.args
+        filled = texts[value] if isinstance(value, Node) else dialect.splat(value, dtype)
+        return choose(texts[mask], filled, texts[x])
     # True is -1 in a vector of conditions, so conditions have no order.
     known = {"where", *LOGICAL, *BITWISE} - {"lt", "le", "gt", "ge"}
     if masks and (base not in known or (base == "where" and tensors[0] is not masks[0])):
         raise UnprintableError(f"its formulas use {name} of conditions")
     if base == "pow" and node.args[1] == 0:
         return one
-    if base == "sign":
+    if base in ("sign", "sgn"):
         x = texts[tensors[0]]
         return choose(f"{x} > 0", one, choose(f"{x} < 0", dialect.splat(-1, dtype), x))
 

@@ -117,11 +117,16 @@ class Periodic(nn.Module):
     @derived("box", "cutoff", "skin", "pair_share")
     def smallest_listed(self) -> int | None:
         """The smallest number of atoms of which a neighbour list is made; None: no list is."""
-        share = LISTED * self.pair_share
+        return self.listed_from(1.0)
+
+    def listed_from(self, times: float) -> int | None:
+        """Return this number where a list takes so many times longer beside all pairs."""
+        share = LISTED * times * self.pair_share
         if self.cutoff is None:
             return _smallest(share)
         if self.box is None:
-            return LISTED_WITHOUT_BOX if self.pair_share == 1 else _smallest(share)
+            few = round(LISTED_WITHOUT_BOX * times)
+            return few if self.pair_share == 1 else _smallest(share)
         dim, reach = len(self.box), self.cutoff + self.list_skin
         ball = math.pi ** (dim / 2) / math.gamma(dim / 2 + 1) * reach**dim
         return _smallest(share * ball / float(volume(self.box.detach())))

@@ -30,6 +30,7 @@ from adjsim.potentials.pairs.formula import PairFormula
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import FORCE
 from adjsim.potentials.pairs.operator import KERNEL_CLASSES, PairForm, PairOperator, form_of
+from adjsim.potentials.pairs.term_sums import StagedSums
 from adjsim.potentials.products import ParameterVJP, Pullback, Tensors
 from adjsim.potentials.strained import Forced, StrainedPullback, energy_at, reference_box
 
@@ -180,7 +181,7 @@ def pair_paths(
         parts, position = potential.evaluated_parts(position)
     found: dict[str, str] = {}
     for k, part in enumerate(parts):
-        if isinstance(part, PairPotential):
+        if isinstance(part, PairPotential | StagedSums):
             number = f" {k}" if len(parts) > 1 else ""
             found[f"{type(part).__name__}{number}"] = part.path(position, moved, compiled)
     return found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_positive, outside_inference_mode
-from adjsim.core.box import Periodic, differences, nearest_image
+from adjsim.core.box import differences, nearest_image
 from adjsim.core.declared import POSITIVE
 from adjsim.core.derived import derived
 from adjsim.core.parameters import register
@@ -29,9 +29,21 @@ from adjsim.potentials.pairs.dense import (
     sum_coordinates,
 )
 from adjsim.potentials.pairs.kernels.exclusions import checked_exclusions, interacting
-from adjsim.potentials.products import DeferredVJP, Pullback, derivative, with_fewer_axes
+from adjsim.potentials.pairs.term_sums import Neighbours, StagedSums, printable, virial_of
+from adjsim.potentials.products import (
+    DeferredVJP,
+    Pullback,
+    Tensors,
+    derivative,
+    derived_force,
+    energy_vjp,
+    with_fewer_axes,
+)
+from adjsim.potentials.solvent.terms import terms_of
 
 AXES = "xyz"
+# Sums a formula of pairs over the neighbours of each atom, for the known numbers.
+Total = Callable[["Stage", Expression, dict[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class Stage:
     exclusions: bool = True
 
 
-class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
+class CustomSolvent(StagedSums, ClosedForm, inherits_forces=True):
     """An energy of numbers of atoms that expressions compute in stages::
 
         V_i = f(numbers_i, V of stages before)                                  of atoms
@@ -68,8 +80,9 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
     Distances and coordinates are in the ``length_unit``. Exchanging the atoms must not change an
     energy of pairs. Terms that read x, y or z do not follow a box that moves.
 
-    All pairs are evaluated, without a neighbour list, also with a cutoff: the cost grows with the
-    square of the number of atoms. Force, product and gradients are derivatives of the expressions.
+    Large systems with a cutoff take the pairs of a neighbour list, in time that is linear in the
+    number of atoms. Others sum all pairs: without a cutoff, with tables, on a GPU, at constant
+    pressure. Force, product and gradients are derivatives of the expressions.
     Use :class:`~adjsim.GeneralizedBorn` where it fits; its derivatives are written out.
 
     Args:
@@ -191,7 +204,21 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
         return {name: getattr(self, name) for name in self.tables}
 
     def forward(self, position: Positions) -> Energies:
+        if self.is_listed(position):
+            return self._listed_energy(position)
         return self._energy(self._variables(position)[1])
+
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
+        if self.is_listed(position):
+            return derived_force(self, position, rounding)
+        return super().force(position, rounding)
+
+    def force_vjp(
+        self, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
+    ) -> tuple[Tensor, Pullback]:
+        if self.is_listed(position):
+            return energy_vjp(self, position, parameters, rounding)
+        return super().force_vjp(position, parameters, rounding)
 
     def linearised(self, position: Tensor, rounding: Rounding) -> tuple[Tensor, Pullback]:
         d, x = self._variables(position)
@@ -220,6 +247,8 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
                 f"CustomSolvent has no virial(position): its expressions {self._texts()} read "
                 "coordinates, which do not move with the box."
             )
+        if self.is_listed(position):
+            return virial_of(self._listed_energy, position)
         d, x = self._variables(position)
         vectors = torch.cat(d, -3)
         return torch.einsum("...ij,...aij,...bij->...ab", -2 * self._slope(x), vectors, vectors)
@@ -230,6 +259,14 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
         These are the squared distances, ``(*batch, atoms, atoms)``, and below them the coordinates,
         if a formula reads them.
         """
+        self._check(position)
+        d = split_coordinates(differences(position))
+        if self.image_box is not None:
+            d = nearest_image(d, self.image_box.to(position), exact=self.cutoff is None)
+        return d, self._joined(sum_coordinates([x * x for x in d]), position)
+
+    def _check(self, position: Tensor) -> None:
+        """Refuse positions of another number of atoms or of dimensions."""
         atoms, dim = position.shape[-2:]
         for name in self.numbers:
             value: Tensor = getattr(self, name)
@@ -240,10 +277,32 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
                 f"the expressions {self._texts()} read coordinates of three dimensions; position "
                 f"has dim {dim}."
             )
-        d = split_coordinates(differences(position))
-        if self.image_box is not None:
-            d = nearest_image(d, self.image_box.to(position), exact=self.cutoff is None)
-        return d, self._joined(sum_coordinates([x * x for x in d]), position)
+
+    def is_listed(self, position: Tensor, compiled: bool | None = None) -> bool:
+        return super().is_listed(position, compiled) and self._printable
+
+    @derived("expressions", "numbers", "tables", "length_unit")
+    def _printable(self) -> bool:
+        """Whether kernels can compute the formulas of pairs and their derivatives."""
+        known: dict[str, Tensor] = {name: getattr(self, name) for name in self.numbers}
+        known |= {name: torch.zeros(1) for name, _ in self.values}
+        rows = zip(self._stages(), self.expressions, strict=True)
+        of_pairs = [expression for stage, expression in rows if stage.pairs]
+        found = [terms_of(expression, known, self.length_unit) for expression in of_pairs]
+        return not self.tables and all(printable(terms, len(names)) for names, terms in found)
+
+    def _listed_energy(self, position: Tensor, stretch: Tensor | None = None) -> Energies:
+        """Compute the energy by sums over a neighbour list."""
+        self._check(position)
+
+        def total(stage: Stage, expression: Expression, known: dict[str, Tensor]) -> Tensor:
+            near = Neighbours(
+                self, position, self.exclusions if stage.exclusions else None, stretch
+            )
+            names, terms = terms_of(expression, known, self.length_unit)
+            return near.sums(terms, [known[name] for name in names])[0]
+
+        return self._staged(position[..., 0], position.unbind(-1), total)
 
     def _joined(self, pairs: Tensor, position: Tensor) -> Tensor:
         """Join numbers of pairs and vectors of atoms as the variables of the energy are."""
@@ -268,17 +327,10 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
         """Compute the energy from the variables of :meth:`_variables`."""
         atoms = x.shape[-1]
         s, rows = x[..., :atoms, :], x[..., atoms:, :].unbind(-2)
-        known: dict[str, Tensor] = {
-            "": torch.zeros_like(s[..., 0, :]),
-            **{name: row / self.length_unit for name, row in zip(AXES, rows, strict=False)},
-            **{name: getattr(self, name).to(x) for name in self.numbers},
-        }
         kinds = {stage.exclusions for stage in self._stages() if stage.pairs}
         of_pairs = {kind: self._distances(s, kind) for kind in kinds}
 
-        def value(stage: Stage, expression: Expression) -> Tensor:
-            if not stage.pairs:
-                return expression(known, self._functions()) + known[""]
+        def total(stage: Stage, expression: Expression, known: dict[str, Tensor]) -> Tensor:
             r, included = of_pairs[stage.exclusions]
             of_both = {"r": r}
             for name, number in known.items():
@@ -289,11 +341,29 @@ class CustomSolvent(Periodic, ClosedForm, inherits_forces=True):
             found = expression(of_both, self._functions())
             return torch.where(included, found, 0.0).sum(-1)
 
-        rows = list(zip(self._stages(), self.expressions, strict=True))
-        for (name, _), row in zip(self.values, rows, strict=False):
+        return self._staged(x[..., 0, :], rows, total)
+
+    def _staged(self, like: Tensor, rows: Sequence[Tensor], total: Total) -> Tensor:
+        """Compute the energy from coordinates and the sums of formulas of pairs.
+
+        ``like`` has the shape ``(*batch, atoms)`` of the numbers.
+        """
+        known: dict[str, Tensor] = {
+            "": torch.zeros_like(like),
+            **{name: row / self.length_unit for name, row in zip(AXES, rows, strict=False)},
+            **{name: getattr(self, name).to(like) for name in self.numbers},
+        }
+
+        def value(stage: Stage, expression: Expression) -> Tensor:
+            if stage.pairs:
+                return total(stage, expression, known)
+            return expression(known, self._functions()) + known[""]
+
+        stages = list(zip(self._stages(), self.expressions, strict=True))
+        for (name, _), row in zip(self.values, stages, strict=False):
             known[name] = value(*row)
         terms = [
-            (0.5 if x.pairs else 1.0) * value(x, f).sum(-1) for x, f in rows[len(self.values) :]
+            (0.5 if x.pairs else 1.0) * value(x, f).sum(-1) for x, f in stages[len(self.values) :]
         ]
         return self.unit * reduce(add, terms)
 

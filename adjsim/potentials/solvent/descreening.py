@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -117,3 +120,39 @@ class Descreening:
 
     def _masked(self, x: Tensor) -> Tensor:
         return torch.where(self.counts, x, 0.0)
+
+
+class DisplacedVolume(torch.autograd.Function):
+    """H of pairs, ``(s, rho, t, contained)``, whose derivatives are closed forms."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        ctx.save_for_backward(*given[:3])
+        ctx.contained = given[3]
+        return _of_pairs(given[:3], ctx.contained).value()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        found, (g,) = _of_pairs(ctx.saved_tensors, ctx.contained), cotangents
+        slope = _Slope.apply(*ctx.saved_tensors, ctx.contained)
+        return g * slope, g * found.by_own()[0], g * found.by_other()[0], None
+
+
+class _Slope(torch.autograd.Function):
+    """dH/ds of pairs."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        ctx.save_for_backward(*given[:3])
+        ctx.contained = given[3]
+        return _of_pairs(given[:3], ctx.contained).slope()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        found, (g,) = _of_pairs(ctx.saved_tensors, ctx.contained), cotangents
+        return g * found.curvature(), g * found.by_own()[1], g * found.by_other()[1], None
+
+
+def _of_pairs(given: Sequence[Tensor], contained: bool) -> Descreening:
+    s, rho, t = given
+    return Descreening(s.sqrt(), rho, t, s > 0, contained=contained)

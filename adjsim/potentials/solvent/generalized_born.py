@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_flag, describe_type
-from adjsim.core.box import Periodic
 from adjsim.core.declared import (
     FINITE,
     NOT_NEGATIVE,
@@ -24,7 +23,15 @@ from adjsim.core.parameters import describe, register
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import Potential
-from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback
+from adjsim.potentials.pairs.term_sums import Neighbours, StagedSums, virial_of
+from adjsim.potentials.products import (
+    DeferredVJP,
+    ParameterVJP,
+    Pullback,
+    derived_force,
+    energy_vjp,
+)
+from adjsim.potentials.solvent import listed as by_list
 from adjsim.potentials.solvent.necks import Necks
 from adjsim.potentials.solvent.pairs import NUMBERS, SHAPE, BornPairs, BornTangent
 
@@ -39,7 +46,7 @@ def _as_necks(name: str, value: Any) -> Necks:
 ONE: dict[str, Any] = {"keyword": True, "shapes": ((),)}
 
 
-class GeneralizedBorn(Declaring, Periodic, Potential):
+class GeneralizedBorn(Declaring, StagedSums, Potential):
     """Generalised Born solvent with surface area: HCT, OBC1, OBC2, GBn and GBn2.
 
     ::
@@ -77,13 +84,16 @@ class GeneralizedBorn(Declaring, Periodic, Potential):
     Comput. 3, 156 (2007); GBn2 Nguyen, Roe and Simmerling, J. Chem. Theory Comput. 9, 2020 (2013).
 
     U is the energy of solvation alone. Add the Coulomb energy of the solute, with the same charges,
-    in a medium of permittivity ``solute``. All pairs are summed, also those that are bonded: the
-    cost grows with the square of the number of atoms. The surface term estimates the exposed area
-    of an atom from its Born radius, as the ACE model does (Schaefer, Bartels and Karplus, J. Mol.
-    Biol. 284, 835 (1998)) with the sixth power that Tinker and OpenMM use.
+    in a medium of permittivity ``solute``. Bonded pairs are summed too. Large systems with a cutoff
+    take the pairs of a neighbour list, in time that is linear in the number of atoms. Without a
+    cutoff, on a GPU and at constant pressure, the time grows with the square of this number. The
+    surface term estimates the exposed area of an atom from its Born radius, as the ACE model does
+    (Schaefer, Bartels and Karplus, J. Mol. Biol. 284, 835 (1998)) with the sixth power that Tinker
+    and OpenMM use.
 
-    Force and product are closed forms. In exact runs the contributions of pairs are rounded before
-    they are added. Two atoms at one position give NaN. The force is continuous where spheres begin
+    Force and product of all pairs are closed forms, whose contributions are rounded in exact runs
+    before they are added. Those of a list are derivatives, and functions of positions to the last
+    bit. Two atoms at one position give NaN. The force is continuous where spheres begin
     to touch; its derivative is not. With a cutoff the force jumps at it: use one only to reproduce
     such a run. A negative scale, as that of sulfur in GBn2, makes the force jump where the sphere
     begins to count.
@@ -197,6 +207,8 @@ class GeneralizedBorn(Declaring, Periodic, Potential):
             )
 
     def forward(self, position: Positions) -> Energies:
+        if self.is_listed(position):
+            return self._listed_energy(position)
         pairs = BornPairs(self, position)
         energy = pairs.within(pairs.polarisation.energy())
         polar = 0.5 * (pairs.charge.unsqueeze(-1) * pairs.charge * energy).sum((-1, -2))
@@ -204,18 +216,26 @@ class GeneralizedBorn(Declaring, Periodic, Potential):
 
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``."""
+        if self.is_listed(position):
+            return virial_of(self._listed_energy, position)
         return BornPairs(self, position).virial()
 
     def born_radii(self, position: Positions) -> Tensor:
         """Compute the Born radii, ``(*batch, atoms)``."""
+        if self.is_listed(position):
+            return by_list.born_radii(self, Neighbours(self, position), self._given(position))
         return BornPairs(self, position).born.value
 
     def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
+        if self.is_listed(position):
+            return derived_force(self, position, rounding)
         return BornPairs(self, position, rounding).force()
 
     def force_vjp(
         self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
+        if self.is_listed(position):
+            return energy_vjp(self, position, parameters, rounding)
         with torch.no_grad():
             pairs = BornPairs(self, position, rounding)
             value = pairs.force()
@@ -231,6 +251,17 @@ class GeneralizedBorn(Declaring, Periodic, Potential):
             return product, DeferredVJP(self, self._numbers, weights, position.new_zeros(()))
 
         return value, pullback
+
+    def _given(self, position: Tensor) -> dict[str, Tensor]:
+        """Return all numbers, in the dtype of a position whose atoms they are of."""
+        atoms = len(self.charge)
+        if position.shape[-2] != atoms:
+            raise ValueError(f"charge is for {atoms} atoms and position has {position.shape[-2]}.")
+        return {name: getattr(self, name).to(position) for name in NUMBERS}
+
+    def _listed_energy(self, position: Tensor, stretch: Tensor | None = None) -> Energies:
+        near = Neighbours(self, position, stretch=stretch)
+        return by_list.energy(self, near, self._given(position))
 
     def _trained(self) -> list[str]:
         return [name for name in NUMBERS if getattr(self, name).requires_grad]

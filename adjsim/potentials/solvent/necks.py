@@ -58,21 +58,28 @@ class NeckPairs:
         dN/dr = -N D'/D        d2N/dr2 = N (2 (D'/D)^2 - D''/D)
         dN/ds = dN/dr / (2 r)  d2N/ds2 = (d2N/dr2 - dN/dr / r) / (4 r^2)
 
-    ``inverse`` is 1/r.
+    ``inverse`` is 1/r, ``depth`` and ``place`` are those of the pairs, and ``radii`` are sums of
+    two radii.
     """
 
     def __init__(
-        self, necks: Necks, r: Tensor, inverse: Tensor, radius: Tensor, included: Tensor
+        self,
+        necks: Necks,
+        r: Tensor,
+        inverse: Tensor,
+        depth: Tensor,
+        place: Tensor,
+        radii: Tensor,
+        included: Tensor,
     ) -> None:
-        x = r - necks.place.to(r)
+        x = r - place
         square = x * x
         fourth = square * square
         a, b = necks.quadratic, necks.sextic
         self.inverse = inverse
         over = 1 / (1 + square * (a + b * fourth))
-        reach = radius.unsqueeze(-1) + radius + necks.reach
-        near = torch.where(included, r, torch.inf) < reach
-        self.n = torch.where(near, necks.depth.to(r) * over, 0.0)
+        near = torch.where(included, r, torch.inf) < radii + necks.reach
+        self.n = torch.where(near, depth * over, 0.0)
         self.first = -x * (2 * a + 6 * b * fourth) * over
         self.second = (2 * a + 30 * b * fourth) * over
 

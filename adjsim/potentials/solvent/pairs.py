@@ -58,6 +58,11 @@ SPACING = 2.0**-46
 STORED = 2**22
 
 
+def area_of(radius: Tensor, probe: float, born: Tensor) -> Tensor:
+    """Compute the area of every atom, ``(*batch, atoms)``."""
+    return 4 * math.pi * (radius + probe).square() * (radius / born).pow(6)
+
+
 class BornPairs:
     """The pairs and radii of one position, from which a GeneralizedBorn has energy and force."""
 
@@ -92,7 +97,13 @@ class BornPairs:
         self.necks = None
         if numbers.necks is not None:
             self.necks = NeckPairs(
-                numbers.necks, r, self.descreening.inverse, self.radius, included
+                numbers.necks,
+                r,
+                self.descreening.inverse,
+                numbers.necks.depth.to(r),
+                numbers.necks.place.to(r),
+                self.radius.unsqueeze(-1) + self.radius,
+                included,
             )
         h = self.displaced(Descreening.value, NeckPairs.value)
         psi = self.summed(self.rho.unsqueeze(-1) * h, self.pure)
@@ -126,8 +137,7 @@ class BornPairs:
 
     def areas(self) -> Tensor:
         """Compute the area of every atom, ``(*batch, atoms)``."""
-        sphere = 4 * math.pi * (self.radius + self.probe).square()
-        return sphere * (self.radius / self.born.value).pow(6)
+        return area_of(self.radius, self.probe, self.born.value)
 
     def force(self) -> Tensor:
         """Compute the force."""

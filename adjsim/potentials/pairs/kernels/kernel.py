@@ -163,6 +163,7 @@ class KernelSpec:
         defined = {
             **{mode: number for number, mode in enumerate(OUTPUTS)},
             "MODE": self.mode,
+            "WIDTH": 8 if self.mode == PRODUCT else 4,
             "NO_BOX": NO_BOX,
             "ORTHOGONAL": ORTHOGONAL,
             "TILTED": TILTED,
@@ -205,6 +206,7 @@ class KernelSpec:
                 "static inline V splat(REAL x) { return V{} + x; }",
                 VECTOR_FUNCTIONS,
                 functions,
+                text("images.h"),
                 text("rows.cpp"),
             ]
         )
