@@ -16,6 +16,7 @@ from torch import Tensor
 from adjsim.core.box import nearest_image
 from adjsim.core.layout import is_tracing
 from adjsim.core.neighbour_list import NearestImages
+from adjsim.core.operators import operator, shapes_of
 from adjsim.core.state import in_transform
 from adjsim.core.strain import Strain
 
@@ -136,7 +137,7 @@ def _near(
     return one, other, there
 
 
-@torch.library.custom_op("adjsim::near_pairs", mutates_args=())
+@operator("near_pairs")
 def near_pairs_operator(
     first: Tensor,
     second: Tensor,
@@ -153,7 +154,7 @@ def near_pairs_operator(
     return _near(first, second, box, exclusions, strain, rows, cutoff, skin, filling, capacity)
 
 
-@near_pairs_operator.register_fake
+@shapes_of(near_pairs_operator)
 def _(
     first: Tensor,
     second: Tensor,

@@ -21,6 +21,7 @@ from adjsim.compiler import (
     print_on_vectors,
     scalar_functions,
 )
+from adjsim.core.operators import operator, shapes_of
 from adjsim.potentials.pairs.kernels.call import CallStruct, ViewStruct, declarations, text
 from adjsim.potentials.pairs.kernels.cpu import lists
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
@@ -212,7 +213,7 @@ def _loads(functions: str, spec: SumSpec) -> tuple[str, list[int]]:
 SUM_KERNELS: dict[str, SumKernel] = {}
 
 
-@torch.library.custom_op("adjsim::pair_sums", mutates_args=())
+@operator("pair_sums")
 def pair_sums(
     position: Tensor,
     numbers: Tensor,
@@ -225,7 +226,7 @@ def pair_sums(
     return SUM_KERNELS[kernel](position, numbers, box, exclusions, tables)
 
 
-@pair_sums.register_fake
+@shapes_of(pair_sums)
 def _(
     position: Tensor, numbers: Tensor, box: Any, exclusions: Any, tables: Any, kernel: str
 ) -> Tensor:
