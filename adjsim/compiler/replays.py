@@ -64,7 +64,9 @@ def replayed(
         replay = capture(iterate)
 
     @torch.no_grad()
-    def loop(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> Results:
+    def loop(
+        constants: Sequence[Tensor], carry: Sequence[Tensor], *meanwhile: Callable[[], None]
+    ) -> Results:
         at_start, at_body = last_inputs((start, body), constants)
         first = begin(*constants, *carry, *at_start)
         with _replaying:
@@ -77,6 +79,8 @@ def replayed(
                 for _ in range(parts.iterations(int(constants[0]))):
                     replay()
             found = [x.clone() for x in carried[1:]], [x.clone() for x in rows]
+            for function in meanwhile:
+                function()
             if carried[0].is_cuda:
                 torch.cuda.current_stream(carried[0].device).synchronize()
         return found

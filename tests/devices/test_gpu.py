@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import adjsim
-from adjsim.adjoints.loops import runner
+from adjsim.adjoints.loops import runner, uploads
 from adjsim.core.brownian_path import MANY, BrownianPath
 from adjsim.core.neighbour_list import AllImages, NearestImages, NeighbourList
 from adjsim.core.noise import Noise
@@ -176,10 +176,19 @@ def test_calls_agree_with_cpu(name: str) -> None:
 @gpu
 @pytest.mark.parametrize("way", ["direct", "exact"])
 def test_noise_is_drawn_while_loops_run(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a thread, in five loops of eight steps."""
+    """By a thread, in five loops of eight steps, and copied from pinned memory."""
     monkeypatch.setattr(runner, "FINITE_EVERY", 8)
+    copy, pinned = uploads.CudaQueue.copy, list[bool]()
+
+    def noted(queue: uploads.CudaQueue, rows: Tensor, length: int) -> Any:
+        pinned.append(rows.is_pinned())
+        return copy(queue, rows, length)
+
+    monkeypatch.setattr(uploads.CudaQueue, "copy", noted)
     expected = computed(SYSTEMS["langevin"](), way, False, "cpu", 40)
     found = computed(SYSTEMS["langevin"](), way, True, "cuda", 40)
+    assert len(pinned) >= 4
+    assert all(pinned)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
 

@@ -24,17 +24,17 @@ def once_before(iterate):
     return iterate
 
 
+def by_replays(parts, constants, carry, exact, threads, capacity=0):
+    """Let torch run the graph of an iteration, and copy its results over its inputs."""
+    moved = inductor.on_device(parts, constants[0].device)
+    made = replayed(
+        moved, moved.start.graph, moved.body.graph, constants, carry, capacity, once_before
+    )
+    return made, "torch", None
+
+
 @pytest.fixture
 def _by_replays(monkeypatch):
-    """Let torch run the graph of an iteration, and copy its results over its inputs."""
-
-    def by_replays(parts, constants, carry, exact, threads, capacity=0):
-        moved = inductor.on_device(parts, constants[0].device)
-        made = replayed(
-            moved, moved.start.graph, moved.body.graph, constants, carry, capacity, once_before
-        )
-        return made, "torch", None
-
     monkeypatch.setattr(loops, "compile_to_cpp", by_replays)
 
 
