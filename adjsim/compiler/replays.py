@@ -57,8 +57,7 @@ def replayed(
             row.index_copy_(0, number, x[None])
         # A result may be the carry of another field, which is overwritten first.
         after = [x.clone() if x.data_ptr() in places else x for x in found[: len(carried)]]
-        for x, new in zip(carried, after, strict=True):
-            x.copy_(new)
+        _copy(carried, after)
 
     with torch.no_grad():
         replay = capture(iterate)
@@ -70,8 +69,7 @@ def replayed(
         at_start, at_body = last_inputs((start, body), constants)
         first = begin(*constants, *carry, *at_start)
         with _replaying:
-            for x, new in zip((*carried, *fixed), (*first, *constants, *at_body), strict=True):
-                x.copy_(new)
+            _copy((*carried, *fixed), (*first, *constants, *at_body))
             if parts.iterations is None:
                 while bool(more.graph(carried[0], fixed[0])[0]):
                     replay()
@@ -86,6 +84,22 @@ def replayed(
         return found
 
     return loop
+
+
+def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values to fixed memory, by one kernel for those of one type.
+
+    A backward step of a liquid carries eleven tensors, most of them single numbers, and a kernel
+    for each takes longer than its work.
+    """
+    together: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for x, new in zip(places, values, strict=True):
+        if x.dtype == new.dtype and x.stride() == new.stride():
+            together.setdefault(x.dtype, []).append((x, new))
+        else:
+            x.copy_(new)
+    for pairs in together.values():
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 def captured(iterate: Callable[[], None], device: torch.device) -> Callable[[], None]:
