@@ -14,7 +14,9 @@ from torch import Tensor
 
 import adjsim
 from adjsim.adjoints.loops import runner, uploads
+from adjsim.core import lists_in_loops
 from adjsim.core.brownian_path import MANY, BrownianPath
+from adjsim.core.lists_in_loops import FixedList
 from adjsim.core.neighbour_list import AllImages, NearestImages, NeighbourList
 from adjsim.core.noise import Noise
 from adjsim.potentials.pairs import formula, operator
@@ -22,7 +24,7 @@ from adjsim.potentials.pairs.base import pair_paths
 from tests.contracts import test_tiles
 from tests.contracts.test_pair_operator import gas
 from tests.devices.calls import CALLS
-from tests.devices.systems import SYSTEMS, TILED, System
+from tests.devices.systems import SYSTEMS, TILED, System, moving
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NAMES = list(SYSTEMS) if torch.cuda.is_available() else []
@@ -127,6 +129,25 @@ def test_lists_agree_with_cpu(
     paths = pair_paths(system.dynamics.to("cuda").potential, system.state.position.to("cuda"))
     assert all(path.startswith(f"neighbour list, by {by}") for path in paths.values())
     found = computed(SYSTEMS[name](), way, False, "cuda")
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
+
+
+@gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_lists_of_captured_iterations_agree_with_cpu(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists that are built between the iterations of loops, with room for no more pairs."""
+    pytest.importorskip("triton")
+    settings, builds = (0.004, "BABAB", 2), list[FixedList]()
+    expected = computed(moving(*settings), way, False, "cpu")
+    build = FixedList.build
+    monkeypatch.setattr(FixedList, "build", lambda x: [builds.append(x), build(x)][1])
+    monkeypatch.setattr(lists_in_loops, "ROOM", 1.0)
+    monkeypatch.setattr(formula, "LISTED_BESIDE_TILES", 0)
+    found = computed(moving(*settings), way, True, "cuda")
+    assert len(builds) > 10
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
 
