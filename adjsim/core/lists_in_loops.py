@@ -3,7 +3,7 @@
 A list is in memory with room for more pairs. The host builds it between iterations, at the
 positions that the last iteration evaluated. Each evaluation notes on the device how far atoms have
 moved since; the host reads one number for all lists after some iterations. These hold if no atom
-has moved by more than half of the skin. Otherwise they are taken back and run again with new lists.
+has moved by more than half of the skin, and the box is the same. Otherwise they are taken back and run again with new lists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FixedList:
     Attributes:
         neighbours, starts: atoms in the order of their numbers, and ``(systems * atoms + 1,)``.
         share: the square of the largest distance that an atom has moved since the list was built,
-            over the square of half of the skin; infinite while it is built.
+            over the square of half of the skin; infinite while it is built, and in another box.
         stale: whether the iteration was captured with other memory.
     """
 
@@ -63,6 +63,7 @@ class FixedList:
         """Note an evaluation, on the device; return which systems have finite positions."""
         for own, x in ((self._made.box, made.box), (self._made.exclusions, made.exclusions)):
             if own is not None and x is not None:
+                self.share.masked_fill_((own != x).any(), torch.inf)
                 own.copy_(x)
         self._latest.copy_(position)
         finite = torch.isfinite(position).flatten(1).all(1)

@@ -49,9 +49,9 @@ class Gas:
 
     def __init__(self, skin: float, systems: int = 2) -> None:
         drawn = torch.Generator().manual_seed(1)
-        self.box = torch.full((3,), 4.0, dtype=torch.float64)
-        shape = systems, 30, 3
-        self.start = 4 * torch.rand(shape, generator=drawn, dtype=torch.float64)
+        self.box = torch.full((3,), 5.0, dtype=torch.float64)
+        shape = systems, 40, 3
+        self.start = 5 * torch.rand(shape, generator=drawn, dtype=torch.float64)
         self.speed = 0.02 * torch.randn(shape, generator=drawn, dtype=torch.float64)
         self.carried = [torch.zeros((), dtype=torch.int64), self.start.clone()]
         self.exclusions = torch.tensor([[0, 1], [4, 9]])
@@ -106,7 +106,7 @@ class Gas:
 def test_lists_of_repeated_iterations_have_the_pairs_of_new_lists(
     skin: float, builds: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in a second run from another start, whose lists need more memory, and in another box."""
+    """Also from another start, whose lists need more memory, and with another box and exclusions."""
     monkeypatch.setattr(lists_in_loops, "ROOM", 1.0)
     gas = Gas(skin)
     gas.run(gas.start, 10)
@@ -117,13 +117,17 @@ def test_lists_of_repeated_iterations_have_the_pairs_of_new_lists(
     gas.check(denser, 5)
     assert gas.captures > 1
     assert any(builds)
-    gas.box -= 0.3
-    gas.run(denser + 0.05, 3)
-    gas.check(denser + 0.05, 3)
+    for change in (gas.box.sub_, gas.exclusions.add_):
+        gas.run(gas.start, 1)
+        change(1)
+        gas.run(gas.start, 1)
+        gas.check(gas.start, 1)
     lost = gas.start.clone()
     lost[1, 3, 0] = torch.nan
     gas.run(lost, 3)
-    gas.check(lost, 3)
+    # Systems that are not finite have no pairs, and are finite again after them.
+    gas.run(gas.start, 3)
+    gas.check(gas.start, 3)
 
 
 def test_a_build_that_was_stopped_is_made_again(
