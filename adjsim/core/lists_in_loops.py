@@ -3,7 +3,8 @@
 A list is in memory with room for more pairs. The host builds it between iterations, at the
 positions that the last iteration evaluated. Each evaluation notes on the device how far atoms have
 moved since; the host reads one number for all lists after some iterations. These hold if no atom
-has moved by more than half of the skin, and the box is the same. Otherwise they are taken back and run again with new lists.
+has moved by more than half of the skin, and the box is the same. Otherwise they are taken back and
+run again with new lists.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Gas:
 def test_lists_of_repeated_iterations_have_the_pairs_of_new_lists(
     skin: float, builds: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also from another start, whose lists need more memory, and with another box and exclusions."""
+    """Also from another start, whose lists need more memory, with other boxes and exclusions."""
     monkeypatch.setattr(lists_in_loops, "ROOM", 1.0)
     gas = Gas(skin)
     gas.run(gas.start, 10)
