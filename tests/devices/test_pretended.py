@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.devices.systems import SYSTEMS, TILED
+from tests.devices.test_gpu import RTOL, UNCOMPILED
 from tests.problems import slow_but
 
 SLOW = ["hamiltonian", "langevin-atoms", "listed", "EulerMaruyama, diagonal"]
@@ -43,6 +44,7 @@ SEGMENT = 1
 # Torch's backend of the pretended device cannot differentiate their derivatives.
 UNKNOWN = {"prescribed", "Milstein, diagonal"}
 NAMES = [name for name in SYSTEMS if name not in UNKNOWN]
+LOOPS = [f"{name}, compiled" for name in SYSTEMS if name not in UNCOMPILED]
 
 
 @functools.cache
@@ -60,6 +62,30 @@ def costs(*names: str) -> dict[str, dict[str, Any]]:
 def test_a_step_keeps_to_its_device(name):
     rows = costs(*SLOW)[name] if name in SLOW else costs(name)[name]
     keeps_to_its_device(name, rows)
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(lambda _: False, LOOPS, marathon=lambda name: name != "rk4, compiled")
+)
+def test_loops_keep_to_their_device(name):
+    """The traced iteration of each loop, repeated: with the numbers of C++."""
+    rows = costs(name)[name]
+    assert "direct" in rows
+    for row in rows.values():
+        assert row["error"] < RTOL
+        assert row["iterations"] > 1
+        assert not row["noted"]
+
+
+@pytest.mark.marathon
+def test_calls_keep_to_their_device():
+    """Estimators, adaptive steps, solve_ivp, minima, steady states and constraints."""
+    rows = costs("calls")["calls"]
+    assert len(rows) > 20
+    for row in rows.values():
+        assert row["error"] < RTOL
+        assert row["there"]
+        assert not row["mixes"]
 
 
 @pytest.mark.slow
