@@ -38,8 +38,10 @@ from adjsim.potentials.pairs.operator import KERNEL_CLASSES
 ROUNDS, HORIZONS = 3, (1, 4)
 # Atoms, steps, replicas.
 LIQUIDS = [(1000, 200, None), (13, 400, 4096), (256, 400, None), (4000, 40, None)]
-# Atoms whose pairs are summed in every way, and the most by torch, for its memory.
+# Atoms whose pairs are summed in every way, also in compiled loops, the most by torch, for its
+# memory, and the fewest there by a list.
 PAIRS, MOST_BY_TORCH = (16000, 32000, 8000, 64000, 24000, 4000, 1000), 8000
+LOOPS, LEAST_BY_LIST = (16000, 64000, 4000, 256), 4000
 # Batch, width and steps of a neural differential equation.
 NETWORKS = [(256, 64, 100), (65536, 64, 100)]
 Row = dict[str, Any]
@@ -147,14 +149,14 @@ def sized(atoms: int, steps: int, replicas: int | None) -> str:
     return f"{atoms} atoms, {steps} steps" + (f", {replicas} replicas" if replicas else "")
 
 
-def liquid(atoms: int, device: str) -> tuple[Any, Any]:
+def liquid(atoms: int, device: str, skin: float) -> tuple[Any, Any]:
     """A liquid with a cutoff, at the density 0.8."""
     side = (atoms / 0.8) ** (1 / 3)
     count = round(atoms ** (1 / 3) + 0.499)
     points = torch.arange(float(count), dtype=torch.float64)
     position = torch.cartesian_prod(points, points, points)[:atoms] * side / count
     epsilon = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
-    potential = adjsim.LennardJones(epsilon, 1.0, cutoff=2.5, box=[side] * 3)
+    potential = adjsim.LennardJones(epsilon, 1.0, cutoff=2.5, box=[side] * 3, skin=skin)
     dynamics = adjsim.Hamiltonian(potential).to(device)
     drawn = torch.Generator().manual_seed(0)
     momentum = torch.randn(position.shape, generator=drawn, dtype=torch.float64)
@@ -163,6 +165,22 @@ def liquid(atoms: int, device: str) -> tuple[Any, Any]:
 
 def pairs(device: str, small: bool) -> Iterator[Row]:
     """The ways to sum pairs, not compiled: forward and gradient."""
+    for atoms in (216,) if small else PAIRS:
+        few = {"torch"} if atoms <= MOST_BY_TORCH else set[str]()
+        yield from by_ways(device, small, atoms, {"tiles", "list", "list, by torch"} | few, False)
+
+
+def loops(device: str, small: bool) -> Iterator[Row]:
+    """The ways to sum pairs in compiled loops."""
+    for atoms in (216,) if small else LOOPS:
+        sides = {"tiles", "list" if atoms >= LEAST_BY_LIST or small else "torch"}
+        yield from by_ways(device, small, atoms, sides, True)
+
+
+def by_ways(
+    device: str, small: bool, atoms: int, chosen_ways: set[str], compiled: bool
+) -> Iterator[Row]:
+    """The gradient of a liquid by these ways to sum pairs."""
     steps = 10 if small else 40
     usual = box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES
     kind, never = device.split(":")[0], float("inf")
@@ -175,36 +193,37 @@ def pairs(device: str, small: bool) -> Iterator[Row]:
         "list, by torch": (0.0, 0.0, 0.0, False),
         "torch": (0.0, never, never, False),
     }
-    for atoms in (216,) if small else PAIRS:
 
-        def run(way: str, atoms: int = atoms) -> Callable[[], Tensor]:
-            def chosen() -> None:
-                box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES = ways[way][:3]
-                KERNEL_CLASSES.pop(kind, None)
-                KERNEL_CLASSES.update({kind: kernels} if ways[way][3] else {})
+    def run(number: int, way: str) -> Callable[[], Tensor]:
+        def chosen() -> None:
+            box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES = ways[way][:3]
+            KERNEL_CLASSES.pop(kind, None)
+            KERNEL_CLASSES.update({kind: kernels} if ways[way][3] else {})
 
+        chosen()
+        # Compiled loops are found again by the numbers that they read: each way has its own skin.
+        dynamics, state = liquid(atoms, device, 0.35 + 1e-9 * number)
+        print(f"  {atoms} atoms: {dynamics.potential.path(state.position, compiled=compiled)}")
+
+        def gradient() -> Tensor:
             chosen()
-            dynamics, state = liquid(atoms, device)
-            print(f"  {atoms} atoms: {dynamics.potential.path(state.position)}")
+            final = adjsim.simulate(
+                dynamics, state, [0.0, steps * DT], solver=adjsim.VelocityVerlet(DT),
+                adjoint=adjsim.ReversibleAdjoint(), compile=compiled,
+            ).final  # fmt: skip
+            loss = final.position.square().sum()
+            return torch.autograd.grad(loss, list(dynamics.parameters()))[0]
 
-            def gradient() -> Tensor:
-                chosen()
-                final = adjsim.simulate(
-                    dynamics, state, [0.0, steps * DT], solver=adjsim.VelocityVerlet(DT),
-                    adjoint=adjsim.ReversibleAdjoint(),
-                ).final  # fmt: skip
-                loss = final.position.square().sum()
-                return torch.autograd.grad(loss, list(dynamics.parameters()))[0]
+        return gradient
 
-            return gradient
-
-        sides = {way: run(way) for way in ways if way != "torch" or atoms <= MOST_BY_TORCH}
-        try:
-            yield compared(f"{atoms} atoms, cutoff 2.5", sides, steps, device, 1e-6)
-        finally:
-            box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES = usual
-            KERNEL_CLASSES[kind] = kernels
-            cache.drop(lambda key: True)
+    sides = {way: run(k, way) for k, way in enumerate(ways) if way in chosen_ways}
+    try:
+        name = f"{atoms} atoms, cutoff 2.5" + (", compiled" if compiled else "")
+        yield compared(name, sides, steps, device, 1e-6)
+    finally:
+        box.LISTED, formula.LISTED_ON_GPU, formula.LISTED_BESIDE_TILES = usual
+        KERNEL_CLASSES[kind] = kernels
+        cache.drop(lambda key: True)
 
 
 def noise(device: str, small: bool) -> Iterator[Row]:
@@ -354,7 +373,14 @@ def networks(device: str, small: bool) -> Iterator[Row]:
             yield compared(name, sides, steps, device, agree)
 
 
-PARTS = {"pairs": pairs, "exact": exact, "noise": noise, "networks": networks, "liquids": liquids}
+PARTS = {
+    "pairs": pairs,
+    "loops": loops,
+    "exact": exact,
+    "noise": noise,
+    "networks": networks,
+    "liquids": liquids,
+}
 
 
 def main() -> None:

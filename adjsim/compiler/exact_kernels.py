@@ -5,7 +5,8 @@ graphs, and Inductor fuses other operations of each to kernels. These increments
 if every operation has the same bits for the same operands, whatever is computed beside it:
 
 * Inductor compiles operations on single elements, and moves of elements. Products are not
-  contracted with sums (``emulate_precision_casts`` tells Triton), so each operation rounds alone.
+  contracted with sums, and functions are those of torch (``emulate_precision_casts``), and float32
+  quotients are rounded as torch's are, so each operation rounds alone.
 * Torch computes all others, such as sums, whose order in a fused kernel depends on the kernel.
 * No pattern of several operations is replaced by other operations.
 
@@ -92,6 +93,7 @@ class LeaveToTorch(CustomGraphPass):
 
 OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
     "pattern_matcher": False,
     "shape_padding": False,
     "post_grad_custom_post_pass": LeaveToTorch(),

@@ -155,8 +155,10 @@ def compile_loop(
     if untested is not None:
         warnings.warn(untested, stacklevel=2)
 
-    def loop(constants: Constants, carry: Carry) -> tuple[Carry, list[Tensor]]:
-        values, stored = compiled(leaves(constants), leaves(carry))
+    def loop(
+        constants: Constants, carry: Carry, *meanwhile: Callable[[], None]
+    ) -> tuple[Carry, list[Tensor]]:
+        values, stored = compiled(leaves(constants), leaves(carry), *meanwhile)
         return filled(carry, iter(values)), stored
 
     return CompiledLoop(loop, path, source)

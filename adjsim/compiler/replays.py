@@ -9,16 +9,17 @@ to the host, unless it follows from the state; then the host waits for each iter
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Lock
+from threading import RLock
 
 import torch
 from torch import Tensor
 
 from adjsim.compiler.rows import stored_examples
 from adjsim.compiler.to_cpp import Compiled, Parts, Results, last_inputs
+from adjsim.core.lists_in_loops import LoopLists
 
 # The graphs of a device share the memory of intermediate values, so one is replayed at a time.
-_replaying = Lock()
+_replaying = RLock()
 # A graph that does nothing keeps this memory while there is no other.
 _pools: dict[torch.device, torch.cuda.CUDAGraph] = {}
 
@@ -50,38 +51,67 @@ def replayed(
         for x in stored_examples(body.graph, len(carry))
     ]
 
+    lists = LoopLists()
+
     def iterate() -> None:
         number, places = carried[0].reshape(1), {x.data_ptr() for x in carried}
-        found = iteration(*carried, *fixed)
+        with lists.evaluated():
+            found = iteration(*carried, *fixed)
         for row, x in zip(rows, found[len(carried) :], strict=True):
             row.index_copy_(0, number, x[None])
         # A result may be the carry of another field, which is overwritten first.
         after = [x.clone() if x.data_ptr() in places else x for x in found[: len(carried)]]
-        for x, new in zip(carried, after, strict=True):
-            x.copy_(new)
+        _copy(carried, after)
 
-    with torch.no_grad():
+    replay: Callable[[], None] = iterate
+
+    def capture_anew() -> None:
+        nonlocal replay
         replay = capture(iterate)
 
+    def run(count: int) -> None:
+        lists.repeat(count, carried, lambda: replay(), capture_anew)
+
+    with torch.no_grad():
+        capture_anew()
+
     @torch.no_grad()
-    def loop(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> Results:
+    def loop(
+        constants: Sequence[Tensor], carry: Sequence[Tensor], *meanwhile: Callable[[], None]
+    ) -> Results:
         at_start, at_body = last_inputs((start, body), constants)
         first = begin(*constants, *carry, *at_start)
         with _replaying:
-            for x, new in zip((*carried, *fixed), (*first, *constants, *at_body), strict=True):
-                x.copy_(new)
+            _copy((*carried, *fixed), (*first, *constants, *at_body))
             if parts.iterations is None:
                 while bool(more.graph(carried[0], fixed[0])[0]):
-                    replay()
+                    run(1)
             else:
-                for _ in range(parts.iterations(int(constants[0]))):
-                    replay()
+                run(parts.iterations(int(constants[0])))
             found = [x.clone() for x in carried[1:]], [x.clone() for x in rows]
+            for function in meanwhile:
+                function()
             if carried[0].is_cuda:
                 torch.cuda.current_stream(carried[0].device).synchronize()
         return found
 
     return loop
+
+
+def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values to fixed memory, by one kernel for those of one type.
+
+    A backward step of a liquid carries eleven tensors, most of them single numbers, and a kernel
+    for each takes longer than its work.
+    """
+    together: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for x, new in zip(places, values, strict=True):
+        if x.dtype == new.dtype and x.stride() == new.stride():
+            together.setdefault(x.dtype, []).append((x, new))
+        else:
+            x.copy_(new)
+    for pairs in together.values():
+        torch._foreach_copy_([x for x, _ in pairs], [new for _, new in pairs])
 
 
 def captured(iterate: Callable[[], None], device: torch.device) -> Callable[[], None]:

@@ -35,9 +35,10 @@ from adjsim.compiler.values import (
 )
 from adjsim.compiler.views import Checked
 
-# A compiled loop of constants and carry, which returns the final carry and the rows.
+# A compiled loop of constants and carry, which returns the final carry and the rows. One of a GPU
+# takes functions too, which the host calls while the GPU works.
 Results = tuple[list[Tensor], list[Tensor]]
-Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]
+Compiled = Callable[..., Results]
 # Constants with more elements are read in place, without copying them to padded rows.
 COPY_LIMIT = 65_536
 # The last parameters of each function of a program.

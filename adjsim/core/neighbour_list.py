@@ -47,6 +47,10 @@ class NeighbourPairs(NamedTuple):
     shifts: Tensor | None
     finite: Tensor
 
+    def starts(self, atoms: int) -> Tensor:
+        """Return the numbers of the first pairs of all atoms, and the number of all pairs."""
+        return torch.searchsorted(self.i, torch.arange(atoms + 1, device=self.i.device))
+
 
 @dataclass(frozen=True)
 class _Build:
@@ -80,10 +84,7 @@ class NeighbourList(ABC):
 
     def pairs(self, position: Tensor) -> NeighbourPairs:
         """Return pairs of positions ``(*batch, atoms, dim)``, among them all within the cutoff."""
-        position = position.detach()
-        finite = torch.isfinite(position).flatten(-2).all(-1)
-        # Atoms of systems that are not finite stay where they are.
-        position = torch.where(finite[..., None, None], position, 0.0)
+        position, finite = _finite(position)
         reach = self.cutoff + self.skin
         settings = self.box, self.exclusions
         shapes = [None if x is None else x.shape for x in settings]
@@ -111,6 +112,10 @@ class NeighbourList(ABC):
         # One assignment: another thread loses a list at most, which it builds again.
         _builds[:] = kept
         return found.pairs
+
+    def built_at(self, position: Tensor) -> NeighbourPairs:
+        """Return the pairs of a list that is built at these positions."""
+        return self._build(*_finite(position), self.cutoff + self.skin)
 
     def _build(self, position: Tensor, finite: Tensor, reach: float) -> NeighbourPairs:
         *_, atoms, dim = position.shape
@@ -205,6 +210,13 @@ class AllImages(NeighbourList):
             for number, row in zip(n.T, rows, strict=True):
                 shift = shift - number.unsqueeze(-1) * row
         return shift
+
+
+def _finite(position: Tensor) -> tuple[Tensor, Tensor]:
+    """Return positions and which systems are finite; atoms of the others are at the origin."""
+    position = position.detach()
+    finite = torch.isfinite(position).flatten(-2).all(-1)
+    return torch.where(finite[..., None, None], position, 0.0), finite
 
 
 def _largest_approach(one: Tensor, other: Tensor) -> Tensor:

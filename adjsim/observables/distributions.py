@@ -65,7 +65,7 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
         ]
     ).mean(0)
     shells = 4 / 3 * math.pi * (bounds[1:] ** 3 - bounds[:-1] ** 3)
-    return counts / (atoms * (atoms - 1) / 2) / shells
+    return (counts / (atoms * (atoms - 1) / 2) / shells).to(q.device)
 
 
 def smooth_radial_distribution(

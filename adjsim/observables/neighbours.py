@@ -146,6 +146,7 @@ def values_unknown() -> bool:
 
 
 def _near_pairs(q: Tensor, cell: Tensor | None, radius: float) -> PairVectors:
+    cell = None if cell is None else cell.to(q.device)
     # The nearest image is found in float64, the distance in the dtype of the position.
     i, j = _search(q.detach(), cell, radius * (1 + 1e-5))
     # index_select accumulates its gradient several times faster than indexing.

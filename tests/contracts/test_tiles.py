@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim.core import box, derived
+from adjsim.core.lists_in_loops import LoopLists
 from adjsim.core.rounding import Rounding
 from adjsim.potentials import (
     ContinuousFunction,
@@ -186,11 +187,14 @@ def test_systems_that_are_not_finite_have_no_list(by_tiles, monkeypatch):
     derived._known.clear()
     pair, q = POTENTIALS["Lennard-Jones"](), gas(torch.diag(BOX), 24, 1, replicas=2)
     q[1, 3, 0] = torch.nan
-    assert pair.path(q) == "neighbour list, by Triton"
-    assert pair.path(q, compiled=True) == "all pairs, by Triton"
-    for x in (pair(q), pair.force(q), pair.force_vjp(q, [])[1](torch.ones_like(q))[0]):
-        assert not x[0].isnan().any()
-        assert x[1].isnan().all()
+    assert pair.path(q) == pair.path(q, compiled=True) == "neighbour list, by Triton"
+    # Also by the lists of an iteration that is repeated.
+    for context in (nullcontext(), LoopLists().evaluated()):
+        with context:
+            values = pair(q), pair.force(q), pair.force_vjp(q, [])[1](torch.ones_like(q))[0]
+        for x in values:
+            assert not x[0].isnan().any()
+            assert x[1].isnan().all()
 
 
 def test_exact_runs_come_back(by_tiles):

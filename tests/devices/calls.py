@@ -126,6 +126,20 @@ def steady(device: Any) -> Results:
     return gradient(found.y.square().sum(), *dynamics.parameters())
 
 
+def observed(device: Any) -> Results:
+    """Sums over the near pairs of a large system in a box that the caller gives as numbers."""
+    drawn = torch.Generator().manual_seed(0)
+    position = 6 * torch.rand(600, 3, generator=drawn, dtype=torch.float64)
+    q, box, at = position.to(device), [6.0] * 3, torch.linspace(0.5, 2.5, 5)
+    return [
+        adjsim.coordination_number(q, 1.2, width=0.1, box=box),
+        adjsim.bond_order(q, 1.2, width=0.1, box=box),
+        adjsim.angular_distribution(q, at, box, cutoff=1.5, width=0.1),
+        adjsim.radial_distribution(q, at, box),
+        adjsim.smooth_radial_distribution(q, at, box, width=0.1),
+    ]
+
+
 def held(exact: bool) -> Callable[[Any], Results]:
     def call(device: Any) -> Results:
         position, index = constraints.waters(2)
@@ -170,6 +184,7 @@ CALLS: dict[str, Callable[[Any], Results]] = {
     "minimum": minimum,
     "solid": solid,
     "steady state": steady,
+    "observables": observed,
     "constraints": held(False),
     "constraints, exact": held(True),
 }

@@ -1,8 +1,8 @@
 """What a step costs on a pretended device: synchronisations, copies and kernels, forward and back.
 
-In rows that end with TILES pairs are summed by the programs for a GPU, which NumPy runs. Their
-loops are compiled too, as for a GPU: the device repeats one traced iteration. In rows that end with
-LISTS these programs take pairs from a list.
+In rows that end with TILES pairs are summed by the programs for a GPU, which NumPy runs, and where
+they end with LISTS these programs take pairs from a list. Their loops are compiled too, as for a
+GPU: the device repeats one traced iteration.
 
 Prints a line of JSON for each row. Run: python -m tests.devices.costs [row ...]
 """
@@ -35,14 +35,20 @@ from adjsim.core.noise import Noise
 from adjsim.potentials.pairs import base, formula, listed
 from adjsim.potentials.pairs.kernels import gpu
 from tests import tiles
+from tests.devices.calls import CALLS
 from tests.devices.pretended import DEVICE, Log, Pretended, pretended
 from tests.devices.systems import SYSTEMS, TILED, System
 
 # Lists are for tensors of torch's own class, and on a GPU for larger systems than these.
 vars(listed)["Tensor"] = Pretended
-TILES, LISTS, BENCHMARK, DRAWN = ", by tiles", ", by lists of programs", "benchmark", "drawn"
+TILES, LISTS, LOOPS = ", by tiles", ", by lists of programs", ", compiled"
+BENCHMARK, DRAWN, CALLED = "benchmark", "drawn", "calls"
+# Torch's backend of the pretended device does not survive its forward-mode derivatives.
+UNKNOWN_CALL = "ForwardSensitivity"
 formula.LISTED_ON_GPU = 0
 STEPS = 4
+# The smallest share of the largest gradient that is one.
+ZERO = 1e-6
 PARTS = ("waits", "copies", "kernels")
 
 
@@ -130,8 +136,9 @@ def gradients(
         generator=1, compile=compiled,
     )  # fmt: skip
     wanted = [x for x in (*state, *system.dynamics.parameters()) if x.requires_grad]
-    found = torch.autograd.grad(path.final[0].square().sum(), wanted)
-    return [path.final[0].detach(), *found], path.stats["pairs"]
+    loss = path.final[0].square().sum()
+    found = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+    return [path.final[0].detach(), *found], path.stats.get("pairs") or {}
 
 
 def on_device(logs: list[Log]) -> Any:
@@ -143,8 +150,9 @@ def on_device(logs: list[Log]) -> Any:
                 iterate()
             logs.append(log)
 
-        # A GPU runs an iteration once before it is captured.
-        again()
+        # A GPU runs an iteration once before it is captured, and the host builds its lists.
+        with pretended():
+            iterate()
         return again
 
     def moved(tensors: Any) -> list[Tensor]:
@@ -183,8 +191,10 @@ def loop_cost(make: Callable[[], System]) -> dict[str, Any]:
         expected, _ = gradients(make(), *settings, False)
         with tiles.by_tiles("cpu"), patch.object(loops, "compile_to_cpp", on_device(logs)):
             results, paths = gradients(make(), *settings, True)
+        # A gradient that cancels to zero keeps the rounding of its terms.
+        least = ZERO * max(float(y.abs().max()) for y in expected[1:])
         errors = [
-            float((x - y).abs().max() / y.abs().max())
+            float((x - y).abs().max() / y.abs().max().clamp(min=least))
             for x, y in zip(results, expected, strict=True)
         ]
         found[label] = {
@@ -229,6 +239,18 @@ def drawn() -> dict[str, Any]:
     }
 
 
+def called(name: str) -> dict[str, Any]:
+    """Return how far a call's results are from those of the CPU, and what it mixes."""
+    with pretended() as log:
+        found = CALLS[name](DEVICE)
+    both = zip(found, CALLS[name]("cpu"), strict=True)
+    return {
+        "error": max(float((x.cpu() - y).abs().max() / y.abs().max()) for x, y in both),
+        "there": all(x.device == DEVICE for x in found),
+        "mixes": list(log.mixes),
+    }
+
+
 def measured(name: str) -> dict[str, Any]:
     """Return what a row costs, in the way that its name says."""
     if name == DRAWN:
@@ -238,10 +260,17 @@ def measured(name: str) -> dict[str, Any]:
         tensors = patch.object(base, "Tensor", Pretended)
         with by_tiles, tensors, redirect_stdout(sys.stderr), pretended():
             return dry_run()
+    if name == CALLED:
+        return {call: called(call) for call in CALLS if call != UNKNOWN_CALL}
+    if name.endswith(LOOPS):
+        with patch.object(box, "LISTED", math.inf):
+            return loop_cost(SYSTEMS[name.removesuffix(LOOPS)])
     if name.endswith(LISTS):
         few = patch.object(formula, "LISTED_BESIDE_TILES", 0)
         with tiles.by_tiles(DEVICE.type), patch.object(base, "Tensor", Pretended), few:
-            return cost(TILED[name.removesuffix(LISTS)], warm=True)
+            found = cost(TILED[name.removesuffix(LISTS)], warm=True)
+        loops_of_row = loop_cost(TILED[name.removesuffix(LISTS)])
+        return found | {f"{label}, compiled": row for label, row in loops_of_row.items()}
     if not name.endswith(TILES):
         return cost(SYSTEMS[name])
     name = name.removesuffix(TILES)

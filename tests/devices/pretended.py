@@ -148,6 +148,10 @@ def _place() -> str:
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name
+    if name == "aten::to":
+        # Within an operator it arrives before it is decomposed.
+        with _Mode():
+            return func.decompose(*args, **kwargs)
     leaves = tree_leaves((args, kwargs))
     ours = [x for x in leaves if isinstance(x, Pretended)]
     others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, Pretended)]

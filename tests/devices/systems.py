@@ -67,6 +67,20 @@ def mixed() -> tuple[nn.Module, Tensor]:
     return mixture, position
 
 
+def moving(skin: float, word: str = "BAB", replicas: int = 0) -> System:
+    """A liquid that leaves the lists of a small skin after a few steps."""
+    _, position = listed()
+    if replicas:
+        position = torch.stack([position + 0.01 * k * position.sin() for k in range(replicas)])
+    pairs = adjsim.LennardJones(
+        parameter(1.0), parameter(1.0), cutoff=1.8, box=[7.2] * 3, skin=skin,
+        exclusions=[(0, 1), (7, 43)],
+    )  # fmt: skip
+    made = molecular(adjsim.Hamiltonian(pairs, parameter(1.3)), position)
+    solvers = (adjsim.Splitting(word, DT, exact=exact) for exact in (False, True))
+    return System(*made[:2], *solvers)
+
+
 def several() -> tuple[nn.Module, Tensor]:
     """Pairs with exclusions, numbers of species and of atoms, and functions in tables."""
     made = (test_tiles.POTENTIALS[name]() for name in ("exclusions", "species", "Wolf", "tables"))

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 import adjsim
-from adjsim.adjoints.loops import runner
+from adjsim.adjoints.loops import runner, uploads
+from adjsim.core import lists_in_loops
 from adjsim.core.brownian_path import MANY, BrownianPath
+from adjsim.core.lists_in_loops import FixedList
 from adjsim.core.neighbour_list import AllImages, NearestImages, NeighbourList
 from adjsim.core.noise import Noise
 from adjsim.potentials.pairs import formula, operator
@@ -22,7 +24,7 @@ from adjsim.potentials.pairs.base import pair_paths
 from tests.contracts import test_tiles
 from tests.contracts.test_pair_operator import gas
 from tests.devices.calls import CALLS
-from tests.devices.systems import SYSTEMS, TILED, System
+from tests.devices.systems import SYSTEMS, TILED, System, moving
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NAMES = list(SYSTEMS) if torch.cuda.is_available() else []
@@ -132,6 +134,25 @@ def test_lists_agree_with_cpu(
 
 
 @gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_lists_of_captured_iterations_agree_with_cpu(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists that are built between the iterations of loops, with room for no more pairs."""
+    pytest.importorskip("triton")
+    settings, builds = (0.004, "BABAB", 2), list[FixedList]()
+    expected = computed(moving(*settings), way, False, "cpu")
+    build = FixedList.build
+    monkeypatch.setattr(FixedList, "build", lambda x: [builds.append(x), build(x)][1])
+    monkeypatch.setattr(lists_in_loops, "ROOM", 1.0)
+    monkeypatch.setattr(formula, "LISTED_BESIDE_TILES", 0)
+    found = computed(moving(*settings), way, True, "cuda")
+    assert len(builds) > 10
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
+
+
+@gpu
 @pytest.mark.parametrize("kind", [NearestImages, AllImages])
 def test_a_card_finds_the_pairs_of_the_cpu(kind: type[NeighbourList]) -> None:
     drawn = torch.Generator().manual_seed(0)
@@ -176,10 +197,19 @@ def test_calls_agree_with_cpu(name: str) -> None:
 @gpu
 @pytest.mark.parametrize("way", ["direct", "exact"])
 def test_noise_is_drawn_while_loops_run(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a thread, in five loops of eight steps."""
+    """By a thread, in five loops of eight steps, and copied from pinned memory."""
     monkeypatch.setattr(runner, "FINITE_EVERY", 8)
+    copy, pinned = uploads.CudaQueue.copy, list[bool]()
+
+    def noted(queue: uploads.CudaQueue, rows: Tensor, length: int) -> Any:
+        pinned.append(rows.is_pinned())
+        return copy(queue, rows, length)
+
+    monkeypatch.setattr(uploads.CudaQueue, "copy", noted)
     expected = computed(SYSTEMS["langevin"](), way, False, "cpu", 40)
     found = computed(SYSTEMS["langevin"](), way, True, "cuda", 40)
+    assert len(pinned) >= 4
+    assert all(pinned)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
 

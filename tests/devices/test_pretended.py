@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.devices.systems import SYSTEMS, TILED
+from tests.devices.test_gpu import RTOL, UNCOMPILED
 from tests.problems import slow_but
 
 SLOW = ["hamiltonian", "langevin-atoms", "listed", "EulerMaruyama, diagonal"]
@@ -43,6 +44,7 @@ SEGMENT = 1
 # Torch's backend of the pretended device cannot differentiate their derivatives.
 UNKNOWN = {"prescribed", "Milstein, diagonal"}
 NAMES = [name for name in SYSTEMS if name not in UNKNOWN]
+LOOPS = [f"{name}, compiled" for name in SYSTEMS if name not in UNCOMPILED]
 
 
 @functools.cache
@@ -62,6 +64,30 @@ def test_a_step_keeps_to_its_device(name):
     keeps_to_its_device(name, rows)
 
 
+@pytest.mark.parametrize(
+    "name", slow_but(lambda _: False, LOOPS, marathon=lambda name: name != "rk4, compiled")
+)
+def test_loops_keep_to_their_device(name):
+    """The traced iteration of each loop, repeated: with the numbers of C++."""
+    rows = costs(name)[name]
+    assert "direct" in rows
+    for row in rows.values():
+        assert row["error"] < RTOL
+        assert row["iterations"] > 1
+        assert not row["noted"]
+
+
+@pytest.mark.marathon
+def test_calls_keep_to_their_device():
+    """Estimators, adaptive steps, solve_ivp, minima, steady states and constraints."""
+    rows = costs("calls")["calls"]
+    assert len(rows) > 20
+    for row in rows.values():
+        assert row["error"] < RTOL
+        assert row["there"]
+        assert not row["mixes"]
+
+
 @pytest.mark.slow
 def test_numbers_that_a_device_draws_have_the_bits_of_the_cpu():
     assert costs("drawn")["drawn"] == {"same": True, "there": True, "mixes": []}
@@ -71,13 +97,17 @@ def test_numbers_that_a_device_draws_have_the_bits_of_the_cpu():
     "name", slow_but(lambda _: False, BY_TILES, marathon=lambda name: name not in SLOW_BY_TILES)
 )
 def test_programs_keep_to_their_device(name):
+    keep_to_their_device(name, "all pairs, by Triton")
+
+
+def keep_to_their_device(name, path):
     """Eager, and in loops whose iteration is repeated; there with the numbers of C++."""
-    rows = costs(name)[name]
+    rows = dict(costs(name)[name])
     loops = {adjoint: rows.pop(adjoint) for adjoint in [*rows] if adjoint.endswith("compiled")}
     keeps_to_its_device(name, rows)
     assert len(loops) == len(rows)
     for row in loops.values():
-        assert row["paths"] == ["all pairs, by Triton"]
+        assert row["paths"] == [path]
         assert row["error"] < 1e-13
         assert row["iterations"] > 1
         assert not row["noted"]
@@ -85,7 +115,7 @@ def test_programs_keep_to_their_device(name):
 
 @pytest.mark.slow
 def test_programs_of_lists_keep_to_their_device():
-    keeps_to_its_device(LISTED, costs(LISTED)[LISTED])
+    keep_to_their_device(LISTED, "neighbour list, by Triton")
 
 
 @pytest.mark.slow
@@ -99,15 +129,16 @@ def test_the_benchmark_compares_the_ways_to_sum_pairs():
 @pytest.mark.slow
 def test_a_dry_run_of_the_benchmark(tmp_path):
     script, out = Path(__file__).parents[2] / "benchmarks" / "gpu.py", tmp_path / "gpu.json"
-    settings = ["--device", "cpu", "--small", "--out", str(out), "exact", "noise"]
+    settings = ["--device", "cpu", "--small", "--out", str(out), "exact", "noise", "loops"]
     subprocess.run([sys.executable, str(script), *settings], check=True, timeout=300)
     found = json.loads(out.read_text())
-    rows = [*found["exact"], *found["noise"]]
-    assert len(rows) == 3
+    rows = [*found["exact"], *found["noise"], *found["loops"]]
+    assert len(rows) == 4
     for row in rows:
         assert not row["failed"]
         assert len(row["microseconds a step"]) == 2
     assert found["exact"][0]["agrees"]
+    assert found["loops"][0]["agrees"]
 
 
 def keeps_to_its_device(name, rows):

@@ -24,17 +24,17 @@ def once_before(iterate):
     return iterate
 
 
+def by_replays(parts, constants, carry, exact, threads, capacity=0):
+    """Let torch run the graph of an iteration, and copy its results over its inputs."""
+    moved = inductor.on_device(parts, constants[0].device)
+    made = replayed(
+        moved, moved.start.graph, moved.body.graph, constants, carry, capacity, once_before
+    )
+    return made, "torch", None
+
+
 @pytest.fixture
 def _by_replays(monkeypatch):
-    """Let torch run the graph of an iteration, and copy its results over its inputs."""
-
-    def by_replays(parts, constants, carry, exact, threads, capacity=0):
-        moved = inductor.on_device(parts, constants[0].device)
-        made = replayed(
-            moved, moved.start.graph, moved.body.graph, constants, carry, capacity, once_before
-        )
-        return made, "torch", None
-
     monkeypatch.setattr(loops, "compile_to_cpp", by_replays)
 
 
@@ -74,7 +74,9 @@ def test_programs_in_replayed_iterations(way):
 
 @pytest.mark.slow
 def test_sums_of_exact_iterations_are_left_to_torch():
-    from adjsim.compiler.exact_kernels import LeaveToTorch
+    from torch._inductor import config
+
+    from adjsim.compiler.exact_kernels import OPTIONS, LeaveToTorch
 
     def function(x, y):
         z = torch.where(x > 0, x * y + 1, y).exp()
@@ -84,6 +86,10 @@ def test_sums_of_exact_iterations_are_left_to_torch():
     LeaveToTorch()(graph)
     left = {str(node.target) for node in graph.nodes if "should_fallback" in node.meta}
     assert left == {"aten.sum.dim_IntList", "aten.mm.default", "aten.mean.default"}
+    # Inductor refuses options that it does not know.
+    with config.patch(OPTIONS):
+        assert config.emulate_precision_casts
+        assert config.eager_numerics.division_rounding
 
 
 @pytest.mark.marathon

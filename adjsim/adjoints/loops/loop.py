@@ -67,7 +67,8 @@ class Loop:
     """A compiled loop.
 
     Attributes:
-        function: the compiled function of constants and carry.
+        function: the compiled function of constants and carry, and on a GPU of functions that the
+            host calls while the GPU works.
         path: how it was compiled.
         source: the file of its C++ source, if it was compiled from one.
         fixed_evaluations: energy evaluations outside of its iterations.
@@ -81,7 +82,7 @@ class Loop:
         sources: the dynamics of the user for which it was compiled or has been checked.
     """
 
-    function: Callable[[LoopConstants, Any], tuple[Any, list[Tensor]]] | None = None
+    function: Callable[..., tuple[Any, list[Tensor]]] | None = None
     path: str = ""
     source: Path | None = None
     fixed_evaluations: int = 0

@@ -180,7 +180,8 @@ class LoopRunner:
         following = self._following(kind, first, count)
         if self.noise is not None and following is not None:
             self.noise.draw_ahead(*following)
-        carry, rows = loop.function(constants, carry)
+        meanwhile = [] if self.noise is None else self.noise.meanwhile
+        carry, rows = loop.function(constants, carry, *meanwhile)
         loop.seconds += time.perf_counter() - began
         # An iteration is a step, unless the carry counts iterations.
         iterations = int(getattr(carry, "iterations", count))

@@ -151,9 +151,9 @@ class PairPotential(PairFormula, Potential):
             if isinstance(operator, Refusal):
                 return f"all pairs, by torch: {operator.reason}"
         if isinstance(operator, PairOperator):
-            spec, kernels = operator.form.spec, KERNEL_CLASSES[operator.form.spec.device]
-            near = spec.skin is not None and (kernels.lists_in_loops or not compiled)
-            return ("neighbour list" if near else "all pairs") + kernels.by
+            spec = operator.form.spec
+            near = "all pairs" if spec.skin is None else "neighbour list"
+            return near + KERNEL_CLASSES[spec.device].by
         near = not compiled and evaluator.by_torch(pair, position, "truncated_slope") is listed
         return f"{'neighbour list' if near else 'all pairs'}, by torch: {operator.reason}"
 

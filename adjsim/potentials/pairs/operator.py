@@ -3,7 +3,7 @@
 On the CPU they evaluate all pairs of a small system and a neighbour list of a large one
 (:mod:`~.kernels.kernel`). Each atom sums its neighbours in the order of their numbers, so the
 result has the same bits with a list and without, whatever its skin. On a GPU they evaluate all
-pairs, and outside of compiled loops a neighbour list of the largest systems (:mod:`~.kernels.gpu`).
+pairs, and a neighbour list of the largest systems (:mod:`~.kernels.gpu`).
 """
 
 from __future__ import annotations
@@ -104,9 +104,8 @@ def form_of(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
         return reason
     box, device = pair.image_box, position.device.type
     kernels, skin = KERNEL_CLASSES[device], skin_of(pair, position)
-    if not kernels.lists_in_loops:
-        listed = pair.cutoff is not None and not is_tracing()
-        skin = skin_of(pair, position, by_tiles=True) if listed else None
+    if kernels.lists_need_cutoff:
+        skin = None if pair.cutoff is None else skin_of(pair, position, by_tiles=True)
     spec = KernelSpec(
         mode=FORCE,
         dtype=position.dtype,

@@ -29,7 +29,7 @@ from adjsim.potentials.pairs.kernels.kernel import (
 class CppKernel(Kernel):
     """A kernel of the CPU, compiled from C++."""
 
-    by, slower_than_loops, lists_in_loops = "", True, True
+    by, slower_than_loops, lists_need_cutoff = "", True, False
     sums_tables, takes_rows = True, True
 
     def __init__(

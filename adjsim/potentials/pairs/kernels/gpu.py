@@ -18,7 +18,8 @@ from torch.fx import GraphModule
 
 from adjsim.compiler import UnprintableError
 from adjsim.core.layout import outside_tracing
-from adjsim.core.neighbour_list import NearestImages, NeighbourPairs
+from adjsim.core.lists_in_loops import listed_rows
+from adjsim.core.neighbour_list import NearestImages
 from adjsim.potentials.pairs.kernels.kernel import (
     ATOM,
     FUNCTION,
@@ -50,7 +51,7 @@ def has_triton() -> bool:
 class TritonKernel(Kernel):
     """A kernel of a GPU, compiled by Triton when it is made."""
 
-    by, slower_than_loops, lists_in_loops, sums_tables = ", by Triton", False, False, False
+    by, slower_than_loops, lists_need_cutoff, sums_tables = ", by Triton", False, True, False
 
     def __init__(
         self, spec: KernelSpec, functions: Any, slope: Any, lookups: Sequence[int] = ()
@@ -145,16 +146,17 @@ class TritonKernel(Kernel):
             for name in spec.outputs
         }
         rows = {f"to_gradient{k}": flat.new_empty(systems, atoms) for k in spec.gradients}
-        spacing, near = given.spacing, None
+        spacing, near, finite = given.spacing, dict[str, Tensor](), None
         if spec.skin is not None:
             assert spec.cutoff is not None
             listed = NearestImages(spec.cutoff, spec.skin, given.box, given.exclusions)
-            near = listed.pairs(flat)
+            neighbours, starts, finite = listed_rows(listed, flat)
+            near = {"neighbours": neighbours, "starts": starts}
         known: dict[str, Any] = {
             **given._asdict(),
             **{f"operand{k}": x for k, x in enumerate(given.operands)},
-            **(_by_atom(given.exclusions, atoms) if spec.excluded and near is None else {}),
-            **({} if near is None else _by_row(near, systems * atoms)),
+            **(_by_atom(given.exclusions, atoms) if spec.excluded and not near else {}),
+            **near,
             **results,
             **rows,
             "atoms": atoms,
@@ -169,9 +171,9 @@ class TritonKernel(Kernel):
             self.program[(systems * blocks,)](
                 *(known[name] for name in (*tensors, *numbers)), **self.options
             )
-        if near is not None:
+        if finite is not None:
             # Systems that are not finite have no pairs.
-            lost = torch.where(near.finite, 0.0, torch.nan).to(flat)
+            lost = flat.new_zeros(systems).masked_fill_(~finite, torch.nan)
             for x in (*results.values(), *rows.values()):
                 x += lost.reshape(-1, *[1] * (x.ndim - 1))
         found = [
@@ -199,12 +201,6 @@ def _by_atom(exclusions: Any, atoms: int) -> dict[str, Tensor]:
     own = torch.arange(atoms + 1, device=first.device)
     starts = torch.searchsorted(first.contiguous(), own)
     return {"excluded": second.contiguous(), "starts": starts}
-
-
-def _by_row(near: NeighbourPairs, atoms: int) -> dict[str, Tensor]:
-    """Return the neighbours of all atoms, and where those of each start."""
-    ends = torch.arange(atoms + 1, device=near.i.device)
-    return {"neighbours": near.j, "starts": torch.searchsorted(near.i, ends)}
 
 
 def _strides(name: str, x: Tensor) -> dict[str, int]:

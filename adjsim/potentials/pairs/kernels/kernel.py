@@ -253,8 +253,8 @@ class Kernel(ABC):
     by: ClassVar[str]
     # Whether loops of a compiled step evaluate all pairs faster.
     slower_than_loops: ClassVar[bool]
-    # Whether kernels of compiled loops take pairs from a neighbour list.
-    lists_in_loops: ClassVar[bool]
+    # Whether pairs without a cutoff are never taken from a neighbour list.
+    lists_need_cutoff: ClassVar[bool]
     # Whether they sum the gradients of tables and of functions in tables.
     sums_tables: ClassVar[bool]
     # Whether they take vectors with an axis of rows before those of the positions.
