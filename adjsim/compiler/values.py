@@ -140,7 +140,8 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 class Value:
     """A tensor of the graph that lies in a buffer: an input, or a stored result.
 
-    ``origin`` names the traced operation and the line of code that it comes from.
+    ``origin`` names the traced operation and the line of code that it comes from. An operation is
+    ``slow`` if it takes much longer than a product: 1 for a root or a quotient, 2 for a function.
     """
 
     shape: tuple[int, ...]
@@ -150,6 +151,7 @@ class Value:
     strides: tuple[int, ...] = ()
     origin: str = ""
     own_cost = 1
+    slow = 0
 
     @property
     def numel(self) -> int:
@@ -260,6 +262,7 @@ class Pointwise(Lazy):
     expression: Callable[..., str] = str
     refuses: bool = False
     own_cost: int = 1
+    slow: int = 0
 
     def print(self, body: Body, index: Indices) -> str:
         body.refuses |= self.refuses
