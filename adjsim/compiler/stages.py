@@ -23,7 +23,7 @@ class Statement:
 
     Attributes:
         line: its text, with the variables ``operands``.
-        slow: that of its value.
+        slow: that of its value: 1 for a root or a quotient, 2 for a function.
         repeated: whether stages repeat it: a read, or a condition, which arrays would widen.
     """
 

@@ -25,8 +25,7 @@ TYPES = {
 # Number of operations per element from which a value that is read more than once is stored.
 CHEAP = 4
 # Rows of more than LANES / 2 and fewer than LONG elements are padded to a multiple of LANES.
-LANES = 8
-LONG = 64
+LANES, LONG = 8, 64
 # Gives a value a buffer: :meth:`adjsim.compiler.graph.Lowering.store`.
 Store = Callable[..., None]
 
@@ -140,8 +139,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 class Value:
     """A tensor of the graph that lies in a buffer: an input, or a stored result.
 
-    ``origin`` names the traced operation and the line of code that it comes from. An operation is
-    ``slow`` if it takes much longer than a product: 1 for a root or a quotient, 2 for a function.
+    ``origin`` names the traced operation and the line of code that it comes from.
     """
 
     shape: tuple[int, ...]
@@ -150,8 +148,7 @@ class Value:
     buffer: Buffer | None = None
     strides: tuple[int, ...] = ()
     origin: str = ""
-    own_cost = 1
-    slow = 0
+    own_cost, slow = 1, 0
 
     @property
     def numel(self) -> int:
