@@ -131,9 +131,9 @@ class Reweighting(Estimator):
         """Compute the effective share of the stored frames for each group of parameters alone.
 
         The share of a group is ``(sum w)^2 / sum w^2 / n`` with the weights of dynamics whose
-        parameters of this group have their present numbers, and all others those with which the
-        frames were sampled. It tells which parameters have used the frames up. A group takes one
-        evaluation of the energies of all frames. Every rank of a run calls this method.
+        parameters of this group have their present numbers, and all others that require grad those
+        with which the frames were sampled. It tells which parameters have used the frames up. A
+        group takes one evaluation of the energies of all frames. Every rank calls this method.
 
         Args:
             groups: the names of the parameters of each group, as in ``estimate.grad``; None: a

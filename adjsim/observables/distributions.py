@@ -52,7 +52,7 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
         raise ValueError(f"radial_distribution needs a frame; position has shape {tuple(q.shape)}.")
     largest, atoms = float(bounds[-1]), q.shape[-2]
 
-    def histogram(pairs: PairVectors) -> Tensor:
+    def counted(pairs: PairVectors) -> Tensor:
         return torch.histogram(pairs.distance.double().cpu(), bounds).hist
 
     frames = q.reshape(-1, *q.shape[-2:])
@@ -60,7 +60,7 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
     each = cells * len(frames) if len(cells) == 1 else cells
     counts = torch.stack(
         [
-            sum_over_pairs(frame, cell, largest, histogram) * float(volume(cell))
+            sum_over_pairs(frame, cell, largest, counted) * float(volume(cell))
             for frame, cell in zip(frames, each, strict=True)
         ]
     ).mean(0)
@@ -78,14 +78,14 @@ def histogram(
     values, and a division by the widths of the bins makes densities.
 
     Without ``width`` a share is 0 or 1, as in ``numpy.histogram``: bins hold their lower edge, the
-    last one both edges, and there is no gradient. With a width it is the share of a Gaussian about
-    the value, differentiable in the values::
+    last one both edges, NaN is in no bin, and there is no gradient. With a width the share is that
+    of a Gaussian about the value, differentiable in the values::
 
         share of bin k = Phi((e_{k+1} - x) / width) - Phi((e_k - x) / width)
         Phi(y)         = (1 + erf(y / sqrt(2))) / 2
 
-    The expectation of a smooth histogram is that of values with added noise. A width of half a bin
-    or less changes it little, and makes gradients larger than their signal.
+    A smooth histogram is that of values with noise of this width. A width of half a bin changes it
+    little; a smaller one makes gradients noisy.
 
     Args:
         values: ``(*batch, n)``, such as distances, in the unit of the edges.
