@@ -27,6 +27,7 @@ from adjsim.compiler.halves import is_halved
 from adjsim.compiler.operations import (
     COPIES,
     LOGICAL,
+    SLOW,
     filling,
     is_inexact,
     literal,
@@ -345,6 +346,11 @@ class Lowering:
                 raise UnprintableError(f"sum of {x.dtype} to {meta.dtype}")
         if x.numel == 0:
             return Literal(tuple(meta.shape), meta.dtype, text=literal(0, meta.dtype))
+        if all(x.shape[axis] == 1 for axis in axes):
+            # A stored sum would keep the loop of its readers from computing it.
+            drop = len(meta.shape) < len(x.shape)
+            found = VIEWS["squeeze"](x.shape, axes) if drop else tuple
+            return View(tuple(meta.shape), meta.dtype, (x,), map=found)
         # The sums have the memory order of their operand.
         dropped = () if len(meta.shape) == len(x.shape) else axes
         strides = tuple(stride for axis, stride in enumerate(x.strides) if axis not in dropped)
@@ -384,6 +390,7 @@ class Lowering:
             # Vectors and single numbers have other last bits. So a value of more than one reader is
             # stored, or a maximum would not be equal to its element.
             own_cost=CHEAP if is_inexact(base, node.args) and not self.exact else 1,
+            slow=2 if is_inexact(base, node.args) else int(base in SLOW),
         )
         if short == shape:
             return value

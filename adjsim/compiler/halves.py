@@ -23,11 +23,11 @@ from typing import Any
 
 from adjsim.compiler.nests import PARALLEL_WORK, Nest, Task, tree
 from adjsim.compiler.operations import literal
+from adjsim.compiler.stages import StagedBody
 from adjsim.compiler.values import (
     LANES,
     TYPES,
     Arange,
-    Body,
     Index,
     Indices,
     Lazy,
@@ -45,6 +45,8 @@ from adjsim.compiler.values import (
 FEWEST, MOST = 4 * LANES, 1024
 # The parts of a large matrix that threads share, of which each has every eighth row.
 PARTS = 8
+# The numbers of a row that wait between stages: four vectors.
+WAITING = 4 * LANES
 # The largest number of operations for the terms of both orders, over that for one.
 MORE = 1.2
 # The printed operations of one number that change its sign with that of the number: products and
@@ -163,20 +165,20 @@ class Elements:
         return self._numbers[key]
 
 
-class PairBody(Body):
+class PairBody(StagedBody):
     """Statements for the elements of a pair in both orders, with common ones computed once."""
 
     def __init__(self, fused: Set[Lazy]) -> None:
-        super().__init__("v", fused=fused)
+        super().__init__(fused)
         self._elements, self._names = Elements(), dict[int, tuple[str, int]]()
 
-    def compute(self, value: Lazy, index: Indices) -> str:
+    def computed(self, value: Lazy, index: Indices) -> str:
         number, sign = self._elements.number(value, index)
         if number not in self._names:
             # Operands may have the same number: that of a negated value.
-            self._names.setdefault(number, (super().compute(value, index), sign))
+            self._names.setdefault(number, (super().computed(value, index), sign))
         name, known = self._names[number]
-        return name if sign == known else self.define(value.dtype, f"-{name}")
+        return name if sign == known else self.defined(value.dtype, f"-{name}", [name])
 
 
 def is_halved(value: Reduced) -> bool:
@@ -249,22 +251,34 @@ class HalfNest(Nest):
         lines += [f"{kind}* {name}c = {name}p + {size} * part;" for name, kind, _ in sums]
         lines.append(f"for (int64_t {outer} = part; {outer} < {n}; {outer} += {self.parts}) {{")
         lines += [f"partial_sums<{kind}> {name} = {{}};" for name, kind, _ in sums]
+        arrays, stages = self.body.stages([x for pair in self.pairs for x in pair], WAITING)
+        first = f"{outer} / {LANES} * {LANES}"
         lines += [
-            f"for (int64_t step = {outer} / {LANES} * {LANES}; step < {n}; step += {LANES}) {{",
-            f"const int64_t b = step < {n - LANES} ? step : {n - LANES};",
+            f"for (int64_t block = {first}; block < {n}; block += {WAITING}) {{",
+            f"const int64_t end = block < {n - WAITING} ? block + {WAITING} : {n};",
+            *arrays,
+        ]
+        head = [
+            f"for (int64_t step = block; step < end; step += {LANES}) {{",
             # The last vector begins early, and its first numbers have been added before.
+            f"const int64_t b = step < {n - LANES} ? step : {n - LANES}, at = step - block;",
+        ]
+        simd = [
+            "#pragma omp simd",
+            f"for (int64_t l = 0; l < {LANES}; ++l) {{",
+            f"const int64_t {inner} = b + l;",
+        ]
+        for stage in stages[:-1]:
+            lines += [*head, *simd, *stage, "}", "}"]
+        lines += [
+            *head,
             f"const int64_t first = (step < {outer} ? {outer} : step) - b;",
             f"const int64_t above = (step > {outer} ? step : {outer} + 1) - b;",
         ]
         lines += [
             f"alignas(64) {kind} {name}t[{LANES}], {name}u[{LANES}];" for name, kind, _ in sums
         ]
-        lines += [
-            "#pragma omp simd",
-            f"for (int64_t l = 0; l < {LANES}; ++l) {{",
-            f"const int64_t {inner} = b + l;",
-            *self.body.lines,
-        ]
+        lines += [*simd, *stages[-1]]
         for (name, _, _), pair in zip(sums, self.pairs, strict=True):
             along, across = pair if inner == self.column else pair[::-1]
             lines.append(f"{name}t[l] = {along}, {name}u[l] = {across};")
@@ -275,7 +289,7 @@ class HalfNest(Nest):
                 f"{name} += from<{kind}>(first, {name}t);",
                 f"*(terms<{kind}>*)({name}c + b) += from<{kind}>(above, {name}u);",
             ]
-        lines.append("}")
+        lines += ["}", "}"]
         for name, _, task in sums:
             at = task.target(task.index([outer], [inner]))
             lanes = tree([f"{name}[{lane}]" for lane in range(LANES)])

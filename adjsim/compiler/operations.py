@@ -221,6 +221,9 @@ FILLED = {
 FILLED_WITH = {"scalar_tensor": 0, "full": 1, "full_like": 1, "fill": 1, "new_full": 2}
 # Functions for quotients rounded down, and for their remainders.
 QUOTIENTS = {"floor_divide": "floor_quotient", "remainder": "floor_rest"}
+# Operations of IEEE 754 that take several times as long as a product. A value of one of them has
+# the number 1 in ``slow``, that of a function such as exp 2, and any other 0.
+SLOW = ("div", "reciprocal", "sqrt", "rsqrt")
 # Operations that are not printed for integers.
 OF_FRACTIONS = ("fmod", "reciprocal", "sqrt", "rsqrt", "floor", "ceil", "trunc")
 

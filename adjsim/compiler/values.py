@@ -25,8 +25,7 @@ TYPES = {
 # Number of operations per element from which a value that is read more than once is stored.
 CHEAP = 4
 # Rows of more than LANES / 2 and fewer than LONG elements are padded to a multiple of LANES.
-LANES = 8
-LONG = 64
+LANES, LONG = 8, 64
 # Gives a value a buffer: :meth:`adjsim.compiler.graph.Lowering.store`.
 Store = Callable[..., None]
 
@@ -149,7 +148,7 @@ class Value:
     buffer: Buffer | None = None
     strides: tuple[int, ...] = ()
     origin: str = ""
-    own_cost = 1
+    own_cost, slow = 1, 0
 
     @property
     def numel(self) -> int:
@@ -260,6 +259,7 @@ class Pointwise(Lazy):
     expression: Callable[..., str] = str
     refuses: bool = False
     own_cost: int = 1
+    slow: int = 0
 
     def print(self, body: Body, index: Indices) -> str:
         body.refuses |= self.refuses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic
@@ -42,7 +43,8 @@ class Reweighting(Estimator):
     ``diagnostics["weights_ess"]`` is the effective share, ``["sampled"]`` whether this call
     sampled, and ``["ess"]`` the number of independent samples that are left. ``["drift"]`` is the
     difference between the second and the first half of the stored frames, for each entry of the
-    observable. :meth:`surrogate` returns the weighted mean as a differentiable tensor.
+    observable. :meth:`surrogate` returns the weighted mean as a differentiable tensor, and
+    :meth:`effective_shares` tells which parameters have used the frames up.
 
     Args:
         every: time between stored frames; None: that of the ``TimeAverage`` if it has a stride,
@@ -122,6 +124,37 @@ class Reweighting(Estimator):
             logs = torch.cat([samples.log_weight(i, bath, dynamics) for i in samples.states])
             values = torch.cat([function(state) for state in samples.states.values()])
             return _weighted(torch.softmax(logs, 0), values).sum(0)
+
+    def effective_shares(
+        self, groups: Mapping[str, Sequence[str]] | None = None
+    ) -> dict[str, float]:
+        """Compute the effective share of the stored frames for each group of parameters alone.
+
+        The share of a group is ``(sum w)^2 / sum w^2 / n`` with the weights of dynamics whose
+        parameters of this group have their present numbers, and all others that require grad those
+        with which the frames were sampled. It tells which parameters have used the frames up. A
+        group takes one evaluation of the energies of all frames. Every rank calls this method.
+
+        Args:
+            groups: the names of the parameters of each group, as in ``estimate.grad``; None: a
+                group for each parameter that requires grad.
+
+        Raises:
+            RuntimeError: there are no samples yet.
+            ValueError: a name that is not of a parameter with which the frames were sampled.
+        """
+        samples = self._samples
+        if samples is None:
+            raise RuntimeError("Reweighting has no samples yet; call it first.")
+        found = {name: [name] for name in samples.start} if groups is None else groups
+        unknown = [name for names in found.values() for name in names if name not in samples.start]
+        if unknown:
+            raise ValueError(
+                f"{unknown[0]!r} is no parameter that required grad when the frames were sampled; "
+                f"these are {', '.join(samples.start) or 'none'}."
+            )
+        ranks = Ranks.of(None)
+        return {group: samples.share_of({*names}, ranks) for group, names in found.items()}
 
     def combine(
         self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
@@ -211,6 +244,7 @@ class Reweighting(Estimator):
             counts[-1][1],
             work.ranks.rank,
             boxes_of(dynamics),
+            {name: x.detach().clone() for name, x in dynamics.trainable().items()},
         )
 
     def __repr__(self) -> str:
@@ -221,7 +255,8 @@ class Reweighting(Estimator):
 class _Samples(Generic[State]):
     """Frames of a rank's chunks, flattened over time and replicas.
 
-    The reduced energies are those at sampling, without the terms of the bath and with them.
+    The reduced energies are those at sampling, without the terms of the bath and with them, and
+    ``start`` has the parameters at sampling.
     """
 
     simulation: Simulation[State]
@@ -233,6 +268,7 @@ class _Samples(Generic[State]):
     pairs: Any
     rank: int
     boxes: list[Tensor]
+    start: dict[str, Tensor]
 
     def serve(self, request: Request[State], skip: float, ranks: Ranks) -> bool:
         """Return whether weights can turn the samples, of the same boxes, to those of a request."""
@@ -262,8 +298,20 @@ class _Samples(Generic[State]):
         return torch.cat(work.shared(len(self.sizes), lambda i: self.log_weight(i, bath)))
 
     def effective_share(self, bath: bool, work: Work) -> float:
-        w = torch.softmax(self.log_weights(bath, work), 0)
-        return 1.0 / float((w**2).sum() * len(w))
+        return _effective_share(self.log_weights(bath, work))
+
+    @torch.no_grad()
+    def share_of(self, names: Set[str], ranks: Ranks) -> float:
+        """Return the effective share if parameters of other names had not changed."""
+        reading = Reading(self.simulation.dynamics)
+        tensors = [
+            x if name in names else self.start.get(name, x)
+            for name, x in zip(reading.names, reading.tensors, strict=True)
+        ]
+        dynamics = reading.bound(tensors)
+        # Without the variables of a bath, which the potential does not depend on.
+        parts = ranks.share(len(self.sizes), lambda i: self.log_weight(i, False, dynamics))
+        return _effective_share(torch.cat(parts))
 
     def reweighted(self, i: int, observable: TimeAverage, bath: bool, largest: float) -> Chunk:
         """Compute one chunk's means of w O and of w, and their derivatives.
@@ -295,3 +343,8 @@ def boxes_of(dynamics: Dynamics[State]) -> list[Tensor]:
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:
     return weights.reshape(-1, *[1] * (values.ndim - 1)) * values
+
+
+def _effective_share(logs: Tensor) -> float:
+    w = torch.softmax(logs, 0)
+    return 1.0 / float((w**2).sum() * len(w))

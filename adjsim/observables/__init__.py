@@ -14,6 +14,7 @@ from adjsim.observables.conformation import (
 )
 from adjsim.observables.distributions import (
     angular_distribution,
+    histogram,
     radial_distribution,
     smooth_radial_distribution,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "flexibility",
     "gyration_tensor",
     "heat_capacity",
+    "histogram",
     "hydrogen_bonds",
     "kinetic_temperature",
     "mean_squared_deviation",

@@ -52,7 +52,7 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
         raise ValueError(f"radial_distribution needs a frame; position has shape {tuple(q.shape)}.")
     largest, atoms = float(bounds[-1]), q.shape[-2]
 
-    def histogram(pairs: PairVectors) -> Tensor:
+    def counted(pairs: PairVectors) -> Tensor:
         return torch.histogram(pairs.distance.double().cpu(), bounds).hist
 
     frames = q.reshape(-1, *q.shape[-2:])
@@ -60,12 +60,71 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
     each = cells * len(frames) if len(cells) == 1 else cells
     counts = torch.stack(
         [
-            sum_over_pairs(frame, cell, largest, histogram) * float(volume(cell))
+            sum_over_pairs(frame, cell, largest, counted) * float(volume(cell))
             for frame, cell in zip(frames, each, strict=True)
         ]
     ).mean(0)
     shells = 4 / 3 * math.pi * (bounds[1:] ** 3 - bounds[:-1] ** 3)
     return (counts / (atoms * (atoms - 1) / 2) / shells).to(q.device)
+
+
+def histogram(
+    values: Array, edges: Array, *, width: float | int | None = None, period: float | None = None
+) -> Tensor:
+    """Compute the share of each value that is in each bin, ``(*batch, n, bins)``.
+
+    The mean over frames is the histogram of each value, so ``TimeAverage`` of this function is that
+    of a run: of distances, or with ``period=2 * math.pi`` of :func:`dihedrals`. A sum over n pools
+    values, and a division by the widths of the bins makes densities.
+
+    Without ``width`` a share is 0 or 1, as in ``numpy.histogram``: bins hold their lower edge, the
+    last one both edges, NaN is in no bin, and there is no gradient. With a width the share is that
+    of a Gaussian about the value, differentiable in the values::
+
+        share of bin k = Phi((e_{k+1} - x) / width) - Phi((e_k - x) / width)
+        Phi(y)         = (1 + erf(y / sqrt(2))) / 2
+
+    A smooth histogram is that of values with noise of this width. A width of half a bin changes it
+    little; a smaller one makes gradients noisy.
+
+    Args:
+        values: ``(*batch, n)``, such as distances, in the unit of the edges.
+        edges: ``(bins + 1,)``, increasing.
+        width: standard deviation of the Gaussian, or None.
+        period: the period of angles, or None. Values are then taken in the period from the first
+            edge on, and Gaussians are summed over three periods; edges span one period or less.
+
+    Raises:
+        ValueError: edges that do not increase, or span more than a period; a width or a period
+            that is not positive.
+    """
+    x = as_tensor("values", values)
+    with outside_tracing():
+        bounds = as_tensor("edges", edges).detach()
+        if bounds.ndim != 1 or len(bounds) < 2 or not bool((bounds[1:] > bounds[:-1]).all()):
+            raise wrong_shape("edges", "at least two increasing numbers", bounds)
+        turn = None if period is None else as_positive("period", period)
+        span = float(bounds[-1] - bounds[0])
+        if turn is not None and span > turn * (1 + 1e-6):
+            raise ValueError(f"edges span {span:g}, which is more than the period {turn:g}.")
+        bounds = bounds.to(x)
+    if width is None:
+        x = x.detach().unsqueeze(-1)
+        if turn is not None:
+            x = torch.remainder(x - bounds[0], turn) + bounds[0]
+        with outside_tracing():
+            # The last bin holds its upper edge.
+            last = torch.nextafter(bounds[-1:], torch.full_like(bounds[-1:], math.inf))
+            upper = torch.cat([bounds[1:-1], last])
+        return ((x >= bounds[:-1]) & (x < upper)).to(x)
+    size = as_positive("width", width) * math.sqrt(2)
+    if turn is None:
+        below = torch.erf((bounds - x.unsqueeze(-1)) / size)
+    else:
+        x = x - turn * torch.floor((x.detach() - bounds[0]) / turn)
+        images = (bounds - x.unsqueeze(-1) + turn * k for k in (-1, 0, 1))
+        below = sum((torch.erf(image / size) for image in images), torch.zeros_like(bounds))
+    return 0.5 * (below[..., 1:] - below[..., :-1])
 
 
 def smooth_radial_distribution(

@@ -61,7 +61,7 @@ class Protein:
         i, j = self.pairs
         self.weight = ((j - i) / 10).clamp(max=1.0) * 2 / len(self.alpha) ** 2
         self.target = None if target is None else target[:, i, j]
-        self.initial, self.index, self.keys = {}, {}, []
+        self.initial, self.index, self.keys, self.estimator = {}, {}, [], None
         groups = self._groups()
         for name, x in self.potential.named_parameters():
             x.requires_grad_(name in groups)
@@ -186,6 +186,18 @@ class Protein:
 
         return torch.stack(ranks.share(plan.replicas, one))
 
+    def shares(self):
+        """Return the effective share of the frames of the last gradient, by each kind.
+
+        Of frames that are reweighted: the share if the numbers of one kind had changed
+        since alone. Other estimators store no frames.
+        """
+        if not isinstance(self.estimator, adjsim.Reweighting):
+            return {}
+        names = {name: [f"potential.{name}"] for name in self.index}
+        names["all"] = [x for group in names.values() for x in group]
+        return self.estimator.effective_shares(names)
+
     def gradient(self, kind, plan, means, seed, store=None):
         """Estimate the gradient of the loss at mean moments, with each replica a chunk.
 
@@ -205,8 +217,8 @@ class Protein:
             "reweighting": (adjsim.Reweighting, {}),
             "score": (adjsim.ScoreFunction, {}),
         }[kind]
-        estimator = by_scale(make, self)(**options)
-        return estimator(
+        self.estimator = by_scale(make, self)(**options)
+        return self.estimator(
             self.simulation(plan),
             observable,
             replicas=plan.replicas,

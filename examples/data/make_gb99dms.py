@@ -113,6 +113,9 @@ def train(protein, plan, kind, iterations, rate, seed, folder):
         step = rate * unbiased[0] / (unbiased[1].sqrt() + 1e-12)
         scales = found["scales"] = (torch.tensor(scales) - step).tolist()
         adam = found["adam"] = {"m": m.tolist(), "v": v.tolist()}
+        # How many frames are left after this step, if it changes one kind of numbers.
+        protein.scale(dict(zip(protein.keys, scales, strict=True)))
+        row["shares"] = protein.shares()
         found["rows"].append(row)
         found["seconds"] = begun + time.process_time() - began
         write(path, found)

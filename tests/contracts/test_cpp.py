@@ -651,6 +651,9 @@ PAIR_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "odd": lambda d, q: (torch.where(d.abs() < 2, d, 0.0) / (d**2 + 1) * 0.5).sum(-1),
     "over rows": lambda d, q: (-(d**3) * torch.exp(-d * d)).sum(0, keepdim=True)[0],
     "with a factor": lambda d, q: (torch.exp(-d * d - d.abs()) / (d * d + 1) * q).sum(1),
+    "in stages": lambda d, q: torch.where(
+        d.abs() < 2, torch.exp(-(torch.exp(-d * d) + 1).rsqrt()) * q, d.abs().sqrt()
+    ).sum(1),
     "of sigmoids": lambda d, q: torch.ops.aten.sigmoid_backward(d, d / (d * d + 1)).sum(1),
     "rounded": rounded,
 }
@@ -666,16 +669,22 @@ OTHER_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 )
 def test_sums_over_pairs_compute_each_pair_once(atoms, dtype, exact, monkeypatch):
     """For numbers of points that fill no vector, of which the larger one is shared by parts."""
-    x, q, halved = numbers(atoms, dtype=dtype), numbers(atoms, dtype=dtype, seed=1), []
+    x, q = numbers(atoms, dtype=dtype), numbers(atoms, dtype=dtype, seed=1)
+    nests: list[tuple[HalfNest, list[str]]] = []
     lines = HalfNest.lines
-    monkeypatch.setattr(HalfNest, "lines", lambda nest: [halved.extend(nest.tasks), lines(nest)][1])
+    monkeypatch.setattr(
+        HalfNest, "lines", lambda nest: [nests.append((nest, lines(nest))), lines(nest)][1]
+    )
 
     def function(x: Tensor, q: Tensor) -> Tensor:
         d = x[:, None] - x
         return torch.stack([f(d, q) for f in (PAIR_SUMS | OTHER_SUMS).values()])
 
     found, wanted = printed(function, x, q, exact=exact), function(x, q)
-    assert len({id(task.buffer) for task in halved}) == len(PAIR_SUMS)
+    halved = {id(task.buffer) for nest, _ in nests for task in nest.tasks}
+    assert len(halved) == len(PAIR_SUMS)
+    # An exponential, a root, and an exponential of them end stages of a loop.
+    assert any(sum("at = step - block" in x for x in printed) > 3 for _, printed in nests)
     # Sums of terms of up to about 10.
     allowed = 10 * atoms * torch.finfo(dtype).eps
     torch.testing.assert_close(found, wanted, rtol=allowed, atol=allowed)

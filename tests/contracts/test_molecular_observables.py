@@ -25,6 +25,8 @@ gradcheck, gradgradcheck = (
 )
 PAIRS = [[0, 3], [1, 4], [5, 2]]
 TORSIONS = [[0, 1, 2, 3], [2, 3, 4, 5]]
+EDGES = torch.linspace(0.0, 4.0, 6, dtype=torch.float64)
+TURNS = torch.linspace(-3.1, 3.1, 6, dtype=torch.float64)
 GROUPS = [0, 0, 1, 1, 2, -1]
 BOX = [5.1, 5.3, 5.6]
 TILTED = [[5.2, 0.0, 0.0], [0.7, 5.3, 0.0], [-0.4, 0.6, 5.4]]
@@ -452,6 +454,53 @@ def test_the_smooth_distribution_of_angles():
     assert bool(adjsim.dihedral_distribution(angles, at, width=1e-3).isfinite().all())
 
 
+def measured(state):
+    """Distances of six atoms and their dihedral angles, in bins."""
+    q = state.position
+    r = adjsim.pair_distances(q)
+    angle = adjsim.histogram(adjsim.dihedrals(q, TORSIONS), TURNS, period=2 * math.pi)
+    return torch.cat([adjsim.histogram(r, EDGES), angle], -2)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_average_of_a_histogram_is_that_of_stored_frames(compiled):
+    generator = torch.Generator().manual_seed(2)
+    dynamics = adjsim.Langevin(adjsim.Harmonic(1.0), kT=0.5, friction=1.0)
+    start = dynamics.init(torch.randn(2, 6, 3, generator=generator), generator=generator)
+    run = partial(adjsim.simulate, dynamics, start, solver=adjsim.BAOAB(0.2), generator=3)
+    mean = run([0.0, 4.8], record=adjsim.TimeAverage(measured, every=2), compile=compiled)
+    q = run([0.4 * k for k in range(13)]).position[1:]
+    values = [adjsim.pair_distances(q), adjsim.dihedrals(q, TORSIONS)]
+    known = [
+        [[np.histogram(x[:, i, n], edges)[0] / 12 for n in range(x.shape[-1])] for i in range(2)]
+        for x, edges in zip(values, (EDGES, TURNS), strict=True)
+    ]
+    expected = torch.from_numpy(np.concatenate([np.array(x) for x in known], 1))
+    torch.testing.assert_close(mean.record, expected, rtol=1e-13, atol=1e-15)
+    assert 0.1 < float(expected.max()) < 1
+
+
+def test_a_smooth_histogram():
+    x = torch.tensor([0.3, 1.1, 2.9, -3.0]).requires_grad_()
+    edges = torch.linspace(-math.pi, math.pi, 7)
+    # A narrow kernel has the histogram, and any kernel has all of a value in a period.
+    torch.testing.assert_close(
+        adjsim.histogram(x, edges, width=1e-4), adjsim.histogram(x, edges), rtol=0, atol=1e-12
+    )
+    turn = {"width": 0.4, "period": 2 * math.pi}
+    found = adjsim.histogram(x, edges, **turn)
+    torch.testing.assert_close(found.sum(-1), torch.ones(4), rtol=1e-12, atol=0)
+    moved = adjsim.histogram(x + 4 * math.pi, edges, **turn)
+    torch.testing.assert_close(found, moved, rtol=1e-12, atol=1e-14)
+    assert torch.autograd.gradcheck(partial(adjsim.histogram, edges=edges, **turn), (x,))
+    noise = torch.randn(100_000, generator=torch.Generator().manual_seed(4))
+    counts = adjsim.histogram(x.detach().unsqueeze(-1) + 0.4 * noise, edges, period=2 * math.pi)
+    torch.testing.assert_close(counts.mean(-2), found.detach(), rtol=0, atol=5e-3)
+    # The last bin holds its upper edge, and a period its first.
+    ends = adjsim.histogram([0.0, 1.0, 2.0], [0.0, 1.0, 2.0])
+    torch.testing.assert_close(ends, torch.tensor([[1.0, 0], [0, 1], [0, 1]]))
+
+
 def test_the_histogram_of_angles():
     generator = torch.Generator().manual_seed(9)
     angles = 2 * math.pi * torch.rand(7, 400, generator=generator) - math.pi
@@ -809,6 +858,9 @@ def test_the_curvature_at_the_reference():
         (lambda q: adjsim.dihedral_histogram([], 3), "needs an angle"),
         (lambda q: adjsim.dihedral_histogram([math.nan], 3), "angles has NaN"),
         (lambda q: adjsim.dihedral_histogram([1.0], 0), "bins must be at least 1"),
+        (lambda q: adjsim.histogram(q, [1.0, 1.0]), "edges must be at least two increasing"),
+        (lambda q: adjsim.histogram(q, [0.0, 4.0], period=3.0), "span 4, which is more than"),
+        (lambda q: adjsim.histogram(q, [0.0, 4.0], width=0.0), "width must be positive"),
         (lambda q: adjsim.ramachandran(q, q[:1], [0.0], width=0.1), "must have one shape"),
         (lambda q: adjsim.contacts(q, PAIRS, [1.0, 2.0], width=0.1), r"one number or \(3,\)"),
         (lambda q: adjsim.contacts(q, PAIRS, 0.0, width=0.1), "distance must be positive"),

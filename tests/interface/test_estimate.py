@@ -352,7 +352,10 @@ def test_a_score_averages_every_step_after_the_burn_in_once(burn_in):
 
 def test_reweighted_samples_and_halves_of_two_observables():
     simulation = spring(1.0, time=4.0, solver=adjsim.LeimkuhlerMatthews)
+    kT = simulation.dynamics.kT.requires_grad_()
     estimator = adjsim.Reweighting(every=0.2)
+    with pytest.raises(RuntimeError, match="no samples yet"):
+        estimator.effective_shares()
     both = adjsim.TimeAverage(
         lambda state: torch.stack([state.position[:, 0, 0], state.position[:, 0, 0] ** 2], -1)
     )
@@ -367,6 +370,16 @@ def test_reweighted_samples_and_halves_of_two_observables():
     assert 0.9 < share < 0.9999
     expected = share * first.diagnostics["ess"]
     assert second.diagnostics["ess"] == pytest.approx(expected, rel=1e-9)
+    # One parameter has changed.
+    alone = {"potential.k": pytest.approx(share, rel=1e-12), "kT": pytest.approx(1, rel=1e-12)}
+    assert estimator.effective_shares() == alone
+    kT.data.mul_(0.9)
+    third = estimator(simulation, both, replicas=64, generator=0).diagnostics["weights_ess"]
+    assert abs(third - share) > 0.01
+    found = estimator.effective_shares({"k": ["potential.k"], "all": ["kT", "potential.k"]})
+    assert found == {"k": alone["potential.k"], "all": pytest.approx(third, rel=1e-12)}
+    with pytest.raises(ValueError, match="'mass' is no parameter"):
+        estimator.effective_shares({"all": ["mass"]})
 
 
 @pytest.mark.parametrize("h", [0.0, -0.5])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import adjsim
+from tests.reach.ranks import on_ranks
 
 pytest.importorskip("openmm")
 DATA = Path(adjsim.__file__).parents[1] / "examples" / "data"
@@ -74,6 +75,31 @@ def test_a_killed_training_goes_on_with_the_same_numbers(scripts, double, tmp_pa
     assert (tmp_path / "killed" / "training.png").exists()
     with pytest.raises(ValueError, match="other settings"):
         make.train(peptide(gb99dms), plan, "score", 2, 0.01, 3, tmp_path / "killed")
+
+
+def averaged():
+    """Return the bits of moments and gradients of three replicas, and shares of frames."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(DATA))
+        import gb99dms
+    protein, plan = peptide(gb99dms), gb99dms.Plan(4, 0, 2, 3, compile=False)
+    means = protein.means(plan, 1)
+    numbers = [means]
+    for kind in ("exact path", "reweighting"):
+        found = protein.gradient(kind, plan, means, 1)
+        numbers += [found.value, found.grad["scales"], found.grad_stderr["scales"]]
+    protein.scale(dict.fromkeys(protein.keys, 1.01))
+    return [x.numpy().tobytes() for x in numbers], protein.shares()
+
+
+@pytest.mark.slow
+def test_a_gradient_of_two_processes_has_the_bits_of_one(double):
+    """Three replicas, of which one process has two."""
+    numbers, shares = averaged()
+    assert on_ranks(2, averaged) == [(numbers, shares)] * 2
+    assert all(0 < share <= 1 + 1e-12 for share in shares.values())
+    assert shares["all"] < 1 - 1e-9
+    assert shares["coulomb.charge"] != shares["torsions.k"]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from adjsim.core.rows import has_rows
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs import dense
-from adjsim.potentials.pairs.kernels.kernel import ENERGY, FORCE, NUMBER, PRODUCT, SLOPES
+from adjsim.potentials.pairs.kernels.kernel import ATOM, ENERGY, FORCE, NUMBER, PRODUCT, SLOPES
 from adjsim.potentials.pairs.operator import PairOperator
 from adjsim.potentials.products import DeferredVJP, Pullback, Tensors, VJPSum
 
@@ -70,7 +70,9 @@ def gradients_by_rows(operator: PairOperator, deferred: DeferredVJP) -> list[Ten
     """Compute the cotangents of operands, with numbers expanded over the rows of pairs.
 
     The compiler then fuses the sum over each row with the loop over pairs of the compiled step,
-    while a sum over all pairs would need another loop.
+    while a sum over all pairs would need another loop. The terms of a pair are the same in both
+    orders. So the gradient of a number of an atom is twice the sum over the pairs where this atom
+    is the first, of which a compiled loop takes each pair once (halves.py).
     """
     rows = (*deferred.x.shape[:-1], 1)
     leaves = [
@@ -78,13 +80,15 @@ def gradients_by_rows(operator: PairOperator, deferred: DeferredVJP) -> list[Ten
         for x, kind in zip(operator.operands, operator.form.spec.kinds, strict=True)
     ]
     with torch.enable_grad():
-        slope = operator.by_torch(leaves).truncated_slope(deferred.x)
+        slope = operator.by_torch(leaves, fixed=True).truncated_slope(deferred.x)
         total = (deferred.weight * slope).sum()
     wanted = [leaves[k] for k in operator.wanted]
     if not wanted:
         return []
     grads = torch.autograd.grad(total, wanted, materialize_grads=True)
     likes = [operator.operands[k] for k in operator.wanted]
+    kinds = [operator.form.spec.kinds[k] for k in operator.wanted]
+    grads = [2 * x if kind == ATOM else x for kind, x in zip(kinds, grads, strict=True)]
     return [
         grad.sum().reshape(like.shape) if like.numel() == 1 else grad
         for like, grad in zip(likes, grads, strict=True)

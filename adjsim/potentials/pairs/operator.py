@@ -344,8 +344,11 @@ class PairOperator:
 
         return formula
 
-    def by_torch(self, operands: Sequence[Tensor]) -> PairFormula:
-        """Return the potential with these operands, for torch operations over all pairs."""
+    def by_torch(self, operands: Sequence[Tensor], fixed: bool = False) -> PairFormula:
+        """Return the potential with these operands, for torch operations over all pairs.
+
+        With ``fixed``, numbers of the second atoms of pairs have no gradient.
+        """
         values: dict[str, Operand] = {}
         species = self.pair.species
         for name, kind, value in zip(self.form.names, self.form.spec.kinds, operands, strict=True):
@@ -354,7 +357,7 @@ class PairOperator:
             values[name] = (
                 read_at(value)
                 if kind == FUNCTION
-                else (value.unsqueeze(-1), value)
+                else (value.unsqueeze(-1), value.detach() if fixed else value)
                 if kind == ATOM
                 else value
             )

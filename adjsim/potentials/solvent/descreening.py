@@ -38,7 +38,8 @@ class Descreening:
     ) -> None:
         self.r, self.rho, self.t, self.contained = r, rho, t, contained
         outer, self.gap = r + t, (r - t).abs()
-        inner = torch.maximum(self.gap, rho)
+        self.apart = self.gap > rho
+        inner = torch.where(self.apart, self.gap, rho)
         # One comparison instead of two masks, which compiled loops would widen.
         self.counts = torch.where(included, outer, 0.0) > rho
         # A sphere of negative radius has no logarithm where it does not count.
@@ -47,14 +48,15 @@ class Descreening:
         ends = outer * inner
         share = 1 / (r * ends)
         self.far, self.near, self.inverse = r * inner * share, r * outer * share, ends * share
-        self.squares = self.far * self.far - self.near * self.near
-        self.log = torch.log(inner * self.far)
+        # Terms that H has in common with its derivatives.
+        self.quarter = 0.25 * (self.far * self.far - self.near * self.near)
+        self.log = 0.5 * self.inverse * torch.log(inner * self.far)
+        image = t * t * self.inverse
+        self.image, self.sum, self.skew = image, r + image, r - image
 
     def value(self) -> Tensor:
         """Compute H."""
-        skew = self.r - self.t * self.t * self.inverse
-        value = self.near - self.far + 0.25 * skew * self.squares + 0.5 * self.inverse * self.log
-        value = 0.5 * value
+        value = 0.5 * (self.near - self.far + self.skew * self.quarter + self.log)
         if self.contained:
             value = value + torch.where(self._inside(), 1 / self.rho - self.near, 0.0)
         return self._masked(value)
@@ -66,10 +68,10 @@ class Descreening:
     def curvature(self) -> Tensor:
         """Compute d2H/ds2."""
         square, cube = self.inverse * self.inverse, self.near * self.near * self.near
-        second = (
-            0.25 * (1 + self.t * self.t * square) * self._change_of_squares()
-            - self.inverse * square * (0.5 * self.t * self.t * self.squares - self.log)
-            - 0.5 * square * (self._moved() * self.near - self.far)
+        second = self.inverse * (
+            0.25 * self.sum * self._change_of_squares()
+            - 2 * self.inverse * (self.image * self.quarter - self.log)
+            - 0.5 * self.inverse * (self._moved() * self.near - self.far)
         )
         if not self.contained:
             second = second + torch.where(self._inside(), 4 * cube, 0.0)
@@ -77,9 +79,9 @@ class Descreening:
 
     def by_other(self) -> tuple[Tensor, Tensor]:
         """Compute dH/dt and d2H/dt ds."""
-        ratio = 0.25 * self.t * self.inverse
-        value = -ratio * self.squares
-        along = ratio * (self.inverse * self.squares - self._change_of_squares())
+        ratio = self.t * self.inverse
+        value = -ratio * self.quarter
+        along = ratio * (self.inverse * self.quarter - 0.25 * self._change_of_squares())
         if not self.contained:
             square = self.near * self.near
             value = value - torch.where(self._inside(), square, 0.0)
@@ -88,10 +90,10 @@ class Descreening:
 
     def by_own(self) -> tuple[Tensor, Tensor]:
         """Compute dH/drho and d2H/drho ds."""
-        near, i, square = self.near, self.inverse, self.t * self.t
+        near, i, square = self.near, self.inverse, self.near * self.near
         crossing = self.gap < self.rho
-        value = 0.5 * near * (0.5 * (self.r - square * i) * near * near + 0.5 * i - near)
-        along = 0.125 * i * near * ((1 + square * i * i) * near * near - i * i)
+        value = 0.5 * near * (0.5 * (self.skew * square + i) - near)
+        along = 0.125 * i * i * near * (self.sum * square - i)
         value = torch.where(crossing, value, 0.0)
         if self.contained:
             value = torch.where(self._inside(), -1 / (self.rho * self.rho), value)
@@ -99,8 +101,7 @@ class Descreening:
 
     def _along(self) -> Tensor:
         """Compute 2 dH/dr."""
-        square = self.inverse * self.inverse
-        value = 0.25 * (1 + self.t * self.t * square) * self.squares - 0.5 * square * self.log
+        value = self.inverse * (self.sum * self.quarter - self.log)
         if not self.contained:
             value = value + torch.where(self._inside(), 2 * self.near * self.near, 0.0)
         return value
@@ -108,7 +109,7 @@ class Descreening:
     def _moved(self) -> Tensor:
         """Compute dL/dr."""
         outwards = torch.where(self.r > self.t, 1.0, -torch.ones_like(self.r))
-        return torch.where(self.gap > self.rho, outwards, 0.0)
+        return torch.where(self.apart, outwards, 0.0)
 
     def _change_of_squares(self) -> Tensor:
         """Compute the derivative of 1/U^2 - 1/L^2 with respect to r."""

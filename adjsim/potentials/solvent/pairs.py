@@ -11,7 +11,7 @@ with P_ij = B_i B_j. The terms of E_i and the first term of F_i are those of a p
 so that compiled steps compute each pair once. The sum of the second term needs no c_i, and the
 third one is a sum over columns, since d_ji = -d_ij. So a force takes three passes over pairs: I and
 ``sum of dH_ij/ds d_ij``; E and the first term; the third term. The first pass of a compiled step
-stores H and dH/ds, so that a pair takes two logarithms and two exponentials.
+stores the derivatives of H, so that a pair takes two logarithms and two exponentials.
 
 The force is a derivative, so its Jacobian is symmetric, and ``v^T dF/dq`` is the derivative of F
 along v. It takes the same passes, with s' = 2 d_ij . (v_i - v_j) of every pair::
@@ -132,8 +132,7 @@ class BornPairs:
         found = of_spheres(self.descreening)
         if self.necks is not None:
             found = found + self.neck * of_necks(self.necks)
-        # Rows of neighbours stay together in memory, as in the tables of the necks.
-        return materialise(found.mT).mT if found.numel() <= STORED else found
+        return stored(found)
 
     def areas(self) -> Tensor:
         """Compute the area of every atom, ``(*batch, atoms)``."""
@@ -281,8 +280,10 @@ class BornTangent:
 
     def _by_sphere(self) -> Tensor:
         """Compute the gradient with respect to the radius with which an atom displaces solvent."""
+        # They are computed with H, of which they have most terms, and not again where c is known.
         value, along = self.pairs.descreening.by_other()
-        return (self.c.unsqueeze(-1) * value + self.pairs.c.unsqueeze(-1) * along * self.s).sum(-2)
+        value, along = stored(value), stored(along * self.s)
+        return (self.c.unsqueeze(-1) * value + self.pairs.c.unsqueeze(-1) * along).sum(-2)
 
     def _by_solute(self) -> Tensor:
         total = (self.pairs.charges * self.pairs.polarisation.slope_by_inside() * self.y).sum(-1)
@@ -303,3 +304,9 @@ class BornTangent:
         weight, steady = weight.unsqueeze(-3), steady.unsqueeze(-3)
         pairs = zip(self.pairs.d, self.w, strict=True)
         return [(weight * x + steady * y).sum(axis) for x, y in pairs]
+
+
+def stored(x: Tensor) -> Tensor:
+    """Make a compiled step compute a matrix of pairs once, and write it to memory."""
+    # Rows of neighbours stay together in memory, as in the tables of the necks.
+    return materialise(x.mT).mT if x.numel() <= STORED else x

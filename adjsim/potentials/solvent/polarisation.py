@@ -39,7 +39,8 @@ class Polarisation:
         self.inside, self.outside, self.kappa, self.shift = inside, outside, kappa, shift
         if kappa:
             f = square * self.inverse
-            self.path, self.held = kappa * f, 1 - shift * f
+            self.path = kappa * f
+            self.held = 1 - shift * f if isinstance(shift, Tensor) else 1.0
             self.screening = torch.exp(-self.path)
 
     def energy(self) -> Tensor:
