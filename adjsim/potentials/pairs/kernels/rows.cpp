@@ -334,7 +334,7 @@ struct System {
     Sums sums;
     Steps<System>* steps = nullptr;
 #if SEVERAL
-    Steps<System> waiting{*this, mine, live};
+    Steps<System> waiting(*this, mine, live);
     steps = &waiting;
 #endif
 #if LISTED
@@ -369,7 +369,7 @@ struct System {
     }
 #endif
 #if SEVERAL
-    steps->multiply();
+    steps->finish();
 #endif
     for (int l = 0; l < live; ++l) {
       const int i = atom[first + l];
@@ -538,10 +538,6 @@ extern "C" int pairs(const Call* given) {
       };
       system.block(block * W, list, block);
     }
-#if SEVERAL
-  for (int64_t b = 0; b < c.systems; ++b)
-    if (!lost.data[b]) cotangents.store(c, b, order_of(b));
-#endif
 #if LISTED
   c.release(held);
 #endif
