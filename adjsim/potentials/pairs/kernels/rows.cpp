@@ -114,8 +114,8 @@ struct Block {
 };
 
 // W atoms with a neighbour each: the differences of positions, the factors of force and product, and
-// which pairs are included. `slope` are the derivatives by operands, and those by the coefficients of
-// functions at `place`; of a product with one cotangent they are multiplied with it.
+// which pairs a product with many cotangents takes. `slope` are the derivatives by operands, and those by
+// the coefficients of functions at `place`; of a product with one cotangent they are multiplied with it.
 struct Pairs {
   V d[3], weight, curvature, slope[GRADIENTS + LOOKUPS + 1], place[LOOKUPS + 1];
   Mask in;
@@ -146,10 +146,10 @@ struct Sums {
     V f[2 + GRADIENTS + 2 * LOOKUPS + 1];
     functions(s, operands, tables, f);
 #if CUTOFF
-    pair.in = CHECKED ? (s < cutoff) & valid : s < cutoff;
-#define INCLUDED(x) (pair.in ? (x) : zero)
+    const Mask in = CHECKED ? (s < cutoff) & valid : s < cutoff;
+#define INCLUDED(x) (in ? (x) : zero)
 #else
-    pair.in = valid;
+    const Mask in = valid;
 #define INCLUDED(x) (CHECKED ? (valid ? (x) : zero) : (x))
 #endif
     if constexpr (FORCES) {
@@ -168,6 +168,8 @@ struct Sums {
       }
 #endif
 #if SEVERAL
+      // A distance that is not finite is multiplied too, so that the products show it.
+      pair.in = in | ((s * 0 != 0) & valid);
       pair.weight = weight, pair.curvature = (REAL)-4 * f[1];
       for (int g = 0; g < GRADIENTS; ++g) rest[g] = f[2 + g];
       for (int k = 0; k < LOOKUPS; ++k) {
