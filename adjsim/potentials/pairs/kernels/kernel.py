@@ -305,7 +305,9 @@ class Kernel(ABC):
 
     def shares_force(self, other: Kernel) -> bool:
         """Return whether it computes the same force, to the last bit, as another kernel."""
-        first, second = (replace(x.spec, mode=FORCE, gradients=(), several=False) for x in (self, other))
+        first, second = (
+            replace(x.spec, mode=FORCE, gradients=(), several=False) for x in (self, other)
+        )
         modes = {self.spec.mode, other.spec.mode}
         return modes <= {FORCE, PRODUCT} and first == second and self._slope == other._slope
 
