@@ -93,6 +93,7 @@ class ContinuousSolver(ABC):
             first = averaged_steps(average.burn_in, self.dt, round(float(times[-1])))[0]
             ends = {round(t): x for t, x in zip(times.tolist(), frame, strict=True) if t >= first}
             return None, _mean(average, ends), states[-1]
+        assert not isinstance(record, TimeAverage)
         values = [record(state) for state in states]
         for t, value in zip(run.times.tolist(), values, strict=True):
             check_shape(value, values[0].shape, f"at t = {t:g}")
@@ -164,11 +165,11 @@ class VectorField(Generic[State]):
     def time(self, t: Tensor) -> Any:
         return t if self.unit is None else self.run.times[0] + t * self.unit
 
-    def __call__(self, t: Tensor, y: Fields | Tensor) -> Fields | Tensor:
+    def __call__(self, t: Tensor, y: Fields | Tensor) -> Any:
         """Return the rates at a time, one tensor if y is one."""
         fields = (y,) if isinstance(y, Tensor) else y
         state = self.state(fields)
-        rates: Fields = self.drift(self.time(t), state)
+        rates: Any = self.drift(self.time(t), state)
         if self.average is not None:
             value = self.average.function(state)
             check_shape(value, fields[-1].shape, f"at t = {float(t.detach()):g}")

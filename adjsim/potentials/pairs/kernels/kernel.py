@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
@@ -291,7 +291,7 @@ class Kernel(ABC):
     def printed(graph: GraphModule, spec: KernelSpec, chosen: Sequence[int] | None = None) -> Any:
         """Print the chosen formulas of a trace; None: all of them."""
 
-    @property
+    @cached_property
     def of_several(self) -> Kernel | None:
         """The kernel that takes many cotangents at once, where there is one."""
         return None
