@@ -192,9 +192,11 @@ def point_of_differentiation(x: Tensor) -> Tensor:
 def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor]:
     """Find the leaf tensors of an output's graph, without searching behind registered tensors."""
     for node in graph_nodes(output, registered):
+        leaf = getattr(node, "variable", None)
         # Nodes of leaves have nothing behind them.
-        leaf = None if node.next_functions else getattr(node, "variable", None)
-        if leaf is not None and not hasattr(leaf, "is_point_of_differentiation"):
+        if leaf is None or node.next_functions:
+            continue
+        if not hasattr(leaf, "is_point_of_differentiation"):
             yield leaf
 
 

@@ -125,6 +125,15 @@ def of_each_row(
     return [hide_rows(torch.stack(x), level) for x in zip(*found, strict=True)]
 
 
+def where(condition: Tensor, x: Tensor | float, y: Tensor) -> Tensor:
+    """Return ``torch.where`` of a condition without rows, which the vmap of rows does not know."""
+    count, level = rows_of([z for z in (x, y) if isinstance(z, Tensor)]), vmap_depth()
+    if not count:
+        return torch.where(condition, x, y)
+    each = shown(x, level, count) if isinstance(x, Tensor) else x
+    return hide_rows(torch.where(condition, each, shown(y, level, count)), level)
+
+
 def has_rows(x: Tensor) -> bool:
     """Return whether a cotangent has rows that torch hides."""
     return are_hidden(x) or _functorch.is_batchedtensor(x)

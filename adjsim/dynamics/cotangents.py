@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.layout import is_tracing, materialise
+from adjsim.core.rows import where
 from adjsim.dynamics.clip import Clip
 from adjsim.dynamics.forces import LinearForce, add_to
 from adjsim.potentials.products import DeferredVJP
@@ -153,14 +154,14 @@ class CotangentsUnless(Cotangents):
         self.absent, self.whole = absent, whole
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        super().__setitem__(name, torch.where(self.absent, self._state[name], value))
+        super().__setitem__(name, where(self.absent, self._state[name], value))
 
     def _take_products(self) -> None:
         # Products of forces belong to all parts; absent parts have added zero to their cotangents.
         self.whole._take_products()
 
     def _present(self, value: Tensor) -> Tensor:
-        return torch.where(self.absent, 0.0, value)
+        return where(self.absent, 0.0, value)
 
 
 def add_each(

@@ -19,10 +19,12 @@ from adjsim.adjoints.loops import runner
 from adjsim.compiler import CompilerError
 from adjsim.core import box as _box, derived as _derived
 from adjsim.core.declared import declared
+from adjsim.core.rows import vmap_rows
+from adjsim.core.strain import Strain
 from adjsim.potentials import ForceShifted, LennardJonesMixture, PairPotential, Switched
 from adjsim.potentials.pairs import dense, operator as pair_operator
 from adjsim.potentials.pairs.kernels import PAIR_OPERATORS, cpu, kernel as kernels
-from tests.problems import lists_built, parameter
+from tests.problems import lists_built, parameter, slow_but
 
 LISTED, DENSE = 0.0, 1e9
 # Sums of up to a few hundred contributions, in another order than torch's.
@@ -430,6 +432,60 @@ def test_a_compiled_step_takes_force_and_product_in_one_pass(listed, monkeypatch
     assert max(products) == 1
     assert not any(forces)
     assert run.stats["pairs"] == {"LennardJones": "neighbour list"}
+
+
+def tabulated(box):
+    spline = adjsim.potentials.ContinuousFunction(
+        nn.Parameter(torch.linspace(-1, 1, 11, dtype=torch.float64) ** 3), 0.3, 2.9
+    )
+    numbers = {"k": parameter(1.3), "q": charges(60)}
+    return adjsim.potentials.CustomPairs(
+        "f(r) + k*q1*q2/r", numbers, tables={"f": spline}, cutoff=2.4, box=box
+    )
+
+
+SEVERAL = {
+    "list": (
+        lambda box: adjsim.LennardJones(parameter(1.1), parameter(0.9), cutoff=2.4, box=box),
+        LISTED, None,
+    ),
+    "functions and charges, list": (tabulated, LISTED, None),
+    "tables, all pairs, strained": (KINDS["table of species"], DENSE, 1),
+    "all pairs, whole strain": (
+        lambda box: adjsim.LennardJones(1.1, 0.9, cutoff=2.4, box=torch.diag(box)), DENSE, 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_but(lambda name: name == "list", SEVERAL))
+def test_one_pass_over_pairs_takes_all_rows_of_cotangents(listed, monkeypatch, name):
+    make, limit, width = SEVERAL[name]
+    listed(limit)
+    pair, q = make(box_of("cube")), gas(cell("cube"), 60, seed=4, replicas=2)
+    generator, passes = torch.Generator().manual_seed(6), []
+    strain = None
+    # More rows than vectors have lanes, and a vector that is not full.
+    rows = [torch.randn(11, *q.shape, generator=generator, dtype=torch.float64)]
+    if width is not None:
+        value = 0.01 * torch.randn(2, 1, width, generator=generator, dtype=torch.float64)
+        strain = Strain.of(pair.box, value)
+        rows.append(torch.randn(11, *value.shape, generator=generator, dtype=torch.float64))
+    form = pair_operator.form_of(pair, q)
+    operator = pair_operator.PairOperator.of(pair, form, q, strain)
+
+    def product(v, *c):
+        stretch = None if strain is None else strain.matrix(c[0], 3)
+        return tuple(operator.evaluate(kernels.PRODUCT, q, vector=v, stretch=stretch))
+
+    expected = [torch.stack(x) for x in zip(*map(product, *rows), strict=True)]
+    computed = cpu.CppKernel.computed
+    monkeypatch.setattr(
+        cpu.CppKernel, "computed", lambda *given: passes.append(1) or computed(*given)
+    )
+    found = vmap_rows(product, rows)
+    assert len(passes) == 1
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.expand_as(y), y, rtol=0, atol=1e-14 * float(y.abs().max()))
 
 
 def test_derivatives_of_second_order(listed):

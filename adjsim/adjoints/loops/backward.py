@@ -20,7 +20,7 @@ from adjsim.adjoints.sweep.recorder import CotangentGrowth, RecordSweep
 from adjsim.compiler import LoopSpec, clone, filled, leaves, mapped
 from adjsim.core.layout import packed
 from adjsim.core.progress import with_progress
-from adjsim.core.rows import hide_rows, outside_vmap, rows_of, shown, vmap_depth, vmap_rows
+from adjsim.core.rows import hide_rows, outside_vmap, rows_of, shown, vmap_depth, vmap_rows, where
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState
 from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
@@ -174,7 +174,7 @@ class _TracedSweep:
         if absent is not None:
             for name, x in before.items():
                 after = self.growth.injected[name]
-                self.growth.injected[name] = torch.where(absent, x, after)
+                self.growth.injected[name] = where(absent, x, after)
 
     def cotangent(self) -> Cotangent:
         runner, sums = self.runner, self.sums

@@ -168,10 +168,16 @@ def evaluated(
     what: str, function: Callable[..., Any], t: Any, state: AnyState
 ) -> tuple[Tensor, ...]:
     """Evaluate a function of (t, y), and return its value as one tensor a field."""
-    single = isinstance(state, FieldState)
-    time = number_on(t, state[0].dtype, state[0].device)
-    value = function(time, state.y if single else state)
-    values = (value,) if single else value
+    y = state[0]
+    time = number_on(t, y.dtype, y.device)
+    if isinstance(state, FieldState):
+        value = function(time, y)
+        # The checks below take as long as a small network.
+        if isinstance(value, Tensor):
+            return (value,)
+        values = (value,)
+    else:
+        values = value = function(time, state)
     if not isinstance(values, tuple) or len(values) != len(state):
         names = ", ".join(state._fields)
         raise TypeError(
@@ -211,8 +217,9 @@ class Rate(Term[Any]):
     def rates(self, t: Any, state: AnyState) -> tuple[Tensor, ...]:
         """Evaluate the drift, by field."""
         found = evaluated(self.name, self.fun, t, state)
-        for field, rate, y in zip(state._fields, found, state, strict=True):
-            refuse_shape(self.name, field, rate, y.shape, y)
+        for k, (rate, y) in enumerate(zip(found, state, strict=True)):
+            if rate.shape != y.shape or rate.dtype != y.dtype or rate.device != y.device:
+                refuse_shape(self.name, state._fields[k], rate, y.shape, y)
         return found
 
     def drift(self, t: Any, state: AnyState) -> Mapping[str, Tensor]:

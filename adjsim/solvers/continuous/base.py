@@ -12,7 +12,7 @@ from torch import Tensor
 from adjsim.core.brownian_path import BrownianPath, PathNoise
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.run_report import RunReport
-from adjsim.core.state import State, stack
+from adjsim.core.state import State, is_finite
 from adjsim.core.trajectory import (
     TimeAverage,
     averaged_steps,
@@ -70,16 +70,19 @@ class ContinuousSolver(ABC):
             value = floating(integrated.function(run.state), run.state)
             start = (*start, torch.zeros_like(value))
         frames = self.integrate(field, start, times)
-        for t, save in zip(run.times.tolist(), saves, strict=True):
-            if not all(bool(torch.isfinite(x[save].detach()).all()) for x in frames):
-                raise FloatingPointError(
-                    f"the solution is not finite at t = {t:g}; shorten dt or tighten the "
-                    "tolerances."
-                )
+        if not all(map(is_finite, frames)):
+            for t, save in zip(run.times.tolist(), saves, strict=True):
+                if not all(is_finite(x[save]) for x in frames):
+                    raise FloatingPointError(
+                        f"the solution is not finite at t = {t:g}; shorten dt or tighten the "
+                        "tolerances."
+                    )
         kind, count = type(run.state), len(run.state)
+        report.steps = None if self.dt is None else round(float(times[-1]))
+        if record is None:
+            return kind._make(frames), None, kind._make(x[-1] for x in frames)
         frame = [kind._make(x[i] for x in frames[:count]) for i in range(len(times))]
         states = [frame[i] for i in saves]
-        report.steps = None if self.dt is None else round(float(times[-1]))
         if integrated is not None:
             integral = frames[-1]
             first = int((times - times[0] - self._in_units(integrated.burn_in)).abs().argmin())
@@ -90,12 +93,11 @@ class ContinuousSolver(ABC):
             first = averaged_steps(average.burn_in, self.dt, round(float(times[-1])))[0]
             ends = {round(t): x for t, x in zip(times.tolist(), frame, strict=True) if t >= first}
             return None, _mean(average, ends), states[-1]
-        if record is not None and not isinstance(record, TimeAverage):
-            values = [record(state) for state in states]
-            for t, value in zip(run.times.tolist(), values, strict=True):
-                check_shape(value, values[0].shape, f"at t = {t:g}")
-            return None, torch.stack(values), states[-1]
-        return stack(states), None, states[-1]
+        assert not isinstance(record, TimeAverage)
+        values = [record(state) for state in states]
+        for t, value in zip(run.times.tolist(), values, strict=True):
+            check_shape(value, values[0].shape, f"at t = {t:g}")
+        return None, torch.stack(values), states[-1]
 
     def times(self, run: Run[State]) -> tuple[Tensor, list[int]]:
         """Return the times to solve for, in steps if these are fixed, and which are save times."""
@@ -132,7 +134,7 @@ class ContinuousSolver(ABC):
         return time / self.dt if self.dt is not None else time
 
 
-class VectorField(torch.nn.Module, Generic[State]):
+class VectorField(Generic[State]):
     """The drift of a run on tuples of fields, and with it the function of a time average.
 
     Time is in units of the step ``unit``, if it has one. A continuous adjoint, of the options
@@ -148,11 +150,9 @@ class VectorField(torch.nn.Module, Generic[State]):
         unit: float | None,
         backsolve: dict[str, Any] | None,
     ) -> None:
-        super().__init__()
-        # A method, so that the module does not register the dynamics.
         self.run, self.drift, self.kind = run, run.dynamics.drift, type(run.state)
         self.report, self.average, self.unit = report, average, unit
-        self.backsolve = backsolve
+        self.backsolve, self.count = backsolve, len(run.state)
 
     @cached_property
     def trainable(self) -> tuple[Tensor, ...]:
@@ -160,16 +160,16 @@ class VectorField(torch.nn.Module, Generic[State]):
         return tuple(self.run.reading.trainable(self.run.tensors).values())
 
     def state(self, fields: Fields) -> State:
-        return self.kind._make(fields[: len(self.run.state)])
+        return self.kind._make(fields[: self.count])
 
     def time(self, t: Tensor) -> Any:
         return t if self.unit is None else self.run.times[0] + t * self.unit
 
-    def forward(self, t: Tensor, y: Fields | Tensor) -> Fields | Tensor:
+    def __call__(self, t: Tensor, y: Fields | Tensor) -> Any:
         """Return the rates at a time, one tensor if y is one."""
         fields = (y,) if isinstance(y, Tensor) else y
         state = self.state(fields)
-        rates: Fields = tuple(self.drift(self.time(t), state))
+        rates: Any = self.drift(self.time(t), state)
         if self.average is not None:
             value = self.average.function(state)
             check_shape(value, fields[-1].shape, f"at t = {float(t.detach()):g}")

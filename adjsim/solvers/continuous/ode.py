@@ -91,8 +91,7 @@ class ODESolver(ContinuousSolver):
             if backsolve is not None:
                 adjoint: dict[str, Any] = {f"adjoint_{n}": x for n, x in backsolve.items()}
                 if self.method not in SCIPY:
-                    sizes = [x.numel() for x in field.trainable]
-                    norm = partial(_largest_of_adjoint, len(start), len(run.state), sizes)
+                    norm = _norm_of_adjoint(start, len(run.state), field.trainable)
                     adjoint["adjoint_options"] = {**options, "norm": norm}
                 return _fields(odeint_adjoint(field, y, times, **adjoint, **common))
             if self.method in ONE_STEP:
@@ -123,14 +122,21 @@ def _fields(found: Any) -> Fields:
     return (found,) if isinstance(found, Tensor) else tuple(found)
 
 
-def _largest_of_adjoint(fields: int, count: int, sizes: Sequence[int], found: Fields) -> Tensor:
-    """Return the largest norm in an adjoint: time, fields, their cotangents, each parameter."""
-    t, known, cotangents = found[0], found[1 : fields + 1], found[fields + 1 : 2 * fields + 1]
-    joined = found[2 * fields + 1 :]
-    parts = joined[0].split(sizes) if len(joined) == 1 else joined
-    norms = [_largest(count, x) for x in (known, cotangents)]
-    norms += [_largest(len(parts), parts)] if parts else []
-    return reduce(torch.maximum, norms, t.abs())
+def _norm_of_adjoint(start: Fields, count: int, trainable: Sequence[Tensor]) -> Any:
+    """Make the largest norm in an adjoint: time, fields, their cotangents, each parameter."""
+    fields, sizes = len(start), [x.numel() for x in trainable]
+    widths = [x.numel() for x in start[:count]]
+    # Of one dtype, since torchdiffeq joins them.
+    shares = torch.tensor([max(1, n) ** -0.5 for n in [*widths, *widths, *sizes]])
+
+    def norm(found: Fields) -> Tensor:
+        t, *rest = found
+        known, cotangents, joined = rest[:count], rest[fields:][:count], rest[2 * fields :]
+        parts = joined[0].split(sizes) if len(joined) == 1 else joined
+        norms = torch.stack(torch._foreach_norm([*known, *cotangents, *parts]))
+        return torch.maximum(t.abs(), (norms * shares.to(norms)).amax())
+
+    return norm
 
 
 def _largest(count: int, found: Any) -> Tensor:

@@ -12,12 +12,19 @@ import torch
 from adjsim.compiler import TYPES
 
 # The members of the struct ``View`` of a field, with their C++ types. A stride counts elements.
-VIEW = {"data": "REAL*", "system": "int64_t", "atom": "int64_t", "axis": "int64_t"}
+VIEW = {
+    "data": "REAL*",
+    "cotangent": "int64_t",
+    "system": "int64_t",
+    "atom": "int64_t",
+    "axis": "int64_t",
+}
 # The members of the struct ``Call`` of all arguments.
 CALL = {
     "systems": "int64_t",
     "atoms": "int64_t",
     "dim": "int64_t",
+    "cotangents": "int64_t",
     "threads": "int64_t",
     "image": "int64_t",  # NO_BOX, ORTHOGONAL or TILTED
     "position": "View",
@@ -28,7 +35,7 @@ CALL = {
     "strain": "View",
     "box": "const REAL*",  # (dim) lengths or (dim, dim) rows, of one system after another
     "box_step": "int64_t",  # the numbers of one system; 0: all systems have one box
-    "stretch": "const REAL*",  # the cotangent of the virial, of one system after another
+    "stretch": "const REAL*",  # the cotangents of the virial, each of one system after another
     "spacing": "const REAL*",  # of the grid, one for each system, or one if spacing_step is 0
     "spacing_step": "int64_t",
     "virial_spacing": "const REAL*",  # as spacing, of the grid of the virial

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from adjsim.potentials.pairs.kernels.kernel import (
     FUNCTION,
     NO_SUCH_ATOM,
     OUT_OF_RANGE,
+    PRODUCT,
     Kernel,
     KernelSpec,
     PairInputs,
@@ -30,7 +31,7 @@ class CppKernel(Kernel):
     """A kernel of the CPU, compiled from C++."""
 
     by, slower_than_loops, lists_need_cutoff = "", True, False
-    sums_tables, takes_rows = True, True
+    sums_tables = True
 
     def __init__(
         self, spec: KernelSpec, functions: str, slope: str, lookups: Sequence[int] = ()
@@ -43,7 +44,15 @@ class CppKernel(Kernel):
             found = lists(spec.dtype)
             functions_of_lists = found.neighbours_acquire, found.neighbours_release
             self.list_addresses = tuple(map(_address, functions_of_lists))
+        self._functions, self._lookups = functions, lookups
         super().__init__(spec, source, slope)
+
+    @functools.cached_property
+    def of_several(self) -> CppKernel | None:
+        if self.spec.mode != PRODUCT:
+            return None
+        spec = replace(self.spec, several=True)
+        return CppKernel(spec, self._functions, self._slope, self._lookups)
 
     @staticmethod
     def tile_of(atoms: int, listed: bool) -> None:
@@ -63,26 +72,13 @@ class CppKernel(Kernel):
     def computed(self, shape: torch.Size, given: PairInputs) -> list[Tensor]:
         # The call holds addresses of the tensors given.
         spec, flat = self.spec, given.position
-        rows = self.rows_of(given)
-        moving = {
-            name: torch.empty((*rows, *spec.shape_of(name, shape)), dtype=spec.dtype, device="cpu")
-            for name in spec.outputs
-        }
-        found = [
-            torch.empty((*rows, *given.operands[k].shape), dtype=spec.dtype, device="cpu")
-            for k in spec.gradients
-        ]
-        outcome = [*moving.values(), *found]
-        results, gradients = list(moving.values()), found
-        if rows:
-            assert given.vector is not None
-            moving["vector"] = given.vector
-            given = given._replace(vector=given.vector[0])
-            results, gradients = ([x[0] for x in part] for part in (results, found))
+        shapes = spec.shapes(given)
+        outcome = [torch.empty(x, dtype=spec.dtype, device="cpu") for x in shapes]
+        results, gradients = outcome[: len(spec.outputs)], outcome[len(spec.outputs) :]
 
         def field(x: Tensor) -> ViewStruct:
-            x = x.reshape(*flat.shape[:-1], x.shape[-1])
-            return ViewStruct(x.data_ptr(), *x.stride())
+            *cotangent, system, atom, axis = x.stride()
+            return ViewStruct(x.data_ptr(), *(cotangent or [0]), system, atom, axis)
 
         operands, sums = (
             (ctypes.c_void_p * (len(x) + 1))(*map(Tensor.data_ptr, x))
@@ -97,21 +93,14 @@ class CppKernel(Kernel):
             release=release,
         )
         status = self._library.pairs(ctypes.byref(call))
-        for _ in range(1, math.prod(rows)):
-            # All but what belongs to a row stays, so rows cost no more than their loops over pairs.
-            for name, x in moving.items():
-                place: Any = getattr(call, name)
-                place.data += x.stride(0) * x.element_size()
-            for k, x in enumerate(found):
-                sums[k] += x.stride(0) * x.element_size()
-            status = status or self._library.pairs(ctypes.byref(call))
         if status == OUT_OF_RANGE:
             raise IndexError(f"species must be indices from 0 to {call.kinds - 1}.")
         if status == NO_SUCH_ATOM and given.exclusions is not None:
             check_exclusions(given.exclusions, shape[-2])
         if status:
             raise MemoryError("there is no memory for the pairs of atoms.")
-        return outcome
+        batched = spec.shapes(given._replace(position=given.position.reshape(shape)))
+        return [x.reshape(y) for x, y in zip(outcome, batched, strict=True)]
 
 
 def _address(function: Any) -> int:

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from adjsim.compiler import PARALLEL_WORK, VECTOR_FUNCTIONS, scalar_functions
 from adjsim.core.layout import is_tracing
 from adjsim.core.operators import operator, shapes_of
-from adjsim.core.rows import are_hidden, hide_rows, of_each_row, shown_rows, vmap_depth
+from adjsim.core.rows import are_hidden, hide_rows, of_each_row, shown, shown_rows, vmap_depth
 from adjsim.potentials.pairs.kernels.call import CALL, declarations, text
 
 FORCE, PRODUCT, ENERGY, SLOPES = "FORCE", "PRODUCT", "ENERGY", "SLOPES"
@@ -72,7 +72,8 @@ class KernelSpec:
     ``strained``: systems have boxes of their own, and the virial is computed with the force, its
     :data:`DIAGONAL` or :data:`WHOLE`. ``lengths`` are those of functions, 0 for other operands.
     ``device`` is the type of the device of the positions, and ``tile`` the rows and columns of the
-    pairs that a program of a GPU sums at once.
+    pairs that a program of a GPU sums at once. ``several``: a product takes many cotangents, along
+    the first axis of vectors, and of the cotangents of virials where boxes are those of systems.
     """
 
     mode: str
@@ -90,19 +91,27 @@ class KernelSpec:
     has_species: bool = False
     device: str = "cpu"
     tile: tuple[int, int] | None = None
+    several: bool = False
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """What the kernel computes before derivatives by operands."""
         return (OUTPUTS | STRAINED if self.strained else OUTPUTS)[self.mode]
 
-    def shape_of(self, output: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of an output, for that of positions."""
-        *batch, atoms, dim = shape
-        if output == "energy":
-            return tuple(batch)
-        whole = self.strained == WHOLE and output in ("virial", "strain")
-        return (*batch, atoms, dim * dim if whole else dim)
+    def shapes(self, inputs: PairInputs) -> list[tuple[int, ...]]:
+        """Return the shapes of outputs and gradients."""
+        *batch, atoms, dim = inputs.position.shape
+        each = tuple(inputs.vector.shape[:1]) if self.several and inputs.vector is not None else ()
+        found = [each + tuple(inputs.operands[k].shape) for k in self.gradients]
+        width = dim * dim if self.strained == WHOLE else dim
+        known = {
+            "energy": tuple(batch),
+            "force": (*batch, atoms, dim),
+            "virial": (*batch, atoms, width),
+            "product": (*each, *batch, atoms, dim),
+            "strain": (*each, *batch, atoms, width),
+        }
+        return [*(known[name] for name in self.outputs), *found]
 
     def arguments(
         self,
@@ -122,7 +131,8 @@ class KernelSpec:
         spacing, exclusions = inputs.spacing, inputs.exclusions
         stored = inputs._replace(operands=None)._asdict()
         stored |= zip(self.outputs, results, strict=False)
-        virial_spacing = inputs.virial_spacing
+        virial_spacing, vector = inputs.virial_spacing, inputs.vector
+        cotangents = vector.shape[0] if self.several and vector is not None else 1
         return {
             **{
                 name: field(x) if CALL[name] == "View" else pointer(x)
@@ -132,7 +142,10 @@ class KernelSpec:
             "systems": systems,
             "atoms": atoms,
             "dim": dim,
-            "threads": thread_count(systems * atoms * (atoms if self.skin is None else 64)),
+            "cotangents": cotangents,
+            "threads": thread_count(
+                cotangents * systems * atoms * (atoms if self.skin is None else 64)
+            ),
             "image": self.image,
             "spacing_step": int(spacing is not None and math.prod(spacing.shape) > 1),
             "virial_spacing_step": int(
@@ -163,7 +176,7 @@ class KernelSpec:
         defined = {
             **{mode: number for number, mode in enumerate(OUTPUTS)},
             "MODE": self.mode,
-            "WIDTH": 8 if self.mode == PRODUCT else 4,
+            "WIDTH": 8 if self.mode == PRODUCT and not self.several else 4,
             "NO_BOX": NO_BOX,
             "ORTHOGONAL": ORTHOGONAL,
             "TILTED": TILTED,
@@ -173,6 +186,7 @@ class KernelSpec:
             "LISTED": int(self.skin is not None),
             "GRID": int(self.rounds),
             "STRAINED": int(self.strained is not None),
+            "SEVERAL": int(self.several),
             "VIRIAL": self.dim**2 if self.strained == WHOLE else self.dim,
             "OPERANDS": len(self.kinds),
             "SLOTS": len(self.kinds) + self.kinds.count(ATOM) - self.kinds.count(FUNCTION),
@@ -207,7 +221,7 @@ class KernelSpec:
                 VECTOR_FUNCTIONS,
                 functions,
                 text("images.h"),
-                text("rows.cpp"),
+                text("rows.cpp").replace("COTANGENTS\n", text("cotangents.cpp") * self.several),
             ]
         )
 
@@ -257,8 +271,6 @@ class Kernel(ABC):
     lists_need_cutoff: ClassVar[bool]
     # Whether they sum the gradients of tables and of functions in tables.
     sums_tables: ClassVar[bool]
-    # Whether they take vectors with an axis of rows before those of the positions.
-    takes_rows: ClassVar[bool] = False
 
     def __init__(self, spec: KernelSpec, source: str, slope: Any) -> None:
         self.spec, self.source, self._slope = spec, source, slope
@@ -282,11 +294,10 @@ class Kernel(ABC):
     def printed(graph: GraphModule, spec: KernelSpec, chosen: Sequence[int] | None = None) -> Any:
         """Print the chosen formulas of a trace; None: all of them."""
 
-    @staticmethod
-    def rows_of(inputs: PairInputs) -> tuple[int, ...]:
-        """Return the number of rows of vectors, if they have an axis of rows."""
-        vector = inputs.vector
-        return () if vector is None else tuple(vector.shape[: vector.ndim - inputs.position.ndim])
+    @cached_property
+    def of_several(self) -> Kernel | None:
+        """The kernel that takes many cotangents at once, where there is one."""
+        return None
 
     @abstractmethod
     def computed(self, shape: torch.Size, given: PairInputs) -> list[Tensor]:
@@ -297,7 +308,9 @@ class Kernel(ABC):
 
     def shares_force(self, other: Kernel) -> bool:
         """Return whether it computes the same force, to the last bit, as another kernel."""
-        first, second = (replace(x.spec, mode=FORCE, gradients=()) for x in (self, other))
+        first, second = (
+            replace(x.spec, mode=FORCE, gradients=(), several=False) for x in (self, other)
+        )
         modes = {self.spec.mode, other.spec.mode}
         return modes <= {FORCE, PRODUCT} and first == second and self._slope == other._slope
 
@@ -312,11 +325,12 @@ class Kernel(ABC):
             return None if x is None else plain(x, dtype).contiguous()
 
         flat = plain(inputs.position).reshape(-1, *shape[-2:])
+        each = inputs.vector.shape[:1] if spec.several and inputs.vector is not None else ()
         given = PairInputs(
             position=flat,
             vector=None
             if inputs.vector is None
-            else plain(inputs.vector).reshape(*self.rows_of(inputs), *flat.shape),
+            else plain(inputs.vector).reshape(*each, *flat.shape),
             weight=dense(inputs.weight),
             operands=[dense(x) for x in inputs.operands],
             box=dense(inputs.box),
@@ -346,22 +360,28 @@ def pairs(*given: Any) -> list[Tensor]:
 
 
 @shapes_of(pairs)
-def _(position: Tensor, vector: Any, weight: Any, operands: Sequence[Tensor], *rest: Any) -> Any:
-    spec = KERNELS[rest[-1]].spec
-    results = [position.new_empty(spec.shape_of(name, position.shape)) for name in spec.outputs]
+def _(*given: Any) -> list[Tensor]:
+    inputs = PairInputs(*given[:-1])
     # Gradients are contiguous, whatever the strides of operands.
-    return [*results, *(operands[k].new_empty(operands[k].shape) for k in spec.gradients)]
+    return [inputs.position.new_empty(shape) for shape in KERNELS[given[-1]].spec.shapes(inputs)]
 
 
 def evaluate(kernel: Kernel, inputs: PairInputs) -> list[Tensor]:
     """Evaluate a kernel, or record its evaluation in a trace, for each row of cotangents."""
-    given = inputs._asdict()
-    hidden = [name for name, x in given.items() if isinstance(x, Tensor) and are_hidden(x)]
-    if hidden == ["vector"] and kernel.takes_rows and not is_tracing():
-        level = vmap_depth()
-        found = kernel(inputs._replace(vector=shown_rows(given["vector"])))
-        return [hide_rows(x, level) for x in found]
-    return of_each_row(partial(_evaluate, kernel), given)
+    given, level = inputs._asdict(), vmap_depth()
+    hidden = {name for name, x in given.items() if isinstance(x, Tensor) and are_hidden(x)}
+    several = kernel.of_several if hidden and hidden <= {"vector", "stretch"} else None
+    if several is None:
+        return of_each_row(partial(_evaluate, kernel), given)
+    count = max(len(shown_rows(given[name])) for name in hidden)
+    rows = {
+        name: shown(x, level, count)
+        for name in ("vector", "stretch")
+        if (x := given[name]) is not None
+    }
+    found = _evaluate(several, given | rows)
+    alone = sum(name in ("force", "virial") for name in kernel.spec.outputs)
+    return [*found[:alone], *(hide_rows(x, level) for x in found[alone:])]
 
 
 def _evaluate(kernel: Kernel, inputs: dict[str, Any]) -> list[Tensor]:

@@ -91,26 +91,31 @@ class PairCall(Call):
         if CALL[name] != "View":
             return in_order(value, self._store)
         address = address_of(value)
-        if address is None or self._system_stride(address) is None:
+        if address is None or self._system_stride(value, address) is None:
             value = dense_copy(value, value.strides)
             self._store(value, fill=False)
         return value
 
-    def _system_stride(self, address: Address) -> int | None:
+    def _system_stride(self, value: Value, address: Address) -> int | None:
         """Return the distance of systems in memory; None if it is not the same for all."""
-        axes = [(n, address.strides[a]) for a, n in enumerate(self.batch) if n > 1]
+        strides = address.strides[self._cotangent_axes(value) :]
+        axes = [(n, strides[a]) for a, n in enumerate(self.batch) if n > 1]
         for (_, outer), (n, inner) in pairwise(axes):
             if outer != n * inner:
                 return None
         return axes[-1][1] if axes else 0
 
+    def _cotangent_axes(self, value: Value) -> int:
+        return len(value.shape) - len(self.batch) - 2
+
     def _view(self, value: Value) -> str:
         address = address_of(value)
         assert address is not None
-        system = self._system_stride(address)
+        system = self._system_stride(value, address)
         if system is None:
             raise UnprintableError("pairs of systems that are not evenly spaced")
-        strides = ", ".join(str(x) for x in (system, *address.strides[-2:]))
+        first = address.strides[0] if self._cotangent_axes(value) else 0
+        strides = ", ".join(str(x) for x in (first, system, *address.strides[-2:]))
         return f"View{{(REAL*){address.pointer}, {strides}}}"
 
 

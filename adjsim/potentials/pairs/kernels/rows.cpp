@@ -1,6 +1,7 @@
 // The sums over the neighbours of each atom. W atoms are side by side in a vector, and each has one
 // neighbour at a time, in ascending order. So the sum of an atom is the same number whatever the
 // list holds beyond the cutoff, however wide vectors are, and whichever thread computes it.
+constexpr bool ALONE = MODE == PRODUCT && !SEVERAL;  // a product with one cotangent
 constexpr bool FORCES = MODE == FORCE || MODE == PRODUCT;
 #if defined(EXCLUDED) && !LISTED
 #define MASKED
@@ -10,17 +11,34 @@ constexpr bool FORCES = MODE == FORCE || MODE == PRODUCT;
 constexpr int first(int k) { return VIRIAL == DIM ? k : k / DIM; }
 constexpr int second(int k) { return VIRIAL == DIM ? k : k % DIM; }
 
+// W atoms with a neighbour each: the differences of positions, the factors of force and product, and
+// which pairs a product with many cotangents takes. `slope` are the derivatives by operands, and those by
+// the coefficients of functions at `place`; of a product with one cotangent they are multiplied with it.
+struct Pairs {
+  V d[3], weight, curvature, slope[GRADIENTS + LOOKUPS + 1], place[LOOKUPS + 1];
+  Mask in;
+  int other[W];
+};
+
+#if SEVERAL
+COTANGENTS
+#else
+template <class System>
+struct Steps;
+#endif
+
 // The sums of W atoms.
 struct Sums {
   V force[3] = {}, product[3] = {}, energy = {}, gradient[GRADIENTS + 1] = {};
   V virial[VIRIAL] = {}, strain[VIRIAL] = {};
 
-  // Add the pairs of W atoms with a neighbour each: d and w are the differences of positions and of
-  // vectors, `valid` excludes the pair of an atom with itself.
-  // `rest` are the derivatives by operands, and those by the coefficients of functions at `place`.
+  // Add pairs, of which d is known: w are the differences of vectors, `valid` excludes the pair of an
+  // atom with itself.
   template <bool CHECKED>
-  inline void add(const V* d, const V* w, const V* operands, const REAL* const* tables, Mask valid, V cutoff,
-                  V grid, V virial_grid, V* rest, V* place) {
+  inline void add(Pairs& pair, const V* w, const V* operands, const REAL* const* tables, Mask valid, V cutoff,
+                  V grid, V virial_grid) {
+    const V* d = pair.d;
+    V *rest = pair.slope, *place = pair.place;
     const V s = SQUARED_DISTANCE;
     const V zero = {};
     V f[2 + GRADIENTS + 2 * LOOKUPS + 1];
@@ -29,6 +47,7 @@ struct Sums {
     const Mask in = CHECKED ? (s < cutoff) & valid : s < cutoff;
 #define INCLUDED(x) (in ? (x) : zero)
 #else
+    const Mask in = valid;
 #define INCLUDED(x) (CHECKED ? (valid ? (x) : zero) : (x))
 #endif
     if constexpr (FORCES) {
@@ -46,7 +65,17 @@ struct Sums {
         virial[k] += GRID ? (part + virial_grid) - virial_grid : part;
       }
 #endif
-      if constexpr (MODE == PRODUCT) {
+#if SEVERAL
+      // A distance that is not finite is multiplied too, so that the products show it.
+      pair.in = in | ((s * 0 != 0) & valid);
+      pair.weight = weight, pair.curvature = (REAL)-4 * f[1];
+      for (int g = 0; g < GRADIENTS; ++g) rest[g] = f[2 + g];
+      for (int k = 0; k < LOOKUPS; ++k) {
+        place[k] = f[2 + GRADIENTS + 2 * k];
+        rest[GRADIENTS + k] = f[3 + GRADIENTS + 2 * k];
+      }
+#endif
+      if constexpr (ALONE) {
         V dw = d[0] * w[0];
         for (int a = 1; a < DIM; ++a) dw = dw + d[a] * w[a];
         const V curvature = (REAL)-4 * INCLUDED(f[1]) * dw;
@@ -111,31 +140,42 @@ struct System {
   REAL* energies;
   V numbers[OPERANDS + 1];
   REAL* by_place;  // derivatives by the coefficients of functions
+#if SEVERAL
+  Cotangents* cotangents;
+#endif
 #ifdef MASKED
   const uint8_t* left_out;  // see pairs()
 #endif
 
+  // The entry of a table's derivatives by the pair of an atom with a neighbour.
+  inline int64_t entry_of(int i, int j) const { return entry(atom[i], call.kinds, operands.column[j]); }
+
   // Add a neighbour of each of W atoms, of which the first `live` count.
   template <bool CHECKED>
   inline void step(const int* mine, int live, const int* other, const V* x, const V* v, const V* own,
-                   Sums& sums) const {
-    V y[3], u[3] = {}, d[3], w[3] = {}, found[SLOTS + 1];
-    V rest[GRADIENTS + LOOKUPS + 1], place[LOOKUPS + 1];
+                   Sums& sums, Steps<System>* steps) const {
+    V y[3], u[3] = {}, w[3] = {}, found[SLOTS + 1];
+#if SEVERAL
+    Pairs& pair = steps->next();
+#else
+    Pairs pair;
+#endif
+    V *d = pair.d, *rest = pair.slope, *place = pair.place;
     const REAL* const tables[] = FUNCTIONS;
 #if LISTED
     gather(rows, other, y[0], y[1], y[2]);
-    if constexpr (MODE == PRODUCT) gather(rows + 4, other, u[0], u[1], u[2]);
+    if constexpr (ALONE) gather(rows + 4, other, u[0], u[1], u[2]);
 #else
     for (int a = 0; a < 3; ++a) {
       y[a] = splat(rows[(int64_t)WIDTH * other[0] + a]);
-      if (MODE == PRODUCT) u[a] = splat(rows[(int64_t)WIDTH * other[0] + 4 + a]);
+      if (ALONE) u[a] = splat(rows[(int64_t)WIDTH * other[0] + 4 + a]);
     }
 #endif
     for (int a = 0; a < 3; ++a) d[a] = x[a] - y[a], w[a] = v[a] - u[a];
     cell.nearest_image(d[0], d[1], d[2]);
 #if STRAINED
     // A strain moves the two atoms of a pair apart in proportion to their distance.
-    if constexpr (MODE == PRODUCT)
+    if constexpr (ALONE)
       for (int k = 0; k < VIRIAL; ++k) w[second(k)] += stretch[k] * d[first(k)];
 #endif
     LOAD_OPERANDS
@@ -149,7 +189,12 @@ struct System {
     if constexpr (CHECKED)
       for (int l = 0; l < W; ++l) valid[l] = mine[l] == other[l] ? 0 : -1;
 #endif
-    sums.add<CHECKED>(d, w, found, tables, valid, cutoff, grid, virial_grid, rest, place);
+    sums.add<CHECKED>(pair, w, found, tables, valid, cutoff, grid, virial_grid);
+#if SEVERAL
+    memcpy(pair.other, other, sizeof pair.other);
+    steps->keep();
+    return;
+#endif
     for (int k = 0; k < LOOKUPS; ++k)
       for (int l = 0; l < live; ++l) {
         const REAL x = rest[GRADIENTS + k][l];
@@ -163,10 +208,10 @@ struct System {
 #if LISTED
         for (int l = 0; l < live; ++l)
           if (!CHECKED || valid[l])
-            gradients[g][entry(atom[mine[l]], call.kinds, operands.column[other[l]])] += part[l];
+            gradients[g][entry_of(mine[l], other[l])] += part[l];
 #else
         V sum;
-        REAL* place = gradients[g] + entry(mine[0], call.kinds, operands.column[other[0]]);
+        REAL* place = gradients[g] + entry_of(mine[0], other[0]);
         memcpy(&sum, place, sizeof sum);
         sum += part;
         memcpy(place, &sum, sizeof sum);
@@ -181,24 +226,29 @@ struct System {
     for (int l = 0; l < W; ++l) mine[l] = (int)(first + l < last ? first + l : last);
     V x[3], v[3] = {};
     gather(rows, mine, x[0], x[1], x[2]);
-    if constexpr (MODE == PRODUCT) gather(rows + 4, mine, v[0], v[1], v[2]);
+    if constexpr (ALONE) gather(rows + 4, mine, v[0], v[1], v[2]);
     V own[OPERANDS + 1];
     for (int k = 0; k < OPERANDS; ++k)
       if (KIND[k] == ATOM)
         for (int l = 0; l < W; ++l) own[k][l] = operands.atoms[k][mine[l]];
     Sums sums;
+    Steps<System>* steps = nullptr;
+#if SEVERAL
+    Steps<System> waiting(*this, mine, live);
+    steps = &waiting;
+#endif
 #if LISTED
     const int* index = list->index + list->start[b];
     int64_t k = 0;
-    for (; k < list->full[b]; ++k) step<false>(mine, live, index + k * W, x, v, own, sums);
-    for (; k < list->steps[b]; ++k) step<true>(mine, live, index + k * W, x, v, own, sums);
+    for (; k < list->full[b]; ++k) step<false>(mine, live, index + k * W, x, v, own, sums, steps);
+    for (; k < list->steps[b]; ++k) step<true>(mine, live, index + k * W, x, v, own, sums, steps);
 #elif defined(MASKED)
     const uint8_t* bits = left_out + b * call.atoms;
     int other[W];
     for (int64_t j = 0; j < call.atoms; ++j) {
       for (int l = 0; l < W; ++l) other[l] = (int)j;
-      if (bits[j]) step<true>(mine, live, other, x, v, own, sums);
-      else step<false>(mine, live, other, x, v, own, sums);
+      if (bits[j]) step<true>(mine, live, other, x, v, own, sums, steps);
+      else step<false>(mine, live, other, x, v, own, sums, steps);
     }
 #else
     // The vector holds atoms whose numbers follow each other, and the last atom fills it up.
@@ -207,16 +257,19 @@ struct System {
     const int64_t stop = first + live;
     for (; j < first; ++j) {
       for (int l = 0; l < W; ++l) other[l] = (int)j;
-      step<false>(mine, live, other, x, v, own, sums);
+      step<false>(mine, live, other, x, v, own, sums, steps);
     }
     for (; j < stop; ++j) {
       for (int l = 0; l < W; ++l) other[l] = (int)j;
-      step<true>(mine, live, other, x, v, own, sums);
+      step<true>(mine, live, other, x, v, own, sums, steps);
     }
     for (; j < call.atoms; ++j) {
       for (int l = 0; l < W; ++l) other[l] = (int)j;
-      step<false>(mine, live, other, x, v, own, sums);
+      step<false>(mine, live, other, x, v, own, sums, steps);
     }
+#endif
+#if SEVERAL
+    steps->finish();
 #endif
     for (int l = 0; l < live; ++l) {
       const int i = atom[first + l];
@@ -226,7 +279,7 @@ struct System {
         const View &virial = call.virial, &strain = call.strain;
         virial.data[number * virial.system + i * virial.atom + k * virial.axis] =
             (REAL)0.5 * sums.virial[k][l];
-        if constexpr (MODE == PRODUCT)
+        if constexpr (ALONE)
           strain.data[number * strain.system + i * strain.atom + k * strain.axis] =
               (REAL)0.5 * sums.strain[k][l];
       }
@@ -236,20 +289,22 @@ struct System {
           const View& f = call.force;
           f.data[number * f.system + i * f.atom + a * f.axis] = sums.force[a][l];
           const View& p = call.product;
-          if constexpr (MODE == PRODUCT)
+          if constexpr (ALONE)
             p.data[number * p.system + i * p.atom + a * p.axis] = sums.product[a][l];
         }
       if constexpr (MODE == ENERGY) energies[number * call.atoms + i] = sums.energy[l];
       for (int g = 0; g < GRADIENTS; ++g)
-        if (GRADIENT_KIND[g] != TABLE) gradients[g][number * call.atoms + i] = sums.gradient[g][l];
+        if (GRADIENT_KIND[g] != TABLE && !SEVERAL) gradients[g][number * call.atoms + i] = sums.gradient[g][l];
     }
   }
 };
 
-static void fill(const View& view, const Call& c, int64_t system, REAL value, int64_t width = DIM) {
-  for (int64_t i = 0; i < c.atoms; ++i)
-    for (int64_t a = 0; a < width; ++a)
-      view.data[system * view.system + i * view.atom + a * view.axis] = value;
+static void fill(const View& view, const Call& c, int64_t system, REAL value, int64_t width = DIM,
+                 int64_t cotangents = 1) {
+  for (int64_t r = 0; r < cotangents; ++r)
+    for (int64_t i = 0; i < c.atoms; ++i)
+      for (int64_t a = 0; a < width; ++a)
+        view.data[r * view.cotangent + system * view.system + i * view.atom + a * view.axis] = value;
 }
 
 // Returns 0, 1 without memory, 3 for a species without a row, or 4 for an exclusion of an atom that
@@ -265,15 +320,16 @@ extern "C" int pairs(const Call* given) {
   const int64_t n = c.atoms, blocks = (n + W - 1) / W, tasks = c.systems * blocks;
   const Cell shared(c.box);
   constexpr bool ROWS = TABLES && GRADIENTS > 0;
+  const int64_t R = SEVERAL ? (c.cotangents + W - 1) / W * W : 1, M = SEVERAL ? c.cotangents : 1;
   // Sums over the neighbours of each atom: of one system after another, or a row of a table.
   const int64_t each = blocks * W * (ROWS && c.kinds > c.systems ? c.kinds : c.systems);
-  Block<REAL> sums(GRADIENTS * each), energies(MODE == ENERGY ? c.systems * n : 0);
+  Block<REAL> sums(GRADIENTS * each * R), totals(R), energies(MODE == ENERGY ? c.systems * n : 0);
   // The rows of a table have one sum an atom for all systems, which threads must not share, and
   // which takes the systems in order.
   const int64_t rounds = ROWS ? c.systems : 1, width = ROWS ? blocks : tasks;
   // Threads must not share the sums of coefficients either, so each part of the tasks has its own.
   const int64_t parts = LOOKUPS > 0 && width > PARTS ? PARTS : width;
-  Block<REAL> by_place(LOOKUPS > 0 ? parts * BEGIN[GRADIENTS] : 0);
+  Block<REAL> by_place(LOOKUPS > 0 ? parts * BEGIN[GRADIENTS] * R : 0);
   // Systems have their own order of places with a list, and one order without.
   const int64_t orders = LISTED ? c.systems : 1;
   Block<REAL> values(ATOMS ? orders * OPERANDS * n : 0);
@@ -281,19 +337,25 @@ extern "C" int pairs(const Call* given) {
   Block<int> columns(TABLES ? orders * n : 0);
   Block<Operands> operands(orders);
   Block<bool> lost(c.systems);  // Systems with a position that is not finite.
-  if (!sums.data || !energies.data || !values.data || !tables.data || !columns.data || !operands.data || !lost.data ||
+#if SEVERAL
+  Cotangents cotangents(c, R);
+  if (!cotangents.allocated()) return 1;
+#endif
+  if (!sums.data || !totals.data || !energies.data || !values.data || !tables.data || !columns.data || !operands.data || !lost.data ||
       !by_place.data)
     return 1;
   REAL* gradients[GRADIENTS + 1] = {};
-  for (int g = 0; g < GRADIENTS; ++g) gradients[g] = sums.data + g * each;
+  for (int g = 0; g < GRADIENTS; ++g) gradients[g] = sums.data + g * each * R;
 #if LISTED
   const List* lists;
+  const auto order_of = [&](int64_t b) { return lists[b].atom; };
   void* held = c.acquire(given, WIDTH, &lists);
   if (!held) return 1;
   for (int64_t b = 0; b < c.systems; ++b) lost.data[b] = !lists[b].atom;
 #else
   Block<REAL> packed(c.systems * n * WIDTH);
   Block<int> identity(n);
+  const auto order_of = [&](int64_t) { return (const int*)identity.data; };
   if (!packed.data || !identity.data) return 1;
 #ifdef MASKED
   // For each block and each atom, which atoms of the block, by bits, do not interact with it.
@@ -313,16 +375,12 @@ extern "C" int pairs(const Call* given) {
         const View &p = c.position, &v = c.vector;
         REAL* row = packed.data + (b * n + i) * WIDTH;
         row[a] = p.data[b * p.system + i * p.atom + a * p.axis];
-        if (MODE == PRODUCT) row[4 + a] = v.data[b * v.system + i * v.atom + a * v.axis];
+        if (ALONE) row[4 + a] = v.data[b * v.system + i * v.atom + a * v.axis];
       }
 #endif
   for (int64_t b = 0; b < orders && (ATOMS || TABLES); ++b) {
     if (lost.data[b]) continue;
-#if LISTED
-    const int* atom = lists[b].atom;
-#else
-    const int* atom = identity.data;
-#endif
+    const int* atom = order_of(b);
     Operands& mine = operands.data[b];
     int* column = columns.data + b * n;
     for (int64_t p = 0; p < n && TABLES; ++p)
@@ -341,6 +399,10 @@ extern "C" int pairs(const Call* given) {
       mine.tables[k] = table;
     }
   }
+#if SEVERAL
+  for (int64_t b = 0; b < c.systems; ++b)
+    if (!lost.data[b]) cotangents.load(c, b, order_of(b));
+#endif
   for (int64_t round = 0; round < rounds; ++round)
 #pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1)
     for (int64_t part = 0; part < parts; ++part)
@@ -353,22 +415,23 @@ extern "C" int pairs(const Call* given) {
           GRID && STRAINED ? c.virial_spacing[b * c.virial_spacing_step] * (REAL)0x1.8p52 : 0);
       V stretch[VIRIAL] = {};
 #if STRAINED
-      for (int k = 0; MODE == PRODUCT && k < VIRIAL; ++k) stretch[k] = splat(c.stretch[b * VIRIAL + k]);
+      for (int k = 0; ALONE && k < VIRIAL; ++k) stretch[k] = splat(c.stretch[b * VIRIAL + k]);
       const Cell cell(c.box + b * c.box_step);
 #else
       const Cell& cell = shared;
 #endif
 #if LISTED
       const List* list = &lists[b];
-      const int* atom = list->atom;
       const REAL* rows = list->rows;
 #else
       const List* list = nullptr;
-      const int* atom = identity.data;
       const REAL* rows = packed.data + b * n * WIDTH;
 #endif
-      const System system{c,      cell, operands.data[LISTED ? b : 0], b, atom, rows, cutoff, grid, virial_grid,
-                          stretch, gradients, energies.data, NUMBERS, by_place.data + part * BEGIN[GRADIENTS]
+      const System system{c,      cell, operands.data[LISTED ? b : 0], b, order_of(b), rows, cutoff, grid, virial_grid,
+                          stretch, gradients, energies.data, NUMBERS, by_place.data + part * BEGIN[GRADIENTS] * R
+#if SEVERAL
+                          , &cotangents
+#endif
 #ifdef MASKED
                           , left_out.data
 #endif
@@ -381,9 +444,9 @@ extern "C" int pairs(const Call* given) {
   for (int64_t b = 0; b < c.systems; ++b) {
     const REAL nan = (REAL)NAN;
     if (FORCES && lost.data[b]) fill(c.force, c, b, nan);
-    if (MODE == PRODUCT && lost.data[b]) fill(c.product, c, b, nan);
+    if (MODE == PRODUCT && lost.data[b]) fill(c.product, c, b, nan, DIM, M);
     if (STRAINED && FORCES && lost.data[b]) fill(c.virial, c, b, nan, VIRIAL);
-    if (STRAINED && MODE == PRODUCT && lost.data[b]) fill(c.strain, c, b, nan, VIRIAL);
+    if (STRAINED && MODE == PRODUCT && lost.data[b]) fill(c.strain, c, b, nan, VIRIAL, M);
     if (MODE == ENERGY) {
       REAL total = 0;
       for (int64_t i = 0; i < n; ++i) total += energies.data[b * n + i];
@@ -399,28 +462,32 @@ extern "C" int pairs(const Call* given) {
                          : kind == ATOM     ? n
                          : kind == FUNCTION ? LENGTH[g]
                                             : c.kinds * c.kinds;
-    for (int64_t k = 0; k < size; ++k) out[k] = any_lost ? (REAL)NAN : 0;
+    for (int64_t k = 0; k < M * size; ++k) out[k] = any_lost ? (REAL)NAN : 0;
     if (any_lost) continue;
+    // Sums of all cotangents are side by side, results follow each other.
+    const auto add = [&](int64_t k, const REAL* x, REAL scale) {
+      for (int64_t r = 0; r < M; ++r) out[r * size + k] += scale * x[r];
+    };
     if (kind == FUNCTION) {
       for (int64_t part = 0; part < parts; ++part)
-        for (int64_t k = 0; k < size; ++k) out[k] += by_place.data[part * BEGIN[GRADIENTS] + BEGIN[g] + k];
+        for (int64_t k = 0; k < size; ++k) add(k, by_place.data + (part * BEGIN[GRADIENTS] + BEGIN[g] + k) * R, 1);
       continue;
     }
     if (kind == TABLE) {
       for (int64_t i = 0; i < n; ++i)
         for (int64_t k = 0; k < c.kinds; ++k)
-          out[c.kinds * (c.species ? c.species[i] : i) + k] += gradients[g][entry(i, c.kinds, k)];
+          add(c.kinds * (c.species ? c.species[i] : i) + k, gradients[g] + entry(i, c.kinds, k) * R, 1);
       continue;
     }
     for (int64_t b = 0; b < c.systems; ++b) {
       const REAL scale = MODE == SLOPES ? (REAL)0.5 * c.weight[b] : 1;
-      REAL total = 0;
+      for (int64_t r = 0; r < R; ++r) totals.data[r] = 0;
       for (int64_t i = 0; i < n; ++i) {
-        const REAL x = gradients[g][b * n + i];
-        if (kind == NUMBER) total += x;
-        else out[i] += scale * x;
+        const REAL* x = gradients[g] + (b * n + i) * R;
+        if (kind == ATOM) add(i, x, scale);
+        for (int64_t r = 0; r < M && kind == NUMBER; ++r) totals.data[r] += x[r];
       }
-      if (kind == NUMBER) out[0] += scale * total;
+      if (kind == NUMBER) add(0, totals.data, scale);
     }
   }
   return 0;
