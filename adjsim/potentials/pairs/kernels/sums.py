@@ -144,7 +144,7 @@ class SumKernel:
             dim=dim,
             threads=thread_count(len(q) * atoms * _NEIGHBOURS),
             image=spec.image,
-            position=ViewStruct(q.data_ptr(), *q.stride()),
+            position=ViewStruct(q.data_ptr(), 0, *q.stride()),
             box=0 if cell is None else cell.data_ptr(),
             operands=ctypes.addressof(pointers),
             gradients=ctypes.addressof(results),
