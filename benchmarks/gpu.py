@@ -1,5 +1,5 @@
 """What a GPU makes of this library: the ways to sum pairs by the number of atoms, exact runs, the
-cost of noise, and gradients beside torchdiffeq, torchsde and jitted JAX, with their memory.
+cost of noise, and gradients beside torchdiffeq, torchsde, jitted JAX and jax-md, with their memory.
 
 Float64 unless said, warm, minima of alternating runs of the whole gradient. JAX is timed on the
 device that it finds. The parts that no other table can stand for come first, and
@@ -19,6 +19,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import argparse
 import json
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -44,6 +45,8 @@ PAIRS, MOST_BY_TORCH = (16000, 32000, 8000, 64000, 24000, 4000, 1000), 8000
 LOOPS, LEAST_BY_LIST = (16000, 64000, 4000, 256), 4000
 # Batch, width and steps of a neural differential equation.
 NETWORKS = [(256, 64, 100), (65536, 64, 100)]
+# Tests of a minute; ``pytest tests/devices`` takes all.
+CHECKED = "bits or finds_the_pairs or (gpu_agrees and exact and compiled and (dense or chain))"
 Row = dict[str, Any]
 
 
@@ -112,6 +115,31 @@ def compared(
     for side, why in row["failed"].items():
         print(f"  {side:28} failed: {why[:100]}", flush=True)
     return row
+
+
+def checks(device: str, small: bool) -> Iterator[Row]:
+    """Tests on the card, before any time is taken: bits of noise, pairs of lists, exact runs."""
+    script = Path(__file__).parents[1] / "tests" / "devices" / "test_gpu.py"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-m",
+        "",
+        "-k",
+        CHECKED,
+        str(script),
+    ]
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=script.parents[2]
+    )
+    outcome = run.stdout.strip().splitlines()[-1]
+    print(f"\n{CHECKED}: {outcome}", flush=True)
+    failed = {} if run.returncode == 0 else {"pytest": run.stdout[-2000:]}
+    yield {"name": CHECKED, "outcome": outcome, "failed": failed}
 
 
 def exact(device: str, small: bool) -> Iterator[Row]:
@@ -374,6 +402,7 @@ def networks(device: str, small: bool) -> Iterator[Row]:
 
 
 PARTS = {
+    "checks": checks,
     "pairs": pairs,
     "loops": loops,
     "exact": exact,
