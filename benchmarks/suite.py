@@ -88,7 +88,7 @@ def in_jax(loss: Callable, atoms: int, replicas: int | None) -> Callable[[], Wor
 
 
 def energy_of_jax_md(q, epsilon, sigma):  # type: ignore[no-untyped-def]
-    # Its sums over matrices of pairs have no second derivative at the distance of an atom to itself.
+    # Its sums over matrices of pairs have no second derivative, for each atom beside itself.
     pairs = jnp.stack(jnp.triu_indices(q.shape[0], 1), -1)
     metric = space.canonicalize_displacement_or_metric(space.free()[0])
     found = smap.bond(jax_energy.lennard_jones, metric, pairs)
