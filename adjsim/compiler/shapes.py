@@ -49,6 +49,10 @@ _SMALL = 2**22
 FILLS = frozenset(
     getattr(torch.ops.aten, name) for name in ("arange", "full", "ones", "scalar_tensor", "zeros")
 )
+# One changes the dtype of memory, and the others permute or swap their operands first.
+_UNCOMMON = frozenset(
+    {torch.ops.aten.view.dtype, torch.ops.aten.pow.Scalar, torch.ops.aten.rsub.Tensor}
+)
 # Arguments that are no tensors.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format)
 
@@ -146,7 +150,11 @@ def common_result(
         made = [
             FakeTensor(fakes, _meta(shape, strides, first + offset, dtype), device)
             for shape, strides, offset, dtype in find(
-                func, tuple(map(_described, args)), tuple(map(_described, options.items())), fills
+                func,
+                tuple(map(_described, args)),
+                tuple(map(_described, options.items())),
+                fills,
+                torch.get_default_dtype(),
             )
         ]
     returns = func._schema.returns
@@ -196,7 +204,7 @@ def _devices(values: Sequence[Any]) -> set[torch.device | None]:
 def _is_common(func: Any) -> bool:
     if func.namespace == "adjsim":
         return not func._schema.is_mutable
-    if func is torch.ops.aten.view.dtype:
+    if func in _UNCOMMON:
         return False
     # Some overloads consist of other operations, which are evaluated instead.
     return func.overloadpacket in COMMON | FILLS and not func._can_decompose()
@@ -211,10 +219,15 @@ def _described(x: Any) -> Any:
 
 @lru_cache(4096)
 def _results(
-    func: Any, arguments: tuple[Any, ...], options: tuple[Any, ...], fills: bool
+    func: Any,
+    arguments: tuple[Any, ...],
+    options: tuple[Any, ...],
+    fills: bool,
+    default: torch.dtype,
 ) -> list[tuple[Any, Any, Any, Any]]:
     """Return shape, strides, offset and dtype of each result of an operation.
 
+    Fills, and fractions of integers, have the default dtype, so it is an argument.
     Small examples are evaluated, since torch's functions of shapes alone import SymPy and Dynamo.
     """
     if func is torch.ops.aten.as_strided.default:
@@ -295,7 +308,7 @@ def _meta(shape: torch.Size, strides: Any, offset: int, dtype: torch.dtype) -> T
     """Return a tensor of this layout without values."""
     if not offset:
         return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    size = 1 + offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    size = 1 + offset + sum(max(n - 1, 0) * s for n, s in zip(shape, strides, strict=True))
     return torch.empty(size, dtype=dtype, device="meta").as_strided(shape, strides, offset)
 
 

@@ -13,9 +13,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Define a function of tensors as the operator ``adjsim::name``.
 
-    A trace records the operator as one operation. The operator has no derivative: a gradient
-    through it raises an error. ``torch.library.custom_op`` defines the same, and imports Dynamo
-    when the operator is first called, which takes a second.
+    A trace records the operator as one operation. The operator has no derivative: a backward
+    gradient through it raises an error, and forward mode sees a constant.
+    ``torch.library.custom_op`` also checks that results do not share memory with arguments; it
+    imports Dynamo when the operator is first called, which takes a second.
 
     Args:
         schema: the types of arguments and results, in torch's notation; None: from annotations.
@@ -48,7 +49,7 @@ def shapes_of(target: Any) -> Callable[[F], F]:
     return declare
 
 
-def rows_of(target: Any) -> Callable[[F], F]:
+def vmap_of(target: Any) -> Callable[[F], F]:
     """Declare a function that evaluates an operator under ``torch.vmap``."""
 
     def declare(function: F) -> F:

@@ -115,6 +115,7 @@ class Reweighting(Estimator):
             raise RuntimeError(
                 "surrogate needs the samples of all chunks, and other ranks have some of them."
             )
+        samples.check_boxes()
         with torch.enable_grad():
             bath = samples.depends_on_bath(observable, Ranks(None))
             reading = Reading(samples.simulation.dynamics)
@@ -134,18 +135,21 @@ class Reweighting(Estimator):
         parameters of this group have their present numbers, and all others that require grad those
         with which the frames were sampled. It tells which parameters have used the frames up. A
         group takes one evaluation of the energies of all frames. Every rank calls this method.
+        Energies of the bath's own variables are left out, so for an observable of them the share is
+        not that of ``weights_ess``.
 
         Args:
             groups: the names of the parameters of each group, as in ``estimate.grad``; None: a
                 group for each parameter that requires grad.
 
         Raises:
-            RuntimeError: there are no samples yet.
+            RuntimeError: there are no samples yet, or a box has changed since they were made.
             ValueError: a name that is not of a parameter with which the frames were sampled.
         """
         samples = self._samples
         if samples is None:
             raise RuntimeError("Reweighting has no samples yet; call it first.")
+        samples.check_boxes()
         found = {name: [name] for name in samples.start} if groups is None else groups
         unknown = [name for names in found.values() for name in names if name not in samples.start]
         if unknown:
@@ -269,6 +273,12 @@ class _Samples(Generic[State]):
     rank: int
     boxes: list[Tensor]
     start: dict[str, Tensor]
+
+    def check_boxes(self) -> None:
+        """Raise an error if a box has changed since the frames were sampled."""
+        now = boxes_of(self.simulation.dynamics)
+        if len(now) != len(self.boxes) or not all(map(torch.equal, now, self.boxes)):
+            raise RuntimeError("a box has changed since the frames were sampled; call Reweighting.")
 
     def serve(self, request: Request[State], skip: float, ranks: Ranks) -> bool:
         """Return whether weights can turn the samples, of the same boxes, to those of a request."""

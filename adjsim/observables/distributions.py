@@ -96,18 +96,17 @@ def histogram(
 
     Raises:
         ValueError: edges that do not increase, or span more than a period; a width or a period
-            that is not positive.
+            that is not positive; a width above a fifth of the period.
     """
     x = as_tensor("values", values)
     with outside_tracing():
-        bounds = as_tensor("edges", edges).detach()
+        bounds = as_tensor("edges", edges).detach().to(x)
         if bounds.ndim != 1 or len(bounds) < 2 or not bool((bounds[1:] > bounds[:-1]).all()):
             raise wrong_shape("edges", "at least two increasing numbers", bounds)
         turn = None if period is None else as_positive("period", period)
         span = float(bounds[-1] - bounds[0])
         if turn is not None and span > turn * (1 + 1e-6):
             raise ValueError(f"edges span {span:g}, which is more than the period {turn:g}.")
-        bounds = bounds.to(x)
     if width is None:
         x = x.detach().unsqueeze(-1)
         if turn is not None:
@@ -118,6 +117,9 @@ def histogram(
             upper = torch.cat([bounds[1:-1], last])
         return ((x >= bounds[:-1]) & (x < upper)).to(x)
     size = as_positive("width", width) * math.sqrt(2)
+    # Three periods then hold all but 3e-7 of a Gaussian.
+    if turn is not None and size > math.sqrt(2) * turn / 5:
+        raise ValueError(f"width {width:g} is more than a fifth of the period {turn:g}.")
     if turn is None:
         below = torch.erf((bounds - x.unsqueeze(-1)) / size)
     else:

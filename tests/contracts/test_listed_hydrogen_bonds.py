@@ -102,6 +102,11 @@ def test_derivatives_and_systems_without_pairs(monkeypatch):
     assert energies[1] == free(q[0])
     assert bool(energies[2].isnan())
     assert bool((adjsim.force(free, apart) == 0).all())
+    # The first atoms of a donor and of an acceptor, of which lists find no pair.
+    for atom in (18, 21):
+        apart = q[0].detach().clone()
+        apart[atom] = torch.nan
+        assert bool(free(apart).isnan())
 
 
 def run(potential, adjoint, exact, compile):

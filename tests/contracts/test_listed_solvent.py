@@ -219,3 +219,13 @@ def test_small_systems_and_tables_take_all_pairs():
     assert potential.path(torch.zeros(200, 3)) == "all pairs, by torch"
     everything = CustomSolvent({}, [Stage("exp(-r)", pairs=True)], {})
     assert everything.path(position) == "all pairs, by torch"
+
+
+@pytest.mark.usefixtures("lists")
+def test_counts_of_neighbours_have_no_slope():
+    apart = torch.linalg.norm(POSITION.unsqueeze(0) - POSITION.unsqueeze(1), dim=-1)
+    counts = ((apart < 2.5).sum(-1) - 1).to(POSITION)
+    found = CustomSolvent({"I": Stage("step(2.5-r)", pairs=True)}, [Stage("I^2")], {}, cutoff=3.0)
+    assert found.path(POSITION) == "neighbour list"
+    assert found(POSITION) == counts.square().sum()
+    assert bool((force(found, POSITION) == 0).all())

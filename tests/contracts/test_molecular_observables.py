@@ -861,6 +861,8 @@ def test_the_curvature_at_the_reference():
         (lambda q: adjsim.histogram(q, [1.0, 1.0]), "edges must be at least two increasing"),
         (lambda q: adjsim.histogram(q, [0.0, 4.0], period=3.0), "span 4, which is more than"),
         (lambda q: adjsim.histogram(q, [0.0, 4.0], width=0.0), "width must be positive"),
+        (lambda q: adjsim.histogram(q, [0.0, 4.0], width=1.0, period=4.5), "a fifth of the period"),
+        (lambda q: adjsim.histogram(q.float(), [1e3, 1e3 + 1e-5]), "two increasing numbers"),
         (lambda q: adjsim.ramachandran(q, q[:1], [0.0], width=0.1), "must have one shape"),
         (lambda q: adjsim.contacts(q, PAIRS, [1.0, 2.0], width=0.1), r"one number or \(3,\)"),
         (lambda q: adjsim.contacts(q, PAIRS, 0.0, width=0.1), "distance must be positive"),

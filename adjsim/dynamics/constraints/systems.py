@@ -19,7 +19,7 @@ from torch import Tensor
 from adjsim.compiler import TYPES, Call, Operators, UnprintableError, Value, in_order, pointer_to
 from adjsim.core.derived import has_values
 from adjsim.core.layout import is_tracing
-from adjsim.core.operators import operator, rows_of, shapes_of
+from adjsim.core.operators import operator, shapes_of, vmap_of
 from adjsim.dynamics.constraints.ordering import DENSE
 from adjsim.dynamics.constraints.triangles import triangle_multipliers
 
@@ -118,7 +118,7 @@ def _(e: Tensor, d: Tensor, S: Tensor, right: Tensor) -> Tensor:
     return torch.empty(right.shape).to(right)
 
 
-@rows_of(solve_operator)
+@vmap_of(solve_operator)
 def _(info: Any, dims: Any, *values: Tensor) -> tuple[Tensor, int]:
     axes = max(x.ndim - (dim is not None) for x, dim in zip(values, dims, strict=True))
     moved = []

@@ -130,7 +130,11 @@ def _near(
     place = torch.arange(len(i), device=i.device) - (counts.cumsum(0) - counts)[system]
     found = [torch.full((len(counts), most), k, device=i.device) for k in filling]
     found[0][system, place], found[1][system, place] = i % count, j % count - split
-    # Systems that are not finite keep all entries, of which their energy is made.
+    # Systems that are not finite keep all entries, those of a pair with a point that is not.
+    broken, worst = (~flat.isfinite().all(-1)).reshape(len(counts), count).long().max(-1)
+    for side, start, stop in ((found[0], 0, split), (found[1], split, count)):
+        here = (broken > 0) & (worst >= start) & (worst < stop)
+        side[here] = (worst[here] - start).unsqueeze(-1)
     present = torch.arange(most, device=i.device) < counts.unsqueeze(-1)
     present |= ~finite.reshape(-1, 1)
     one, other, there = (x.reshape(*batch, 1, most) for x in (*found, present))

@@ -83,9 +83,13 @@ class Terms:
             total = work(here) + work(here.exchanged())
             inputs = [s, *d] if positions else []
             inputs += [x for x, y in zip(mine, own, strict=True) if y]
-            found = torch.autograd.grad(
-                total.sum(), inputs, create_graph=True, materialize_grads=True
-            )
+            whole = total.sum()
+            if whole.requires_grad:
+                found = torch.autograd.grad(
+                    whole, inputs, create_graph=True, materialize_grads=True
+                )
+            else:  # Terms such as a count of neighbours have no slope.
+                found = [torch.zeros_like(x) for x in inputs]
             if not positions:
                 return list(found)
             moved, along = found[0], found[1 : 1 + len(d)]

@@ -156,4 +156,4 @@ class _Slope(torch.autograd.Function):
 
 def _of_pairs(given: Sequence[Tensor], contained: bool) -> Descreening:
     s, rho, t = given
-    return Descreening(s.sqrt(), rho, t, s > 0, contained=contained)
+    return Descreening(s.sqrt(), rho, t, s >= 0, contained=contained)

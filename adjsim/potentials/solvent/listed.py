@@ -56,7 +56,7 @@ def _displaced(contained: bool, necks: Necks | None, pair: Pair) -> list[Tensor]
     if necks is None:
         return [spheres]
     r, radii, (depth, place) = pair.s.sqrt(), pair.mine[2] + pair.other[2], pair.tables
-    return [spheres, NeckPairs(necks, r, 1 / r, depth, place, radii, pair.s > 0).value()]
+    return [spheres, NeckPairs(necks, r, 1 / r, depth, place, radii, pair.s >= 0).value()]
 
 
 def _polarised(kappa: float, shift: float, pair: Pair) -> list[Tensor]:
