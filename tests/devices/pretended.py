@@ -53,7 +53,7 @@ NO_KERNELS = _names(
 )
 
 # Operators of the library whose operations are noted.
-RUN_AS_WRITTEN = {torch.ops.adjsim.pairs.default: kernel.pairs._init_fn}
+RUN_AS_WRITTEN = {kernel.pairs: kernel.of_kernel}
 
 
 @dataclass

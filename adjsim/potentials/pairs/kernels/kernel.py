@@ -353,10 +353,12 @@ _SORTS = {"position": "Tensor", "operands": "Tensor[]"}
 _SCHEMA = ", ".join(f"{_SORTS.get(name, 'Tensor?')} {name}" for name in PairInputs._fields)
 
 
-@operator("pairs", f"({_SCHEMA}, str kernel) -> Tensor[]")
-def pairs(*given: Any) -> list[Tensor]:
+def of_kernel(*given: Any) -> list[Tensor]:
     """Evaluate the kernel of a name, the last argument. A traced step contains such operators."""
     return KERNELS[given[-1]](PairInputs(*given[:-1]))
+
+
+pairs = operator("pairs", f"({_SCHEMA}, str kernel) -> Tensor[]")(of_kernel)
 
 
 @shapes_of(pairs)
