@@ -51,7 +51,7 @@ from adjsim.potentials.pairs.base import pair_paths
 from adjsim.simulation.backwards import mirrored
 from adjsim.simulation.between_steps import Extension, between_steps, interpolated
 from adjsim.simulation.start_checks import check_rates
-from adjsim.simulation.transforms import run_outside
+from adjsim.simulation.transforms import FORWARD, has_tangent, run_outside
 from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.continuous.base import ContinuousSolver
 from adjsim.solvers.run import Run
@@ -205,6 +205,10 @@ def run(
             state,
             record,
         )
+    if (compile or not adjoint.keeps_graph) and any(
+        map(has_tangent, (*state, *dynamics.parameters()))
+    ):
+        raise FORWARD()
     if times[1] < times[0]:
         back, path = mirrored(dynamics, noise, solver, times)
         settings = record, path, progress, compile, store, continues

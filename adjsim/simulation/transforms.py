@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 
 from adjsim.core.reading import Reading
 from adjsim.core.rows import pulled_rows
@@ -34,6 +35,11 @@ NO_BATCH = partial(
     RuntimeError,
     "only DirectAdjoint() without compile=True goes through torch.func.vmap over a run: give "
     "the state a leading batch axis instead. vmap over cotangents, and jacrev, do go through.",
+)
+FORWARD = partial(
+    NotImplementedError,
+    "derivatives forward in time (jvp, jacfwd, hessian, dual tensors) need DirectAdjoint() without "
+    "compile=True; jacrev goes through every adjoint.",
 )
 UNREGISTERED = partial(
     ValueError,
@@ -106,6 +112,11 @@ class _Extension:
         return Connection(inputs, leaves).state(found)
 
 
+def has_tangent(x: Tensor) -> bool:
+    """Return whether a tensor is dual: a value with a derivative forward in time."""
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
 def _is_tracked(x: Tensor) -> bool:
     """Return whether a derivative with respect to a tensor is recorded now."""
     return is_wrapped(x) or (torch.is_grad_enabled() and x.requires_grad)
@@ -139,10 +150,7 @@ class _Connected(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        raise NotImplementedError(
-            "derivatives forward in time (jvp, jacfwd, hessian) need DirectAdjoint() without "
-            "compile=True; jacrev goes through every adjoint."
-        )
+        raise FORWARD()
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:

@@ -577,3 +577,31 @@ def test_operators_of_a_mesh_return_the_strides_that_they_declare():
         (product, (position, charge, *kept, torch.ones_like(position), sums.influence(), *sizes)),
     ):
         torch.library.opcheck(operator.default, args, test_utils="test_faketensor")
+
+
+class OfForces(nn.Module):
+    """An energy that is made of forces, so that its force is made of their derivatives."""
+
+    def __init__(self, potential):
+        super().__init__()
+        self.potential = potential
+
+    def forward(self, position):
+        weight = torch.sin(3 * position.detach() + 1)
+        return (self.potential.force(position) * weight).sum((-1, -2))
+
+
+@pytest.mark.slow
+def test_compiled_energies_of_forces():
+    potential, position = OfForces(mesh()), problem()[1].detach()
+
+    def end(compile):
+        q = position.clone().requires_grad_()
+        dynamics = adjsim.Hamiltonian(potential)
+        run = adjsim.simulate(
+            dynamics, dynamics.init(q, torch.zeros_like(q)), [0.0, 0.02],
+            solver=adjsim.VelocityVerlet(0.01), compile=compile,
+        )  # fmt: skip
+        return torch.autograd.grad(run.final.position.square().sum(), q)[0]
+
+    torch.testing.assert_close(end(True), end(False), rtol=1e-10, atol=1e-12)

@@ -300,6 +300,22 @@ def test_what_goes_through_direct_alone(transform, why):
     transform(lambda p: decay(p, "direct").final.y.sum())(P)
 
 
+def test_dual_starts_go_through_direct_alone():
+    equation = adjsim.ODE(lambda t, y: -y)
+    with torch.autograd.forward_ad.dual_level():
+        start = equation.init(torch.autograd.forward_ad.make_dual(P, torch.ones_like(P)))
+
+        def end(adjoint):
+            run = adjsim.simulate(
+                equation, start, [0.0, 0.1], solver=adjsim.RungeKutta("rk4", 0.1), adjoint=adjoint
+            )
+            return torch.autograd.forward_ad.unpack_dual(run.final.y).tangent
+
+        torch.testing.assert_close(end(adjsim.DirectAdjoint()), torch.full_like(P, 0.9048375))
+        with pytest.raises(NotImplementedError, match="need DirectAdjoint"):
+            end(CheckpointAdjoint())
+
+
 def test_a_tensor_that_is_not_registered_is_refused_in_a_transform():
     def end(p):
         equation = adjsim.ODE(lambda t, y: -p * y)

@@ -27,6 +27,7 @@ from adjsim.core.box import volume
 from adjsim.core.derived import derived
 from adjsim.core.layout import is_tracing
 from adjsim.core.operators import operator, shapes_of
+from adjsim.core.state import in_transform
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Number
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, Forces, Product
@@ -182,7 +183,8 @@ class Mesh(ChargeSum):
 
     def linearised(self, position: Tensor, charge: Tensor) -> tuple[Forces, Product]:
         settings = self.to_mesh, self.shape, self.order
-        if not is_tracing():
+        # The operators have no derivative, of which a derivative of forces in a trace consists.
+        if not is_tracing() or in_transform():
             force, along, waves, phi = self.forces(position, charge)
             return (force, along), partial(self.product, position, charge, waves, phi)
         given = position.detach(), charge.detach()
