@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from adjsim.compiler.calls import Call, Called, address_of, in_order, pointer_to
+from adjsim.compiler.calls import Address, Call, Called, address_of, in_order, pointer_to
 from adjsim.compiler.values import TYPES, Store, UnprintableError, Value
 
 Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
@@ -155,8 +155,8 @@ class TorchCall(Call):
         self.outputs = tuple(map(self.output, [*made, token]))
         stored = [*inputs, *self.outputs[:-1]]
         self.places = [
-            (x.dtype, x.shape, address.strides if (address := address_of(x)) else ())
-            for x in stored
+            (x.dtype, x.shape, _strides(address_of(x), meta))
+            for x, meta in zip(stored, [*like, *made], strict=True)
         ]
 
     def lines(self, functions: Sequence[str]) -> list[str]:
@@ -207,6 +207,18 @@ class TorchCall(Call):
         serving = served()
         next(serving)
         return Callback(serving.send)
+
+
+def _strides(address: Address | None, meta: Tensor) -> tuple[int, ...]:
+    """Return the strides of a value, those of the trace for axes of length one.
+
+    A loop has zero there, and torch's libraries step from matrix to matrix by the last axis of a
+    batch even if its length is one.
+    """
+    if address is None:
+        return ()
+    pairs = zip(meta.shape, address.strides, meta.stride(), strict=True)
+    return tuple(traced if n == 1 else own for n, own, traced in pairs)
 
 
 def _tensor(address: int, place: tuple[torch.dtype, Sequence[int], Sequence[int]]) -> Tensor:

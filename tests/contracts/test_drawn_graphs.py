@@ -268,6 +268,13 @@ def test_a_largest_value_is_equal_to_one_of_them(shape):
     torch.testing.assert_close(compiled(gradient, [x], False), gradient(x), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_systems_along_an_axis_of_length_one():
+    """Torch steps through factors by the last axis of a batch, even if its length is one."""
+    solutions = [Call("along", "solution", (k,), 3) for k in range(2)]
+    check(Graph([((1, 9, 2), "plain", torch.float64)], solutions))
+
+
 def main(seconds: float) -> None:
     """Draw graphs for so long, and print those that fail."""
     end, count, failures = time.monotonic() + seconds, itertools.count(), 0

@@ -15,7 +15,6 @@ from tests.devices.systems import SYSTEMS, TILED
 from tests.devices.test_gpu import RTOL, UNCOMPILED
 from tests.problems import slow_but
 
-SLOW = ["hamiltonian", "langevin-atoms", "listed", "EulerMaruyama, diagonal"]
 BY_TILES = [f"{name}, by tiles" for name in TILED]
 SLOW_BY_TILES = ["listed, by tiles"]
 LISTED = "listed, by lists of programs"
@@ -56,12 +55,12 @@ def costs(*names: str) -> dict[str, dict[str, Any]]:
     return {key: row for line in done.stdout.splitlines() for key, row in json.loads(line).items()}
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(lambda _: False, NAMES, marathon=lambda name: name not in SLOW)
-)
-def test_a_step_keeps_to_its_device(name):
-    rows = costs(*SLOW)[name] if name in SLOW else costs(name)[name]
-    keeps_to_its_device(name, rows)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [NAMES[::2], NAMES[1::2]], ids=["half", "other half"])
+def test_steps_keep_to_their_device(names):
+    rows = costs(*names)
+    for name in names:
+        keeps_to_its_device(name, rows[name])
 
 
 @pytest.mark.parametrize(
@@ -149,9 +148,9 @@ def keeps_to_its_device(name, rows):
     allowed, _ = ALLOWED.get(name, (0, ""))
     for adjoint, row in rows.items():
         assert "error" not in row, row
-        assert not row["mixes"], row["mixes"]
-        assert not row["on the CPU"]
+        assert not row["mixes"], (name, row["mixes"])
+        assert not row["on the CPU"], name
         for side in ("forward", "backward"):
             found = row[f"waits {side}"] + row[f"copies {side}"]
             segment = SEGMENT if adjoint == "checkpoint" and side == "backward" else 0
-            assert found <= allowed + segment, (adjoint, side, row)
+            assert found <= allowed + segment, (name, adjoint, side, row)
