@@ -348,7 +348,6 @@ class Kernel(ABC):
 # Kernels of this process by name, for the operators that name them.
 KERNELS: dict[str, Kernel] = {}
 
-
 _SORTS = {"position": "Tensor", "operands": "Tensor[]"}
 _SCHEMA = ", ".join(f"{_SORTS.get(name, 'Tensor?')} {name}" for name in PairInputs._fields)
 
