@@ -46,7 +46,7 @@ BENCHMARK, DRAWN, CALLED = "benchmark", "drawn", "calls"
 # Torch's backend of the pretended device does not survive its forward-mode derivatives.
 UNKNOWN_CALL = "ForwardSensitivity"
 formula.LISTED_ON_GPU = 0
-STEPS = 2
+STEPS = 3
 # The smallest share of the largest gradient that is one.
 ZERO = 1e-6
 PARTS = ("waits", "copies", "kernels")

@@ -43,6 +43,11 @@ SEGMENT = 1
 # Torch's backend of the pretended device cannot differentiate their derivatives.
 UNKNOWN = {"prescribed", "Milstein, diagonal"}
 NAMES = [name for name in SYSTEMS if name not in UNKNOWN]
+# Systems of more than a thousand operations in a step, which take two minutes together.
+LONG = {
+    "chain-3", "everything", "friction", "friction-moving", "friction-vertices", "implicit", "mesh",
+    "piston, chains", "piston, mesh", "rayleigh", "sites", "solid", "solvent",
+}  # fmt: skip
 LOOPS = [f"{name}, compiled" for name in SYSTEMS if name not in UNCOMPILED]
 
 
@@ -55,8 +60,13 @@ def costs(*names: str) -> dict[str, dict[str, Any]]:
     return {key: row for line in done.stdout.splitlines() for key, row in json.loads(line).items()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [NAMES[::2], NAMES[1::2]], ids=["half", "other half"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([x for x in NAMES if x not in LONG], marks=pytest.mark.slow, id="short"),
+        pytest.param([x for x in NAMES if x in LONG], marks=pytest.mark.marathon, id="long"),
+    ],
+)
 def test_steps_keep_to_their_device(names):
     rows = costs(*names)
     for name in names:
