@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorConverter,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -143,9 +139,9 @@ def common_result(
     device = devices.pop()
     # Operators of this library have arguments whose meaning may change.
     find = _results.__wrapped__ if func.namespace == "adjsim" else _results
-    strided = func is torch.ops.aten.as_strided.default
-    is_relative = func.is_view and not (strided and args[3:] not in ([], [None]))
-    first = args[0].storage_offset() if is_relative else 0
+    # An offset that as_strided is given is not relative to that of its argument.
+    given = func is torch.ops.aten.as_strided.default and args[3:] not in ([], [None])
+    first = args[0].storage_offset() if func.is_view and not given else 0
     with torch._C.DisableTorchFunction(), no_dispatch():
         made = [
             FakeTensor(fakes, _meta(shape, strides, first + offset, dtype), device)

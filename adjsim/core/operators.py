@@ -36,7 +36,10 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
 
 
 def _refuse(ctx: Any, *cotangents: Any) -> Any:
-    raise NotImplementedError("a gradient goes through an operator that has no derivative.")
+    raise NotImplementedError(
+        "a gradient came to an operator of adjsim, which has no derivative: leave compile=True out, "
+        "and please report it."
+    )
 
 
 def shapes_of(target: Any) -> Callable[[F], F]:

@@ -8,7 +8,7 @@ compiled loop holds rows of the same length in all steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ def find_near(
                 f"near_pairs(position), or use compile=False; got capacity={capacity} on "
                 f"{first.device}."
             )
-        found = torch.ops.adjsim.near_pairs(*known, capacity)
+        found = near_pairs(*known, capacity)
     elif in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         raise ValueError(
             "a neighbour list depends on the values of positions, which transforms of torch.func "
@@ -89,7 +89,6 @@ def find_near(
     return Gathered(i, first.shape[-2]), Gathered(j, second.shape[-2]), present
 
 
-@torch.no_grad()
 def _near(
     first: Tensor,
     second: Tensor,
@@ -102,7 +101,10 @@ def _near(
     filling: Sequence[int],
     capacity: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the pairs of each system, ``(*batch, 1, pairs)``, and which are present."""
+    """Return the pairs of each system, ``(*batch, 1, pairs)``, and which are present.
+
+    With a capacity, as in a step of a compiled loop, there are so many entries.
+    """
     points, split, reach = torch.cat([first, second], -2), first.shape[-2], cutoff
     if strain is not None and box is not None:
         points, reach = Strain(strain, rows).at_rest(points, cutoff)
@@ -130,7 +132,7 @@ def _near(
     place = torch.arange(len(i), device=i.device) - (counts.cumsum(0) - counts)[system]
     found = [torch.full((len(counts), most), k, device=i.device) for k in filling]
     found[0][system, place], found[1][system, place] = i % count, j % count - split
-    # Systems that are not finite keep all entries, those of a pair with a point that is not.
+    # All entries of a system with a point that is not finite have this point, and so its energy.
     broken, worst = (~flat.isfinite().all(-1)).reshape(len(counts), count).long().max(-1)
     for side, start, stop in ((found[0], 0, split), (found[1], split, count)):
         here = (broken > 0) & (worst >= start) & (worst < stop)
@@ -141,36 +143,11 @@ def _near(
     return one, other, there
 
 
-@operator("near_pairs")
-def near_pairs_operator(
-    first: Tensor,
-    second: Tensor,
-    box: Tensor | None,
-    exclusions: Tensor | None,
-    strain: Tensor | None,
-    rows: Tensor | None,
-    cutoff: float,
-    skin: float,
-    filling: Sequence[int],
-    capacity: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the pairs of a step of a compiled loop, with a fixed number of entries."""
-    return _near(first, second, box, exclusions, strain, rows, cutoff, skin, filling, capacity)
+near_pairs = operator("near_pairs")(_near)
 
 
-@shapes_of(near_pairs_operator)
-def _(
-    first: Tensor,
-    second: Tensor,
-    box: Tensor | None,
-    exclusions: Tensor | None,
-    strain: Tensor | None,
-    rows: Tensor | None,
-    cutoff: float,
-    skin: float,
-    filling: Sequence[int],
-    capacity: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (*first.shape[:-2], 1, capacity)
+@shapes_of(near_pairs)
+def _(first: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (*first.shape[:-2], 1, rest[-1])
     whole = [first.new_empty(shape, dtype=torch.int64) for _ in range(2)]
     return whole[0], whole[1], first.new_empty(shape, dtype=torch.bool)

@@ -93,11 +93,10 @@ class GeneralizedBorn(Declaring, StagedSums, Potential):
 
     Force and product of all pairs are closed forms, whose contributions are rounded in exact runs
     before they are added. Those of a list are derivatives, and functions of positions to the last
-    bit. Two atoms at one position give NaN where the
-    sphere of one contains the other. The force is continuous where spheres begin
-    to touch; its derivative is not. With a cutoff the force jumps at it: use one only to reproduce
-    such a run. A negative scale, as that of sulfur in GBn2, makes the force jump where the sphere
-    begins to count.
+    bit. Two atoms at one position give NaN where the sphere of one contains the other. The force is
+    continuous where spheres begin to touch; its derivative is not. With a cutoff the force jumps at
+    it: use one only to reproduce such a run. A negative scale, as that of sulfur in GBn2, makes the
+    force jump where the sphere begins to count.
 
     Args:
         {parameters}

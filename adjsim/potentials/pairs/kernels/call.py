@@ -1,4 +1,4 @@
-"""The arguments of a pair kernel: the struct that Python and printed loops pass to it."""
+"""What pair kernels have in common: the struct of their arguments, and their C++ of vectors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.resources import files
 
 import torch
 
-from adjsim.compiler import TYPES
+from adjsim.compiler import TYPES, VECTOR_FUNCTIONS
 
 # The members of the struct ``View`` of a field, with their C++ types. A stride counts elements.
 VIEW = {
@@ -86,3 +86,15 @@ def _struct(name: str, members: Mapping[str, str]) -> str:
 def text(name: str) -> str:
     """Return the C++ source of this name."""
     return files("adjsim.potentials.pairs.kernels").joinpath(name).read_text()
+
+
+def on_vectors(functions: str) -> list[str]:
+    """Return the types of a kernel that computes W pairs at once, its functions and its cell."""
+    return [
+        "typedef REAL V __attribute__((vector_size(W * sizeof(REAL))));",
+        "typedef decltype(V{} < V{}) Mask;",
+        "static inline V splat(REAL x) { return V{} + x; }",
+        VECTOR_FUNCTIONS,
+        functions,
+        text("images.h"),
+    ]

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from adjsim.compiler import PARALLEL_WORK, VECTOR_FUNCTIONS, scalar_functions
+from adjsim.compiler import PARALLEL_WORK, scalar_functions
 from adjsim.core.layout import is_tracing
 from adjsim.core.operators import operator, shapes_of
 from adjsim.core.rows import are_hidden, hide_rows, of_each_row, shown, shown_rows, vmap_depth
-from adjsim.potentials.pairs.kernels.call import CALL, declarations, text
+from adjsim.potentials.pairs.kernels.call import CALL, declarations, on_vectors, text
 
 FORCE, PRODUCT, ENERGY, SLOPES = "FORCE", "PRODUCT", "ENERGY", "SLOPES"
 NUMBER, TABLE, ATOM = "NUMBER", "TABLE", "ATOM"
@@ -215,12 +215,7 @@ class KernelSpec:
                     f"constexpr bool {kind}S = {str(kind in self.kinds).lower()};"
                     for kind in (TABLE, ATOM)
                 ),
-                "typedef REAL V __attribute__((vector_size(W * sizeof(REAL))));",
-                "typedef decltype(V{} < V{}) Mask;",
-                "static inline V splat(REAL x) { return V{} + x; }",
-                VECTOR_FUNCTIONS,
-                functions,
-                text("images.h"),
+                *on_vectors(functions),
                 text("rows.cpp").replace("COTANGENTS\n", text("cotangents.cpp") * self.several),
             ]
         )

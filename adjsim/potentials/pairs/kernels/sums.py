@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from adjsim.compiler import (
-    VECTOR_FUNCTIONS,
     compiled,
     graph_of,
     merge_repetitions,
@@ -22,7 +21,13 @@ from adjsim.compiler import (
     scalar_functions,
 )
 from adjsim.core.operators import operator, shapes_of
-from adjsim.potentials.pairs.kernels.call import CallStruct, ViewStruct, declarations, text
+from adjsim.potentials.pairs.kernels.call import (
+    CallStruct,
+    ViewStruct,
+    declarations,
+    on_vectors,
+    text,
+)
 from adjsim.potentials.pairs.kernels.cpu import lists
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import (
@@ -105,12 +110,7 @@ class SumKernel:
                 scalar_functions(False),
                 declarations(spec.dtype),
                 *(f"#define {name} {value}" for name, value in defined.items()),
-                "typedef REAL V __attribute__((vector_size(W * sizeof(REAL))));",
-                "typedef decltype(V{} < V{}) Mask;",
-                "static inline V splat(REAL x) { return V{} + x; }",
-                VECTOR_FUNCTIONS,
-                functions,
-                text("images.h"),
+                *on_vectors(functions),
                 text("sums.cpp"),
             ]
         )
