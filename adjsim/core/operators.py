@@ -37,8 +37,8 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
 
 def _refuse(ctx: Any, *cotangents: Any) -> Any:
     raise NotImplementedError(
-        "a gradient came to an operator of adjsim, which has no derivative: leave compile=True out, "
-        "and please report it."
+        "a gradient came to an operator of adjsim, which has no derivative: leave compile=True "
+        "out, and please report it."
     )
 
 
