@@ -1,5 +1,7 @@
 """Graphs of traced steps equal those of torch's own tracer."""
 
+import contextlib
+import gc
 from itertools import pairwise
 
 import pytest
@@ -11,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import adjsim
 from adjsim.compiler import loops
+from adjsim.compiler.refusals import CompileError
 from adjsim.compiler.shapes import ELEMENTWISE, ShapeMode, common_result
 from adjsim.compiler.tracing import graph_of
 from tests import problems
@@ -141,3 +144,20 @@ def test_the_default_dtype_is_that_of_the_trace():
             assert common(torch.ops.aten.div.Tensor, [torch.tensor([1]), 3]).dtype == dtype
         finally:
             torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_trace_leaves_the_collection_of_cycles_as_it_was(collects):
+    ode, mistaken = adjsim.ODE(lambda t, y: -y), adjsim.ODE(lambda t, y: -y * float(y[0]))
+    (gc.enable if collects else gc.disable)()
+    try:
+        for field, outcome in (
+            (ode, contextlib.nullcontext()),
+            (mistaken, pytest.raises(CompileError)),
+        ):
+            solver = adjsim.RungeKutta("rk4", 0.1)
+            with outcome:
+                adjsim.simulate(field, torch.ones(2), [0.0, 0.3], solver=solver, compile=True)
+            assert gc.isenabled() == collects
+    finally:
+        gc.enable()
