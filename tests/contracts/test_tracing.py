@@ -157,7 +157,9 @@ def test_a_trace_leaves_the_collection_of_cycles_as_it_was(collects):
         ):
             solver = adjsim.RungeKutta("rk4", 0.1)
             with outcome:
-                adjsim.simulate(field, torch.ones(2), [0.0, 0.3], solver=solver, compile=True)
+                adjsim.simulate(
+                    field, field.init(torch.ones(2)), [0.0, 0.3], solver=solver, compile=True
+                )
             assert gc.isenabled() == collects
     finally:
         gc.enable()
