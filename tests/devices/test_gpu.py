@@ -78,6 +78,15 @@ def computed(
     return [final.detach().cpu(), *(x.cpu() for x in gradients)]
 
 
+def assert_agree(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Compare the ends and gradients of two runs."""
+    assert len(found) == len(expected)
+    scale = max(float(y.abs().max()) for y in expected[1:])
+    for x, y in zip(found, expected, strict=True):
+        atol = RTOL * max(float(y.abs().max()), ZERO * scale)
+        torch.testing.assert_close(x, y, rtol=RTOL, atol=atol)
+
+
 @gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("way", WAYS)
@@ -89,12 +98,7 @@ def test_gpu_agrees_with_cpu(name: str, way: str, compiled: bool) -> None:
     if compiled and name in UNCOMPILED:
         pytest.skip("it is not compiled on any device")
     expected = computed(system, way, False, "cpu")
-    found = computed(SYSTEMS[name](), way, compiled, "cuda")
-    assert len(found) == len(expected)
-    scale = max(float(y.abs().max()) for y in expected[1:])
-    for x, y in zip(found, expected, strict=True):
-        atol = RTOL * max(float(y.abs().max()), ZERO * scale)
-        torch.testing.assert_close(x, y, rtol=RTOL, atol=atol)
+    assert_agree(computed(SYSTEMS[name](), way, compiled, "cuda"), expected)
 
 
 @gpu

@@ -10,7 +10,7 @@ from adjsim.compiler.replays import replayed
 from adjsim.compiler.tracing import graph_of
 from tests import tiles
 from tests.devices.systems import SYSTEMS
-from tests.devices.test_gpu import RTOL, STEPS, UNCOMPILED, WAYS, computed
+from tests.devices.test_gpu import STEPS, UNCOMPILED, WAYS, assert_agree, computed
 from tests.problems import by_inductor, slow_but
 
 SHORT = ["langevin"]
@@ -40,9 +40,7 @@ def _by_replays(monkeypatch):
 
 def agree(name, way, steps=STEPS):
     expected = computed(SYSTEMS[name](), way, False, "cpu", steps)
-    found = computed(SYSTEMS[name](), way, True, "cpu", steps)
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=RTOL, atol=RTOL * float(y.abs().max()))
+    assert_agree(computed(SYSTEMS[name](), way, True, "cpu", steps), expected)
 
 
 @pytest.mark.usefixtures("_by_replays")
