@@ -35,8 +35,7 @@ OPTIMISED_BY_GCC = [
     "-fcaller-saves", "-fcode-hoisting", "-fexpensive-optimizations", "-finline-small-functions",
     "-fipa-cp", "-fipa-ra", "-fstore-merging", "-fstrict-aliasing", "-fthread-jumps", "-ftree-vrp",
 ]  # fmt: skip
-# Linking with the C library alone takes two thirds of the time of linking with that of C++ too,
-# which code without exceptions does not need.
+# Linking with the C library alone takes two thirds of the time of linking with that of C++ too.
 LIBRARIES = ["-nodefaultlibs", "-lm", "-lc", "-lgcc"]
 
 
@@ -48,19 +47,20 @@ class CompilerError(UnprintableError):
     """Raised if there is no C++ compiler, or if it fails."""
 
 
-def compiled(source: str, threads: bool) -> ctypes.CDLL:
+def compiled(source: str, threads: bool, containers: bool = False) -> ctypes.CDLL:
     """Load the library of a source, and compile it if it is not cached.
 
-    ``threads`` is whether it has loops that threads share.
+    ``threads`` is whether it has loops that threads share, and ``containers`` whether it uses those
+    of C++'s own library, and its exceptions.
     """
-    compiler, flags = _compiler(), _flags(threads)
+    compiler, flags = _compiler(), _flags(threads, containers)
     try:
-        path = path_of(source, threads)
+        path = path_of(source, threads, containers)
         # A truncated file, or one from another system, is built again.
         if usable(path):
             with suppress(OSError):
                 return ctypes.CDLL(str(path))
-        _build(source, [*compiler, *flags], _libraries(threads), path)
+        _build(source, [*compiler, *flags], _libraries(threads, containers), path)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise CompilerError(
@@ -68,13 +68,13 @@ def compiled(source: str, threads: bool) -> ctypes.CDLL:
         ) from error
 
 
-def path_of(source: str, threads: bool) -> Path:
+def path_of(source: str, threads: bool, containers: bool = False) -> Path:
     """Return the path of the cached library of a source, beside which its source is."""
     compiler = _compiler()
     # Comments have lines of the user's code, which move.
     code = re.sub(r"//[^\n]*", "", source)
-    key_parts = [code, *compiler, _version(compiler), *_flags(threads)]
-    key_parts += [*_libraries(threads), _processor()]
+    key_parts = [code, *compiler, _version(compiler), *_flags(threads, containers)]
+    key_parts += [*_libraries(threads, containers), _processor()]
     return cache_folder() / f"{hashlib.sha256(chr(0).join(key_parts).encode()).hexdigest()[:32]}.so"
 
 
@@ -120,22 +120,28 @@ def debugging() -> bool:
     return os.environ.get("ADJSIM_DEBUG", "0") not in ("", "0")
 
 
-def _flags(threads: bool) -> list[str]:
+def _flags(threads: bool, containers: bool) -> list[str]:
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     flags = [flag for flag in FLAGS if "vector-width" not in flag or is_x86]
     if debugging():
         flags += ["-O1", "-g"]
-    elif not threads and "Free Software Foundation" in _version(_compiler()):
+    elif not threads and _is_gcc():
         flags += OPTIMISED_BY_GCC
     else:
         flags += OPTIMISED
-    # Code that threads share allocates, and may throw.
-    return [*flags, "-fopenmp" if threads else "-fno-exceptions"]
+    flags += [] if containers else ["-fno-exceptions", "-fno-asynchronous-unwind-tables"]
+    return [*flags, "-fopenmp"] if threads else flags
 
 
-def _libraries(threads: bool) -> list[str]:
-    # Compilers know which library of threads is theirs.
-    return [] if threads or platform.system() != "Linux" else LIBRARIES
+def _libraries(threads: bool, containers: bool) -> list[str]:
+    # Other compilers have libraries of threads of their own, and know them.
+    if containers or platform.system() != "Linux" or (threads and not _is_gcc()):
+        return []
+    return [*LIBRARIES, "-lgomp"] if threads else LIBRARIES
+
+
+def _is_gcc() -> bool:
+    return "Free Software Foundation" in _version(_compiler())
 
 
 @functools.cache

@@ -111,6 +111,6 @@ def _address(function: Any) -> int:
 def lists(dtype: torch.dtype) -> ctypes.CDLL:
     """Load the library of neighbour lists."""
     parts = declarations(dtype), text("cells.cpp"), text("neighbours.cpp")
-    library = compiled("\n".join(parts), threads=True)
+    library = compiled("\n".join(parts), threads=True, containers=True)
     library.neighbours_builds.restype = ctypes.c_int64
     return library

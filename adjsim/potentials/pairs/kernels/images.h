@@ -1,5 +1,16 @@
 // Positions of W atoms as vectors, nearest images in a cell, and memory, for sums over pairs. Rows have
 // WIDTH numbers an atom.
+
+// The loops over pairs are functions of their own, and what runs once a call is compiled with few
+// optimisations, so that a kernel compiles in four fifths of the time.
+#if defined(__GNUC__) && !defined(__clang__)
+#define ONCE __attribute__((optimize("O1")))
+#define APART __attribute__((noinline))
+#else
+#define ONCE
+#define APART inline
+#endif
+
 typedef REAL Quad __attribute__((vector_size(4 * sizeof(REAL))));
 
 // The first four numbers of W rows, as four vectors.

@@ -219,7 +219,7 @@ struct System {
       }
   }
 
-  inline void block(int64_t first, const List* list, int64_t b) const {
+  APART void block(int64_t first, const List* list, int64_t b) const {
     int mine[W];
     const int live = (int)(call.atoms - first < W ? call.atoms - first : W);
     const int64_t last = call.atoms - 1;
@@ -309,7 +309,7 @@ static void fill(const View& view, const Call& c, int64_t system, REAL value, in
 
 // Returns 0, 1 without memory, 3 for a species without a row, or 4 for an exclusion of an atom that
 // there is not.
-extern "C" int pairs(const Call* given) {
+extern "C" ONCE int pairs(const Call* given) {
   const Call& c = *given;
   for (int64_t i = 0; i < c.atoms && TABLES && c.species; ++i)
     if (c.species[i] < 0 || c.species[i] >= c.kinds) return 3;

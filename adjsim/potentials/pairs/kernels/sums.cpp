@@ -34,7 +34,7 @@ struct Terms {
     for (int k = 0; k < SUMS; ++k) sums[k] += in ? term[k] : zero;
   }
 
-  inline void block(const List& list, int64_t b, REAL* out, int64_t apart) const {
+  APART void block(const List& list, int64_t b, REAL* out, int64_t apart) const {
     int mine[W];
     const int64_t first = b * W, last = call.atoms - 1;
     for (int l = 0; l < W; ++l) mine[l] = (int)(first + l < last ? first + l : last);
@@ -54,7 +54,7 @@ struct Terms {
 // Returns 0, 1 without memory, or 4 for an exclusion of an atom that there is not. Numbers are the
 // first operand, (NUMBERS, systems, atoms), and tables the others; the sums, (SUMS, systems, atoms),
 // are NaN in systems with a position that is not finite.
-extern "C" int pair_sums(const Call* given) {
+extern "C" ONCE int pair_sums(const Call* given) {
   const Call& c = *given;
   for (int64_t k = 0; k < 2 * c.excluded; ++k)
     if (c.exclusions[k] < 0 || c.exclusions[k] >= c.atoms) return 4;
