@@ -77,6 +77,7 @@ def simulate(sigma, start, kT=COLD, frames=1, adjoint=CHECKPOINTS):
         torch.linspace(0, STEPS * DT, frames + 1),
         solver=adjsim.Splitting("BABR", DT),
         adjoint=adjoint,
+        compile=True,
     ).position
 
 
