@@ -591,7 +591,7 @@ class OfForces(nn.Module):
         return (self.potential.force(position) * weight).sum((-1, -2))
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_compiled_energies_of_forces():
     potential, position = OfForces(mesh()), problem()[1].detach()
 

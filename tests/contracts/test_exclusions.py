@@ -234,7 +234,7 @@ def test_systems_of_a_batch(listed, limit):
     "limit",
     [
         pytest.param(DENSE, marks=pytest.mark.marathon),
-        pytest.param(LISTED, marks=pytest.mark.slow),
+        pytest.param(LISTED, marks=pytest.mark.marathon),
     ],
     ids=["dense", "list"],
 )

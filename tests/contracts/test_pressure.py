@@ -33,11 +33,11 @@ TILTED = ["turned", *(f"turned {kind}" for kind in ("ewald", "mesh", "bonded", "
 
 
 def _marks(kind, axes):
-    # One strain of all axes is that of each in a box that is turned too.
-    if axes == 1 and kind in (*TILTED[1:], "custom", "dispersed"):
+    # One strain of all axes is that of each in a box that is turned too. The mesh has the waves of
+    # these sums, and other pairs have the kernels of an expression.
+    if (axes == 1 and kind in TILTED[1:]) or kind in ("turned ewald", "custom", "dispersed"):
         return pytest.mark.marathon
-    # The mesh has the waves of these sums, and other pairs have the kernels of an expression.
-    slow = kind in ("turned ewald", "turned mesh", "turned graph", "custom", "dispersed")
+    slow = kind in ("turned mesh", "turned graph")
     # One strain of all axes: pairs and meshes have it in other rows.
     one = axes == 1 and kind in ("mixture", "ewald", "dispersion", "sites")
     return pytest.mark.slow if slow or one else []
@@ -47,7 +47,7 @@ FORMS = [
     pytest.param(kind, axes, marks=_marks(kind, axes))
     for kind in [*KINDS, "tilted", *TILTED]
     for axes in (1, 3)
-] + [pytest.param("turned sites", 3, marks=pytest.mark.slow)]
+] + [pytest.param("turned sites", 3, marks=pytest.mark.marathon)]
 TERMS = []
 for kind, axes, chains in (
     ("orthogonal", "isotropic", False),

@@ -139,8 +139,13 @@ def test_exact_steps_come_back():
     assert all(map(torch.equal, found, before))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sites", "turned sites"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("sites", marks=pytest.mark.slow),
+        pytest.param("turned sites", marks=pytest.mark.marathon),
+    ],
+)
 def test_exact_steps_in_boxes_that_move_come_back(kind):
     dynamics = piston(kind, "each", tau=3.0)
     before, after, found = forth_and_back(
@@ -157,13 +162,8 @@ def gradients(dynamics, state, solver, **options):
     return run, {name: p.grad.clone() for name, p in dynamics.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "exact",
-    [
-        pytest.param(False, marks=pytest.mark.marathon),
-        pytest.param(True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.marathon
+@pytest.mark.parametrize("exact", [False, True])
 def test_compiled_steps_equal_eager_ones(exact):
     dynamics, state = hamiltonian()
     solver = adjsim.Splitting("BAB", 0.01, exact=exact)

@@ -342,7 +342,7 @@ def test_velocity_rescale_samples_positions_at_a_higher_temperature():
             (lambda U: adjsim.Andersen(U, 1.4, 0.2, 1.0), "BABC"),
             (lambda U: adjsim.Andersen(U, 1.4, 0.2, 1.0), "CBABC"),
         ],
-        marathon=lambda make, scheme: scheme not in ("BABR", "BABC"),
+        marathon=lambda make, scheme: scheme != "BABR",
     ),
 )
 def test_the_kinetic_energy_of_bound_atoms(make, scheme):

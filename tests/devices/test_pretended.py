@@ -16,7 +16,6 @@ from tests.devices.test_gpu import RTOL, UNCOMPILED
 from tests.problems import slow_but
 
 BY_TILES = [f"{name}, by tiles" for name in TILED]
-SLOW_BY_TILES = ["listed, by tiles"]
 LISTED = "listed, by lists of programs"
 # Synchronisations and copies of a step, forward and backward, with the reason.
 ALLOWED = {
@@ -97,14 +96,13 @@ def test_calls_keep_to_their_device():
         assert not row["mixes"]
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_numbers_that_a_device_draws_have_the_bits_of_the_cpu():
     assert costs("drawn")["drawn"] == {"same": True, "there": True, "mixes": []}
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(lambda _: False, BY_TILES, marathon=lambda name: name not in SLOW_BY_TILES)
-)
+@pytest.mark.marathon
+@pytest.mark.parametrize("name", BY_TILES)
 def test_programs_keep_to_their_device(name):
     keep_to_their_device(name, "all pairs, by Triton")
 
@@ -122,12 +120,12 @@ def keep_to_their_device(name, path):
         assert not row["noted"]
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_programs_of_lists_keep_to_their_device():
     keep_to_their_device(LISTED, "neighbour list, by Triton")
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_the_benchmark_compares_the_ways_to_sum_pairs():
     row = costs("benchmark")["benchmark"]
     assert not row["failed"]
@@ -135,7 +133,7 @@ def test_the_benchmark_compares_the_ways_to_sum_pairs():
     assert set(row["microseconds a step"]) == {"tiles", "list", "list, by torch", "torch"}
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_a_dry_run_of_the_benchmark(tmp_path):
     script, out = Path(__file__).parents[2] / "benchmarks" / "gpu.py", tmp_path / "gpu.json"
     settings = ["--device", "cpu", "--small", "--out", str(out)]

@@ -141,7 +141,7 @@ def test_steps_found_on_another_lattice_are_found_again(monkeypatch):
     assert first.stats["energy_evaluations"] > 1.4 * evaluations
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_a_stiffness_parameter_against_initial_value_problems():
     """d(y)/d(mu) of van der Pol's equation, from adaptive steps and from ``solve_ivp``."""
     mu = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)

@@ -60,7 +60,11 @@ def gradients(fun, times, solver, adjoint, compile):
 
 @pytest.mark.parametrize(
     ("solver", "adjoint", "compile"),
-    slow_but(lambda solver, adjoint, compile: not compile, ROWS),
+    slow_but(
+        lambda solver, adjoint, compile: not compile,
+        ROWS,
+        marathon=lambda solver, adjoint, compile: isinstance(solver, Coupled),
+    ),
     ids=lambda x: repr(x) if isinstance(x, bool) else type(x).__name__,
 )
 def test_a_run_is_that_of_the_mirrored_equation(solver, adjoint, compile):

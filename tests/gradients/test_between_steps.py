@@ -50,7 +50,11 @@ def gradients(solver, adjoint, compile, times=TIMES, record=None, shift=None):
 
 @pytest.mark.parametrize(
     ("solver", "adjoint", "compile"),
-    slow_but(lambda solver, adjoint, compile: not compile, ROWS),
+    slow_but(
+        lambda solver, adjoint, compile: not compile,
+        ROWS,
+        marathon=lambda solver, adjoint, compile: isinstance(solver, Coupled),
+    ),
     ids=lambda x: repr(x) if isinstance(x, bool) else type(x).__name__,
 )
 def test_every_adjoint_has_the_gradient_of_differences(solver, adjoint, compile):

@@ -176,7 +176,7 @@ def kinetics(t, y, k1, k2, k3):
     return torch.stack([-slow + back, slow - back - fast, fast])
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_robertson_in_columns():
     """Rate constants over nine orders of magnitude, for which the third column is scaled."""
     k = rates()

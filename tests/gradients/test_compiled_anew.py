@@ -165,10 +165,8 @@ def test_a_soft_body_made_anew_compiles_nothing():
         kept = len(cache)
 
 
-@pytest.mark.parametrize(
-    "exact",
-    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.marathon)],
-)
+@pytest.mark.marathon
+@pytest.mark.parametrize("exact", [False, True])
 def test_constrained_dynamics_made_anew_compile_nothing(exact):
     """Though cotangents along constraints cancel, up to rounding."""
     kept = None

@@ -144,7 +144,7 @@ def retraced(dynamics, start, dt, steps):
 
 
 @chaotic
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_two_thousand_exact_steps_of_rods_come_back():
     rod = tensor([[0.0, 0, 0], [0.6, 0, 0]])
     made = liquid(

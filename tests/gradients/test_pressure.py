@@ -131,7 +131,7 @@ def test_adjoints_agree(row, exact):
     # Their compilation takes up to a minute.
     exact_and_plain(
         "orthogonal-isotropic-True",
-        marathons=(*LONG, *OTHER_FORCES, "orthogonal-each-chains"),
+        marathons=(*LONG, *OTHER_FORCES, "orthogonal-each-chains", "bonded-each"),
     ),
 )
 def test_compiled_runs_agree(row, exact):

@@ -187,7 +187,9 @@ def made(kind, folder):
 
 @pytest.mark.parametrize(
     "kind",
-    slow_but(lambda kind: kind in ("store", "implicit"), KINDS),
+    slow_but(
+        lambda kind: kind in ("store", "implicit"), KINDS, marathon=lambda kind: kind == "compiled"
+    ),
 )
 def test_other_runs_have_the_rows_of_single_sweeps(kind, tmp_path):
     """All but a store, which belongs to one sweep, go through one."""
@@ -227,7 +229,11 @@ P = torch.tensor([0.7, 0.3], dtype=torch.float64)
 
 @pytest.mark.parametrize(
     "kind",
-    slow_but(lambda kind: kind == "checkpoint", ["checkpoint", "undone", "backsolve", "compiled"]),
+    slow_but(
+        lambda kind: kind == "checkpoint",
+        ["checkpoint", "undone", "backsolve", "compiled"],
+        marathon=lambda kind: kind == "backsolve",
+    ),
 )
 def test_jacrev_goes_around_a_run(kind):
     """Each output, with save times between steps, back in time."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.chemistry import (
     pollu,
     pollu_rates,
 )
+from tests.problems import slow_but
 
 STIFF = ["Radau", "BDF", "LSODA"]
 
@@ -27,13 +30,8 @@ def solved(method, k, times=(60.0,), **options):
     ).y
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param("Radau", marks=pytest.mark.slow),
-        pytest.param("BDF", marks=pytest.mark.marathon),
-    ],
-)
+@pytest.mark.marathon
+@pytest.mark.parametrize("method", ["Radau", "BDF"])
 def test_pollu_has_its_known_end_and_three_gradients_agree(method):
     options = {"rtol": 1e-8, "atol": 1e-13}
     k = pollu_rates().requires_grad_()
@@ -54,14 +52,8 @@ def test_pollu_has_its_known_end_and_three_gradients_agree(method):
     assert torch.allclose(found, along[[0, 3], 0], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param("LSODA", marks=pytest.mark.slow),
-        pytest.param("BDF", marks=pytest.mark.marathon),
-        pytest.param("Radau", marks=pytest.mark.marathon),
-    ],
-)
+@pytest.mark.marathon
+@pytest.mark.parametrize("method", STIFF)
 def test_hires_has_its_known_end_and_gradient(method):
     """To eight digits of the set's, with the gradient of differences and of the other adjoint."""
 
@@ -86,9 +78,14 @@ def test_hires_has_its_known_end_and_gradient(method):
     assert float((found * HIRES_RATES) @ along) == pytest.approx(difference, rel=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 10])
-@pytest.mark.parametrize("method", STIFF)
+@pytest.mark.parametrize(
+    ("method", "times"),
+    slow_but(
+        lambda *_: False,
+        itertools.product(STIFF, [1, 10]),
+        marathon=lambda method, times: (method, times) != ("LSODA", 10),
+    ),
+)
 def test_the_gradient_of_twenty_species_takes_few_passes(method, times, monkeypatch):
     """Of autograd; ``benchmarks/kinetics.py`` measures the time."""
     options = {"times": np.linspace(60 / times, 60, times), "rtol": 1e-6, "atol": 1e-9}

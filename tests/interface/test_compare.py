@@ -460,7 +460,7 @@ def given_back() -> tuple[float, float]:
     return left / 1e6, (before - process.memory_info().rss) / 1e6
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_what_is_freed_is_given_back():
     """A list of small tensors in a cycle, which only a full collection finds: 80 MB less are
     resident afterwards, in a process that has run nothing else.

@@ -327,7 +327,7 @@ def test_the_virial_of_rigid_water_is_that_of_centres(axes):
         assert float(found[..., k]) == pytest.approx(-slope, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 @pytest.mark.filterwarnings("ignore:init moved an atom")
 def test_the_enthalpy_of_rigid_water_is_of_second_order():
     dynamics, atoms = water_at_pressure()

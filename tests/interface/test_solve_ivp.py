@@ -129,7 +129,7 @@ def test_values_are_scipys_to_the_last_bit(method, adjoint, kind, span):
     slow_but(
         lambda method, jac: method == "LSODA" and jac is None,
         [(m, jac) for m in METHODS for jac in (None, "autodiff") if not jac or m in IMPLICIT],
-        marathon=lambda method, jac: jac is not None or method == "Radau",
+        marathon=lambda method, jac: jac is not None or method in ("Radau", "BDF"),
     ),
 )
 def test_checkpoints_repeat_the_very_steps(method, jac, monkeypatch):

@@ -45,7 +45,7 @@ def test_exact_reversal_is_flat_up_to_what_friction_takes():
     assert growth("reversible", 1000, "exact") - growth("reversible", 500, "exact") < 4 * MB
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_a_graph_model_by_reversal_is_flat_in_the_steps():
     """Of a message-passing network of 64 atoms, whose graphs take 2 MB a step: 438 MB kept by
     DirectAdjoint in 200 steps, 4.7 and 5.1 MB in 50 and 200 steps by reversal.
@@ -64,7 +64,7 @@ def test_checkpoint_grows_as_the_root():
     assert 2.5 < ratio < 6
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_the_score_function_is_flat_in_the_samples():
     """400 more frames of 2,048 replicas are used and forgotten. Their positions take 20 MB."""
     assert growth("score", 500, 2048) - growth("score", 100, 2048) < 4 * MB

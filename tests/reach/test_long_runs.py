@@ -31,7 +31,7 @@ KINDS = [
     "compiled direct average",
 ]
 # With each of the adjoints that save themselves, eager and compiled; the rest are marathons.
-SHORT = ("exact average", "checkpoint average", "reset", "compiled exact average")
+SHORT = ("exact average", "checkpoint average", "reset")
 
 
 class KilledError(Exception):

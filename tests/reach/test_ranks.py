@@ -91,7 +91,7 @@ class Field(nn.Module):
         return self.equation(t, y) + self.network(y)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_shadowing_has_the_same_bits(tmp_path):
     """Ranks and a store sweep chunks, and one process all replicas at once.
 

@@ -26,13 +26,8 @@ class Fixman(nn.Module):
         return KT / 2 * torch.log(4 - cosine**2)
 
 
-@pytest.mark.parametrize(
-    "corrected",
-    [
-        pytest.param(False, marks=pytest.mark.marathon),
-        pytest.param(True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.marathon
+@pytest.mark.parametrize("corrected", [False, True])
 def test_a_trimer_of_rods_has_its_density_and_temperature(corrected):
     potential = Fixman() if corrected else adjsim.Harmonic(0.0)
     rods = adjsim.DistanceConstraints([[0, 1], [1, 2]], 1.0)
@@ -82,7 +77,7 @@ class Bend(nn.Module):
         return cosine + cosine**2 / 2
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_diffusing_rods_have_the_measure_of_their_frictions():
     """det(G Z^-1 G^T)^(1/2) for frictions Z, here 1.2^2 - c^2 of mobilities 0.2, 1, 0.2."""
     rods = adjsim.DistanceConstraints([[0, 1], [1, 2]], 1.0)
@@ -167,7 +162,7 @@ def equilibrated():
     slow_but(
         lambda name: False,
         THERMOSTATS,
-        marathon=lambda name: name not in ("Langevin", "NoseHooverChain"),
+        marathon=lambda name: name != "NoseHooverChain",
     ),
 )
 def test_thermostats_give_all_degrees_of_freedom_their_kinetic_energy(name):
@@ -218,7 +213,7 @@ class Pull(nn.Module):
         return -self.strength * (position[..., 1, 0] - position[..., 0, 0])
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_the_score_function_has_the_response_of_a_rod_in_a_field():
     strength, dt, burn_in = 0.9, 0.2, 10.0
     inner = adjsim.Langevin(Pull(strength), kT=KT)

@@ -95,7 +95,13 @@ PATH = [
 
 
 @pytest.mark.parametrize(
-    "estimator", slow_but(lambda e: isinstance(e, Pathwise | Girsanov), PATH), ids=repr
+    "estimator",
+    slow_but(
+        lambda e: isinstance(e, Pathwise | Girsanov),
+        PATH,
+        marathon=lambda e: isinstance(e, ForwardSensitivity),
+    ),
+    ids=repr,
 )
 def test_path_gradient(estimator):
     estimate = estimator(path_problem(), Final(squared), replicas=20_000, generator=seeded())
@@ -237,14 +243,9 @@ def test_harmonic(make, k):
     assert not estimate.warnings
 
 
+@pytest.mark.marathon
 @pytest.mark.parametrize("make", STATIONARY, ids=["score", "reweighting"])
-@pytest.mark.parametrize(
-    ("b", "exact"),
-    [
-        pytest.param(0.0, -1.704272, marks=pytest.mark.marathon),
-        pytest.param(-0.67, -0.634558, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("b", "exact"), [(0.0, -1.704272), (-0.67, -0.634558)])
 def test_asymmetric_double_well(make, b, exact):
     """d<x>/db of the reference, at a = 1 and kT = 0.5, sampled across the barrier."""
     kT = 0.5
@@ -263,7 +264,7 @@ def test_asymmetric_double_well(make, b, exact):
     assert float(estimate.grad_stderr["potential.asymmetry"]) < 0.05 * abs(exact)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_muller_brown_occupation():
     """The share in the deep basin and its derivative by kT, by quadrature on the plane."""
     kT, potential = 15.0, adjsim.MullerBrown()

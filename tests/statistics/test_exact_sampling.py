@@ -141,7 +141,7 @@ def test_energy_is_kept_as_in_floating_point():
     assert abs(float(halves[1].mean() - halves[0].mean())) < 0.5 * float(exact.std())
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_the_invariant_of_a_chain_walks_within_its_bound():
     """Each of two scales of momenta a step errs by a factor uniform within 2^-23 and by 2^22 units;
     both walk at random.

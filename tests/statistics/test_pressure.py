@@ -111,7 +111,7 @@ def test_stiff_vibrations_do_not_change_the_pressure():
     assert abs(float(means.mean()) - 5) < 3 * error
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_the_derivative_of_the_volume_by_the_pressure():
     """By ScoreFunction and Reweighting: -(<V V> - <V>^2)/kT, here -9 kT/P^2."""
     dynamics, _ = gas(tail=True)

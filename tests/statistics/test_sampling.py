@@ -12,6 +12,11 @@ import adjsim
 from adjsim import ReversibleAdjoint, Splitting, TimeAverage
 from adjsim.observables import autocorrelation_time, mean_with_error
 
+MASSES = [
+    pytest.param(1.0, marks=pytest.mark.marathon),
+    pytest.param(2.0, marks=pytest.mark.slow),
+]
+
 
 def within(samples: torch.Tensor, exact: float, bias: float = 0.0) -> None:
     """Independent replicas' averages agree with the exact value to four standard errors (and the
@@ -38,8 +43,7 @@ def chain_average(dynamics, position, function, steps, dt, burn_in, exact=False)
     return run.record
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mass", [1.0, 2.0])
+@pytest.mark.parametrize("mass", MASSES)
 def test_chain_on_one_harmonic_oscillator(mass):
     """Ergodic with three links: <q^2> = kT/k and <p^2/m> = kT, at mass 2 as at mass 1."""
     kT, k, dt = 0.7, 1.5, 0.05
@@ -55,8 +59,7 @@ def test_chain_on_one_harmonic_oscillator(mass):
     within(samples[:, 1], kT, bias=kT * (k / mass) * dt**2 / 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mass", [1.0, 2.0])
+@pytest.mark.parametrize("mass", MASSES)
 def test_chain_keeps_the_temperature_of_bound_atoms(mass):
     """Eight atoms in three dimensions: the kinetic temperature is kT whatever the mass; one
     thermostat a system.

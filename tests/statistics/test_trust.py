@@ -206,7 +206,7 @@ def test_chain_momenta_have_a_temperature_and_a_relaxation_time(estimator):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_terms_of_a_bath_that_is_not_read_are_left_out():
     """They would add their own variance to the derivative by kT: here of eight variables beside a
     momentum.
