@@ -114,8 +114,8 @@ def test_closed_forms_equal_automatic_differentiation(kind, batch, axes):
     slow_but(
         lambda kind: kind in ("orthogonal", "own", "sum", "bonded", "graph", "network", "sites"),
         [*KINDS, *TILTED],
-        # Each has its rows without turns.
-        marathon=lambda kind: kind in ("turned ewald", "turned mesh", "turned graph"),
+        # Each has its rows without turns, and expressions have theirs in test_pairs.
+        marathon=lambda kind: kind in (*TILTED[1:], "custom", "dispersed", "ewald"),
     ),
 )
 def test_float32_forms_equal_those_of_float64(kind):

@@ -278,6 +278,7 @@ def recorded() -> Iterator[list[tuple[Any, ...]]]:
     slow_but(
         lambda *row: row == ("charges", "tiles"),
         product(["charges", "exclusions", "species"], ["tiles", "C++"]),
+        marathon=lambda name, by: by == "C++" and name != "charges",
     ),
 )
 def test_the_operator_is_what_torch_expects(name, by, request):

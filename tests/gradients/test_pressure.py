@@ -79,14 +79,15 @@ OTHER_FORCES = (
 
 
 def rows(*short):
-    """All rows, of which others than these are slow."""
+    """All rows, of which others than these are slow, or marathons."""
+    marathons = (*LONG, *OTHER_FORCES, "mesh-isotropic", "bonded-each")
     return [
         pytest.param(
             row,
             id=name,
             marks=[]
             if name in short
-            else [pytest.mark.marathon if name in (*LONG, *OTHER_FORCES) else pytest.mark.slow],
+            else [pytest.mark.marathon if name in marathons else pytest.mark.slow],
         )
         for row, name in zip(ROWS, NAMES, strict=True)
     ]

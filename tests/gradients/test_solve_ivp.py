@@ -169,7 +169,7 @@ DEFAULT = {
         # RK23 takes many steps; what it has of its own is its interpolant.
         marathon=lambda method, adjoint, output: (
             (adjoint != "interpolate" and output not in ("dense", "reset"))
-            or (method in ("RK23", "BDF", "LSODA") and output != "dense")
+            or (method not in ("RK45", "Radau") and output != "dense")
         ),
     ),
 )
@@ -221,7 +221,9 @@ def switched(t, y, p):
             # The state of backsolve has a kink at the switch that no step knows of.
             if (fun, adjoint) != (switched, "backsolve")
         ],
-        marathon=lambda fun, method, adjoint: method == "DOP853",
+        marathon=lambda fun, method, adjoint: (
+            method == "DOP853" or (method == "BDF" and adjoint != "interpolate")
+        ),
     ),
 )
 def test_what_changes_faster_than_the_adjoint(fun, method, adjoint):
@@ -333,7 +335,7 @@ def of_van_der_pol(method, rtol, adjoint="interpolate", end=10.0):
                 if (method, row[0]) != ("RK23", 1e-9)
             ],
             marathon=lambda method, rtol, error, adjoint: (
-                method == "RK23" or (rtol == 1e-9 and method in ("RK45", "BDF"))
+                method in ("RK23", "DOP853") or (rtol == 1e-9 and method in ("RK45", "BDF"))
             ),
         ),
         # A method of third order needs 10 s.

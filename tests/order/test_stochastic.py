@@ -70,7 +70,7 @@ def solver_of(scheme, dt):
             ("overdamped", "sde milstein", 1),
         ],
         marathon=lambda name, scheme, order: (
-            scheme in ("BAO", "BAOAB", "BAGAB")
+            scheme in ("BAO", "BAOAB", "BAGAB", "sde euler")
             or (scheme == "sde midpoint" and name != "overdamped")
         ),
     ),
