@@ -314,6 +314,21 @@ def test_numbers_of_a_solvent_that_differ_in_a_type(tmp_path):
     assert_same_in_openmm(tmp_path / "more.xml", more, positions, topology, again, **FREE)
 
 
+def test_settings_of_a_solvent_are_in_its_expressions(tmp_path):
+    """The file has the salt and the permittivity, and OpenMM refuses others."""
+    files, salt = [AMBER14, OBC2], 0.9 / unit.nanometer
+    options = {**FREE, "implicitSolventKappa": salt, "solventDielectric": 60.0, "sasaMethod": None}
+    system, positions, topology = molecule("dipeptide.pdb", *files, **options)
+    potential, _ = from_openmm(system, positions, topology)
+    with torch.no_grad():
+        potential.solvent.scale.mul_(0.99)
+    path = tmp_path / "fitted.xml"
+    write_force_field(path, potential, topology, files, **options)
+    assert_same_in_openmm(path, potential, positions, topology, system, **FREE)
+    with pytest.raises(ValueError, match="'implicitSolventKappa' was specified"):
+        app.ForceField(str(path)).createSystem(topology, **FREE, implicitSolventKappa=salt)
+
+
 EXPRESSIONS = """<ForceField>
 <CustomNonbondedForce energy="level*q1*q2*g(r)*k(t1,t2)" bondCutoff="2">
  <PerParticleParameter name="q"/><PerParticleParameter name="t"/>
