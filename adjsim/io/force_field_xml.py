@@ -44,6 +44,8 @@ from adjsim.potentials.force_field import ForceFieldPotential
 SAME = 1e-12
 """The relative difference of a system of the file from the potential that is allowed."""
 SCALES = {"coulomb14scale": "coulomb_14", "lj14scale": "lennard_jones_14"}
+# The options of createSystem that scripts of solvents read, and no section of one.
+IN_EXPRESSIONS = "soluteDielectric", "solventDielectric", "implicitSolventKappa", "sasaMethod"
 # Parts whose forces a script or a program adds to a system.
 WITHOUT_SECTION = {
     "custom_compounds": "CustomCompoundBondForce",
@@ -88,8 +90,10 @@ def write_force_field(
     - A changed solvent of ``implicit/*.xml``, whose numbers a script computes, becomes a
       ``CustomGBForce`` with a row for each type of the topology. Numbers that differ in a type, as
       radii of GBn2 do, are in the rows of residues. Its expressions have the settings of
-      ``options`` in them: kappa, permittivities, the surface term and the cutoff. A changed
-      ``CustomGBForce`` of another form is written so too, if the system has one alone.
+      ``options`` in them: kappa, permittivities, the surface term and the cutoff. So leave
+      ``implicitSolventKappa``, ``soluteDielectric``, ``solventDielectric`` and ``sasaMethod`` out
+      of ``createSystem`` of the written file, which refuses them. A changed ``CustomGBForce`` of
+      another form is written so too, if the system has one alone.
     - Changed wells of CHARMM's ``LennardJonesForce`` become sigma and epsilon of types, and an
       ``NBFixPair`` of two types whose well is not the mixed one.
     - Changed 1-4 wells of it become ``sigma14`` and ``epsilon14`` of types, if mixing gives them.
@@ -144,6 +148,8 @@ def write_force_field(
     write_wells(root, system, wanted, types)
     if len(forces(wanted, "CustomGBForce")) == 1 and _changed(system, parts):
         write_solvent_section(root, wanted, types, residues)
+        # OpenMM refuses options that nothing in a file reads.
+        options = {name: x for name, x in options.items() if name not in IN_EXPRESSIONS}
     origin = Element("Info")
     ElementTree.SubElement(origin, "Source").text = f"{', '.join(map(str, names))}: fitted"
     root.insert(0, origin)

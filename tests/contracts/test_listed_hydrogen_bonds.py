@@ -187,3 +187,20 @@ def test_wrong_lists():
         with pytest.raises(ValueError, match=rule):
             bonds(torch.rand(130, 3))
         setattr(bonds, name, kept)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_expressions_that_are_no_numbers_beyond_the_cutoff(listed, monkeypatch):
+    """Also in a system without pairs, of a batch whose other system has one."""
+    monkeypatch.setattr(hydrogen_bonds, "LISTED", 1 if listed else 10**9)
+    potential = CustomHydrogenBond(
+        [[0], [1]], [[2], [3]], "(3-distance(d1,a1))^1.5", cutoff=3.0, length_unit=1.0
+    )
+    x = torch.tensor([[0.0, 20.0, 2.0, 10.0], [0.0, 40.0, 4.0, 20.0]], dtype=torch.float64)
+    q = torch.stack([x, 0 * x, 0 * x], -1).requires_grad_()
+    force = adjsim.force(potential, q)
+    expected = torch.zeros_like(force)
+    expected[0, [0, 2], 0] = torch.tensor([-1.5, 1.5], dtype=torch.float64)
+    close(force, expected, 1e-13)
+    (along,) = torch.autograd.grad(force.sum(), q, retain_graph=True)
+    close(along, torch.zeros_like(along), 1e-13)

@@ -314,6 +314,40 @@ def test_numbers_of_a_solvent_that_differ_in_a_type(tmp_path):
     assert_same_in_openmm(tmp_path / "more.xml", more, positions, topology, again, **FREE)
 
 
+def test_settings_of_a_solvent_are_in_its_expressions(tmp_path):
+    """The file has the salt and the permittivity, and OpenMM refuses others."""
+    files, salt = [AMBER14, OBC2], 0.9 / unit.nanometer
+    options = {**FREE, "implicitSolventKappa": salt, "solventDielectric": 60.0, "sasaMethod": None}
+    system, positions, topology = molecule("dipeptide.pdb", *files, **options)
+    potential, _ = from_openmm(system, positions, topology)
+    with torch.no_grad():
+        potential.solvent.scale.mul_(0.99)
+    path = tmp_path / "fitted.xml"
+    write_force_field(path, potential, topology, files, **options)
+    assert_same_in_openmm(path, potential, positions, topology, system, **FREE)
+    with pytest.raises(ValueError, match="'implicitSolventKappa' was specified"):
+        app.ForceField(str(path)).createSystem(topology, **FREE, implicitSolventKappa=salt)
+
+
+@pytest.mark.slow
+def test_negative_numbers_of_a_solvent(tmp_path):
+    """Expressions with them are read as the same solvent, and so they are written in files."""
+    files = [AMBER14, GBN2]
+    system, positions, topology = molecule("dipeptide.pdb", *files)
+    potential, _ = from_openmm(system, positions, topology)
+    names = ("surface", "offset", "neck")
+    with torch.no_grad():
+        for name in names:
+            getattr(potential.solvent, name).mul_(-0.5)
+    again, _ = from_openmm(to_openmm(potential, system), positions, topology)
+    assert type(again.solvent) is adjsim.GeneralizedBorn
+    for name in names:
+        value, expected = (getattr(x.solvent, name).detach() for x in (again, potential))
+        torch.testing.assert_close(value, expected, rtol=1e-13, atol=0)
+    # The file is read again before it is kept.
+    write_force_field(tmp_path / "fitted.xml", potential, topology, files, **FREE)
+
+
 EXPRESSIONS = """<ForceField>
 <CustomNonbondedForce energy="level*q1*q2*g(r)*k(t1,t2)" bondCutoff="2">
  <PerParticleParameter name="q"/><PerParticleParameter name="t"/>

@@ -23,6 +23,8 @@ from adjsim.io._openmm.library import (
 from adjsim.potentials.solvent import GeneralizedBorn, Necks
 
 NUMBER = r"[0-9.]+(?:e[+-]?[0-9]+)?"
+# A fit may take a surface term, an offset or a weight of necks below zero.
+SIGNED = f"-?{NUMBER}"
 SPHERES = (
     "select(step(r+sr2-or1),0.5*(1/L-1/U+0.25*(r-sr2^2/r)*(1/(U^2)-1/(L^2))+0.5*log(L/U)/r),0);"
     "U=r+sr2;L=max(or1,D);D=abs(r-sr2)"
@@ -161,9 +163,9 @@ def _write_custom(part: GeneralizedBorn, force: Any) -> None:
 
     def written(text: str) -> str:
         for name, value in numbers.items():
-            text = re.sub(rf"\b{name}={NUMBER}", f"{name}={value:.17g}", text)
+            text = re.sub(rf"\b{name}={SIGNED}", f"{name}={value:.17g}", text)
         text = re.sub(r"tanh\([^()]*\)", f"tanh({polynomial})", text)
-        return re.sub(rf"^{NUMBER}(?=\*\(radius)", f"{area:.17g}", text)
+        return re.sub(rf"^{SIGNED}(?=\*\(radius)", f"{area:.17g}", text)
 
     for k in range(force.getNumComputedValues()):
         name, text, kind = force.getComputedValueParameters(k)
@@ -331,7 +333,7 @@ def _split(text: str) -> tuple[str, dict[str, float]]:
     constants: dict[str, float] = {}
     for piece in _stripped(text).split(";"):
         name, _, value = piece.partition("=")
-        if name in CONSTANTS and re.fullmatch(NUMBER, value):
+        if name in CONSTANTS and re.fullmatch(SIGNED, value):
             constants[name] = float(value)
         else:
             kept.append(piece)
@@ -342,7 +344,7 @@ def _matched(template: str, text: str) -> re.Match[str] | None:
     """Match a text with a template, in which ``<name>`` stands for a number."""
     pieces = re.split(r"<(\w+)>", template)
     parts = [re.escape(x) for x in pieces]
-    parts[1::2] = [f"(?P<{x}>{'[^()]*' if x == 'polynomial' else NUMBER})" for x in pieces[1::2]]
+    parts[1::2] = [f"(?P<{x}>{'[^()]*' if x == 'polynomial' else SIGNED})" for x in pieces[1::2]]
     return re.fullmatch("".join(parts), text)
 
 

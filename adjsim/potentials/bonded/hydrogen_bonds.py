@@ -159,14 +159,26 @@ class CustomHydrogenBond(CompoundTerm, inherits_forces=True):
 
     def element(self, x: Tensor) -> Tensor:
         found = super().element(x)
+        return found if self.cutoff is None else torch.where(self._left_out(x), 0.0, found)
+
+    def coordinates_of(self, x: Tensor) -> dict[str, Tensor]:
+        found = super().coordinates_of(x)
         if self.cutoff is None:
             return found
+        # Expressions such as sqrt(cutoff - r) are no numbers beyond the cutoff, and their
+        # derivatives would be none in spite of the mask.
+        safe, out = 0.5 * self.cutoff / self.length_unit, self._left_out(x)
+        for name in found.keys() & {"distance(d1,a1)", "distance(a1,d1)"}:
+            found[name] = torch.where(out, safe, found[name])
+        return found
+
+    def _left_out(self, x: Tensor) -> Tensor:
+        """Return which pairs are beyond the cutoff or absent."""
+        assert self.cutoff is not None
         place = self.steps.index((0, self._widths[0]))
         # Distances that are not finite keep an energy that is not.
         out = Distance(self._vectors(x)[place]).value >= self.cutoff
-        if self._absent is not None:
-            out = out | self._absent
-        return torch.where(out, 0.0, found)
+        return out if self._absent is None else out | self._absent
 
     def register_term_parameter(
         self, name: str, value: Number, *, columns: tuple[int, ...] = (), **rule: Any
