@@ -210,8 +210,8 @@ def solve_ivp(
     settings = t_eval, dense_output, adjoint, marks, options
     if batch_first:
         rhs = SampleRightHandSide(fun, tuple(args or ()), params, start, mass=mass_matrix)
-        begin = as_times(t_span[0], start).detach().reshape(-1)[0]
-        rhs.check_samples(begin, start.detach())
+        first, last = (as_times(t, start).detach().reshape(-1)[0] for t in t_span)
+        rhs.check_samples(first, last, start.detach(), found)
         return samples_first(solve_columns(rhs, t_span, start, method, *settings))
     has_mass = mass_matrix is not None and not columns and method in ("Radau", Radau)
     one = mass_matrix is not None or method in COLUMN_METHODS.keys() - METHODS
