@@ -102,7 +102,8 @@ def solve_ivp(
             time of a reset ``sol.sol`` and ``t_eval`` give the state before the reset; without
             ``t_eval`` both states are in ``sol.y``. Simultaneous events are handled in their order.
         vectorized: whether ``fun`` also takes states ``(n, k)``.
-        args: further arguments of ``fun``, events, resets and ``jac``.
+        args: further arguments of ``fun``, events, resets and ``jac``. Gradients flow to tensors
+            and to the parameters of modules.
         params: tensors and modules that ``fun`` reads in addition, and with respect to which a
             gradient is wanted. An undeclared tensor that requires grad is an error.
         adjoint: ``"interpolate"`` reads the state from the interpolants of the forward steps;
