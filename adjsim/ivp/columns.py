@@ -36,15 +36,20 @@ from adjsim.ivp.column_steps import ColumnStepper, Step
 from adjsim.ivp.dormand_prince import DormandPrince
 from adjsim.ivp.march import ENDED, STOPPED
 from adjsim.ivp.mass import Mass
+from adjsim.ivp.nearby import near_start, nudged
 from adjsim.ivp.piecewise import OdeResult
-from adjsim.ivp.rhs import SMALLEST_RTOL, RightHandSide, as_times, check_tolerance, to_numpy
+from adjsim.ivp.rhs import (
+    SMALLEST_RTOL,
+    RightHandSide,
+    as_times,
+    check_tolerance,
+    to_numpy,
+)
 from adjsim.ivp.rodas4 import Rodas4
 
 COLUMN_METHODS: dict[str, type[Step]] = {step.name: step for step in (DormandPrince, Rodas4)}
 COLUMN_ADJOINTS = ("interpolate", "checkpoint")
 OPTIONS = ("rtol", "atol", "max_step", "first_step")
-# Relative change of the columns that shows whether they depend on each other.
-NUDGE = 1e-3
 
 
 def check_columns(y0: Tensor) -> None:
@@ -102,10 +107,10 @@ def solve_columns(
     direction = torch.where(last >= first, 1.0, -1.0).to(last)
     _check_times(first, last, direction, None if t_eval is None else grid.detach())
     rate = _Rate(rhs)
-    _check_function(rhs, rate, first, start.detach())
+    _check_function(rhs, rate, first, last, start.detach())
     mass = None if rhs.mass is None else Mass(rhs, first, rate)
     marks = [ColumnEvent(event, rhs, k) for k, event in enumerate(events or ())]
-    _check_events(marks, first, start.detach())
+    _check_events(marks, first, _nearby(rhs, first, last), start.detach())
     rhs.inputs.histories.close()
     reads = [x for event in marks for x in event.reads.values()]
     reads += [] if mass is None else mass.reads
@@ -222,7 +227,9 @@ def _check_times(begin: Tensor, end: Tensor, direction: Tensor, times: Tensor | 
             raise ValueError("t_eval must be sorted from the start of t_span to its end.")
 
 
-def _check_function(rhs: RightHandSide, rate: _Rate, begin: Tensor, start: Tensor) -> None:
+def _check_function(
+    rhs: RightHandSide, rate: _Rate, begin: Tensor, end: Tensor, start: Tensor
+) -> None:
     """Refuse a function of another shape, of NumPy, or that mixes columns."""
     given = start.clone()
     rhs.check(to_numpy(begin), to_numpy(given), torch.is_grad_enabled())
@@ -231,7 +238,9 @@ def _check_function(rhs: RightHandSide, rate: _Rate, begin: Tensor, start: Tenso
             "fun computes with NumPy, but for y0 of shape (n, batch) it is called with tensors: "
             "write it with torch."
         )
-    found = _mixing(rate, begin, start, given)
+    with torch.no_grad():
+        rate(begin, given)
+    found = _mixing(rate, _nearby(rhs, begin, end), start)
     if not torch.equal(given, start):
         raise ValueError(
             "fun writes into y (an operation in place, such as y *= 2), and y is the state of the "
@@ -245,29 +254,47 @@ def _check_function(rhs: RightHandSide, rate: _Rate, begin: Tensor, start: Tenso
         )
 
 
-def _check_events(events: Sequence[ColumnEvent], begin: Tensor, start: Tensor) -> None:
-    """Refuse events that mix columns, and find what the events and resets read."""
+def _check_events(
+    events: Sequence[ColumnEvent], begin: Tensor, nearby: Tensor, start: Tensor
+) -> None:
+    """Refuse events and resets that mix columns, and find what they read."""
     for event in events:
-        found = _mixing(event, begin, start, start)
-        if found is not None:
-            raise ValueError(
-                f"event {event.number} of column {found} changes when only other columns change: "
-                "it must treat each column by itself."
-            )
+        both = [("event", event), ("the reset of event", event.after if event.reset else None)]
+        for what, function in both:
+            found = None if function is None else _mixing(function, nearby, start)
+            if found is not None:
+                raise ValueError(
+                    f"{what} {event.number} of column {found} changes when only other columns "
+                    "change: it must treat each column by itself."
+                )
         event.slope(begin, start)
         if event.reset is not None:
             event.reset_state(begin, start)
 
 
+def _nearby(rhs: RightHandSide, begin: Tensor, end: Tensor) -> Tensor:
+    """Return the times at which columns are compared: the start, where a past may end behind it."""
+    return begin if rhs.inputs.histories.reads_any else near_start(begin, end)
+
+
 def _mixing(
-    function: Callable[[Tensor, Tensor], Tensor], begin: Tensor, start: Tensor, given: Tensor
+    function: Callable[[Tensor, Tensor], Tensor], times: Tensor, start: Tensor
 ) -> int | None:
-    """Return a column whose value depends on other columns, if any."""
-    odd = torch.arange(start.shape[1], device=start.device) % 2 == 1
-    moved = torch.where(odd, start + NUDGE * (1 + start.abs()), start)
+    """Return a column whose value depends on other columns, if any.
+
+    The numbers of any two columns differ in a bit, so each change of all columns with one value of
+    a bit is seen by all others. The states are moved off the start, where rates may vanish.
+    """
+    columns, base = torch.arange(start.shape[1], device=start.device), nudged(start)
+    moved = nudged(base)
     with torch.no_grad():
-        known, others = (function(begin, y)[..., ~odd] for y in (given, moved))
-    known, others = torch.atleast_2d(known), torch.atleast_2d(others)
-    scale = torch.finfo(start.dtype).eps ** 0.5 * known.abs().amax(0)
-    wrong = ((known - others).abs() > scale).any(0).nonzero()
-    return 2 * int(wrong[0, 0]) if len(wrong) else None
+        known = torch.atleast_2d(function(times, base.clone()))
+        for bit in range(max(1, (len(columns) - 1).bit_length())):
+            for side in (0, 1):
+                stays = columns >> bit & 1 == side
+                others = torch.atleast_2d(function(times, torch.where(stays, base, moved)))
+                scale = torch.finfo(start.dtype).eps ** 0.5 * known.abs().amax(0)
+                wrong = (((known - others).abs() > scale).any(0) & stays).nonzero()
+                if len(wrong):
+                    return int(wrong[0, 0])
+    return None

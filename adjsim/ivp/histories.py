@@ -228,6 +228,11 @@ class HistoryReader:
         #: For each stand-in of a history, by its number, the weights of its comparison.
         self.compared: dict[int, Tensor] = {}
 
+    @property
+    def reads_any(self) -> bool:
+        """Whether the run reads a history, as far as is known."""
+        return bool(self._known)
+
     def close(self) -> None:
         """Take no further histories: the parameters of the run are known now."""
         self._open = False

@@ -43,7 +43,7 @@ class InputTensors:
     """The inputs of a right-hand side other than time and state.
 
     If the function is a module or a method of one, the module's tensors are inputs, and so are
-    those of ``declared``.
+    those of modules among the arguments and of ``declared``.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class InputTensors:
         self._given = fun
         fun, args, declared = self.histories.twins_in((fun, args, declared))
         own = tree_leaves(owner(fun))
-        nodes = [*own, *tree_leaves(declared)]
+        given = [x for x in tree_leaves(args) if isinstance(x, nn.Module)]
+        nodes = [*own, *tree_leaves(declared), *given]
         modules = [x for x in nodes if isinstance(x, nn.Module)]
         # A module in the closure may hold the declared ones.
         reading = Reading(nn.ModuleList([*modules, *_closed_over(fun)]))
@@ -79,7 +80,9 @@ class InputTensors:
         copied = reading.bound([copies[id(x)] for x in reading.tensors])
         function = reading.rebound(copied, fun)
         of_module = any(isinstance(x, nn.Module) for x in own)
-        captured = unregistered if of_module else [*unregistered, *registered]
+        # Modules among the arguments are not part of the function, in which copies take places.
+        passed = [x for m in given for x in (*m.parameters(), *m.buffers())]
+        captured = [*unregistered, *(passed if of_module else registered)]
         self._stand_ins = {id(x): leaf_of[id(x)] for x in captured if id(x) in leaf_of}
         self._function = function
         self._guard = refuse_wrapped() if in_transform() else nullcontext()

@@ -11,20 +11,24 @@ argument. A single state ``(n,)`` is one column.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from adjsim.core.state import in_transform
 from adjsim.ivp.column_solution import DenseColumns
 from adjsim.ivp.histories import History, Section
+from adjsim.ivp.nearby import near_start, nudged
 from adjsim.ivp.piecewise import OdeResult
 from adjsim.ivp.rhs import RightHandSide, as_times, describe_shape
+
+# A function of one sample, by its number; None: of all.
+OfSample = Callable[[Tensor | None], Callable[..., Any]]
 
 
 class SampleRightHandSide(RightHandSide):
@@ -36,9 +40,11 @@ class SampleRightHandSide(RightHandSide):
     def called(self, function: Callable[..., Any], t: Tensor, y: Tensor) -> Any:
         return self._each(partial(self.inputs.histories.bound, function), t, y)
 
-    def _each(self, of: Callable[[Tensor], Callable[..., Any]], t: Tensor, y: Tensor) -> Any:
+    def _each(
+        self, of: Callable[[Tensor], Callable[..., Any]], t: Tensor, y: Tensor, args: Any = None
+    ) -> Any:
         """Call the function of each sample, which its number selects."""
-        found, structure = tree_flatten(self.own_args)
+        found, structure = tree_flatten(self.own_args if args is None else args)
         own = [isinstance(x, Tensor) and x.shape[:1] == t.shape for x in found]
 
         def of_one(k: Tensor, time: Tensor, state: Tensor, *rows: Tensor) -> Tensor:
@@ -64,23 +70,58 @@ class SampleRightHandSide(RightHandSide):
             return super().matrix(t)
         return self.called(lambda t, _, *args: self.mass(t, *args)[None], t, self.like)
 
-    def check_samples(self, t: Tensor, y: Tensor) -> None:
-        """Refuse a function that gives samples other rates alone than all at once, at one time."""
+    def check_samples(
+        self, begin: Tensor, end: Tensor, y: Tensor, events: Sequence[Callable[..., Any]]
+    ) -> None:
+        """Refuse functions that give samples other values alone than all at once.
+
+        The rates are compared at the start. There equal arguments or states of all samples, or a
+        zero, may hide a tensor that is shared, so all functions are compared nearby as well.
+        """
+
+        def rate(sample: Tensor | None) -> Callable[..., Any]:
+            return partial(self.inputs.evaluate, sample=sample)
+
+        self._compare("fun", "rate", rate, begin, y, self.own_args)
+        args = tree_map(self._nudged, self.own_args)
+        functions: list[tuple[str, str, OfSample]] = [("fun", "rate", rate)]
+        for number, event in enumerate(events):
+            reset = getattr(event, "reset", None)
+            for what, function in (("event", event), ("the reset of event", reset)):
+                if function is not None:
+                    twin = self.inputs.histories.twins_in(function)
+                    name = f"{what} {number}"
+                    functions.append((name, "value", partial(self.inputs.histories.bound, twin)))
+        for name, kind, each in functions:
+            self._compare(name, kind, each, near_start(begin, end), nudged(y), args)
+
+    def _nudged(self, x: Any) -> Any:
+        batch = self.like.shape[1:]
+        moves = isinstance(x, Tensor) and x.is_floating_point() and x.shape[:1] == batch
+        return nudged(x.detach()) if moves else x
+
+    def _compare(self, name: str, kind: str, of: OfSample, t: Tensor, y: Tensor, args: Any) -> None:
         at = t.to(self.like.dtype)
         with torch.no_grad():
-            known = self.inputs.evaluate(at, y.T.contiguous(), *self.own_args)
-            found = self.evaluate(at.expand(y.shape[1]), y).T
+            try:
+                known = of(None)(at, y.T.contiguous(), *args)
+            except Exception:
+                if name == "fun":
+                    raise
+                # An event of delays may take one sample at a time only, as it is called.
+                return
+            found = self._each(of, at.expand(y.shape[1]), y, args).movedim(-1, 0)
         if not isinstance(known, Tensor) or known.shape != found.shape:
             raise ValueError(
-                f"fun returned {describe_shape(known)} for states of shape {tuple(y.T.shape)}."
+                f"{name} returned {describe_shape(known)} for states of shape {tuple(y.T.shape)}."
             )
         wrong = (known - found).abs() > self.eps**0.5 * known.abs().amax()
         if wrong.any():
             raise ValueError(
-                f"fun gives sample {int(wrong.nonzero()[0, 0])} another rate alone than in the "
-                "batch. It must treat each sample by itself. Tensors with one row a sample go into "
-                "args; a shared tensor whose first axis has the length of the batch does not: read "
-                "it in fun, and declare it by params=[...]."
+                f"{name} gives sample {int(wrong.nonzero()[0, 0])} another {kind} alone than in "
+                "the batch. It must treat each sample by itself. Tensors with one row a sample go "
+                "into args; a shared tensor whose first axis has the length of the batch does not: "
+                "read it in fun, and declare it by params=[...]."
             )
 
 

@@ -102,7 +102,8 @@ def solve_ivp(
             time of a reset ``sol.sol`` and ``t_eval`` give the state before the reset; without
             ``t_eval`` both states are in ``sol.y``. Simultaneous events are handled in their order.
         vectorized: whether ``fun`` also takes states ``(n, k)``.
-        args: further arguments of ``fun``, events, resets and ``jac``.
+        args: further arguments of ``fun``, events, resets and ``jac``. Gradients flow to tensors
+            and to the parameters of modules.
         params: tensors and modules that ``fun`` reads in addition, and with respect to which a
             gradient is wanted. An undeclared tensor that requires grad is an error.
         adjoint: ``"interpolate"`` reads the state from the interpolants of the forward steps;
@@ -210,8 +211,8 @@ def solve_ivp(
     settings = t_eval, dense_output, adjoint, marks, options
     if batch_first:
         rhs = SampleRightHandSide(fun, tuple(args or ()), params, start, mass=mass_matrix)
-        begin = as_times(t_span[0], start).detach().reshape(-1)[0]
-        rhs.check_samples(begin, start.detach())
+        first, last = (as_times(t, start).detach().reshape(-1)[0] for t in t_span)
+        rhs.check_samples(first, last, start.detach(), found)
         return samples_first(solve_columns(rhs, t_span, start, method, *settings))
     has_mass = mass_matrix is not None and not columns and method in ("Radau", Radau)
     one = mass_matrix is not None or method in COLUMN_METHODS.keys() - METHODS

@@ -9,6 +9,7 @@ from scipy import interpolate
 from torch import nn
 from torch.func import functional_call
 
+import adjsim
 from adjsim.potentials.signals.signals import CubicSpline, Harmonics, PiecewiseLinear, Signal
 
 TIMES = torch.tensor([0.0, 0.3, 0.5, 1.1, 1.4, 2.0, 2.1], dtype=torch.float64)
@@ -151,3 +152,17 @@ def test_numbers_that_make_no_signal_are_refused(unchecked):
         Signal()(0.0)
     with pytest.raises(TypeError, match=r"has no rate\(t\)"):
         Signal().rate(0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_driven_equation_ends_at_the_last_time(dtype):
+    """y' = x'(t) from the first to the last time, whose rounding is on either side of the steps."""
+    times = torch.linspace(0.1, 0.7, 5, dtype=torch.float64)
+    signal = CubicSpline(times, torch.exp(2 * times)[:, None])
+    equation = adjsim.ODE(lambda t, y: signal.rate(t).to(y))
+    for ends in ([0.1, 0.7], [0.7, 0.1]):
+        start = equation.init(signal(ends[0]).to(dtype))
+        run = adjsim.simulate(equation, start, ends, solver=adjsim.RungeKutta("rk4", 0.05))
+        # Steps as long as a third of an interval integrate a cubic's rate without error.
+        rtol = 1e-5 if dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(run.final.y, signal(ends[1]).to(dtype), rtol=rtol, atol=0.0)

@@ -172,6 +172,19 @@ def test_what_is_refused():
             lambda t, y, w: y @ w.sum(0)[:, None] + 0 * y, (0, 1), y[:2], batch_first=True,
             args=(square,),
         )  # fmt: skip
+    # One number for each entry looks like one for each sample, and equal rates do not tell.
+    shared, three = torch.ones(3, dtype=torch.float64), torch.arange(9.0).double().reshape(3, 3)
+    for fun, start in ((lambda t, y, w: -w * y, three), (lambda t, y, w: w * t + 0 * y, 0 * three)):
+        with pytest.raises(ValueError, match="another rate alone than in the batch"):
+            adjsim.solve_ivp(fun, (0, 1), start, batch_first=True, args=(shared,))
+
+    def level(t, y, w):
+        return (w * y).sum(-1)
+
+    with pytest.raises(ValueError, match="event 0 gives sample 0 another value alone"):
+        adjsim.solve_ivp(
+            lambda t, y, w: -y, (0, 1), three, events=level, batch_first=True, args=(shared,)
+        )
     with pytest.raises(TypeError, match="args must be a tuple; got"):
         adjsim.ODE(lambda t, y, k: -y, args=rate)
     with pytest.raises(TypeError, match="the state and 2 args"):

@@ -358,3 +358,32 @@ def test_declared_tensors_in_lists_have_their_gradients(fun):
     run = adjsim.solve_ivp(fun((a, b)), (0.0, 1.0), start, params=[a, b], **TIGHT)
     run.y[1, -1].backward()
     torch.testing.assert_close(torch.stack([a.grad, b.grad]).tolist(), [-0.15, 1.35])
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_modules_among_the_arguments_have_their_gradients(batch_first):
+    """y' = y M, as the same module gives it that is the function itself."""
+    y = torch.tensor([[1.0, 0.5], [0.3, -0.2]], dtype=torch.float64)
+    net = nn.Linear(2, 2, dtype=torch.float64)
+
+    class Field(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, t, y, *args):
+            return (args or [self.net])[0](y)
+
+    found = []
+    for fun, args in (
+        (Field(), ()),
+        (Field(), (net,)),
+        (lambda t, y, net: net(y), (net,)),
+    ):
+        sol = adjsim.solve_ivp(
+            fun, (0, 1), y if batch_first else y[0], t_eval=[1.0], args=args,
+            batch_first=batch_first, rtol=1e-6,
+        )  # fmt: skip
+        found.append(torch.autograd.grad(sol.y.square().sum(), [net.weight, net.bias]))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-10, atol=1e-12)

@@ -143,6 +143,9 @@ def test_conserved_quantities_are_named():
         (lambda t, y: -(y**3), [0.0, 0.0], RuntimeError, "the branch of steady states folds"),
         (lambda t, y: 1 + y**2, [0.7], RuntimeError, "after 50 Newton steps rates of"),
         (lambda t, y: torch.cos(t) - y, [0.7], ValueError, "depends on the time"),
+        # At the start nothing is multiplied by the time, and then at the root.
+        (lambda t, y: 1 - y * (1 + t), [0.0], ValueError, "depends on the time"),
+        (lambda t, y: (1 - y) * (1 + t * y), [0.0], ValueError, "depends on the time"),
         (lambda t, y: y.mean(0) - 2 * y + 1, [[0.7], [0.2]], ValueError, "systems depend on each"),
         (lambda t, y: y.new_ones(2), [0.0, 0.0], RuntimeError, "singular"),
     ],
@@ -153,5 +156,11 @@ def test_errors(fun, start, error, message):
 
 
 def test_functions_are_refused():
+    def root(a):
+        fun = adjsim.ODE(lambda t, y, a: a - y, args=(a,))
+        return adjsim.steady_state(fun, torch.zeros(1, dtype=torch.float64)).y
+
+    with pytest.raises(ValueError, match="with is_grads_batched=True for a Jacobian"):
+        torch.func.jacrev(root)(torch.ones(1, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"Wrap a function: ODE\(fun\)"):
         steady_state(lambda t, y: -y, [1.0])

@@ -184,6 +184,12 @@ def test_rates_that_are_not_finite_are_named(method):
         adjsim.solve_ivp(lambda t, y: y, (0, 1), y0, method)
 
 
+def resetting(t, y):
+    return y[0] - 0.5
+
+
+resetting.reset = lambda t, y: y + y.mean(1, keepdim=True)
+
 REFUSED = [
     ({"method": "Radau"}, "method must be one of RK45, Rodas4; got 'Radau'. \"Rodas4\" is for"),
     ({"adjoint": "backsolve"}, "adjoint must be one of interpolate, checkpoint; got 'backsolve'"),
@@ -193,6 +199,7 @@ REFUSED = [
         {"events": lambda t, y: y.sum() + 0 * t},
         "event 0 of column 0 changes when only other columns",
     ),
+    ({"events": resetting}, "the reset of event 0 of column 0 changes when only other columns"),
     ({"t_span": (0, [1.0, 2.0])}, r"shape \(3\), one for each column; got shape \(2,\)"),
     ({"t_span": (0, [1.0, torch.inf, 2.0])}, "two finite times; got 0.0 and inf in column 1"),
     ({"t_eval": [0.5, 1.5]}, r"got 1.5 for column 0, whose span is \(0, 1\)"),
@@ -208,6 +215,10 @@ REFUSED = [
     ({"y0": torch.ones(2, 0)}, r"y0 has no entries: its shape is \(2, 0\)"),
     ({"fun": lambda t, y: y[:1]}, r"shape \(1, 3\) for a state of shape \(2, 3\)"),
     ({"fun": lambda t, y: y - y.mean(1, keepdim=True)}, "column 0 of y0 changes when only other"),
+    # A column of reference, and terms that are zero at the start.
+    ({"fun": lambda t, y: y - y[:, :1]}, "column 1 of y0 changes when only other"),
+    ({"fun": lambda t, y: t * y.sum(1, keepdim=True)}, "column 0 of y0 changes when only other"),
+    ({"fun": lambda t, y: y * y[:, :1], "y0": torch.zeros(2, 3)}, "column 1 of y0 changes"),
     ({"fun": lambda t, y: y.mul_(-1)}, "fun writes into y"),
     ({"fun": lambda t, y: y * torch.rand(())}, "draw no random numbers"),
 ]

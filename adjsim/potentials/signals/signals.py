@@ -69,12 +69,19 @@ class _Nodes(Signal):
     def _shares(self, t: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return, for each interval, the share that has passed, whether t is in it, and its width.
 
-        At a node the interval that begins there counts, so that one interval has a derivative.
+        At a node the interval that begins there counts, so that one interval has a derivative. At
+        the last time it is the last interval: a step that ends there reads its slope, and times of
+        steps are rounded.
         """
         begin, end = self.times[:-1], self.times[1:]
         width = end - begin
         share = torch.where(t >= begin, (t - begin) / width, 0.0)
-        inside = torch.where(t >= begin, torch.where(t < end, 1.0, 0.0), 0.0)
+        dtypes = [x.dtype for x in (t, width) if isinstance(x, Tensor) and x.is_floating_point()]
+        rounding = 8 * max(torch.finfo(x).eps for x in dtypes)
+        slack = rounding * (self.times[:1].abs() + self.times[-1:].abs()).detach()
+        after = t >= torch.cat([begin[:1] - slack, begin[1:]])
+        before = t < torch.cat([end[:-1], end[-1:] + slack])
+        inside = torch.where(after, torch.where(before, 1.0, 0.0), 0.0)
         return torch.where(t < end, share, 1.0), inside.to(width), width
 
 
@@ -82,7 +89,10 @@ class PiecewiseLinear(_Nodes):
     """Straight lines between nodes, ``x(t_k) = values_k``.
 
     Before the first time and after the last one, x is the first and the last value. At a node
-    derivatives are those of the interval that begins there.
+    derivatives are those of the interval that begins there, and at the last time those of the last
+    interval. So a step of an equation with :meth:`rate` that ends at a node between reads the slope
+    behind it: its error is of the first order in the step, at any order of the method. A
+    :class:`CubicSpline` has no such jumps.
 
     Args:
         {parameters}
@@ -107,7 +117,8 @@ class CubicSpline(_Nodes):
 
     M solves a tridiagonal system. See de Boor, A Practical Guide to Splines (Springer 1978),
     chapter 4. Before the first time and after the last one, x is the first and the last value; it
-    has a kink there unless the slope is zero.
+    has a kink there unless the slope is zero. At the two times themselves the derivative is that of
+    the spline.
 
     Args:
         {parameters}

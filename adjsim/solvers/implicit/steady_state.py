@@ -12,6 +12,7 @@ from torch import Tensor
 from adjsim.core.arguments import as_positive, as_whole, describe_type
 from adjsim.core.reading import read
 from adjsim.core.second_derivative import once_differentiable
+from adjsim.core.state import in_transform
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.solvers.implicit.field import Linear, jacobian, largest
 
@@ -77,13 +78,20 @@ def steady_state(ode: Any, y: Any, *, tol: float = 1e-10, max_iterations: int = 
 
     Raises:
         TypeError: the equation is not an ``ODE``.
-        ValueError: the rates depend on the time, or systems of the batch on each other.
+        ValueError: the rates depend on the time, or systems of the batch on each other; the call is
+            inside of a transform of ``torch.func``.
         RuntimeError: Newton's method did not converge; the Jacobian is singular, since a quantity
             is conserved (the message names the combination) or steady states are not isolated.
     """
     if not isinstance(ode, ODE):
         raise TypeError(f"ode must be an ODE; got {describe_type(ode)}. Wrap a function: ODE(fun).")
     tol, max_iterations = as_positive("tol", tol), as_whole("max_iterations", max_iterations, 1)
+    if in_transform():
+        raise ValueError(
+            "torch.func (vmap, jacrev, jvp, grad) does not take steady_state: use "
+            "torch.autograd.grad, with is_grads_batched=True for a Jacobian, and the batch axes of "
+            "y in place of vmap."
+        )
     equation, start = read(ode), ode.init(y)
     equation.check_rates(0.0, start)
     kind, widths = type(start), [x.shape[-1] for x in start]
@@ -92,14 +100,11 @@ def steady_state(ode: Any, y: Any, *, tol: float = 1e-10, max_iterations: int = 
         return torch.cat(tuple(equation.drift(t, kind._make(x.split(widths, -1)))), -1)
 
     x = torch.cat(tuple(start), -1).detach()
-    with torch.no_grad():
-        first, *others = (rates(x, t) for t in TIMES)
-    if not all(torch.equal(first, other) for other in others):
-        raise ValueError(
-            "fun depends on the time (or draws random numbers), so it has no steady state: fix the "
-            "time, as in ODE(lambda t, y: fun(t0, y)), and call eval() on modules with dropout."
-        )
+    _refuse_time(rates, x)
     x, matrix, iterations = _newton(rates, x, tol, max_iterations)
+    # A start of zeros may hide that y is multiplied by the time, and the steady state a sum.
+    _refuse_time(rates, x)
+    _refuse_time(rates, x + 1e-3 * (1 + x.abs()))
     if torch.is_grad_enabled():
         # Equal to x, with the derivative of the theorem: x and J are constants here.
         moved = once_differentiable(rates(x), "the gradient of a steady state has a linear system")
@@ -110,6 +115,16 @@ def steady_state(ode: Any, y: Any, *, tol: float = 1e-10, max_iterations: int = 
     leading = values.gather(-1, order.argmax(-1, keepdim=True)).squeeze(-1)
     state = kind._make(x.split(widths, -1))
     return SteadyState(state if hasattr(y, "_fields") else state[0], leading, iterations)
+
+
+@torch.no_grad()
+def _refuse_time(rates: Callable[[Tensor, float], Tensor], x: Tensor) -> None:
+    first, *others = (rates(x, t) for t in TIMES)
+    if not all(torch.equal(first, other) for other in others) and bool(first.isfinite().all()):
+        raise ValueError(
+            "fun depends on the time (or draws random numbers), so it has no steady state: fix the "
+            "time, as in ODE(lambda t, y: fun(t0, y)), and call eval() on modules with dropout."
+        )
 
 
 @torch.no_grad()
