@@ -18,6 +18,9 @@ from adjsim.solvers.implicit.field import Linear, jacobian, largest
 
 # Halvings of a Newton step that makes the rates larger.
 HALVINGS = 30
+# Newton's method leaves half of the distance to a double root, and more of that to others. To a
+# simple root it is quadratic.
+SLOW = 0.4
 # Times at which a field must have the same rates.
 TIMES = (0.0, 1.0, 17.3)
 Rates = Callable[[Tensor], Tensor]
@@ -132,6 +135,8 @@ def _newton(rates: Rates, x: Tensor, tol: float, most: int) -> tuple[Tensor, Ten
     """Return the steady state, the Jacobian there and the number of steps."""
     allowed, scale = max(tol, 4 * torch.finfo(x.dtype).eps), largest(x)
     done = torch.zeros_like(scale, dtype=torch.bool)
+    # How many steps in a row, up to now, shrank the change by less than SLOW.
+    slow, last = torch.zeros_like(scale, dtype=torch.int64), torch.full_like(scale, torch.inf)
     count = 0
     while True:
         rate, matrix = _linear(rates, x)
@@ -155,7 +160,17 @@ def _newton(rates: Rates, x: Tensor, tol: float, most: int) -> tuple[Tensor, Ten
         x = x + share.unsqueeze(-1) * change
         scale = torch.maximum(scale, largest(x))
         count += 1
-        done = (share == 1) & ((largest(change) <= allowed * scale) | rounded)
+        shrinks, moves = largest(change) <= SLOW * last, last > allowed * scale
+        slow = torch.where(moves, torch.where((share < 1) | shrinks, 0, slow + 1), slow)
+        last = largest(change)
+        done = (share == 1) & ((last <= allowed * scale) | rounded)
+    folded = done & ~rounded & (slow >= 3)
+    if bool(folded.any()):
+        system = int(folded.flatten().to(torch.int8).argmax())
+        raise RuntimeError(
+            f"the steady state{_of(system, folded)} is a multiple root, since Newton's method was "
+            "not quadratic: the Jacobian is singular there, and the state has no derivative."
+        )
     if not bool(done.all()):
         system = int(done.flatten().to(torch.int8).argmin())
         left = float(largest(rate).flatten()[system])
