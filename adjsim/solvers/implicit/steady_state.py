@@ -164,7 +164,7 @@ def _newton(rates: Rates, x: Tensor, tol: float, most: int) -> tuple[Tensor, Ten
         slow = torch.where(moves, torch.where((share < 1) | shrinks, 0, slow + 1), slow)
         last = largest(change)
         done = (share == 1) & ((last <= allowed * scale) | rounded)
-    folded = done & ~rounded & (slow >= 3)
+    folded = done & (slow >= 3)
     if bool(folded.any()):
         system = int(folded.flatten().to(torch.int8).argmax())
         raise RuntimeError(
