@@ -163,7 +163,7 @@ def test_a_glide_keeps_volumes_of_positions_and_momenta():
     assert abs(float(r - torch.log(size))) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_the_density_of_frames_is_stationary():
     """Frames have ``exp(-U (1 - 1/d))`` on the surface measure, and with the weights exp(-U)."""
     count, h, steps = 20_000, 0.2, 25

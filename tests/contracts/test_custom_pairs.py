@@ -95,14 +95,8 @@ def assert_equal_to_dense(pairs, q, parameters):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * size)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"box": [6.0, 6.5, 7.0]}, marks=pytest.mark.slow),
-        pytest.param({"cutoff": 1.9}, marks=pytest.mark.marathon),
-    ],
-    ids=str,
-)
+@pytest.mark.marathon
+@pytest.mark.parametrize("options", [{"box": [6.0, 6.5, 7.0]}, {"cutoff": 1.9}], ids=str)
 def test_a_list_holds_the_pairs_of_groups(options):
     """Without a cutoff too, at any place of the atoms, in runs that come back, for other groups."""
     atoms, generator = 64, torch.Generator().manual_seed(4)

@@ -425,7 +425,7 @@ def test_derivatives_of_second_order():
         torch.testing.assert_close(found, y, rtol=0, atol=1e-11 * float(y.abs().max()))
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_a_sum_of_potentials(listed):
     """One part has exclusions and the other has not."""
     q, pairs = molecule("orthogonal")

@@ -562,7 +562,7 @@ def test_compiled_batches_and_sums():
     assert_compiled(potential + adjsim.Harmonic(0.3), start=batch)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 @pytest.mark.parametrize("kind", ["cube", "tilted"])
 def test_compiled_loops_in_a_box_that_a_state_carries(kind):
     potential = graph(BOXES[kind], capacity=400)

@@ -22,7 +22,7 @@ from adjsim import (
     TimeAverage,
 )
 from adjsim.observables import mean_with_error
-from tests.problems import POTENTIALS, THERMOSTATS, parameter, slow_but, square
+from tests.problems import POTENTIALS, THERMOSTATS, parameter, square
 from tests.suites import flow, unflow
 
 FREE = adjsim.Harmonic(0.0)
@@ -332,18 +332,15 @@ def test_velocity_rescale_samples_positions_at_a_higher_temperature():
         assert found.value > 1.3 * low
 
 
+@pytest.mark.marathon
 @pytest.mark.parametrize(
     ("make", "scheme"),
-    slow_but(
-        lambda make, scheme: False,
-        [
-            (lambda U: adjsim.Bussi(U, 1.4, 0.2, 0.3, dof=12), "BABR"),
-            (lambda U: adjsim.Bussi(U, 1.4, 0.2, 0.3, dof=12), "RBABR"),
-            (lambda U: adjsim.Andersen(U, 1.4, 0.2, 1.0), "BABC"),
-            (lambda U: adjsim.Andersen(U, 1.4, 0.2, 1.0), "CBABC"),
-        ],
-        marathon=lambda make, scheme: scheme != "BABR",
-    ),
+    [
+        (lambda U: adjsim.Bussi(U, 1.4, 0.2, 0.3, dof=12), "BABR"),
+        (lambda U: adjsim.Bussi(U, 1.4, 0.2, 0.3, dof=12), "RBABR"),
+        (lambda U: adjsim.Andersen(U, 1.4, 0.2, 1.0), "BABC"),
+        (lambda U: adjsim.Andersen(U, 1.4, 0.2, 1.0), "CBABC"),
+    ],
 )
 def test_the_kinetic_energy_of_bound_atoms(make, scheme):
     """<K> and var K of seven atoms in the plane; under Bussi the total momentum is zero and two

@@ -247,7 +247,7 @@ def slope() -> float:
     return (ends[0] - ends[1]) / (2 * h)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 @pytest.mark.parametrize("method", METHODS)
 def test_central_differences(method):
     """The differences have errors of 1e-8 from h, and of 1e-7 from the tolerance over h."""

@@ -197,7 +197,7 @@ def test_chunks_of_one_size_compile_once():
     assert seconds() > 10 * seconds()
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_adjoints_compared_in_compiled_loops():
     """With the gradients of uncompiled runs, to the rounding of a sum in another order."""
     simulation, look = double_well()

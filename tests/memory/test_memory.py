@@ -54,7 +54,7 @@ def test_a_graph_model_by_reversal_is_flat_in_the_steps():
     assert growth("direct", 50, "graph") > 50 * MB
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_checkpoint_grows_as_the_root():
     """Sixteen times the steps, four times the memory; linear growth would be sixteen.
 
@@ -70,7 +70,7 @@ def test_the_score_function_is_flat_in_the_samples():
     assert growth("score", 500, 2048) - growth("score", 100, 2048) < 4 * MB
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_pathwise_by_reversal_is_flat_in_the_steps():
     """Of a time average over 2,048 replicas. The frames of 400 more steps take 39 MB."""
     assert growth("pathwise", 500, 2048) - growth("pathwise", 100, 2048) < 6 * MB

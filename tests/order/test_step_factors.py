@@ -44,7 +44,7 @@ def counting(monkeypatch):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 @pytest.mark.parametrize("lead", [(), (2,)], ids=["single", "batch"])
 def test_factors_spare_products_and_change_no_solution(lead, monkeypatch):
     x = bent(1e-3, lead)

@@ -38,7 +38,7 @@ def start(dynamics, replicas):
 @pytest.mark.parametrize(
     ("axes", "box"),
     [
-        pytest.param("isotropic", [1.4, 1.5, 1.6], marks=pytest.mark.slow),
+        pytest.param("isotropic", [1.4, 1.5, 1.6], marks=pytest.mark.marathon),
         pytest.param(
             "each",
             [[1.4, 0.0, 0.0], [0.3, 1.5, 0.0], [-0.2, 0.4, 1.6]],

@@ -129,7 +129,7 @@ def test_path_gradient_by_temperature(estimator):
     within(estimate, {"potential.k": dk, "kT": dkT})
 
 
-@pytest.mark.parametrize("scheme", ["BAOAB", pytest.param("OBABO", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["BAOAB", pytest.param("OBABO", marks=pytest.mark.marathon)])
 def test_girsanov_on_langevin_equals_pathwise(scheme):
     """Another mass, kT and friction than one; several steps, so that all weights of the score
     count.
@@ -512,7 +512,7 @@ def test_few_samples_are_said():
     assert any("worth 20 independent samples" in reason for reason in estimate.warnings)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_truncation_is_another_question_and_says_so():
     """With one piece it is the whole gradient; with a shorter one it is that of the last part, by
     the chain's moments.

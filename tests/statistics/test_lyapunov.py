@@ -386,7 +386,7 @@ def attractor(dynamics, y: Tensor, solver, duration: float):
         ).final
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_lorenz_has_the_known_exponents():
     """0.9056, 0, -14.5723 (Sprott 2003), and the dimension 2.062."""
     dynamics, y = lorenz((1000,))

@@ -70,7 +70,7 @@ def agrees(estimate, figures):
         assert abs(float(estimate.grad[name]) - value) < 4 * total, name
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_lorenz():
     # The longer run below has half the step. At both the error of RK4 is far below the statistics.
     found = lorenz(Shadowing(2, 1.0, burn_in=5.0), 17.0, 16, dt=0.02)
