@@ -207,6 +207,7 @@ def _uncollected() -> Generator[None]:
     """Pause the collection of reference cycles, which takes a third of the time of a trace.
 
     Nearly all that is made meanwhile is still in use at the end, so that there is little to find.
+    The switch is global to the process; one thread compiles at a time.
     """
     collects = gc.isenabled()
     gc.disable()

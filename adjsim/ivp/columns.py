@@ -38,13 +38,7 @@ from adjsim.ivp.march import ENDED, STOPPED
 from adjsim.ivp.mass import Mass
 from adjsim.ivp.nearby import near_start, nudged
 from adjsim.ivp.piecewise import OdeResult
-from adjsim.ivp.rhs import (
-    SMALLEST_RTOL,
-    RightHandSide,
-    as_times,
-    check_tolerance,
-    to_numpy,
-)
+from adjsim.ivp.rhs import SMALLEST_RTOL, RightHandSide, as_times, check_tolerance, to_numpy
 from adjsim.ivp.rodas4 import Rodas4
 
 COLUMN_METHODS: dict[str, type[Step]] = {step.name: step for step in (DormandPrince, Rodas4)}

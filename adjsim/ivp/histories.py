@@ -233,6 +233,10 @@ class HistoryReader:
         """Whether the run reads a history, as far as is known."""
         return bool(self._known)
 
+    def reaches(self, value: Any) -> bool:
+        """Whether a function or another value holds a history."""
+        return any(isinstance(x, History) for x in reached(value))
+
     def close(self) -> None:
         """Take no further histories: the parameters of the run are known now."""
         self._open = False

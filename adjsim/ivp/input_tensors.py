@@ -80,7 +80,8 @@ class InputTensors:
         copied = reading.bound([copies[id(x)] for x in reading.tensors])
         function = reading.rebound(copied, fun)
         of_module = any(isinstance(x, nn.Module) for x in own)
-        # Modules among the arguments are not part of the function, in which copies take places.
+        # Copies are bound to the function. A module among the arguments is outside of it, and its
+        # tensors are replaced where they are read.
         passed = [x for m in given for x in (*m.parameters(), *m.buffers())]
         captured = [*unregistered, *(passed if of_module else registered)]
         self._stand_ins = {id(x): leaf_of[id(x)] for x in captured if id(x) in leaf_of}

@@ -85,13 +85,14 @@ class SampleRightHandSide(RightHandSide):
         self._compare("fun", "rate", rate, begin, y, self.own_args)
         args = tree_map(self._nudged, self.own_args)
         functions: list[tuple[str, str, OfSample]] = [("fun", "rate", rate)]
+        histories = self.inputs.histories
         for number, event in enumerate(events):
             reset = getattr(event, "reset", None)
             for what, function in (("event", event), ("the reset of event", reset)):
-                if function is not None:
-                    twin = self.inputs.histories.twins_in(function)
-                    name = f"{what} {number}"
-                    functions.append((name, "value", partial(self.inputs.histories.bound, twin)))
+                # What reads a past is called with one sample, and need not take all of them.
+                if function is not None and not histories.reaches((function, self.own_args)):
+                    of_sample = partial(histories.bound, function)
+                    functions.append((f"{what} {number}", "value", of_sample))
         for name, kind, each in functions:
             self._compare(name, kind, each, near_start(begin, end), nudged(y), args)
 
@@ -103,13 +104,7 @@ class SampleRightHandSide(RightHandSide):
     def _compare(self, name: str, kind: str, of: OfSample, t: Tensor, y: Tensor, args: Any) -> None:
         at = t.to(self.like.dtype)
         with torch.no_grad():
-            try:
-                known = of(None)(at, y.T.contiguous(), *args)
-            except Exception:
-                if name == "fun":
-                    raise
-                # An event of delays may take one sample at a time only, as it is called.
-                return
+            known = of(None)(at, y.T.contiguous(), *args)
             found = self._each(of, at.expand(y.shape[1]), y, args).movedim(-1, 0)
         if not isinstance(known, Tensor) or known.shape != found.shape:
             raise ValueError(

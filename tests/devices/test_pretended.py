@@ -42,11 +42,12 @@ SEGMENT = 1
 # Torch's backend of the pretended device cannot differentiate their derivatives.
 UNKNOWN = {"prescribed", "Milstein, diagonal"}
 NAMES = [name for name in SYSTEMS if name not in UNKNOWN]
-# Systems of more than a thousand operations in a step, which take two minutes together.
+# Systems of more than a thousand operations in a step. Shorter ones have each of their parts.
 LONG = {
-    "chain-3", "everything", "friction", "friction-moving", "friction-vertices", "implicit", "mesh",
-    "piston, chains", "piston, mesh", "rayleigh", "sites", "solid", "solvent",
+    "chain-3", "everything", "friction-moving", "friction-vertices", "piston, chains",
+    "piston, mesh", "rayleigh", "sites",
 }  # fmt: skip
+IN_CI = ("rk4, compiled", "langevin, compiled")
 LOOPS = [f"{name}, compiled" for name in SYSTEMS if name not in UNCOMPILED]
 
 
@@ -73,7 +74,7 @@ def test_steps_keep_to_their_device(names):
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(lambda _: False, LOOPS, marathon=lambda name: name != "rk4, compiled")
+    "name", slow_but(lambda _: False, LOOPS, marathon=lambda name: name not in IN_CI)
 )
 def test_loops_keep_to_their_device(name):
     """The traced iteration of each loop, repeated: with the numbers of C++."""
@@ -85,7 +86,7 @@ def test_loops_keep_to_their_device(name):
         assert not row["noted"]
 
 
-@pytest.mark.marathon
+@pytest.mark.slow
 def test_calls_keep_to_their_device():
     """Estimators, adaptive steps, solve_ivp, minima, steady states and constraints."""
     rows = costs("calls")["calls"]

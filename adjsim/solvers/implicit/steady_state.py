@@ -18,8 +18,8 @@ from adjsim.solvers.implicit.field import Linear, jacobian, largest
 
 # Halvings of a Newton step that makes the rates larger.
 HALVINGS = 30
-# Newton's method leaves half of the distance to a double root, and more of that to others. To a
-# simple root it is quadratic.
+# A Newton step leaves half of the distance to a double root, more to a root of higher order, and
+# about the square of the distance to a simple one.
 SLOW = 0.4
 # Times at which a field must have the same rates.
 TIMES = (0.0, 1.0, 17.3)
@@ -122,6 +122,7 @@ def steady_state(ode: Any, y: Any, *, tol: float = 1e-10, max_iterations: int = 
 
 @torch.no_grad()
 def _refuse_time(rates: Callable[[Tensor, float], Tensor], x: Tensor) -> None:
+    """Refuse rates that depend on the time at a state, if they are finite there."""
     first, *others = (rates(x, t) for t in TIMES)
     if not all(torch.equal(first, other) for other in others) and bool(first.isfinite().all()):
         raise ValueError(
@@ -135,7 +136,7 @@ def _newton(rates: Rates, x: Tensor, tol: float, most: int) -> tuple[Tensor, Ten
     """Return the steady state, the Jacobian there and the number of steps."""
     allowed, scale = max(tol, 4 * torch.finfo(x.dtype).eps), largest(x)
     done = torch.zeros_like(scale, dtype=torch.bool)
-    # How many steps in a row, up to now, shrank the change by less than SLOW.
+    # The number of the last steps in a row whose changes are more than SLOW of the ones before.
     slow, last = torch.zeros_like(scale, dtype=torch.int64), torch.full_like(scale, torch.inf)
     count = 0
     while True:
