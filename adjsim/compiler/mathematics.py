@@ -6,8 +6,21 @@ longer to compile than the loop of a small system.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+
+import torch
+
+from adjsim.compiler.reproducible import (
+    DOUBLE,
+    FLOAT,
+    FUSED,
+    FUSED_VECTORS,
+    VECTOR,
+    erfc,
+    exp,
+    log,
+    tanh,
+)
 
 # Functions that IEEE 754 does not define to the last bit. Each has the same name in C and in
 # ``torch.ops.aten``, and a vectorised version in the GNU C library (VECTORISED below). A name
@@ -133,89 +146,9 @@ return {data, size, name};
 }
 """
 
-# For x >= 0, tanh(x) = e / (e + 2) with e = exp(2 x) - 1. With n the integer nearest to
-# 2 x / log(2) and r = x - n log(2) / 2, e = 2^n p + (2^n - 1), where
-# p = exp(2 r) - 1 = 2 r + r^2 q(r). The error of log(2) / 2, times n, is harmless: tanh depends on
-# exp(2 x) the less, the larger n is. The polynomial q interpolates at the Chebyshev nodes of
-# |r| <= log(2) / 4, and makes relative errors of p of 4e-17 for doubles and 2e-8 for floats.
-# IEEE 754 defines all operations to the last bit, so vectorised and scalar loops agree. Relative
-# errors of tanh are below 5e-16 and 2e-7.
-TANH = {
-    "double": [
-        "0x1.0000000000001p+1", "0x1.5555555555556p+0", "0x1.5555555553d68p-1",
-        "0x1.11111111109b5p-2", "0x1.6c16c17889f3cp-4", "0x1.a01a01a7c2f2cp-6",
-        "0x1.a019b914881bap-8", "0x1.71de0db2eb873p-10", "0x1.28917c9f3a495p-12",
-        "0x1.af389eea54156p-15",
-    ],
-    "float": ["0x1.0p+1", "0x1.5554dep+0", "0x1.55551ap-1", "0x1.120b62p-2", "0x1.6d10fcp-4"],
-}  # fmt: skip
-
-
-def _tanh(kind: str, integer: str, fraction: int, bias: int, largest: int) -> str:
-    """Print the function of one type, and of the integer of the same size.
-
-    The type has so many bits of its fraction, and a bias of its exponent. From the number
-    ``largest`` on, tanh(x) is 1.
-    """
-    *lower, highest = TANH[kind]
-    return f"""
-__attribute__((always_inline)) inline {kind} tanh({kind} x) {{
-  // Adding 1.5 * 2^{fraction} rounds a number to an integer, which is then in its last bits.
-  const {kind} shift = 0x1.8p{fraction}, rate = {(2 / math.log(2)).hex()};
-  const {kind} distance = {(math.log(2) / 2).hex()};
-  const {kind} size = fabs(x), y = size > {largest} ? {largest} : size;
-  const {kind} shifted = fused(y, rate, shift), n = shifted - shift;
-  const {kind} r = fused(n, -distance, y);
-  {kind} q = {highest};
-{chr(10).join(f"  q = fused(q, r, ({kind}){coefficient});" for coefficient in reversed(lower))}
-  const {kind} p = fused(r * r, q, r + r);
-  {integer} bits;
-  memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits + {bias}) << {fraction};
-  {kind} power;
-  memcpy(&power, &bits, sizeof bits);
-  const {kind} e = fused(power, p, power - 1);
-  return copysign(e / (e + 2), x);
-}}"""
-
-
-_TANH = f"""
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-inline double fused(double a, double b, double c) {{ return __builtin_fma(a, b, c); }}
-inline float fused(float a, float b, float c) {{ return __builtin_fmaf(a, b, c); }}
-#else
-template <class T> inline T fused(T a, T b, T c) {{ return a * b + c; }}
-#endif
-{_tanh("double", "int64_t", 52, 1023, 20)}
-{_tanh("float", "int32_t", 23, 127, 10)}
-"""
-
-# For x >= 0, erfc(x) = exp(-x^2) w Q(1 - w) with w = 7.5 / (x + 3.75), which is between 0 and 2.
-# The polynomial Q of degree 22 is the Chebyshev series of erfc(x) exp(x^2) / w, computed with 60
-# digits and written in powers. The rounding error of x^2 is given back as a factor. Relative errors
-# are below 8e-16 for all x.
-ERFC = [
-    "0x1.2a2af19c1492fp-3", "-0x1.05cce4d22cfa4p-3", "0x1.9220d8dc4611dp-4",
-    "-0x1.0bdcb780d91acp-4", "0x1.30cf6791b9bddp-5", "-0x1.2042cf15e886dp-6",
-    "0x1.ad34d90991dbfp-8", "-0x1.b629280e4795cp-10", "0x1.13ccd419ce4d6p-13",
-    "0x1.bc7f5febd39e4p-14", "-0x1.85f46c5c3fee4p-15", "0x1.7b1ad513d4424p-20",
-    "0x1.4f49a0f350eeap-18", "-0x1.3e8131b098c8fp-20", "-0x1.d6cf66774ead6p-22",
-    "0x1.d7bbe8078096dp-23", "0x1.3f272956cfaabp-25", "-0x1.2350e19fb4c2ap-25",
-    "-0x1.db0a875bfbce2p-29", "0x1.3664bf43affdcp-28", "0x1.96cbe7caa428cp-32",
-    "-0x1.9fc7cb38c87dbp-32", "-0x1.0da4983fac942p-35",
-]  # fmt: skip
-_ERFC = f"""
-__attribute__((always_inline)) inline double erfc(double x) {{
-  const double square = x * x, rounding = fused(x, x, -square);
-  const double size = fabs(x), w = 7.5 / (size + 3.75), t = 1 - w;
-  double q = {ERFC[-1]};
-{chr(10).join(f"  q = fused(q, t, {coefficient});" for coefficient in reversed(ERFC[:-1]))}
-  const double value = exp(-square) * (q * w);
-  const double tail = value > 0 ? value - value * rounding : value;
-  return x < 0 ? 2 - tail : tail;
-}}
-inline float erfc(float x) {{ return ::erfcf(x); }}
-"""
+# Functions that every loop has, and those by the exponential of the loop.
+_OWN = f"{FUSED}{tanh(DOUBLE)}{tanh(FLOAT)}"
+_BY_EXP = f"{erfc(DOUBLE)}\ninline float erfc(float x) {{ return ::erfcf(x); }}"
 
 _DECLARED = f"""
 #ifndef VECTOR
@@ -258,88 +191,23 @@ VECTORISED = f"""
 {_DECLARED}
 namespace {{ namespace math {{
 {_defined(without=["tanh", "erfc"])}
-{_TANH}
-{_ERFC}
+{_OWN}
+{_BY_EXP}
 }} }}
 """
 
 
-def _two_chains(coefficients: Sequence[float], square: str = "z") -> str:
-    """Print ``even`` and ``odd``, polynomials in the square of the variable of a series.
-
-    A processor computes the two chains at the same time.
-    """
-    lines: list[str] = []
-    for name, chain in (("even", coefficients[::2]), ("odd", coefficients[1::2])):
-        lines.append(f"  double {name} = {chain[-1]!r};")
-        lines += [f"  {name} = fused({name}, {square}, {c!r});" for c in reversed(chain[:-1])]
-    return "\n".join(lines)
-
-
-# A vectorised function gives other last bits than the scalar one. Which of the two a compiler calls
-# depends on the loop, and on the place of an element in it. So the functions of an exact run are
-# scalar, or made of operations that IEEE 754 defines to the last bit.
-#
-# exp(x) = 2^n exp(r) with n the integer nearest to x / log(2), and r = x - n log(2). Here log(2) is
-# the sum of two numbers, of which the first times n is exact. The Taylor series of exp(r) to the
-# order of 13 leaves an error of 4e-18, since |r| < 0.347. Adding n to the exponent multiplies by
-# 2^n. Where the result would be subnormal, 54 is added too, and a factor of 2^-54 then rounds it.
-#
-# log(x) = n log(2) + log(1 + f) with x = 2^n (1 + f) and 1 + f between sqrt(1/2) and sqrt(2). With
-# s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + R), where R is the series of 2 atanh(s) / s
-# without its first term. It ends with 2 s^22 / 23, since s^2 < 0.0295. Subnormal numbers are
-# multiplied by 2^54 first.
+# The functions of an exact run are scalar, or have the same bits in every loop.
 REPRODUCIBLE = f"""
 {_DECLARED}
 namespace {{ namespace math {{
 {_defined(without=["exp", "log", "tanh", "erfc"])}
-{_TANH}
-// A function that is not inlined keeps its loop from being vectorised.
-#define INLINE __attribute__((always_inline)) inline
-INLINE double exp(double x) {{
-  // Adding 1.5 * 2^52 rounds a number to an integer, which is then in the last bits of the sum.
-  const double shift = 0x1.8p52;
-  x = x < -746 ? -746 : x;
-  const double shifted = fused(x, {(1 / math.log(2)).hex()}, shift), n = shifted - shift;
-  const double r = fused(n, -0x1.473de6af278edp-34, fused(n, -0x1.62e42fefp-1, x)), z = r * r;
-{_two_chains([1 / math.factorial(k) for k in range(2, 14)])}
-  const double series = fused(odd, r, even), factor = 1 + fused(z, series, r);
-  const bool small = x < -708;
-  int64_t bits, exponent;
-  memcpy(&exponent, &shifted, 8);
-  memcpy(&bits, &factor, 8);
-  bits += (exponent + (small ? 54 : 0)) << 52;
-  double value;
-  memcpy(&value, &bits, 8);
-  value *= small ? 0x1p-54 : 1;
-  return x <= 0x1.62e42fefa39efp+9 ? value : x * INFINITY;
-}}
+{_OWN}
+{exp(DOUBLE)}
+{log(DOUBLE)}
 inline float exp(float x) {{ return ::expf(x); }}
-{_ERFC}
-INLINE double log(double x) {{
-  const bool small = x < 0x1p-1022;
-  const double normal = small ? x * 0x1p54 : x;
-  int64_t bits, exponent, fraction;
-  memcpy(&bits, &normal, 8);
-  // The difference of the bits of 1 and sqrt(1/2) is added, and sqrt(1/2) is given back below.
-  bits += INT64_C(0x3ff0000000000000) - INT64_C(0x3fe6a09e667f3bcd);
-  fraction = (bits & INT64_C(0xfffffffffffff)) + INT64_C(0x3fe6a09e667f3bcd);
-  // The bits of 2^52 plus an integer are the double of their sum.
-  exponent = (bits >> 52) + INT64_C(0x4330000000000000);
-  double n, f;
-  memcpy(&n, &exponent, 8);
-  memcpy(&f, &fraction, 8);
-  n = (n - 0x1p52) - (small ? 1077.0 : 1023.0);
-  f = f - 1;
-  const double s = f / (2 + f), z = s * s, half = 0.5 * f * f;
-  const double fourth = z * z;
-{_two_chains([2 / k for k in range(3, 24, 2)], "fourth")}
-  const double series = fused(odd, z, even);
-  const double rest = fused(s, fused(z, series, half), n * 0x1.473de6af278edp-34);
-  const double value = fused(n, 0x1.62e42fefp-1, -((half - rest) - f));
-  return x > 0 ? (x < INFINITY ? value : x) : x == 0 ? -INFINITY : NAN;
-}}
 inline float log(float x) {{ return ::logf(x); }}
+{_BY_EXP}
 }} }}
 """
 
@@ -349,10 +217,15 @@ def scalar_functions(exact: bool) -> str:
     return "\n".join([HEADER, REPRODUCIBLE if exact else VECTORISED])
 
 
-# The functions of vectors ``V`` of ``W`` numbers ``REAL``, with conditions ``Mask``, by which the
-# expressions of numbers are expressions of vectors too. They call the functions of numbers, which
-# have to be declared before.
-VECTOR_FUNCTIONS = f"""
+def vector_functions(dtype: torch.dtype) -> str:
+    """Define the functions of vectors ``V`` of ``W`` numbers ``REAL``, with conditions ``Mask``.
+
+    By them the expressions of numbers are expressions of vectors too. They call the functions of
+    numbers, which have to be declared before, but for those of doubles that are inlined.
+    """
+    inlined = (tanh, exp, log, erfc) if dtype == torch.float64 else ()
+    names = [name for name in FUNCTIONS if name not in [x.__name__ for x in inlined]]
+    return f"""
 #undef ONE
 #undef TWO
 #define ONE(x) \\
@@ -373,8 +246,10 @@ VECTOR_FUNCTIONS = f"""
   }}
 namespace {{ namespace math {{
 EXACT_FUNCTIONS
-{" ".join(f"ONE({name})" for name in FUNCTIONS)}
+{" ".join(f"ONE({name})" for name in names)}
 {" ".join(f"TWO({name})" for name in FUNCTIONS_OF_TWO)}
+{FUSED_VECTORS if inlined else ""}
+{chr(10).join(function(VECTOR) for function in inlined)}
 inline V pow(V a, REAL b) {{ return pow(a, V{{}} + b); }}
 inline V lookup(const REAL* values, V place) {{
   V found;

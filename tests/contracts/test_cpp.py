@@ -4,6 +4,7 @@ functions such as exp.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -18,15 +19,17 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from adjsim.compiler import LoopSpec, Operators, compile_loop, library
+from adjsim.compiler import LoopSpec, Operators, compile_loop, compiled, library
 from adjsim.compiler.halves import HalfNest
 from adjsim.compiler.invariants import transposed
-from adjsim.compiler.mathematics import FUNCTIONS, TANH
+from adjsim.compiler.mathematics import FUNCTIONS, scalar_functions
 from adjsim.compiler.operations import TRANSCENDENTAL as TRANSCENDENTAL_PRINTERS
 from adjsim.compiler.repetitions import merge_repetitions
+from adjsim.compiler.reproducible import TANH
 from adjsim.compiler.to_cpp import new_rows
 from adjsim.compiler.tracing import graph_of
 from adjsim.core.layout import materialise_contiguous
+from adjsim.potentials.pairs.kernels.call import declarations, on_vectors
 from tests.problems import slow_but
 
 SHAPES = [(1,), (5,), (13, 3), (2, 7, 64), (3, 13, 13), (20, 6, 3)]
@@ -624,6 +627,30 @@ def test_log_of_an_exact_run_is_good_to_a_unit_in_the_last_place():
     found = printed(torch.log, x, exact=True).numpy()
     wanted = np.log(x.numpy().astype(np.longdouble))
     assert (np.abs(found - wanted) <= np.spacing(np.abs(wanted).astype(np.float64))).all()
+
+
+@pytest.mark.parametrize("name", ["exp", "log", "tanh", "erfc"])
+def test_functions_of_vectors_have_the_bits_of_those_of_numbers(name):
+    """Kernels of pairs inline them, in place of calls of the C library."""
+    source = [
+        scalar_functions(True), declarations(torch.float64), "#define WIDTH 4\n#define DIM 3",
+        *on_vectors("", torch.float64),
+        'extern "C" void values(const double* x, double* y, int64_t n) {',
+        "for (int64_t i = 0; i < n; i += W) {",
+        "V a; memcpy(&a, x + i, sizeof a);",
+        f"a = math::{name}(a); memcpy(y + i, &a, sizeof a);",
+        "} }",
+    ]  # fmt: skip
+    special = torch.tensor([*SPECIAL, 1e-310, 5e-324, 27.0, -27.0])
+    x = torch.cat([special, numbers(1000), 20 * numbers(1000, seed=1)])
+    y = torch.empty_like(x)
+    library = compiled("\n".join(source), threads=False)
+    library.values(*(ctypes.c_void_p(a.data_ptr()) for a in (x, y)), ctypes.c_int64(len(x)))
+    wanted = printed(getattr(torch, name), x, exact=True)
+    torch.testing.assert_close(y, wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        y, getattr(torch, name)(x), rtol=7 * 2.3e-16, atol=5e-324, equal_nan=True
+    )
 
 
 def test_threads_do_not_change_a_bit():

@@ -9,7 +9,7 @@ from importlib.resources import files
 
 import torch
 
-from adjsim.compiler import TYPES, VECTOR_FUNCTIONS
+from adjsim.compiler import TYPES, vector_functions
 
 # The members of the struct ``View`` of a field, with their C++ types. A stride counts elements.
 VIEW = {
@@ -88,13 +88,13 @@ def text(name: str) -> str:
     return files("adjsim.potentials.pairs.kernels").joinpath(name).read_text()
 
 
-def on_vectors(functions: str) -> list[str]:
+def on_vectors(functions: str, dtype: torch.dtype) -> list[str]:
     """Return the types of a kernel that computes W pairs at once, its functions and its cell."""
     return [
         "typedef REAL V __attribute__((vector_size(W * sizeof(REAL))));",
         "typedef decltype(V{} < V{}) Mask;",
         "static inline V splat(REAL x) { return V{} + x; }",
-        VECTOR_FUNCTIONS,
+        vector_functions(dtype),
         functions,
         text("images.h"),
     ]

@@ -12,6 +12,7 @@
 #endif
 
 typedef REAL Quad __attribute__((vector_size(4 * sizeof(REAL))));
+typedef REAL Eight __attribute__((vector_size(8 * sizeof(REAL))));
 
 // The first four numbers of W rows, as four vectors.
 static inline void gather(const REAL* rows, int64_t width, const int* place, V& x, V& y, V& z, V& w) {
@@ -19,7 +20,6 @@ static inline void gather(const REAL* rows, int64_t width, const int* place, V& 
   Quad r[W];
   for (int l = 0; l < W; ++l) memcpy(&r[l], rows + width * place[l], sizeof(Quad));
   if constexpr (W == 8) {
-    typedef REAL Eight __attribute__((vector_size(8 * sizeof(REAL))));
 #define JOIN(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7)
 #define EVEN(a, b) __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14)
 #define ODD(a, b) __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15)
@@ -46,6 +46,28 @@ static inline void gather(const REAL* rows, int64_t width, const int* place, V& 
     x[l] = row[0], y[l] = row[1], z[l] = row[2], w[l] = row[3];
   }
 #endif
+}
+
+// The numbers at W places. A loop over the entries of a vector would go through memory.
+template <class Place>
+static inline V lanes(const REAL* x, const Place* place) {
+  const Place* p = place;
+  V found;
+  if constexpr (W == 8) {
+    const Eight all = {x[p[0]], x[p[1]], x[p[2]], x[p[3]], x[p[4]], x[p[5]], x[p[6]], x[p[7]]};
+    memcpy(&found, &all, sizeof found);
+  } else {
+    const Quad all = {x[p[0]], x[p[1]], x[p[2]], x[p[3]]};
+    memcpy(&found, &all, sizeof found);
+  }
+  return found;
+}
+
+// W numbers side by side.
+static inline V beside(const REAL* x) {
+  V found;
+  memcpy(&found, x, sizeof found);
+  return found;
 }
 
 static inline void gather(const REAL* rows, const int* place, V& x, V& y, V& z) {

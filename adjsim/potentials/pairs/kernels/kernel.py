@@ -215,37 +215,33 @@ class KernelSpec:
                     f"constexpr bool {kind}S = {str(kind in self.kinds).lower()};"
                     for kind in (TABLE, ATOM)
                 ),
-                *on_vectors(functions),
+                *on_vectors(functions, self.dtype),
                 text("rows.cpp").replace("COTANGENTS\n", text("cotangents.cpp") * self.several),
             ]
         )
 
     def _loads(self) -> str:
         """Write the statements that load the operands of pairs into ``found``."""
-        statements: list[str] = []
+        loads: list[str] = []
         listed = self.skin is not None
         for k, kind in enumerate(self.kinds):
-            lanes, slot = "for (int l = 0; l < W; ++l)", len(statements)
+            values = f"operands.atoms[{k}]"
             if kind == NUMBER:
-                statements.append(f"found[{slot}] = numbers[{k}];")
-            elif kind == FUNCTION:
-                continue
+                loads.append(f"= numbers[{k}]")
             elif kind == TABLE and listed:
-                row, column = (f"operands.column[{side}[l]]" for side in ("mine", "other"))
-                entry = f"call.operands[{k}][call.kinds * {row} + {column}]"
-                statements.append(f"{lanes} found[{slot}][l] = {entry};")
+                loads.append(f"= lanes(call.operands[{k}], entries)")
             elif kind == TABLE:
-                place = "entry(mine[0], call.kinds, operands.column[other[0]])"
-                entry = f"operands.tables[{k}] + {place}"
-                statements.append(f"memcpy(&found[{slot}], {entry}, sizeof(V));")
-            else:
-                values = f"operands.atoms[{k}]"
-                other = f"{lanes} found[{slot + 1}][l] = {values}[other[l]];"
-                statements.append(f"found[{slot}] = own[{k}];")
-                statements.append(
-                    other if listed else f"found[{slot + 1}] = splat({values}[other[0]]);"
-                )
-        return " ".join(statements)
+                loads.append(f"= beside(operands.tables[{k}] + first)")
+            elif kind == ATOM:
+                other = f"lanes({values}, other)" if listed else f"splat({values}[other[0]])"
+                loads += [f"= own[{k}]", f"= {other}"]
+        places = {
+            True: "int64_t entries[W]; for (int l = 0; l < W; ++l) "
+            "entries[l] = row[l] + operands.column[other[l]];",
+            False: "const int64_t first = entry(mine[0], call.kinds, operands.column[other[0]]);",
+        }
+        needed = [places[listed]] if TABLE in self.kinds else []
+        return " ".join([*needed, *(f"found[{k}] {load};" for k, load in enumerate(loads))])
 
 
 def _array(name: str, entries: Iterable[Any]) -> str:

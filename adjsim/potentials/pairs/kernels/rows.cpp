@@ -150,10 +150,11 @@ struct System {
   // The entry of a table's derivatives by the pair of an atom with a neighbour.
   inline int64_t entry_of(int i, int j) const { return entry(atom[i], call.kinds, operands.column[j]); }
 
-  // Add a neighbour of each of W atoms, of which the first `live` count.
+  // Add a neighbour of each of W atoms, of which the first `live` count. `row` is where the row of each
+  // begins in a table.
   template <bool CHECKED>
-  inline void step(const int* mine, int live, const int* other, const V* x, const V* v, const V* own,
-                   Sums& sums, Steps<System>* steps) const {
+  inline void step(const int* mine, const int64_t* row, int live, const int* other, const V* x, const V* v,
+                   const V* own, Sums& sums, Steps<System>* steps) const {
     V y[3], u[3] = {}, w[3] = {}, found[SLOTS + 1];
 #if SEVERAL
     Pairs& pair = steps->next();
@@ -227,6 +228,8 @@ struct System {
     V x[3], v[3] = {};
     gather(rows, mine, x[0], x[1], x[2]);
     if constexpr (ALONE) gather(rows + 4, mine, v[0], v[1], v[2]);
+    int64_t row[W] = {};
+    for (int l = 0; TABLES && l < W; ++l) row[l] = call.kinds * operands.column[mine[l]];
     V own[OPERANDS + 1];
     for (int k = 0; k < OPERANDS; ++k)
       if (KIND[k] == ATOM)
@@ -240,15 +243,15 @@ struct System {
 #if LISTED
     const int* index = list->index + list->start[b];
     int64_t k = 0;
-    for (; k < list->full[b]; ++k) step<false>(mine, live, index + k * W, x, v, own, sums, steps);
-    for (; k < list->steps[b]; ++k) step<true>(mine, live, index + k * W, x, v, own, sums, steps);
+    for (; k < list->full[b]; ++k) step<false>(mine, row, live, index + k * W, x, v, own, sums, steps);
+    for (; k < list->steps[b]; ++k) step<true>(mine, row, live, index + k * W, x, v, own, sums, steps);
 #elif defined(MASKED)
     const uint8_t* bits = left_out + b * call.atoms;
     int other[W];
     for (int64_t j = 0; j < call.atoms; ++j) {
       for (int l = 0; l < W; ++l) other[l] = (int)j;
-      if (bits[j]) step<true>(mine, live, other, x, v, own, sums, steps);
-      else step<false>(mine, live, other, x, v, own, sums, steps);
+      if (bits[j]) step<true>(mine, row, live, other, x, v, own, sums, steps);
+      else step<false>(mine, row, live, other, x, v, own, sums, steps);
     }
 #else
     // The vector holds atoms whose numbers follow each other, and the last atom fills it up.
@@ -257,15 +260,15 @@ struct System {
     const int64_t stop = first + live;
     for (; j < first; ++j) {
       for (int l = 0; l < W; ++l) other[l] = (int)j;
-      step<false>(mine, live, other, x, v, own, sums, steps);
+      step<false>(mine, row, live, other, x, v, own, sums, steps);
     }
     for (; j < stop; ++j) {
       for (int l = 0; l < W; ++l) other[l] = (int)j;
-      step<true>(mine, live, other, x, v, own, sums, steps);
+      step<true>(mine, row, live, other, x, v, own, sums, steps);
     }
     for (; j < call.atoms; ++j) {
       for (int l = 0; l < W; ++l) other[l] = (int)j;
-      step<false>(mine, live, other, x, v, own, sums, steps);
+      step<false>(mine, row, live, other, x, v, own, sums, steps);
     }
 #endif
 #if SEVERAL

@@ -110,7 +110,7 @@ class SumKernel:
                 scalar_functions(False),
                 declarations(spec.dtype),
                 *(f"#define {name} {value}" for name, value in defined.items()),
-                *on_vectors(functions),
+                *on_vectors(functions, spec.dtype),
                 text("sums.cpp"),
             ]
         )
