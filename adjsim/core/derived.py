@@ -7,9 +7,10 @@ hold the values that were made with the reading, and the tensors that they were 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from operator import is_not
 from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,8 @@ V = TypeVar("V")
 # a reading puts on a copy.
 STANDARD = frozenset(vars(nn.Module()))
 READING, MADE, SOURCE = "_reading", "_made", "_source"
+# The attribute of a class whose copies keep evaluators, though no values follow from their own.
+KEEPS = "keeps_evaluators"
 OWN = frozenset({"_rules", READING, MADE, SOURCE})
 
 
@@ -38,7 +41,7 @@ class Made:
     Attributes:
         values: the derived values that are no tensors; the others are buffers of the copy.
         tensors: its tensors. A value is out of date if one of its sources is another.
-        evaluators: how pairs are evaluated, with the attributes for which this was chosen.
+        evaluators: what evaluates pairs, with the objects for which it was made.
     """
 
     values: Mapping[str, Any]
@@ -51,6 +54,11 @@ class Made:
         return all(
             parameters.get(name, buffers.get(name)) is self.tensors.get(name) for name in sources
         )
+
+
+def are(known: Sequence[Any], present: Sequence[Any]) -> bool:
+    """Return whether objects are those from which a value was made."""
+    return len(known) == len(present) and not any(map(is_not, known, present))
 
 
 class derived(Generic[V]):
@@ -99,7 +107,7 @@ class derived(Generic[V]):
             return self.function(module)
         if has_values() if readable is None else readable:
             return self._kept(module, sources)
-        if is_tracing() and all(map(_has_numbers, tensors)):
+        if is_tracing() and all(map(has_numbers, tensors)):
             # A record names the user's module itself, whose tensors have values. The value is that
             # of the run's reading, for which the record receives the input of the loop.
             with outside_tracing(), torch._C.DisableTorchFunction():
@@ -150,7 +158,7 @@ def first_sources(kind: type, name: str) -> tuple[str, ...]:
     return tuple({first for x in rule.sources for first in first_sources(kind, x)})
 
 
-def _has_numbers(x: Tensor) -> bool:
+def has_numbers(x: Tensor) -> bool:
     """Return whether a tensor is neither an input of a trace nor one of a function transform."""
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     return not (functorch.is_functorch_wrapped_tensor(x) or isinstance(x, FakeTensor))

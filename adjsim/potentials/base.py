@@ -11,7 +11,6 @@ from functools import reduce
 from operator import add
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import refuse_uncalled
@@ -21,9 +20,8 @@ from adjsim.core.reading import read
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.core.writes import refuse_written, version_of
-from adjsim.potentials.evaluated import FOLLOWING, Evaluated, terms_of
+from adjsim.potentials.evaluated import FOLLOWING, Evaluated, terms_of, with_joined_pairs
 from adjsim.potentials.products import (
-    ParameterVJP,
     Pullback,
     Tensors,
     VJPSum,
@@ -113,29 +111,6 @@ class Potential(Strainable):
         return autograd_vjp(lambda q: force(self, q, rounding=rounding), self, position, parameters)
 
 
-class ClosedForm(Potential):
-    """A potential that computes its force and the product of the force in closed form."""
-
-    def linearised(self, position: Tensor, rounding: Rounding, /) -> tuple[Tensor, Pullback]:
-        """Compute the force with a graph, and its product, which is called without one."""
-        raise TypeError(f"{type(self).__name__} has no linearised(position, rounding).")
-
-    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
-        return self.linearised(position, rounding)[0]
-
-    def force_vjp(
-        self, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
-    ) -> tuple[Tensor, Pullback]:
-        with torch.no_grad():
-            value, product = self.linearised(position, rounding)
-
-        def pullback(v: Tensor) -> tuple[Tensor, ParameterVJP]:
-            with torch.no_grad():
-                return product(v)
-
-        return value, pullback
-
-
 class ForceField(Evaluated):
     """A force without an energy, ``F(t, q)``. Subclasses write ``forward(t, position)``.
 
@@ -195,11 +170,34 @@ class _Sum(Evaluated):
         refuse_other_boxes(self.parts)
 
 
-class SumPotential(_Sum, Potential):
+class SummedForces(Potential):
+    """Base class of energies whose force is the sum of those of :meth:`summands`."""
+
+    strained_force, strained_vjp = summed_force, summed_vjp  # pyright: ignore[reportAssignmentType]
+
+    def summands(self, position: Tensor) -> list[nn.Module]:
+        """Return modules whose energies add up to this one, for positions of a shape and type."""
+        raise TypeError(f"{type(self).__name__} has no summands(position).")
+
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
+        summands = self.summands(position)
+        return reduce(add, [force(part, position, rounding=rounding) for part in summands])
+
+    def force_vjp(
+        self, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
+    ) -> tuple[Tensor, Pullback]:
+        summands = self.summands(position)
+        return _sum_vjp(
+            [force_vjp(part, position, parameters, rounding=rounding) for part in summands]
+        )
+
+
+class SumPotential(_Sum, SummedForces, inherits_forces=True):
     """A sum of potentials, ``U = sum_k U_k``, written ``a + b``.
 
-    Each part keeps its own closed forms. The parameters of part k have names that begin with
-    ``parts.k``. A sum has one box: that of the parts which have one.
+    Each part keeps its own closed forms, and parts with the same pairs take one pass over their
+    neighbour list. The parameters of part k have names that begin with ``parts.k``. A sum has one
+    box: that of the parts which have one.
 
     Args:
         parts: modules that map position to energy. A sum among them is replaced by its parts.
@@ -212,11 +210,8 @@ class SumPotential(_Sum, Potential):
 
     kinds = "potentials", "a module with an energy"
     refused = (ForceField,)
-    strained_energy, strained_force, strained_vjp = (  # pyright: ignore[reportAssignmentType]
-        summed_energy,
-        summed_force,
-        summed_vjp,
-    )
+    keeps_evaluators = True
+    strained_energy = summed_energy  # pyright: ignore[reportAssignmentType]
 
     @property
     def box(self) -> Tensor | None:
@@ -248,15 +243,8 @@ class SumPotential(_Sum, Potential):
                 raise TypeError(f"{type(part).__name__}, a part of a sum, has no virial(position).")
         return reduce(add, [cast(Potential, part).virial(position) for part in self.parts])
 
-    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
-        return reduce(add, [force(part, position, rounding=rounding) for part in self.parts])
-
-    def force_vjp(
-        self, position: Positions, parameters: Tensors, rounding: Rounding = UNROUNDED
-    ) -> tuple[Tensor, Pullback]:
-        return _sum_vjp(
-            [force_vjp(part, position, parameters, rounding=rounding) for part in self.parts]
-        )
+    def summands(self, position: Tensor) -> list[nn.Module]:
+        return with_joined_pairs(self, self.parts, position)
 
 
 class SumForce(_Sum, ForceField):

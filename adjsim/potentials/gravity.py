@@ -8,7 +8,7 @@ from torch import Tensor
 from adjsim.core.declared import declared
 from adjsim.core.rounding import Rounding
 from adjsim.core.typing import Energies, Positions
-from adjsim.potentials.base import ClosedForm
+from adjsim.potentials.closed_form import ClosedForm
 from adjsim.potentials.evaluated import DeclaredModule
 from adjsim.potentials.products import DeferredVJP, Pullback
 

@@ -34,10 +34,12 @@ _BOXES = "box", "image_box"
 
 
 class Summed(Protocol):
-    """A sum of energies."""
+    """A sum of energies, and the modules whose forces add up to its own."""
 
     @property
     def parts(self) -> Iterable[nn.Module]: ...
+
+    def summands(self, position: Tensor) -> Iterable[nn.Module]: ...
 
 
 class Strainable(Evaluated):
@@ -118,8 +120,9 @@ def summed_energy(whole: Summed, position: Positions, strain: Strain) -> Energie
 def summed_force(
     whole: Summed, position: Positions, strain: Strain, roundings: Roundings = UNROUNDED_BOTH
 ) -> Forced:
-    """Sum the forces of the parts of a sum, and their W."""
-    return added([strained_force(part, position, strain, roundings) for part in whole.parts])
+    """Sum the forces of the summands of a sum, and their W."""
+    summands = whole.summands(position)
+    return added([strained_force(part, position, strain, roundings) for part in summands])
 
 
 def summed_vjp(
@@ -129,9 +132,10 @@ def summed_vjp(
     parameters: Tensors,
     roundings: Roundings = UNROUNDED_BOTH,
 ) -> tuple[Forced, StrainedPullback]:
-    """Sum the forces of the parts of a sum, their W, and their products."""
+    """Sum the forces of the summands of a sum, their W, and their products."""
+    summands = whole.summands(position)
     return added_vjp(
-        [strained_vjp(part, position, strain, parameters, roundings) for part in whole.parts]
+        [strained_vjp(part, position, strain, parameters, roundings) for part in summands]
     )
 
 

@@ -15,8 +15,8 @@ from adjsim.core.coordinates import Coordinate, Distance, Vector, combined, scal
 from adjsim.core.rounding import UNROUNDED, UNROUNDED_BOTH, Rounding, Roundings
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Number, Positions
-from adjsim.potentials.base import ClosedForm
 from adjsim.potentials.bonded.terms import Terms, split_like, whole
+from adjsim.potentials.closed_form import ClosedForm
 from adjsim.potentials.pairs.strained_sums import StrainedProduct, with_strain
 from adjsim.potentials.products import (
     DeferredVJP,

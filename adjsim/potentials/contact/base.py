@@ -20,8 +20,9 @@ from adjsim.core.coordinates import Coordinate, Vector, combined, scaled
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Number, Positions
-from adjsim.potentials.base import ClosedForm, ForceField
+from adjsim.potentials.base import ForceField
 from adjsim.potentials.bonded.selection import as_vertices
+from adjsim.potentials.closed_form import ClosedForm
 from adjsim.potentials.contact.penalties import Penalty, Softplus
 from adjsim.potentials.contact.surfaces import Moving, Plane, Surface
 from adjsim.potentials.products import DeferredVJP, Pullback, Tensors, VJPSum

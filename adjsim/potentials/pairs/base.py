@@ -7,7 +7,7 @@ makes. A run computes with such a copy, so it asks once, at its first force.
 
 from __future__ import annotations
 
-from operator import is_not
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from adjsim.compiler import TYPES
-from adjsim.core.derived import MADE, Made, own_tensors
+from adjsim.core.derived import MADE, Made, are, own_tensors
 from adjsim.core.layout import is_tracing
 from adjsim.core.reading import read
 from adjsim.core.refusal import Refusal
@@ -26,7 +26,8 @@ from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import Evaluated
 from adjsim.potentials.pairs import dense, kernel_sums, listed, strained_sums
-from adjsim.potentials.pairs.formula import PairFormula
+from adjsim.potentials.pairs.formula import PairFormula, skin_of
+from adjsim.potentials.pairs.joined import JoinedFormula, may_join
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import FORCE
 from adjsim.potentials.pairs.operator import KERNEL_CLASSES, PairForm, PairOperator, form_of
@@ -125,6 +126,23 @@ class PairPotential(PairFormula, Potential):
 
         return values, pullback
 
+    def listed_pairs(self, position: Tensor) -> tuple[PairPotential | None, list[nn.Module]]:
+        own = all(getattr(type(self), x) is getattr(PairPotential, x) for x in _FORCES)
+        listed = own and position.device.type == "cpu" and skin_of(self, position) is not None
+        # The functions of tables and the classes of atoms of a member would be those of all.
+        plain = listed and not self.tables and self.classes is None
+        if not plain or unsupported(self, position) is not None:
+            return None, [self]
+        return self, []
+
+    def joined(
+        self, others: Sequence[PairPotential], /
+    ) -> tuple[list[PairPotential], PairPotential]:
+        same = [x for x in others if may_join(self, x)]
+        found = object.__new__(JoinedPairs)
+        found.join([self, *same])
+        return same, found
+
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``.
 
@@ -156,6 +174,14 @@ class PairPotential(PairFormula, Potential):
             return near + KERNEL_CLASSES[spec.device].by
         near = not compiled and evaluator.by_torch(pair, position, "truncated_slope") is listed
         return f"{'neighbour list' if near else 'all pairs'}, by torch: {operator.reason}"
+
+
+# The methods that an evaluation with others replaces.
+_FORCES = "force", "force_vjp", "strained_force", "strained_vjp"
+
+
+class JoinedPairs(JoinedFormula, PairPotential):
+    """The sum of pair potentials over the same pairs, which takes one pass over them."""
 
 
 def _strained(pair: PairPotential, position: Tensor, strain: Strain) -> PairOperator | None:
@@ -198,11 +224,7 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
         "there are no atoms": position.numel() == 0,
         "forward-mode differentiation is active": forward_ad._current_level >= 0,
         "the box requires grad": box is not None and box.requires_grad,
-        "it has modules with tensors": any(
-            own_tensors(part)
-            for name, part in pair.named_modules()
-            if name and not name.startswith("parametrizations.") and name not in pair.tables
-        ),
+        "it has modules with tensors": any(own_tensors(part) for part in pair.other_modules()),
         "positions have more than three dimensions": position.shape[-1] > 3,
         f"positions are {kind.__name__}": kind not in (Tensor, nn.Parameter) and not is_tracing(),
         "box and position have different dimensions": (
@@ -273,9 +295,9 @@ def evaluator_of(pair: PairFormula, position: Tensor) -> PairEvaluator:
         torch.get_default_dtype(),
         *listed.recording(),
     )
-    attributes = list(vars(pair).values())
+    attributes = pair.attributes()
     known = made.evaluators.get(place)
-    if known is None or len(known[0]) != len(attributes) or any(map(is_not, known[0], attributes)):
+    if known is None or not are(known[0], attributes):
         known = made.evaluators[place] = attributes, PairEvaluator(pair, position)
     evaluator: Any = known[1]
     return evaluator

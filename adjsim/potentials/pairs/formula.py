@@ -8,16 +8,17 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjsim.core.arguments import as_number, describe_type, outside_inference_mode
 from adjsim.core.box import Periodic
+from adjsim.core.cache_key import UninspectableError, cache_key
 from adjsim.core.declared import POSITIVE, Declaring
-from adjsim.core.derived import own_tensors, replaced
+from adjsim.core.derived import derived, own_tensors, replaced
 from adjsim.core.parameters import register
 from adjsim.core.refusal import Refusal
 from adjsim.core.typing import Array, Number
-from adjsim.potentials.pairs.kernels.exclusions import checked_exclusions
+from adjsim.potentials.pairs.kernels.exclusions import checked_exclusions, digest_of
 from adjsim.potentials.pairs.kernels.kernel import ATOM, FUNCTION, NUMBER, TABLE
 from adjsim.potentials.pairs.truncation import Shifted, Truncation
 from adjsim.potentials.products import derivative
@@ -123,6 +124,16 @@ class PairFormula(Declaring, Periodic):
                 f"skin must be zero or positive, and finite, and needs a cutoff; got {skin}."
             )
 
+    @derived("exclusions")
+    def exclusions_digest(self) -> str | None:
+        """What formulas with the same exclusions have in common."""
+        return digest_of(self.exclusions)
+
+    @derived("species")
+    def species_digest(self) -> str | None:
+        """What formulas with the same species of atoms have in common."""
+        return digest_of(self.species)
+
     def pair_energy(self, s: Tensor) -> Tensor:
         """Compute u(s), elementwise."""
         raise TypeError(f"{type(self).__name__} has no pair_energy(s).")
@@ -221,6 +232,52 @@ class PairFormula(Declaring, Periodic):
         twin._operands = values
         return twin
 
+    def bare(self: F) -> F:
+        """Return a copy whose tensors, but operands, have no values.
+
+        Potentials of one class share kernels. So the values of tensors other than operands cannot
+        be read: a trace that reads one is an error.
+        """
+        tensors = own_tensors(self) | {"exclusions": None}
+        twin = replaced(
+            self,
+            {name: None if x is None else x.detach().to("meta") for name, x in tensors.items()},
+        )
+        # A trace cannot read parametrised values either, so the parametrisations are left out.
+        submodules = {k: x for k, x in twin._modules.items() if k != "parametrizations"}
+        vars(twin)["_modules"] = submodules
+        return twin
+
+    def layout(self) -> tuple[Any, ...]:
+        """Return names, shapes and types of the tensors, which a formula may read.
+
+        They are the number of atoms, for example, but none of exclusions.
+        """
+        return tuple(
+            (name, x.shape, x.dtype)
+            for name, x in own_tensors(self).items()
+            if name != "exclusions"
+        )
+
+    def attributes(self) -> list[Any]:
+        """Return the values of the attributes, any of which a formula may read."""
+        return list(vars(self).values())
+
+    def formula_key(self) -> tuple[Any, ...]:
+        """Build the key of the formulas, which potentials of one class share."""
+        found = cache_key(self)
+        if found.opaque:
+            raise UninspectableError(found.opaque[0])
+        return found.dtype, found.modules
+
+    def other_modules(self) -> list[nn.Module]:
+        """Return the modules that formulas may read and that are no functions of tables."""
+        return [
+            part
+            for name, part in self.named_modules()
+            if name and not name.startswith("parametrizations.") and name not in self.tables
+        ]
+
 
 def _check_table(name: str, value: Tensor) -> None:
     if value.ndim > 2 or (value.numel() > 1 and (value.ndim < 2 or len({*value.shape}) > 1)):
@@ -282,7 +339,7 @@ def read_at(coefficients: Tensor) -> Callable[[Tensor], Tensor]:
 LISTED_ON_GPU, LISTED_BESIDE_TILES = 7e6, 2.8e8
 
 
-def skin_of(pair: PairFormula, position: Tensor, by_tiles: bool = False) -> float | None:
+def skin_of(pair: Periodic, position: Tensor, by_tiles: bool = False) -> float | None:
     """Return the skin of the neighbour list; None: evaluate all pairs."""
     smallest, atoms = pair.smallest_listed, position.shape[-2]
     if smallest is None or atoms < smallest:

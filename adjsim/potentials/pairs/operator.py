@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from adjsim.compiler import UnprintableError
-from adjsim.core.cache_key import UninspectableError, cache_key
-from adjsim.core.derived import own_tensors, replaced
+from adjsim.core.cache_key import UninspectableError
 from adjsim.core.layout import is_tracing
 from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED_BOTH, Roundings
@@ -94,7 +93,7 @@ class PairForm:
 def form_of(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
     """Return the form for positions of a shape and type, or the reason why there is none."""
     try:
-        key = _formula_key(pair)
+        key = pair.formula_key()
     except UninspectableError as error:
         return Refusal(str(error))
     atoms, dim = position.shape[-2:]
@@ -122,11 +121,7 @@ def form_of(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
         device=device,
         tile=kernels.tile_of(atoms, skin is not None),
     )
-    # A formula may read the shapes of tensors, such as the number of atoms, but no exclusions.
-    shapes = tuple(
-        (name, x.shape, x.dtype) for name, x in own_tensors(pair).items() if name != "exclusions"
-    )
-    return PairForm(tuple(operands), spec, key, _kernels_of(key, shapes, spec))
+    return PairForm(tuple(operands), spec, key, _kernels_of(key, pair.layout(), spec))
 
 
 @lru_cache(maxsize=256)
@@ -139,14 +134,6 @@ def _operand_of(pair: PairFormula, name: str, position: Tensor) -> Tensor:
     # With a graph also in a sweep, which takes the gradients of operands to parameters.
     with torch.enable_grad():
         return pair.pair_table(name).to(position)
-
-
-def _formula_key(pair: PairFormula) -> Any:
-    """Build the key of a potential's formulas, which potentials of one class share."""
-    found = cache_key(pair)
-    if found.opaque:
-        raise UninspectableError(found.opaque[0])
-    return found.dtype, found.modules
 
 
 @dataclass(frozen=True)
@@ -270,7 +257,7 @@ class PairOperator:
         made, key = self.form.kernels.made, (mode, rounds, gradients, self.strained)
         known = made.get(key)
         if known is None:
-            if _formula_key(self.pair) != self.form.key:
+            if self.pair.formula_key() != self.form.key:
                 raise RuntimeError(
                     f"a value that {type(self.pair).__name__} reads has changed since the force "
                     "was evaluated, and its gradient had not been compiled yet. Call backward "
@@ -323,16 +310,7 @@ class PairOperator:
         return Made(spec, Made.printed(graph, spec), force, places)
 
     def _formula(self, method: str) -> Any:
-        # Potentials of one class share kernels. So the values of tensors other than operands
-        # cannot be read: a trace that reads one is an error.
-        tensors = own_tensors(self.pair) | {"exclusions": None}
-        bare = replaced(
-            self.pair,
-            {name: None if x is None else x.detach().to("meta") for name, x in tensors.items()},
-        )
-        # A trace cannot read parametrised values either, so the parametrisations are left out.
-        submodules = {k: x for k, x in bare._modules.items() if k != "parametrizations"}
-        vars(bare)["_modules"] = submodules
+        bare = self.pair.bare()
 
         def formula(s: Tensor, values: Mapping[Slot, Any]) -> Tensor:
             operands: dict[str, Operand] = {

@@ -16,8 +16,8 @@ from adjsim.core.parameters import register
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Number, Positions
 from adjsim.meshes import Mesh
-from adjsim.potentials.base import ClosedForm
 from adjsim.potentials.bonded.selection import Selection
+from adjsim.potentials.closed_form import ClosedForm
 from adjsim.potentials.products import DeferredVJP, Pullback, with_fewer_axes
 from adjsim.potentials.solids.matrices import Matrix
 

@@ -18,8 +18,8 @@ from adjsim.core.derived import derived
 from adjsim.core.parameters import register
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Number, Positions
-from adjsim.potentials.base import ClosedForm
 from adjsim.potentials.bonded.tabulated import TabulatedFunction
+from adjsim.potentials.closed_form import ClosedForm
 from adjsim.potentials.expressions import Expression
 from adjsim.potentials.pairs.custom import check_exchange
 from adjsim.potentials.pairs.dense import (

@@ -6,35 +6,35 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from operator import add
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_indices, as_number, as_whole, outside_inference_mode
-from adjsim.core.box import Periodic, inverse, refuse_trained_box
+from adjsim.core.box import Periodic, inverse
 from adjsim.core.declared import NOT_NEGATIVE, POSITIVE, Declaring, Limits, setting
-from adjsim.core.derived import derived
-from adjsim.core.layout import materialise
+from adjsim.core.derived import MADE, Made, are, derived
 from adjsim.core.parameters import register
 from adjsim.core.reading import as_part
-from adjsim.core.rounding import UNROUNDED, UNROUNDED_BOTH, Rounding, Roundings
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Array, Energies, Number, Positions
-from adjsim.potentials.base import Potential
-from adjsim.potentials.charges.ewald.autograd import ChargeSum, Maker, Product, forces_of
+from adjsim.potentials.base import SummedForces
+from adjsim.potentials.charges.ewald.autograd import ChargeSum, Maker
+from adjsim.potentials.charges.ewald.complement import Complement
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, places_of
 from adjsim.potentials.charges.ewald.waves import Waves, influence
 from adjsim.potentials.pairs.base import PairPotential
-from adjsim.potentials.pairs.formula import SHIFTED
-from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback, VJPSum
-from adjsim.potentials.strained import Forced, StrainedPullback, at_rest
+from adjsim.potentials.pairs.formula import SHIFTED, skin_of
+from adjsim.potentials.pairs.kernels.exclusions import digest_of
 
 P = TypeVar("P", bound=PairPotential)
+# The derived values that the part in real space has in common with the sum.
+_KNOWN_TO_PARTS = "smallest_listed", "exclusions_digest", "species_digest"
 TOLERANCE = Limits("between 0 and 0.5", lambda x: 0 < x < 0.5)
 
 
-class EwaldSum(Declaring, Periodic, Potential):
+class EwaldSum(Declaring, Periodic, SummedForces, inherits_forces=True):
     """Base class of Ewald sums: periodic pairs by a part in real and one in reciprocal space.
 
     Each pair has the energy ``constant q_i q_j / r^power``, with a charge q of each atom, which
@@ -120,15 +120,35 @@ class EwaldSum(Declaring, Periodic, Potential):
 
     def part(self, kind: type[P], settings: Mapping[str, Any], **tensors: Tensor | None) -> P:
         """Make the part in real space of a class, with these settings and tensors of its own."""
+        buffers = {
+            "alpha": self.screening, "box": self.box, "species": None,
+            "exclusions": self.exclusions, "image_box": self.image_box, **tensors,
+        }  # fmt: skip
+        given = {"truncation": SHIFTED, "cutoff": self.cutoff, "skin": self.skin, **settings}
+        made: Made | None = vars(self).get(MADE)
+        present = [*buffers.values(), *given.values()]
+        if made is not None and kind in made.evaluators:
+            known, same = made.evaluators[kind]
+            if are(known, present):
+                return same
         part = object.__new__(kind)
         nn.Module.__init__(part)
-        part._buffers.update(
-            alpha=self.screening, box=self.box, species=None, exclusions=self.exclusions,
-            image_box=self.image_box,
-        )  # fmt: skip
-        part._buffers.update(tensors)
-        vars(part).update(truncation=SHIFTED, cutoff=self.cutoff, skin=self.skin, **settings)
-        return as_part(part, self, smallest_listed=self.smallest_listed)
+        part._buffers.update(buffers)
+        vars(part).update(given)
+        as_part(part, self, **{name: getattr(self, name) for name in _KNOWN_TO_PARTS})
+        if made is not None:
+            made.evaluators[kind] = present, part
+        return part
+
+    @derived("exclusions")
+    def exclusions_digest(self) -> str | None:
+        """What sums with the same exclusions have in common."""
+        return digest_of(self.exclusions)
+
+    @derived("species")
+    def species_digest(self) -> str | None:
+        """What sums with the same species of atoms have in common."""
+        return digest_of(self.species)
 
     @derived("alpha", "cell")
     def screening(self) -> Tensor:
@@ -193,106 +213,43 @@ class EwaldSum(Declaring, Periodic, Potential):
         raise TypeError(f"{type(self).__name__} has no reciprocal(position).")
 
     def forward(self, position: Positions) -> Energies:
-        beyond = self._beyond(position)
+        beyond = self.beyond(position)
         return self.real(position) + beyond
 
-    def _beyond(self, position: Tensor, strain: Strain | None = None) -> Energies:
+    def beyond(self, position: Tensor, strain: Strain | None = None) -> Energies:
         """Compute the energy other than that in real space."""
-        charge = self._charges(position)
+        charge = self.checked_charges(position)
         own = self.own() * charge.square().sum()
-        parts = (make(strain).energy(position, charge) for make in self._parts(position))
+        parts = (make(strain).energy(position, charge) for make in self.charge_sums(position))
         return reduce(add, parts) - own
 
-    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
-        refuse_trained_box(self)
-        charge = self._charges(position)
-        value = self.real.force(position, rounding)
-        for make in self._parts(position):
-            value = value + _rounded(forces_of(make, position, charge)[0], rounding)
-        return materialise(value)
+    def summands(self, position: Tensor) -> list[nn.Module]:
+        # A position of other atoms is refused before its pairs are.
+        self.checked_charges(position)
+        return [self.real, as_part(Complement(self), self)]
 
-    def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
-    ) -> tuple[Tensor, Pullback]:
-        value, real_product = self.real.force_vjp(position, parameters, rounding)
-        products: list[Product] = []
-        with torch.no_grad():
-            charge = self._charges(position)
-            for make in self._parts(position):
-                (more, _), product = make(None).linearised(position, charge)
-                value = value + _rounded(more, rounding)
-                products.append(product)
-
-        def pullback(v: Tensor) -> tuple[Tensor, ParameterVJP]:
-            along, rest = real_product(v)
-            with torch.no_grad():
-                found = [product(v, None) for product in products]
-            for more, *_ in found:
-                along = along + more
-            cotangent: Any = sum(weight for *_, weight in found)
-            deferred = DeferredVJP(self, self._charges, cotangent, position)
-            return materialise(along), VJPSum((rest, deferred))
-
-        return materialise(value), pullback
+    def listed_pairs(self, position: Tensor) -> tuple[PairPotential | None, list[nn.Module]]:
+        if skin_of(self, position) is None:
+            return None, [self]
+        real, complement = self.summands(position)
+        pairs, _ = cast(PairPotential, real).listed_pairs(position)
+        return (None, [self]) if pairs is None else (pairs, [complement])
 
     def strained_energy(self, position: Positions, strain: Strain) -> Energies:
-        return self.real.strained_energy(position, strain) + self._beyond(position, strain)
-
-    def strained_force(
-        self, position: Positions, strain: Strain, roundings: Roundings = UNROUNDED_BOTH
-    ) -> Forced:
-        charge = self._charges(position)
-        value, along = self.real.strained_force(position, strain, roundings)
-        for make in self._parts(position):
-            more, rows = forces_of(make, position, charge, strain)
-            value = value + _rounded(more, roundings.force)
-            along = along + _rounded(rows, roundings.virial)
-        return materialise(value), along
-
-    def strained_vjp(
-        self,
-        position: Positions,
-        strain: Strain,
-        parameters: Sequence[Tensor],
-        roundings: Roundings = UNROUNDED_BOTH,
-    ) -> tuple[Forced, StrainedPullback]:
-        (value, along), real_product = self.real.strained_vjp(
-            position, strain, parameters, roundings
-        )
-        products: list[Product] = []
-        with torch.no_grad():
-            charge = self._charges(position)
-            for make in self._parts(position):
-                (more, rows), product = make(strain).linearised(position, charge)
-                value = value + _rounded(more, roundings.force)
-                along = along + _rounded(rows, roundings.virial)
-                products.append(product)
-
-        def pullback(v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, ParameterVJP]:
-            by_position, by_strain, rest = real_product(v, c)
-            with torch.no_grad():
-                found = [product(v, c) for product in products]
-                cotangent: Any = sum(weight for *_, weight in found)
-                for more, moved, _ in found:
-                    by_position = by_position + more
-                    by_strain = by_strain + at_rest(moved, position, more, strain)
-            deferred = DeferredVJP(self, self._charges, cotangent, position)
-            return materialise(by_position), by_strain, VJPSum((rest, deferred))
-
-        return (materialise(value), along), pullback
+        return self.real.strained_energy(position, strain) + self.beyond(position, strain)
 
     def virial(self, position: Positions) -> Tensor:
         """Compute minus the derivative of the energy with respect to strain.
 
         The cutoff, alpha and the numbers of waves or points stay as they are.
         """
-        charge = self._charges(position)
+        charge = self.checked_charges(position)
         value = self.real.virial(position)
-        for make in self._parts(position):
+        for make in self.charge_sums(position):
             value = value + make(None).virial(position, charge)
         return value
 
-    def _charges(self, position: Tensor) -> Tensor:
+    def checked_charges(self, position: Tensor) -> Tensor:
         charge = self.charges().to(position)
         if position.shape[-2:] != (len(charge), 3):
             raise ValueError(
@@ -301,7 +258,7 @@ class EwaldSum(Declaring, Periodic, Potential):
             )
         return charge
 
-    def _parts(self, position: Tensor) -> list[Maker]:
+    def charge_sums(self, position: Tensor) -> list[Maker]:
         """Return functions that make a part, in the box of the potential or at a strain."""
         parts: list[Maker] = [partial(self.reciprocal, position)]
         if self.exclusions is not None and len(self.exclusions):
@@ -329,7 +286,3 @@ def three_numbers(name: str, value: int | Sequence[int], least: int) -> tuple[in
     if len(counts) != 3 or min(counts) < least:
         raise ValueError(f"{name} must be an integer, or three, of at least {least}; got {value}.")
     return counts
-
-
-def _rounded(force: Tensor, rounding: Rounding) -> Tensor:
-    return rounding.round(force.unsqueeze(-2)).squeeze(-2)

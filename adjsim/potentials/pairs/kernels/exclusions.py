@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_tensor
+from adjsim.core.cache_key import bytes_of
+from adjsim.core.derived import has_numbers
 from adjsim.core.layout import is_tracing
 from adjsim.core.operators import operator, shapes_of
+from adjsim.core.state import in_transform
 from adjsim.core.typing import Array
 
 
@@ -32,6 +37,18 @@ def checked_exclusions(value: Array) -> Tensor | None:
             i, j = given[k].tolist()
             raise ValueError(f"exclusions {rule}; row {k} is ({i:g}, {j:g}).")
     return torch.unique(given.long().sort(-1).values, dim=0)
+
+
+def digest_of(numbers: Tensor | None) -> str | None:
+    """Return what is equal for equal integers, such as exclusions and species.
+
+    Integers that a transform hides are equal to themselves alone.
+    """
+    if numbers is None:
+        return None
+    if in_transform() or not has_numbers(numbers):
+        return f"tensor {id(numbers)}"
+    return hashlib.blake2b(bytes_of(numbers.detach()).data, digest_size=16).hexdigest()
 
 
 def check_exclusions(exclusions: Tensor, atoms: int) -> None:
