@@ -67,8 +67,9 @@ def inverse(rows: Tensor) -> Tensor:
     return torch.stack([torch.stack(column) for column in columns], -1)
 
 
-# The skin of a neighbour list, as a share of the cutoff.
-SKIN = 0.14
+# The skin of a neighbour list, as a share of the cutoff. Pairs whose functions cost more than the
+# list have a smaller one. Measured for liquids of Lennard-Jones atoms, and for flexible water.
+SKIN, COSTLY_SKIN = 0.14, 0.08
 # A list is faster than all pairs for more than LISTED (n + LIST_COST) atoms, with n in reach of
 # each, or for a number of atoms without a box. Measured, see benchmarks/README.md.
 LISTED, LIST_COST, LISTED_WITHOUT_BOX = 1.1, 37.0, 512
@@ -83,6 +84,8 @@ class Periodic(nn.Module):
     #: The largest distance of a pair, None without one, which a box has to be large enough for.
     cutoff: float | None = None
     skin: float | None = None
+    #: The skin that is taken where none is given, as a share of the cutoff.
+    skin_share: float = SKIN
     #: The share of all pairs that interact at some distance, all of which a list may hold.
     pair_share: float = 1.0
 
@@ -136,7 +139,7 @@ class Periodic(nn.Module):
         """How far beyond the cutoff a neighbour list reaches."""
         if self.cutoff is None:
             return EVERYWHERE
-        return SKIN * self.cutoff if self.skin is None else self.skin
+        return self.skin_share * self.cutoff if self.skin is None else self.skin
 
 
 def _smallest(share: float) -> int | None:

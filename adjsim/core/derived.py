@@ -29,8 +29,6 @@ V = TypeVar("V")
 # a reading puts on a copy.
 STANDARD = frozenset(vars(nn.Module()))
 READING, MADE, SOURCE = "_reading", "_made", "_source"
-# The attribute of a class whose copies keep evaluators, though no values follow from their own.
-KEEPS = "keeps_evaluators"
 OWN = frozenset({"_rules", READING, MADE, SOURCE})
 
 

@@ -24,7 +24,6 @@ from torch.nn.parameter import is_lazy
 
 from adjsim.core.box import refuse_kept_boxes
 from adjsim.core.derived import (
-    KEEPS,
     MADE,
     OWN,
     READING,
@@ -92,7 +91,7 @@ class Reading(Generic[M]):
         self._values: list[tuple[nn.Module, dict[str, Any]]] = []
         for path, part in self._parts:
             rules = derived_of(type(part))
-            if not rules and not getattr(type(part), KEEPS, False):
+            if not rules:
                 continue
             holder = part
             if box is not None:

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import refuse_uncalled
 from adjsim.core.box import as_box, refuse_other_boxes, share_box
+from adjsim.core.derived import derived
 from adjsim.core.layout import materialise
 from adjsim.core.reading import read
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.core.writes import refuse_written, version_of
-from adjsim.potentials.evaluated import FOLLOWING, Evaluated, terms_of, with_joined_pairs
+from adjsim.potentials.evaluated import FOLLOWING, Evaluated, terms_of
+from adjsim.potentials.joining import Alike, Digests, numbered, with_joined_pairs
 from adjsim.potentials.products import (
     Pullback,
     Tensors,
@@ -210,7 +212,6 @@ class SumPotential(_Sum, SummedForces, inherits_forces=True):
 
     kinds = "potentials", "a module with an energy"
     refused = (ForceField,)
-    keeps_evaluators = True
     strained_energy = summed_energy  # pyright: ignore[reportAssignmentType]
 
     @property
@@ -243,8 +244,18 @@ class SumPotential(_Sum, SummedForces, inherits_forces=True):
                 raise TypeError(f"{type(part).__name__}, a part of a sum, has no virial(position).")
         return reduce(add, [cast(Potential, part).virial(position) for part in self.parts])
 
+    @property
+    def digests_of_parts(self) -> tuple[Digests | None, ...]:
+        """What parts over the same pairs have in common."""
+        return tuple(x.digests if isinstance(x, Evaluated) else None for x in self.parts)
+
+    @derived("digests_of_parts")
+    def alike(self) -> tuple[Alike | None, ...]:
+        """Which parts have the same exclusions and species, a constant of compiled loops."""
+        return numbered(self.digests_of_parts)
+
     def summands(self, position: Tensor) -> list[nn.Module]:
-        return with_joined_pairs(self, self.parts, position)
+        return with_joined_pairs(self, self.parts, self.alike, position)
 
 
 class SumForce(_Sum, ForceField):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from adjsim.core.arguments import describe_type, refuse_uncalled_class
 from adjsim.core.declared import Declaring
-from adjsim.core.derived import MADE, Made, are
 from adjsim.core.parameters import register
 from adjsim.core.reading import read
 
@@ -41,15 +40,6 @@ FOLLOWING = {
 }
 
 
-@runtime_checkable
-class ListedPairs(Protocol):
-    """A sum over the pairs of a neighbour list."""
-
-    def joined(self, others: Sequence[Any], /) -> tuple[list[Any], nn.Module]:
-        """Return those of others that are over the same pairs, and the sum of this one and them."""
-        ...
-
-
 class Evaluated(nn.Module):
     """Base class of modules whose evaluations begin with a reading."""
 
@@ -66,44 +56,19 @@ class Evaluated(nn.Module):
         """Return the parts, and the positions of the particles at which they are evaluated."""
         return self.terms(), position
 
-    def listed_pairs(self, position: Tensor) -> tuple[ListedPairs | None, list[nn.Module]]:
-        """Return a sum over listed pairs that is part of the energy, if any, and the rest."""
+    @property
+    def digests(self) -> tuple[Any, Any] | None:
+        """What is equal for the same exclusions, and for the same species; None without pairs."""
+        return None
+
+    def listed_pairs(self, position: Tensor) -> tuple[Any, list[nn.Module]]:
+        """Return a sum over listed pairs that is part of the energy, or None, and the rest."""
         return None, [self]
 
 
 def terms_of(potential: nn.Module) -> list[nn.Module]:
     """Return the parts of a sum, or the potential itself."""
     return potential.terms() if isinstance(potential, Evaluated) else [potential]
-
-
-def with_joined_pairs(
-    whole: nn.Module, parts: Iterable[nn.Module], position: Tensor
-) -> list[nn.Module]:
-    """Return the parts of a sum, of which those over the same listed pairs are joined.
-
-    A copy of the whole that a reading has made keeps what it has joined.
-    """
-    given = list(parts)
-    split = [
-        part.listed_pairs(position) if isinstance(part, Evaluated) else (None, [part])
-        for part in given
-    ]
-    sums = [pairs for pairs, _ in split if pairs is not None]
-    if len(sums) < 2:
-        return given
-    made: Made | None = vars(whole).get(MADE)
-    known: Any = None if made is None else made.evaluators.get(ListedPairs)
-    if known is None or not are(known[0], sums):
-        known = sums, sums[0].joined(sums[1:])
-        if made is not None:
-            made.evaluators[ListedPairs] = known
-    same, joint = known[1]
-    if not same:
-        return given
-    found = [joint]
-    for part, (pairs, rest) in zip(given, split, strict=True):
-        found += rest if any(pairs is x for x in (sums[0], *same)) else [part]
-    return found
 
 
 def as_module(name: str, value: Any) -> nn.Module:

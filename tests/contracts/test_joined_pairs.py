@@ -129,6 +129,40 @@ def test_other_pairs_are_summed_apart(parts):
     assert not is_joined(total, start())
 
 
+def test_tables_of_two_species_are_not_joined_to_one_list():
+    """Each may be joined to charges, which have no tables."""
+    parts, q = (field(), mixture(), mixture(species=SPECIES.flip(0)), mixture()), start()
+    total = SumPotential(*parts)
+    (joint,) = (x for x in read(total).summands(q) if isinstance(x, JoinedPairs))
+    assert len(joint.members) == 3
+    expected = sum(x.force(q) for x in parts)
+    torch.testing.assert_close(total.force(q), expected, rtol=1e-10, atol=1e-11)
+
+
+def test_exclusions_and_species_are_inputs_of_compiled_loops():
+    """Others that parts share as before run in the same loop; others of one part do not."""
+    lj, coulomb, q = mixture(), field(), start()
+    dynamics = adjsim.Hamiltonian(lj + coulomb, mass=20.0)
+
+    def run(compile):
+        found = adjsim.simulate(
+            dynamics, dynamics.init(q, torch.zeros_like(q)), [0.0, 0.1],
+            solver=adjsim.VelocityVerlet(0.02), compile=compile,
+        )  # fmt: skip
+        return found.final.position.detach(), found.stats
+
+    run(True)
+    for parts, traced in (((lj, coulomb), False), ((lj,), True)):
+        for part in parts:
+            part.exclusions += 1
+            part.exclusions %= ATOMS
+        if not traced:
+            lj.species.copy_(lj.species.flip(0))
+        (found, stats), (expected, _) = run(True), run(False)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert (stats["compile_seconds"] > 0) == traced
+
+
 def test_a_few_atoms_are_summed_apart():
     """Compiled loops evaluate all pairs themselves."""
     options = {"cutoff": 4.0, "box": [9.0] * 3}
@@ -171,7 +205,7 @@ def test_a_frozen_number_of_a_part_has_no_gradient():
     total, q = mixture() + ewald(), start()
     total.parts[0].epsilon.requires_grad_(False)
     wanted = [total.parts[1].charge]
-    value, product = total.force_vjp(q, wanted)
+    _, product = total.force_vjp(q, wanted)
     v = torch.randn_like(q)
     rest = product(v)[1]
     (found,) = rest if isinstance(rest, list) else rest.gradient(wanted)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim.core.box import COSTLY_SKIN
 from adjsim.core.declared import FINITE, NOT_NEGATIVE, Limits, declared, setting
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs.formula import ATOMS
@@ -116,6 +117,7 @@ class DampedCoulomb(Coulomb):
     """Coulomb's law that Gaussians screen: ``u = constant q_i q_j erfc(alpha r) / r``."""
 
     costly = True
+    skin_share = COSTLY_SKIN
 
     def damping(self, r: Tensor) -> tuple[Any, Any]:
         """Return alpha and ``2 alpha / sqrt(pi)``, numbers or tensors like r."""

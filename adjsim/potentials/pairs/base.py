@@ -25,9 +25,10 @@ from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import Evaluated
+from adjsim.potentials.joining import Alike
 from adjsim.potentials.pairs import dense, kernel_sums, listed, strained_sums
 from adjsim.potentials.pairs.formula import PairFormula, skin_of
-from adjsim.potentials.pairs.joined import JoinedFormula, may_join
+from adjsim.potentials.pairs.joined import JoinedFormula, members_of
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import FORCE
 from adjsim.potentials.pairs.operator import KERNEL_CLASSES, PairForm, PairOperator, form_of
@@ -136,12 +137,12 @@ class PairPotential(PairFormula, Potential):
         return self, []
 
     def joined(
-        self, others: Sequence[PairPotential], /
+        self, alike: Alike, others: Sequence[tuple[PairPotential, Alike]], /
     ) -> tuple[list[PairPotential], PairPotential]:
-        same = [x for x in others if may_join(self, x)]
+        members = members_of((self, alike), others)
         found = object.__new__(JoinedPairs)
-        found.join([self, *same])
-        return same, found
+        found.join(members)
+        return members[1:], found
 
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``.

@@ -14,7 +14,7 @@ from adjsim.core.arguments import as_number, describe_type, outside_inference_mo
 from adjsim.core.box import Periodic
 from adjsim.core.cache_key import UninspectableError, cache_key
 from adjsim.core.declared import POSITIVE, Declaring
-from adjsim.core.derived import derived, own_tensors, replaced
+from adjsim.core.derived import own_tensors, replaced
 from adjsim.core.parameters import register
 from adjsim.core.refusal import Refusal
 from adjsim.core.typing import Array, Number
@@ -124,15 +124,10 @@ class PairFormula(Declaring, Periodic):
                 f"skin must be zero or positive, and finite, and needs a cutoff; got {skin}."
             )
 
-    @derived("exclusions")
-    def exclusions_digest(self) -> str | None:
-        """What formulas with the same exclusions have in common."""
-        return digest_of(self.exclusions)
-
-    @derived("species")
-    def species_digest(self) -> str | None:
-        """What formulas with the same species of atoms have in common."""
-        return digest_of(self.species)
+    @property
+    def digests(self) -> tuple[str | None, str | None]:
+        """What formulas with the same exclusions, and with the same species, have in common."""
+        return digest_of(self.exclusions), digest_of(self.species)
 
     def pair_energy(self, s: Tensor) -> Tensor:
         """Compute u(s), elementwise."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from adjsim.core.derived import replaced
 from adjsim.core.reading import as_part
+from adjsim.potentials.joining import Alike
 from adjsim.potentials.pairs.formula import Operand, PairFormula, kind_of
 from adjsim.potentials.pairs.kernels.kernel import TABLE
+
+P = TypeVar("P", bound=PairFormula)
 
 
 class JoinedFormula(PairFormula):
@@ -39,7 +42,12 @@ class JoinedFormula(PairFormula):
             species=tabled[0].species if tabled else None,
         )
         self._modules.update({str(k): member for k, member in enumerate(members)})
-        vars(self).update(cutoff=first.cutoff, skin=first.skin, truncation=first.truncation)
+        vars(self).update(
+            cutoff=first.cutoff,
+            skin=first.skin,
+            truncation=first.truncation,
+            skin_share=min(x.skin_share for x in members),
+        )
         as_part(self, first, smallest_listed=first.smallest_listed)
 
     def truncated_energy(self, s: Tensor) -> Tensor:
@@ -91,18 +99,24 @@ class JoinedFormula(PairFormula):
         return twin
 
 
-def may_join(first: PairFormula, other: PairFormula) -> bool:
-    """Return whether formulas of two readings have the same pairs, and tables of the same species.
+def members_of(first: tuple[P, Alike], others: Sequence[tuple[P, Alike]]) -> list[P]:
+    """Return a formula and those of others with the same pairs, and tables of the same species.
 
     The answer must be the same where a step is traced, so no contents of tensors are compared.
     """
-    tabled = [x.species_digest for x in (first, other) if _has_tables(x)]
-    return (
-        first.box is other.box
-        and (first.cutoff, first.skin) == (other.cutoff, other.skin)
-        and first.exclusions_digest == other.exclusions_digest
-        and len(set(tabled)) <= 1
-    )
+    pair, alike = first
+    members, species = [pair], alike.species if _has_tables(pair) else None
+    for other, x in others:
+        tabled = _has_tables(other)
+        if (
+            other.box is pair.box
+            and (other.cutoff, other.skin) == (pair.cutoff, pair.skin)
+            and x.exclusions == alike.exclusions
+            and not (tabled and species not in (None, x.species))
+        ):
+            members.append(other)
+            species = x.species if tabled else species
+    return members
 
 
 def _has_tables(pair: PairFormula) -> bool:

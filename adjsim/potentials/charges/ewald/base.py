@@ -29,8 +29,6 @@ from adjsim.potentials.pairs.formula import SHIFTED, skin_of
 from adjsim.potentials.pairs.kernels.exclusions import digest_of
 
 P = TypeVar("P", bound=PairPotential)
-# The derived values that the part in real space has in common with the sum.
-_KNOWN_TO_PARTS = "smallest_listed", "exclusions_digest", "species_digest"
 TOLERANCE = Limits("between 0 and 0.5", lambda x: 0 < x < 0.5)
 
 
@@ -135,20 +133,14 @@ class EwaldSum(Declaring, Periodic, SummedForces, inherits_forces=True):
         nn.Module.__init__(part)
         part._buffers.update(buffers)
         vars(part).update(given)
-        as_part(part, self, **{name: getattr(self, name) for name in _KNOWN_TO_PARTS})
+        as_part(part, self, smallest_listed=self.smallest_listed)
         if made is not None:
             made.evaluators[kind] = present, part
         return part
 
-    @derived("exclusions")
-    def exclusions_digest(self) -> str | None:
-        """What sums with the same exclusions have in common."""
-        return digest_of(self.exclusions)
-
-    @derived("species")
-    def species_digest(self) -> str | None:
-        """What sums with the same species of atoms have in common."""
-        return digest_of(self.species)
+    @property
+    def digests(self) -> tuple[str | None, str | None]:
+        return digest_of(self.exclusions), digest_of(self.species)
 
     @derived("alpha", "cell")
     def screening(self) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim.core.box import COSTLY_SKIN
 from adjsim.core.declared import FINITE, declared, setting
 from adjsim.potentials.charges.coulomb import DampedCoulomb
 from adjsim.potentials.charges.ewald.base import EwaldSum
@@ -39,6 +40,7 @@ class PointCharges(EwaldSum):
     charge: Tensor = declared("``(atoms,)``", **ATOMS)
     constant: float = setting("see :class:`~adjsim.Coulomb`", FINITE, 1.0, keyword=True)
     omitted_arguments = ("species",)
+    skin_share = COSTLY_SKIN
     power = 1
     of_atoms = "charge"
 

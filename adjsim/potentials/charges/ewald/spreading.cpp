@@ -15,11 +15,13 @@ static inline void set(Axis& axis, REAL u, int64_t points) {
   const REAL base = floor(u), x = u - base;
   // The spline of order p at x + t, t = 0 ... p - 1; the highest three orders are kept.
   REAL spline[3][ORDER + 2] = {}, now[ORDER + 1] = {x, 1 - x};
-  for (int p = 2;; ++p) {
+#pragma GCC unroll 16
+  for (int p = 2; p <= ORDER; ++p) {
     if (p >= ORDER - 2)
       for (int t = 0; t < p; ++t) spline[ORDER - p][t + 2] = now[t];
     if (p == ORDER) break;
     REAL before = 0;
+#pragma GCC unroll 16
     for (int t = 0; t <= p; ++t) {
       const REAL here = t < p ? now[t] : 0;
       now[t] = ((x + t) * here + (p + 1 - t - x) * before) / p;
@@ -37,7 +39,8 @@ static inline void set(Axis& axis, REAL u, int64_t points) {
   int64_t first = ((int64_t)base - (ORDER - 1)) % points;
   if (first < 0) first += points;
   axis.adjacent = first + ORDER <= points;
-  for (int k = 0; k < ORDER; ++k) axis.index[k] = (first + k) % points;
+  // The mesh has at least as many points as the spline.
+  for (int k = 0; k < ORDER; ++k) axis.index[k] = first + k - (first + k < points ? 0 : points);
 }
 
 // The mesh is zero before. Systems share threads; the atoms of one are spread in order.
