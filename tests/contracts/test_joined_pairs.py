@@ -89,10 +89,25 @@ def test_forces_and_products_are_those_of_the_parts(name):
     for x, y in pairs:
         assert float(y.abs().max()) > 1e-3
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
-    # By autograd, through the energy, and twice.
+    # Through the energy, whose parts are summed apart.
     x = q.clone().requires_grad_()
     (slope,) = torch.autograd.grad(total(x), x)
     torch.testing.assert_close(-slope, value, rtol=1e-10, atol=1e-11)
+
+
+def test_second_derivatives_of_forces_are_those_of_the_parts():
+    parts, x = SUMS["switched"](), start().requires_grad_()
+    total = SumPotential(*parts)
+    v = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    inputs = [x, *total.parameters()]
+
+    def second(force):
+        (along,) = torch.autograd.grad(force, x, v, create_graph=True)
+        return torch.autograd.grad((along * v).sum(), inputs)
+
+    expected = second(sum(part.force(x) for part in parts))
+    for found, y in zip(second(total.force(x)), expected, strict=True):
+        torch.testing.assert_close(found, y, rtol=1e-9, atol=1e-9 * float(y.abs().max()))
 
 
 def test_forces_along_strains_are_those_of_the_parts():
