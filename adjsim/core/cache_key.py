@@ -12,13 +12,16 @@ without compilation (:mod:`adjsim.adjoints.loops.loop`).
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import date, time, timedelta
+from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
-from functools import cached_property, lru_cache, partial, partialmethod
+from functools import cache, cached_property, lru_cache, partial, partialmethod
 from operator import attrgetter, itemgetter, methodcaller
 from pathlib import PurePath
 from types import (
@@ -54,7 +57,8 @@ _LEFT_OUT = (STANDARD | OWN) - {"training"}
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 # Values that are their own keys; the commonest are looked up in less time.
 _SIMPLE = {type(None), bool, int, str}
-_VALUES = (int, complex, str, bytes, range, Enum, Fraction, PurePath)
+_NUMBERS = (int, complex, Decimal, Fraction)
+_VALUES = (*_NUMBERS, str, bytes, range, Enum, PurePath, date, time, timedelta, re.Pattern)
 _SETTINGS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = (*_VALUES, *_SETTINGS, EllipsisType, NotImplementedType)
 # Weak dictionaries are caches: their entries are left out, since no result depends on them.
@@ -140,12 +144,17 @@ class _KeyBuilder:
         if isinstance(x, Tensor):
             form = x.dtype, x.device, x.requires_grad, tuple(x.shape)
             if x.layout != torch.strided:
-                return *form, Identity(x), x._version
+                parts = [self.key(part, where) for part in _sparse_parts(x.detach())]
+                return *form, x.layout, *(parts or [Identity(x), x._version])
             # The contents, since ``.data`` evades the version counter.
             return *form, hashlib.blake2b(bytes_of(x).data, digest_size=16).digest()
         if isinstance(x, np.ndarray):
             content = self.key(x.tolist(), where) if x.dtype.hasobject else x.tobytes()
             return x.shape, x.dtype.str, content
+        if isinstance(x, bytearray):
+            return bytearray, bytes(x)
+        if isinstance(x, slice):
+            return slice, self.key((x.start, x.stop, x.step), where)
         if isinstance(x, ModuleType):
             return x.__name__
         if id(x) in self.seen:
@@ -176,7 +185,8 @@ class _KeyBuilder:
             x, BuiltinFunctionType | FunctionType | MethodType | partial
         ):
             return self._function(x, where)
-        attributes = dict(attributes_of(x))
+        left_out = _remembered(type(x))
+        attributes = {name: y for name, y in attributes_of(x) if name not in left_out}
         if not attributes and not hasattr(x, "__dict__"):
             kind: Any = type(x)
             self.opaque.append(f"{where} ({kind.__name__})")
@@ -307,6 +317,29 @@ def object_key(x: Any, where: str, ignored: Callable[[str], bool] = is_package) 
     if builder.opaque:
         raise UninspectableError(builder.opaque[0])
     return key
+
+
+def _sparse_parts(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that a sparse one consists of; none for another layout."""
+    if x.layout == torch.sparse_coo:
+        return x._indices(), x._values()
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return x.crow_indices(), x.col_indices(), x.values()
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return x.ccol_indices(), x.row_indices(), x.values()
+    return ()
+
+
+@cache
+def _remembered(kind: type) -> frozenset[str]:
+    """Return the names of cached properties of libraries, which objects get as they are used."""
+    return frozenset(
+        name
+        for base in kind.__mro__
+        if of_library(base)
+        for name, value in vars(base).items()
+        if isinstance(value, cached_property)
+    )
 
 
 def bytes_of(x: Tensor) -> np.ndarray:

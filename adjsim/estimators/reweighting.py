@@ -19,6 +19,7 @@ from adjsim.core.durable.store import Nested, moved
 from adjsim.core.reading import Reading
 from adjsim.core.state import State, select
 from adjsim.core.trajectory import TimeAverage, check_times, step_numbers
+from adjsim.dynamics import Constrained
 from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.base import Chunk, Estimator, Request, jacobian, weighted_mean
 from adjsim.estimators.probes import density_of, depends_on_bath, reduced_energy
@@ -38,7 +39,8 @@ class Reweighting(Estimator):
     thermodynamic perturbation. It answers the stationary question. The frames of a run at theta_0
     are stored and used again while their effective share at the current parameters theta,
     ``(sum w)^2 / sum w^2 / n``, is at least ``threshold``, so a fit needs few simulations. With
-    another simulation, number of replicas, number of chunks or burn_in, it samples again.
+    another simulation, number of replicas, number of chunks or burn_in, and after a change of a
+    box or of the lengths, pairs or masses of constraints, it samples again.
 
     ``diagnostics["weights_ess"]`` is the effective share, ``["sampled"]`` whether this call
     sampled, and ``["ess"]`` the number of independent samples that are left. ``["drift"]`` is the
@@ -115,7 +117,7 @@ class Reweighting(Estimator):
             raise RuntimeError(
                 "surrogate needs the samples of all chunks, and other ranks have some of them."
             )
-        samples.check_boxes()
+        samples.check_support()
         with torch.enable_grad():
             bath = samples.depends_on_bath(observable, Ranks(None))
             reading = Reading(samples.simulation.dynamics)
@@ -143,13 +145,13 @@ class Reweighting(Estimator):
                 group for each parameter that requires grad.
 
         Raises:
-            RuntimeError: there are no samples yet, or a box has changed since they were made.
+            RuntimeError: there are no samples yet, or a box or a constraint has changed since.
             ValueError: a name that is not of a parameter with which the frames were sampled.
         """
         samples = self._samples
         if samples is None:
             raise RuntimeError("Reweighting has no samples yet; call it first.")
-        samples.check_boxes()
+        samples.check_support()
         found = {name: [name] for name in samples.start} if groups is None else groups
         unknown = [name for names in found.values() for name in names if name not in samples.start]
         if unknown:
@@ -247,7 +249,7 @@ class Reweighting(Estimator):
             sum(count for count, _ in counts),
             counts[-1][1],
             work.ranks.rank,
-            boxes_of(dynamics),
+            support_of(dynamics),
             {name: x.detach().clone() for name, x in dynamics.trainable().items()},
         )
 
@@ -271,24 +273,27 @@ class _Samples(Generic[State]):
     evaluations: int
     pairs: Any
     rank: int
-    boxes: list[Tensor]
+    support: list[Tensor]
     start: dict[str, Tensor]
 
-    def check_boxes(self) -> None:
-        """Raise an error if a box has changed since the frames were sampled."""
-        now = boxes_of(self.simulation.dynamics)
-        if len(now) != len(self.boxes) or not all(map(torch.equal, now, self.boxes)):
-            raise RuntimeError("a box has changed since the frames were sampled; call Reweighting.")
+    def check_support(self) -> None:
+        """Raise an error if no weights turn the frames to those of the dynamics as it is now."""
+        if not self._has_support(self.simulation.dynamics):
+            raise RuntimeError(
+                "a box or a constraint has changed since the frames were sampled; call Reweighting."
+            )
 
     def serve(self, request: Request[State], skip: float, ranks: Ranks) -> bool:
-        """Return whether weights can turn the samples, of the same boxes, to those of a request."""
-        now = boxes_of(request.simulation.dynamics)
+        """Return whether weights can turn the samples to those of a request."""
         return (
             self.simulation is request.simulation
             and (self.sizes, self.skip, self.rank) == (request.sizes, skip, ranks.rank)
-            and len(now) == len(self.boxes)
-            and all(map(torch.equal, now, self.boxes))
+            and self._has_support(request.simulation.dynamics)
         )
+
+    def _has_support(self, dynamics: Dynamics[State]) -> bool:
+        now = support_of(dynamics)
+        return len(now) == len(self.support) and all(map(torch.equal, now, self.support))
 
     def depends_on_bath(self, observable: TimeAverage, ranks: Ranks) -> bool:
         # At the ends of the runs, as ScoreFunction: every test evaluates the observable many times.
@@ -345,10 +350,19 @@ class _Samples(Generic[State]):
         return Chunk(extra["A"], dict(extra["dA"]), {"energy_evaluations": 1}, extra)
 
 
-def boxes_of(dynamics: Dynamics[State]) -> list[Tensor]:
-    """Return copies of the boxes of all parts of a dynamics."""
-    found = (part._buffers.get("box") for part in dynamics.modules())
-    return [box.detach().clone() for box in found if box is not None]
+def support_of(dynamics: Dynamics[State]) -> list[Tensor]:
+    """Return copies of the tensors on which the space of the states and its measure depend.
+
+    They are the boxes, and the pairs, lengths and masses of constraints: the measure on these is
+    det(G M^-1 G^T)^(1/2), of which a mass that is one number is a factor.
+    """
+    found = [part._buffers.get("box") for part in dynamics.modules()]
+    for part in dynamics.modules():
+        if isinstance(part, Constrained):
+            mass = part.masses.mass
+            found += [part.constraints.index, part.constraints.length]
+            found += [mass] if mass.numel() > 1 else []
+    return [x.detach().clone() for x in found if x is not None]
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:

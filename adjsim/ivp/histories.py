@@ -182,7 +182,7 @@ class History(OfRun, ABC):
 
     @abstractmethod
     def sections(self) -> tuple[list[Section], int]:
-        """Return the sections between resets, and a degree; none: there is no gradient."""
+        """Return the sections between resets, and a degree; none: the states may jump."""
 
     def read(self, t: Tensor) -> Tensor | None:
         """Return the states ``(n, k, batch)`` at times ``(k, batch)`` in a later right-hand side.
@@ -190,6 +190,11 @@ class History(OfRun, ABC):
         Times ``(k, 1)`` are those of all columns. None: no gradient is wanted there.
         """
         return None if self._reads is None else self._reads(t)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the states may have a gradient."""
+        return True
 
     @property
     def original(self) -> History:
@@ -209,8 +214,10 @@ class History(OfRun, ABC):
     def as_polynomials(self) -> Polynomials | None:
         """Return the polynomials through the states, which are those of all later runs."""
         if self._polynomials is None:
-            sections, degree = self.sections()
-            self._polynomials = Polynomials(sections, degree) if sections else None
+            # A run without a gradient may be the first, and later ones have one.
+            with torch.enable_grad():
+                sections, degree = self.sections()
+                self._polynomials = Polynomials(sections, degree) if sections else None
         return self._polynomials
 
 
@@ -218,10 +225,18 @@ class HistoryReader:
     """The solutions that the right-hand side of a run reads, as parameters of the run.
 
     ``originals`` and ``leaves`` are the tensors of the run with a gradient, and their stand-ins.
+    ``of_samples`` tells of a right-hand side that vmap evaluates.
     """
 
-    def __init__(self, originals: list[Tensor], leaves: list[Tensor], batch: torch.Size) -> None:
+    def __init__(
+        self,
+        originals: list[Tensor],
+        leaves: list[Tensor],
+        batch: torch.Size,
+        of_samples: bool = False,
+    ) -> None:
         self._originals, self._leaves, self._batch = originals, leaves, batch
+        self._of_samples = of_samples
         self._records, self._open = torch.is_grad_enabled(), True
         self._by_sample = False
         self._known: dict[History, Table | None] = {}
@@ -280,14 +295,16 @@ class HistoryReader:
         return self._known[history]
 
     def _table(self, history: History) -> Table | None:
-        with torch.set_grad_enabled(self._records):
-            found = history.as_polynomials() if self._records or history.by_sample else None
+        # Vmap reads polynomials alone: the solution itself computes with NumPy.
+        needed = history.by_sample or self._of_samples
+        wanted = needed or (self._records and history.is_connected)
+        found = history.as_polynomials() if wanted else None
         if history.by_sample and found is None:
             raise ValueError(
                 "fun reads a solution of samples with resets, at which its states may jump: "
                 "end it by a terminal event, and begin another at its times and states."
             )
-        if found is None or not (history.by_sample or found.values.requires_grad):
+        if found is None or not (needed or found.values.requires_grad):
             return None
         if not self._open:
             raise ValueError(

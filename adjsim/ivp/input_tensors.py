@@ -47,13 +47,18 @@ class InputTensors:
     """
 
     def __init__(
-        self, fun: Callable[..., Any], args: tuple[Any, ...], declared: Any, batch: Size
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        declared: Any,
+        batch: Size,
+        of_samples: bool = False,
     ) -> None:
         declared = list(declared) if isinstance(declared, Iterator) else declared
         #: Tensors with respect to which a gradient is wanted, and the stand-in of each.
         self.originals, self.leaves = list[Tensor](), list[Tensor]()
         #: The solutions that the function reads, whose states become originals too.
-        self.histories = HistoryReader(self.originals, self.leaves, batch)
+        self.histories = HistoryReader(self.originals, self.leaves, batch, of_samples)
         self._given = fun
         fun, args, declared = self.histories.twins_in((fun, args, declared))
         own = tree_leaves(owner(fun))

@@ -15,6 +15,7 @@ from scipy.optimize import OptimizeResult
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from adjsim.core.rows import has_rows
 from adjsim.ivp.connection import is_tracked, outside_transforms, plain
 from adjsim.ivp.events import Event, GrazingCheck
 from adjsim.ivp.forward_states import (
@@ -326,17 +327,23 @@ class DenseSolution(History):
         self._sign = 1.0 if end >= begin else -1.0
         self.t_min, self.t_max = min(begin, end), max(begin, end)
 
+    @property
+    def is_connected(self) -> bool:
+        return any(piece is not None and piece.path is not None for _, piece in self._pieces)
+
     def sections(self) -> tuple[list[Section], int]:
-        def of(inside: OdeSolution, piece: Piece) -> Callable[[Array], Tensor]:
+        def of(inside: OdeSolution, piece: Piece | None) -> Callable[[Array], Tensor]:
+            if piece is None:
+                return lambda at: torch.as_tensor(inside(at[:, 0])).to(self._like)[..., None]
             return lambda at: piece.states(at[:, 0], inside(at[:, 0]))[..., None]
 
-        found = [
-            (inside.ts[:, None], of(inside, piece), piece.settings.method)
-            for inside, piece in self._pieces
-            if piece is not None and piece.path is not None and inside.ts[0] != inside.ts[-1]
+        found = [x for x in self._pieces if x[0].ts[0] != x[0].ts[-1]]
+        methods = [piece.settings.method for _, piece in found[:1] if piece is not None]
+        known = [
+            d for m, d in INTERPOLANT_DEGREES.items() if any(issubclass(x, m) for x in methods)
         ]
-        known = [d for m, d in INTERPOLANT_DEGREES.items() if found and issubclass(found[0][2], m)]
-        return [(times, states) for times, states, _ in found], max(known, default=MOST) + 1
+        sections = [(inside.ts[:, None], of(inside, piece)) for inside, piece in found]
+        return sections, max(known, default=MOST) + 1
 
     def __call__(self, t: Any) -> Tensor:
         times = as_times(t, self._like)
@@ -345,6 +352,12 @@ class DenseSolution(History):
         read = self.read(times.reshape(-1, 1))
         if read is not None:
             return read[:, 0, 0] if times.ndim == 0 else read[..., 0]
+        if has_rows(times):
+            raise ValueError(
+                "a function of one sample at a time (batch_first=True) reads a solution that is a "
+                "global variable or an attribute of a class: pass it in args=(..., solution.sol), "
+                "or capture it in a local function."
+            )
         outside = bool(((times < self.t_min) | (times > self.t_max)).any())
         if outside and torch.is_grad_enabled() and any(x and x.path for _, x in self._pieces):
             raise ValueError(

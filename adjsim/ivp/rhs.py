@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ class RightHandSide:
     a function of (t, \\*args).
     """
 
+    #: Whether vmap evaluates the function of each column.
+    of_samples: ClassVar[bool] = False
+
     def __init__(
         self,
         fun: Callable[..., Any],
@@ -51,7 +54,7 @@ class RightHandSide:
         self.fun, self.args, self.like, self.vectorized = fun, args, like.detach(), vectorized
         self.mass = mass
         given = (*args, mass) if isinstance(mass, Tensor) else args
-        self.inputs = InputTensors(fun, given, declared, like.shape[1:])
+        self.inputs = InputTensors(fun, given, declared, like.shape[1:], self.of_samples)
         #: The arguments of ``fun`` with the tensors of the run.
         self.own_args = self.inputs.args[: len(args)]
         #: Tensors with respect to which a gradient is wanted, and their stand-ins in ``fun``.

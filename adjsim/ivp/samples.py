@@ -34,6 +34,8 @@ OfSample = Callable[[Tensor | None], Callable[..., Any]]
 class SampleRightHandSide(RightHandSide):
     """The right-hand side of samples, whose states ``(n, batch)`` are the columns of a solution."""
 
+    of_samples: ClassVar[bool] = True
+
     def evaluate(self, t: Tensor, y: Tensor) -> Any:
         return self._each(lambda k: partial(self.inputs.evaluate, sample=k), t, y)
 

@@ -3,6 +3,10 @@
 import enum
 import functools
 import operator
+import re
+import warnings
+from datetime import timedelta
+from decimal import Decimal
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -108,6 +112,13 @@ def of_base(base):
     return Same(1.0, 1.0)
 
 
+def sparse(layout):
+    with warnings.catch_warnings():
+        # Of torch, that rows and columns are in beta state.
+        warnings.simplefilter("ignore")
+        return tuple((n * torch.eye(2)).to_sparse(layout=layout) for n in (1, 2))
+
+
 PAIRS = {
     "decorated method": (decorated_method(1), decorated_method(2)),
     "function under no_grad": (quiet(1), quiet(2)),
@@ -122,6 +133,14 @@ PAIRS = {
     "attrgetter": tuple(map(operator.attrgetter, ("position", "momentum"))),
     "itemgetter": tuple(map(operator.itemgetter, (0, 1))),
     "property of a member": (member(1), member(2)),
+    "sparse numbers": sparse(torch.sparse_coo),
+    "sparse rows": sparse(torch.sparse_csr),
+    "sparse columns": sparse(torch.sparse_csc),
+    "bytearray": (bytearray(b"a"), bytearray(b"b")),
+    "slice": (slice(0, 1), slice(0, 2)),
+    "decimal number": (Decimal("1.0"), Decimal("1.5")),
+    "time": tuple(map(timedelta, (1, 2))),
+    "pattern": tuple(map(re.compile, "ab")),
     "transform": tuple(torch.func.vmap(_scaled, in_dims=(None, n)) for n in (0, 1)),
 }
 
@@ -157,3 +176,12 @@ def test_entries_of_weak_dictionaries_are_left_out():
     before, key = module_fingerprint(potential), torch.nn.Identity()
     potential.known[key] = 1.0
     assert module_fingerprint(potential) == before
+
+
+def test_a_run_leaves_the_fingerprint_of_its_solver():
+    """A method keeps numbers that it computes when it is used for the first time."""
+    method = adjsim.Tableau([[], [1.0]], [0.5, 0.5], error=[0.5, -0.5])
+    solver, equation = adjsim.RungeKutta(method, 0.1), adjsim.ODE(lambda t, y: -y)
+    before = object_fingerprint(solver, "x")
+    adjsim.simulate(equation, equation.init(torch.ones(1, 1)), [0.0, 0.2], solver=solver)
+    assert object_fingerprint(solver, "x") == before

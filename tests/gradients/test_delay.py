@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -252,6 +253,28 @@ def test_a_past_of_samples_that_cannot_be_read():
         Kept.past = past
         with pytest.raises((ValueError, RuntimeError), match=message):
             adjsim.solve_ivp(fun, (0, 1), torch.ones(2, 1), events=events, **options)
+    Kept.past = adjsim.solve_ivp(lambda t, y: -y, (0, 1), [1.0], dense_output=True).sol
+    with pytest.raises(ValueError, match=r"pass it in args=\(\.\.\., solution\.sol\)"):
+        adjsim.solve_ivp(lambda t, y: y * Kept.past(t[None]).T, (0, 1), torch.ones(2, 1), **options)
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_run_without_a_gradient_leaves_the_past_its_gradient(samples):
+    k = torch.tensor([[0.5], [0.7]] if samples else [0.5], requires_grad=True)
+    options = {"rtol": 1e-6, "batch_first": samples}
+
+    def solved(fun, start, *args, **more):
+        return adjsim.solve_ivp(fun, (0, 1), start, args=args, **options, **more)
+
+    grads = []
+    for first in (False, True):
+        past = solved(lambda t, y, k: -k * y**2, 0 * k.detach() + 1, k, dense_output=True).sol
+        if first:
+            with torch.no_grad():
+                solved(lambda t, y, past: past(t) * y, torch.ones_like(k), past)
+        end = solved(lambda t, y, past: past(t) * y, torch.ones_like(k), past).y.sum()
+        grads += torch.autograd.grad(end, k)
+    assert torch.equal(*grads)
 
 
 def after_resets(p, form):
@@ -301,3 +324,42 @@ def test_events_and_resets_read_a_past():
     with torch.no_grad():
         more, less = ((weights * after_resets(p + s * h * along, "columns")).sum() for s in (1, -1))
     assert float(more - less) / (2 * h) == pytest.approx(float((grads[0] * along).sum()), rel=1e-6)
+
+
+def test_samples_read_the_past_of_one_state():
+    """With or without a gradient of the past, and of the run, as columns do."""
+    k = torch.tensor([0.5, 0.7, 1.2], requires_grad=True)
+
+    def past():
+        options = {"dense_output": True, "rtol": 1e-8, "atol": 1e-10}
+        return adjsim.solve_ivp(
+            lambda t, y, k: -k * y**2, (0, 1), [1.0], args=(k[0],), **options
+        ).sol  # fmt: skip
+
+    def of_columns(t, y, k, past):
+        return -k * past(t - 0.8) * y
+
+    def of_samples(t, y, k, past):
+        return -k * past((t - 0.8)[None]).T * y
+
+    def ends(past, k):
+        options, start = {"rtol": 1e-8, "atol": 1e-10}, torch.ones(1, 3)
+        columns = adjsim.solve_ivp(of_columns, (1, 1.5), start, args=(k, past), **options)
+        samples = adjsim.solve_ivp(
+            of_samples, (1, 1.5), start.T, args=(k[:, None], past), batch_first=True, **options
+        )
+        return columns.y[0, -1], samples.y[:, -1, 0]
+
+    with_gradient = past()
+    with torch.no_grad():
+        without = past()
+        runs = [ends(with_gradient, k), ends(without, k), ends(copy.copy(without), k)]
+    runs += [ends(with_gradient, k), ends(without, k)]
+    for columns, samples in runs:
+        torch.testing.assert_close(samples, columns, rtol=0, atol=1e-7)
+        torch.testing.assert_close(samples, runs[0][0], rtol=0, atol=1e-7)
+    for columns, samples in runs[-2:]:
+        expected, found = (
+            torch.autograd.grad(x.sum(), k, retain_graph=True)[0] for x in (columns, samples)
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)

@@ -67,6 +67,36 @@ def test_reweighting_does_not_see_a_constant_in_the_energy(offset):
     assert abs(float(after.grad["potential.offset"])) < 1e-12
 
 
+@pytest.mark.parametrize("change", ["length", "mass"])
+def test_frames_are_not_served_on_other_constraints(change):
+    """No weight takes a frame to another length, and masses change the measure on constraints."""
+    rod = adjsim.DistanceConstraints([[0, 1]], [1.0])
+    inner = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)), torch.tensor([1.0, 2.0]), 1.0, 1.0)
+    dynamics = adjsim.Constrained(inner, rod)
+    ends = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+
+    def starts(n, generator):
+        return dynamics.init((ends * rod.length).expand(n, 2, 1).clone(), generator=generator)
+
+    def length(state):
+        return state.position.diff(dim=-2).abs().flatten(-2).mean(-1)
+
+    simulation = Simulation(dynamics, starts, [0.0, 2.0], adjsim.BAOAB(0.1))
+    estimator, observable = Reweighting(every=0.5), TimeAverage(length)
+    estimator(simulation, observable, replicas=4, chunks=2, generator=1)
+    if change == "length":
+        rod.length.mul_(1.3)
+    else:
+        dynamics.mass.mul_(torch.tensor([1.0, 1.001]))
+    with pytest.raises(RuntimeError, match="a box or a constraint has changed"):
+        estimator.surrogate(observable)
+    found = estimator(simulation, observable, replicas=4, chunks=2, generator=1)
+    assert found.diagnostics["sampled"]
+    assert float(found.value) == pytest.approx(1.3 if change == "length" else 1.0)
+    again = estimator(simulation, observable, replicas=4, chunks=2, generator=1)
+    assert not again.diagnostics["sampled"]
+
+
 def test_the_test_for_bath_variables_does_not_repeat_the_observable_on_all_frames():
     """An observable may take most of the time of an estimate, so frames are observed once."""
     dynamics = adjsim.LangevinPiston(
