@@ -124,18 +124,18 @@ class DampedCoulomb(Coulomb):
         raise TypeError(f"{type(self).__name__} has no damping(r).")
 
     def radial_energy(self, r: Tensor) -> Tensor:
-        return self._products(r) * torch.erfc(self.damping(r)[0] * r) / r
+        return self._products(r) * torch.erfc(self.damping(r)[0] * r) * (1 / r)
 
     def radial_slope(self, r: Tensor) -> Tensor:
-        return -self._products(r) * self._decay(r) / r
+        return -self._products(r) * self._decay(r) * (1 / r)
 
     def radial_curvature(self, r: Tensor) -> Tensor:
-        decay, bend = self._decay(r), self.damping(r)[0] ** 2 * self._gaussian(r)
-        return 2 * self._products(r) * (decay / (r * r) + bend)
+        decay, bend, inverse = self._decay(r), self.damping(r)[0] ** 2 * self._gaussian(r), 1 / r
+        return 2 * self._products(r) * (decay * (inverse * inverse) + bend)
 
     def _decay(self, r: Tensor) -> Tensor:
         """Compute minus the derivative of erfc(alpha r)/r, times r."""
-        return torch.erfc(self.damping(r)[0] * r) / r + self._gaussian(r)
+        return torch.erfc(self.damping(r)[0] * r) * (1 / r) + self._gaussian(r)
 
     def _gaussian(self, r: Tensor) -> Tensor:
         alpha, factor = self.damping(r)
