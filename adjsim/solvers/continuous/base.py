@@ -159,6 +159,15 @@ class VectorField(Generic[State]):
         """The values of the parameters that require grad."""
         return tuple(self.run.reading.trainable(self.run.tensors).values())
 
+    def at_leaves(self) -> VectorField[State]:
+        """Return the same field of values that are leaves of their own graph."""
+        run = self.run
+        tensors = tuple(x.detach().requires_grad_(x.requires_grad) for x in run.tensors)
+        run = run.with_dynamics(run.reading.bound(tensors), tensors)
+        average = None if self.average is None else run.bound_record
+        assert isinstance(average, TimeAverage | None)
+        return VectorField(run, self.report, average, self.unit, self.backsolve)
+
     def state(self, fields: Fields) -> State:
         return self.kind._make(fields[: self.count])
 
