@@ -321,3 +321,13 @@ def test_continuous_adjoint_refuses_a_module_that_writes(name, evaluations):
 
     with pytest.raises(ValueError, match=f"writes to its own parameter or buffer '{name}'"):
         backsolved(rate, 1.0)
+
+
+@pytest.mark.parametrize("adjoint", [DirectAdjoint(), BacksolveAdjoint()], ids=repr)
+def test_the_final_state_does_not_change_with_the_frames(adjoint):
+    ode = adjsim.ODE(Rate(lambda self, y: -self.k.detach() * y))
+    start = ode.init(torch.ones(1, dtype=torch.float64))
+    with torch.no_grad():
+        run = adjsim.simulate(ode, start, [0.0, 1.0], solver=ODESolver(), adjoint=adjoint)
+    run.y.zero_()
+    assert float(run.final.y) == pytest.approx(math.exp(-0.5))
