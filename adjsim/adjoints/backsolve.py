@@ -52,6 +52,7 @@ class BacksolveAdjoint(Adjoint):
         joined, values = run.joined()
         options = {**self._options(), "params": values}
         states, record, final = run.solver.solve(joined, report, options)
+        joined.refuse_written()
         make = type(final)._make
 
         def once(x: Tensor) -> Tensor:

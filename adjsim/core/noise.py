@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import describe_type
+from adjsim.core.state import in_transform
 from adjsim.core.tiles_on_device import normal_tiles
 from adjsim.core.typing import Seed
 
@@ -62,6 +63,22 @@ def seed_from(generator: Seed) -> int:
     generator = as_generator(generator)
     device = None if generator is None else generator.device
     return int(torch.randint(2**SEED_BITS, (), generator=generator, device=device))
+
+
+def seed_of_run(generator: Seed) -> int:
+    """Draw the seed of a run, which takes random numbers that torch.func may not give."""
+    try:
+        return seed_from(generator)
+    except RuntimeError as reason:
+        if not in_transform():
+            raise
+        raise RuntimeError(
+            "the noise of a seed cannot be drawn in torch.func.vmap, nor in what it is made of "
+            "(jacfwd, hessian), with randomness='error', the default, or 'different': give "
+            "generator=BrownianPath(seed, tol), whose noise belongs to times, or randomness='same'."
+            " Every sample has the same noise with both; for noise of its own give the state a "
+            "batch axis instead."
+        ) from reason
 
 
 class Noise:

@@ -191,13 +191,17 @@ def point_of_differentiation(x: Tensor) -> Tensor:
 
 def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor]:
     """Find the leaf tensors of an output's graph, without searching behind registered tensors."""
-    for node in graph_nodes(output, registered):
-        leaf = getattr(node, "variable", None)
-        # Nodes of leaves have nothing behind them.
-        if leaf is None or node.next_functions:
-            continue
-        if not hasattr(leaf, "is_point_of_differentiation"):
+    nodes = graph_nodes(output, registered)
+    # An output without a node may be a leaf itself.
+    alone = output.requires_grad and output.grad_fn is None
+    for leaf in [output] if alone else map(_variable, nodes):
+        if leaf is not None and not hasattr(leaf, "is_point_of_differentiation"):
             yield leaf
+
+
+def _variable(node: Any) -> Tensor | None:
+    """Return the tensor of a leaf's node, which has nothing behind it."""
+    return None if node.next_functions else getattr(node, "variable", None)
 
 
 def graph_nodes(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Any]:

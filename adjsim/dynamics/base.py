@@ -61,6 +61,8 @@ class Dynamics(nn.Module, Generic[State]):
     # Whether states between steps are those of an interpolation.
     interpolates = False
     damping_name = "friction"
+    # -1 for the mirrored equation of a run backwards, whose time is minus that of the user.
+    time_sign = 1
     potential: nn.Module | None
 
     def __init__(self, potential: nn.Module) -> None:
@@ -105,6 +107,11 @@ class Dynamics(nn.Module, Generic[State]):
     def in_reverse(self) -> Dynamics[State] | Refusal:
         """Return the dynamics whose state at the time -t is that of this one at t."""
         return Refusal("time runs one way")
+
+    def shown_time(self, t: Any) -> float:
+        """Return the time of an error message, which is that of the user."""
+        # Not -0, which reads like a rounded number.
+        return self.time_sign * float(t) + 0.0
 
     def batch_shape(self, state: AnyState) -> torch.Size:
         """Return the shape of the batch of a state."""

@@ -33,7 +33,7 @@ from adjsim.core.durable.manifest import (
     versions,
 )
 from adjsim.core.durable.store import Store
-from adjsim.core.noise import Noise, as_generator, seed_from
+from adjsim.core.noise import Noise, as_generator, seed_of_run
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import State, as_state, detached, in_transform, position_of
 from adjsim.core.trajectory import (
@@ -164,7 +164,7 @@ def simulate(
         if dynamics.stochastic and end.seed is not None:
             noise = Noise(end.seed, end.first, end.step)
     elif dynamics.stochastic and path is None:
-        noise = Noise(seed_from(seed))
+        noise = Noise(seed_of_run(seed))
     if state is None:
         raise TypeError("state must be a start, such as dynamics.init(position); got None.")
     kept = None if store is None else (Store(store), as_number("every", every))

@@ -126,3 +126,25 @@ def test_what_runs_one_way():
         adjsim.simulate(
             equation, equation.init(start()), [1.0, 0.5, 0.7], solver=RungeKutta("rk4", 0.1)
         )
+
+
+@pytest.mark.parametrize(
+    ("solver", "where"),
+    [
+        (
+            Coupled("dormand-prince", adjsim.Adaptive(1e-3, 1e-3)),
+            r"the error of step .* \(t = 1.9608\)",
+        ),
+        (Coupled("rk4", 0.125), r"in step 8 \(t = 2\)"),
+        (RungeKutta("rk4", 0.125), r"in step 11 \(t = 1.625\)"),
+        (adjsim.BackwardEuler(0.25), r"the implicit step at t = 2.5 did"),
+        (ODESolver("rk4", dt=0.125), r"not finite at t = 0;"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else repr(x),
+)
+def test_errors_name_the_time_of_the_user(solver, where):
+    """The solution 1/(t - 2) from t = 3 blows up at t = 2."""
+    equation = adjsim.ODE(lambda t, y: -(y**2))
+    y = torch.ones(1, dtype=torch.float64)
+    with pytest.raises((FloatingPointError, RuntimeError), match=where):
+        adjsim.simulate(equation, equation.init(y), [3.0, 0.0], solver=solver)

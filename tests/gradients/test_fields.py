@@ -346,3 +346,24 @@ def test_float32_and_second_derivatives():
 
     y = start((), 3).requires_grad_()
     assert torch.autograd.gradgradcheck(final, y)
+
+
+@pytest.mark.parametrize("solver", [adjsim.EulerMaruyama(0.25), SDESolver(dt=0.25)], ids=repr)
+def test_noise_in_a_vmap(solver):
+    """A seed is drawn, which torch.func may not allow. A Brownian path belongs to times."""
+    sde, y, path = SDE(Net(), Diffusion("diagonal")), start(), adjsim.BrownianPath(1, 0.125)
+
+    def final(y, generator):
+        return adjsim.simulate(
+            sde, sde.init(y), [0, 0.5], solver=solver, generator=generator
+        ).final.y
+
+    single = torch.stack([final(x, path) for x in y])
+    for randomness in ("error", "different"):
+        many = torch.func.vmap(final, (0, None), randomness=randomness)
+        with pytest.raises(RuntimeError, match=r"noise of a seed .* give generator=BrownianPath"):
+            many(y, 1)
+        torch.testing.assert_close(many(y, path), single, rtol=1e-14, atol=1e-14)
+    with pytest.raises(RuntimeError, match=r"noise of a seed .* give generator=BrownianPath"):
+        torch.func.jacfwd(final)(y[0], None)
+    assert torch.func.jacfwd(final)(y[0], path).shape == (3, 3)

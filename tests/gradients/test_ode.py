@@ -262,3 +262,72 @@ def test_vector_field_counts_its_work():
     # All but the first of rk4's last slopes reach the position; each evaluation is gone back
     # through at most once.
     assert 70 <= run.stats["energy_evaluations"] <= 80
+
+
+class Rate(torch.nn.Module):
+    """A rate of y, of a parameter k, a buffer b and the number of evaluations so far."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.k = parameter(0.5)
+        self.register_buffer("b", torch.ones((), dtype=torch.float64))
+        self.rate, self.evaluations = rate, 0
+
+    def forward(self, t, y):
+        self.evaluations += 1
+        return self.rate(self, y)
+
+
+def backsolved(rate, y, end=1.0):
+    """The gradient of the final state by a start y and k, of which 33 evaluations are forward."""
+    ode, y = adjsim.ODE(Rate(rate)), torch.tensor([y], dtype=torch.float64, requires_grad=True)
+    run = adjsim.simulate(
+        ode, ode.init(y), [0.0, end], solver=ODESolver(), adjoint=BacksolveAdjoint()
+    )
+    run.final.y.sum().backward()
+    return y.grad, ode.fun.k.grad
+
+
+def test_continuous_adjoint_of_a_rate_that_depends_on_nothing():
+    assert backsolved(lambda self, y: torch.ones_like(y), 1.0) == (1.0, 0.0)
+
+
+def test_continuous_adjoint_names_a_backward_solution_that_is_not_finite():
+    with pytest.raises(FloatingPointError, match=r"dopri5 failed .* reaches NaN"):
+        backsolved(lambda self, y: -self.k * y * (math.nan if self.evaluations > 40 else 1.0), 1.0)
+
+
+@pytest.mark.parametrize("hidden", ["read late", "the rate itself"])
+def test_continuous_adjoint_refuses_a_captured_tensor_wherever_it_is_read(hidden):
+    outside = torch.ones(1, dtype=torch.float64, requires_grad=True)
+
+    def rate(self, y):
+        if hidden == "the rate itself":
+            return outside
+        return -y * (outside if self.evaluations > 40 else 1.0)
+
+    with pytest.raises(ValueError, match=r"captured tensor .*not registered"):
+        backsolved(rate, 1.0)
+
+
+@pytest.mark.parametrize("name", ["k", "b"])
+@pytest.mark.parametrize("evaluations", [10, 40], ids=["forward", "backward"])
+def test_continuous_adjoint_refuses_a_module_that_writes(name, evaluations):
+    def rate(self, y):
+        if self.evaluations > evaluations:
+            with torch.no_grad():
+                getattr(self, name).mul_(1.0 + 1e-12)
+        return -self.k * self.b * y
+
+    with pytest.raises(ValueError, match=f"writes to its own parameter or buffer '{name}'"):
+        backsolved(rate, 1.0)
+
+
+@pytest.mark.parametrize("adjoint", [DirectAdjoint(), BacksolveAdjoint()], ids=repr)
+def test_the_final_state_does_not_change_with_the_frames(adjoint):
+    ode = adjsim.ODE(Rate(lambda self, y: -self.k.detach() * y))
+    start = ode.init(torch.ones(1, dtype=torch.float64))
+    with torch.no_grad():
+        run = adjsim.simulate(ode, start, [0.0, 1.0], solver=ODESolver(), adjoint=adjoint)
+    run.y.zero_()
+    assert float(run.final.y) == pytest.approx(math.exp(-0.5))

@@ -251,7 +251,8 @@ class _StateChecks:
                 raise ValueError(text) from reason
 
     def _time(self, step: int) -> str:
-        return describe_time(self.dynamics.potential, self.stepper.clock.time(step))
+        t = self.dynamics.shown_time(self.stepper.clock.time(step))
+        return describe_time(self.dynamics.potential, t)
 
     @torch.no_grad()
     def _refusal(self, state: AnyState, step: int) -> ValueError | None:

@@ -322,4 +322,6 @@ class ODE(FieldDynamics):
         return Rate(self.drift_name, self.fun)
 
     def in_reverse(self) -> ODE:
-        return ODE(Reversed(self, "fun", -1))
+        back = ODE(Reversed(self, "fun", -1))
+        back.time_sign = -1
+        return back

@@ -133,7 +133,7 @@ class SDE(FieldDynamics):
     def in_reverse(self) -> SDE:
         drift, diffusion = Reversed(self, "drift_fun", -1), Reversed(self, "diffusion_fun", 1)
         back = SDE(drift, diffusion, noise=self.noise)
-        back.quiet = self.quiet
+        back.quiet, back.time_sign = self.quiet, -1
         return back
 
     def amplitudes(self, t: Any, state: AnyState) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from adjsim.core.brownian_path import BrownianPath, PathNoise
 from adjsim.core.parameters import refuse_unknown
+from adjsim.core.rows import has_rows
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import State, is_finite
 from adjsim.core.trajectory import (
@@ -70,17 +71,20 @@ class ContinuousSolver(ABC):
             value = floating(integrated.function(run.state), run.state)
             start = (*start, torch.zeros_like(value))
         frames = self.integrate(field, start, times)
-        if not all(map(is_finite, frames)):
+        # As with other solvers, numbers that torch.func.vmap hides are not looked at.
+        if not any(map(has_rows, frames)) and not all(map(is_finite, frames)):
             for t, save in zip(run.times.tolist(), saves, strict=True):
                 if not all(is_finite(x[save]) for x in frames):
+                    shown = run.dynamics.shown_time(t)
                     raise FloatingPointError(
-                        f"the solution is not finite at t = {t:g}; shorten dt or tighten the "
+                        f"the solution is not finite at t = {shown:g}; shorten dt or tighten the "
                         "tolerances."
                     )
         kind, count = type(run.state), len(run.state)
         report.steps = None if self.dt is None else round(float(times[-1]))
         if record is None:
-            return kind._make(frames), None, kind._make(x[-1] for x in frames)
+            # A copy, so that the final state does not change with the frames.
+            return kind._make(frames), None, kind._make(x[-1].clone() for x in frames)
         frame = [kind._make(x[i] for x in frames[:count]) for i in range(len(times))]
         states = [frame[i] for i in saves]
         if integrated is not None:
@@ -96,7 +100,7 @@ class ContinuousSolver(ABC):
         assert not isinstance(record, TimeAverage)
         values = [record(state) for state in states]
         for t, value in zip(run.times.tolist(), values, strict=True):
-            check_shape(value, values[0].shape, f"at t = {t:g}")
+            check_shape(value, values[0].shape, f"at t = {run.dynamics.shown_time(t):g}")
         return None, torch.stack(values), states[-1]
 
     def times(self, run: Run[State]) -> tuple[Tensor, list[int]]:
@@ -159,6 +163,15 @@ class VectorField(Generic[State]):
         """The values of the parameters that require grad."""
         return tuple(self.run.reading.trainable(self.run.tensors).values())
 
+    def at_leaves(self) -> VectorField[State]:
+        """Return the same field of values that are leaves of their own graph."""
+        run = self.run
+        tensors = tuple(x.detach().requires_grad_(x.requires_grad) for x in run.tensors)
+        run = run.with_dynamics(run.reading.bound(tensors), tensors)
+        average = None if self.average is None else run.bound_record
+        assert isinstance(average, TimeAverage | None)
+        return VectorField(run, self.report, average, self.unit, self.backsolve)
+
     def state(self, fields: Fields) -> State:
         return self.kind._make(fields[: self.count])
 
@@ -172,7 +185,8 @@ class VectorField(Generic[State]):
         rates: Any = self.drift(self.time(t), state)
         if self.average is not None:
             value = self.average.function(state)
-            check_shape(value, fields[-1].shape, f"at t = {float(t.detach()):g}")
+            shown = self.run.dynamics.shown_time(self.time(t.detach()))
+            check_shape(value, fields[-1].shape, f"at t = {shown:g}")
             rates = (*rates, value.to(fields[-1].dtype))
         self.report.energy_evaluations += 1
         if self.backsolve is None:

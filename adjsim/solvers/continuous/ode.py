@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial, reduce
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from adjsim.core.arguments import as_positive
 from adjsim.core.state import State
 from adjsim.solvers.base import refuse_no_equation
 from adjsim.solvers.clock import check_dt
+from adjsim.solvers.continuous.backward_equation import Backsolve, BackwardEquation
 from adjsim.solvers.continuous.base import ContinuousSolver, Fields, VectorField
 from adjsim.solvers.run import Run
 
@@ -73,43 +74,58 @@ class ODESolver(ContinuousSolver):
             )
 
     def integrate(self, field: VectorField[State], start: Fields, times: Tensor) -> Fields:
-        from torchdiffeq import odeint, odeint_adjoint
+        count, backsolve = len(field.run.state), field.backsolve
+        times = times.to(start[0].device)
+        if backsolve is not None:
+            equation = BackwardEquation(field, start)
+            ahead = self._solve(lambda y: _largest(count, equation.fields(y)))
+            back = self._solve(equation.norm, backsolve["rtol"], backsolve["atol"])
+            inputs = (equation.joined(start), *backsolve["params"])
+            return equation.fields(Backsolve.apply(equation, (ahead, back), times, *inputs))
+        solve = self._solve(partial(_largest, count))
+        # For one field a tensor, since torchdiffeq joins and divides tuples at every stage.
+        y: Any = start[0] if len(start) == 1 else start
+        if self.method in ONE_STEP:
+            # torchdiffeq writes frames into one tensor, whose backward is quadratic in their
+            # number. One-step methods have no memory, so solving from save to save gives the
+            # same path.
+            frames = [_fields(y)]
+            for pair in pairwise(times):
+                found = solve(field, y, torch.stack(pair))
+                frames.append(tuple(x[1] for x in _fields(found)))
+                y = frames[-1][0] if len(start) == 1 else frames[-1]
+            return tuple(map(torch.stack, zip(*frames, strict=True)))
+        return _fields(solve(field, y, times))
 
-        run, backsolve = field.run, field.backsolve
+    def _solve(
+        self, norm: Callable[[Any], Tensor], rtol: float | None = None, atol: float | None = None
+    ) -> Callable[[Any, Any, Tensor], Any]:
+        """Return the function that solves a field from a start at times, by torchdiffeq."""
+        from torchdiffeq import odeint
+
         options: dict[str, Any] = {"step_size": 1.0} if self.fixed_step else {}
         if self.method == "explicit_adams":
             # The default is order 12, whose region of stability is too small to be useful.
             options["max_order"] = 4
         if self.method not in SCIPY:
-            options["norm"] = partial(_largest, len(run.state))
-        common: dict[str, Any] = {"rtol": self.rtol, "atol": self.atol, "method": self.method}
-        common["options"] = options
-        times = times.to(start[0].device)
-        # For one field a tensor, since torchdiffeq joins and divides tuples at every stage.
-        y: Any = start[0] if len(start) == 1 else start
-        try:
-            if backsolve is not None:
-                adjoint: dict[str, Any] = {f"adjoint_{n}": x for n, x in backsolve.items()}
-                if self.method not in SCIPY:
-                    norm = _norm_of_adjoint(start, len(run.state), field.trainable)
-                    adjoint["adjoint_options"] = {**options, "norm": norm}
-                return _fields(odeint_adjoint(field, y, times, **adjoint, **common))
-            if self.method in ONE_STEP:
-                # torchdiffeq writes frames into one tensor, whose backward is quadratic in their
-                # number. One-step methods have no memory, so solving from save to save gives the
-                # same path.
-                frames = [_fields(y)]
-                for pair in pairwise(times):
-                    found = odeint(field, y, torch.stack(pair), **common)
-                    frames.append(tuple(x[1] for x in _fields(found)))
-                    y = frames[-1][0] if len(start) == 1 else frames[-1]
-                return tuple(map(torch.stack, zip(*frames, strict=True)))
-            return _fields(odeint(field, y, times, **common))
-        except AssertionError as failure:
-            raise FloatingPointError(
-                f"{self.method} failed ({failure}): the solution reaches NaN or infinity, or is "
-                "stiff. Loosen the tolerances, shorten the run, or use a splitting."
-            ) from failure
+            options["norm"] = norm
+        settings: dict[str, Any] = {
+            "rtol": self.rtol if rtol is None else rtol,
+            "atol": self.atol if atol is None else atol,
+            "method": self.method,
+            "options": options,
+        }
+
+        def solve(field: Any, y: Any, times: Tensor) -> Any:
+            try:
+                return odeint(field, y, times, **settings)
+            except AssertionError as failure:
+                raise FloatingPointError(
+                    f"{self.method} failed ({failure}): the solution reaches NaN or infinity, or "
+                    "is stiff. Loosen the tolerances, shorten the run, or use a splitting."
+                ) from failure
+
+        return solve
 
     def __repr__(self) -> str:
         tolerances = f"rtol={self.rtol:g}, atol={self.atol:g}"
@@ -120,23 +136,6 @@ class ODESolver(ContinuousSolver):
 def _fields(found: Any) -> Fields:
     """Return the fields of a state of torchdiffeq, a tensor for one field."""
     return (found,) if isinstance(found, Tensor) else tuple(found)
-
-
-def _norm_of_adjoint(start: Fields, count: int, trainable: Sequence[Tensor]) -> Any:
-    """Make the largest norm in an adjoint: time, fields, their cotangents, each parameter."""
-    fields, sizes = len(start), [x.numel() for x in trainable]
-    widths = [x.numel() for x in start[:count]]
-    # Of one dtype, since torchdiffeq joins them.
-    shares = torch.tensor([max(1, n) ** -0.5 for n in [*widths, *widths, *sizes]])
-
-    def norm(found: Fields) -> Tensor:
-        t, *rest = found
-        known, cotangents, joined = rest[:count], rest[fields:][:count], rest[2 * fields :]
-        parts = joined[0].split(sizes) if len(joined) == 1 else joined
-        norms = torch.stack(torch._foreach_norm([*known, *cotangents, *parts]))
-        return torch.maximum(t.abs(), (norms * shares.to(norms)).amax())
-
-    return norm
 
 
 def _largest(count: int, found: Any) -> Tensor:

@@ -152,19 +152,20 @@ class ImplicitField(Move):
                 # singular: the branch folds back there, or passes through infinity.
                 if a > 0 and bool(has_negative_eigenvalue(matrix)):
                     raise UnsolvedStepError(
-                        f"the implicit step at t = {float(t):g} does not continue those of smaller "
-                        "dt: the field grows too fast for the time of the step (1 - theta h J has "
-                        "a negative eigenvalue), or its solution blows up. Use a smaller dt (it is "
-                        f"{self.h:g}), or end the run before this time."
+                        f"the implicit step at t = {self.dynamics.shown_time(t):g} does not "
+                        "continue those of smaller dt: the field grows too fast for the time of "
+                        "the step (1 - theta h J has a negative eigenvalue), or its solution "
+                        f"blows up. Use a smaller dt (it is {self.h:g}), or end the run before "
+                        "this time."
                     )
                 return x, evaluations
         left = (largest(residual) / self.allowed(scale, x)).flatten()
         worst = int(torch.where(torch.isfinite(left), left, torch.inf).argmax())
         system = f" of system {worst}" if len(left) > 1 else ""
         raise UnsolvedStepError(
-            f"the implicit step{system} at t = {float(t):g} did not converge: its equation has no "
-            f"solution near the state, or Newton's method misses it. Use a smaller dt (it is "
-            f"{self.h:g})."
+            f"the implicit step{system} at t = {self.dynamics.shown_time(t):g} did not converge: "
+            "its equation has no solution near the state, or Newton's method misses it. Use a "
+            f"smaller dt (it is {self.h:g})."
         )
 
     def ends(self, scale: Tensor, x: Tensor, change: Tensor, rounded: Tensor) -> Tensor:
@@ -241,8 +242,8 @@ class ImplicitField(Move):
         if not is_tracing():
             if bool(shown_rows(singular).any()):
                 raise UnsolvedStepError(
-                    f"the implicit step at t = {float(t):g} has no derivative: 1 - theta h J is "
-                    "singular. Use a smaller dt."
+                    f"the implicit step at t = {self.dynamics.shown_time(t):g} has no derivative: "
+                    "1 - theta h J is singular. Use a smaller dt."
                 )
             if bool(linear.coupled(self.a)):
                 raise ValueError(COUPLED)

@@ -278,7 +278,7 @@ class Coupled(VaryingSteps):
             if lattice is not None:
                 step, _ = lattice.spill(step, limit)
             if not plan.is_valid(step):
-                where = f"in step {number + 1} (t = {after:g})"
+                where = f"in step {number + 1} (t = {dynamics.shown_time(after):g})"
                 raise plan.failure(step, before, t, where, SMALLER, dynamics)
             return step
 

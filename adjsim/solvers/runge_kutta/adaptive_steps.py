@@ -183,10 +183,11 @@ class AdaptiveSteps:
                 return after, max(following, size) if cut else following, state
             self.rejected, retried, size = self.rejected + 1, True, following
             if size < shortest:
+                shown = self.dynamics.shown_time(t)
                 raise FloatingPointError(
-                    f"the error of step {number} (t = {t:g}) is {error:.1g} of the tolerances at "
-                    f"the smallest size, {after - t:.1g}: the solution blows up, or the rates are "
-                    "not finite or jump there. End the run before this time, or change the "
+                    f"the error of step {number} (t = {shown:g}) is {error:.1g} of the tolerances "
+                    f"at the smallest size, {after - t:.1g}: the solution blows up, or the rates "
+                    "are not finite or jump there. End the run before this time, or change the "
                     "equation."
                 )
 

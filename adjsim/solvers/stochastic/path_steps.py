@@ -151,9 +151,9 @@ class PathSteps(VaryingSteps):
                 rejected += 1
             if level < 2:
                 raise FloatingPointError(
-                    f"a step at t = {t:g} would be shorter than two ticks of the path, tol = "
-                    f"{path.tol:g}: give BrownianPath a smaller tol, with all save times at even "
-                    "multiples of it, or Adaptive larger tolerances."
+                    f"a step at t = {sde.shown_time(t):g} would be shorter than two "
+                    f"ticks of the path, tol = {path.tol:g}: give BrownianPath a smaller tol, with "
+                    "all save times at even multiples of it, or Adaptive larger tolerances."
                 )
             level -= 1
         times = torch.tensor([ticks.get(x, x * path.tol) for x in passed], dtype=torch.float64)
