@@ -44,6 +44,8 @@ class Call(ABC):
     addresses: tuple[int, ...] = ()
     # Whether it is run even if nothing reads its outputs.
     checks: bool = False
+    # Whether ``team.threads`` share its work.
+    parallel: bool = False
     # C++ declarations that the call needs, the same for all calls of a loop.
     declarations: str
 

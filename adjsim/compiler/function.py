@@ -39,7 +39,7 @@ class FunctionPrinter:
         outputs: fill the buffers of its other outputs.
         rows: from the names of the buffers that the caller reads to those of its memory for them.
         scratch: the buffers that stored values share, which the caller allocates.
-        parallel: whether it has a loop that threads share.
+        parallel: whether it has a loop, or a call, that threads share.
         aliases: from the names of all other buffers to those whose memory they share.
     """
 
@@ -64,6 +64,7 @@ class FunctionPrinter:
         self.aliases = {**shared, **rows}
         self.lines = [line for group in groups for line in group.lines]
         self.parallel = any(nest.parallel for group in groups for nest in group.nests.values())
+        self.parallel |= any(call.parallel for call in lowering.calls)
 
     def _order(
         self, tasks: dict[Value, list[Task]], outputs: list[Task], result: Value

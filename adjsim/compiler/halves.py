@@ -24,6 +24,7 @@ from typing import Any
 from adjsim.compiler.nests import PARALLEL_WORK, Nest, Task, tree
 from adjsim.compiler.operations import literal
 from adjsim.compiler.stages import StagedBody
+from adjsim.compiler.teams import PRAGMA
 from adjsim.compiler.values import (
     LANES,
     TYPES,
@@ -246,7 +247,7 @@ class HalfNest(Nest):
             f"alignas(64) {kind} {name}p[{self.parts * size}] = {{}};" for name, kind, _ in sums
         ]
         if self.parallel:
-            lines.append(f"#pragma omp parallel for schedule(static) num_threads({self.threads})")
+            lines.append(PRAGMA)
         lines.append(f"for (int64_t part = 0; part < {self.parts}; ++part) {{")
         lines += [f"{kind}* {name}c = {name}p + {size} * part;" for name, kind, _ in sums]
         lines.append(f"for (int64_t {outer} = part; {outer} < {n}; {outer} += {self.parts}) {{")

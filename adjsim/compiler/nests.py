@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from adjsim.compiler.teams import PRAGMA
 from adjsim.compiler.values import (
     LANES,
     LONG,
@@ -244,8 +245,7 @@ class Nest:
 
     def _heads(self) -> list[str]:
         """Print the heads of outer loops."""
-        pragma = f"#pragma omp parallel for schedule(static) num_threads({self.threads})"
-        return [*([pragma] if self.parallel else []), *map(self._head, self._outer)]
+        return [*([PRAGMA] if self.parallel else []), *map(self._head, self._outer)]
 
     def _elements(self, innermost: str, limit: int) -> list[str]:
         return [

@@ -23,6 +23,7 @@ from adjsim.compiler.library import compiled, debugging
 from adjsim.compiler.mathematics import CHECKED, scalar_functions
 from adjsim.compiler.nests import Task
 from adjsim.compiler.rows import fitting_buffer, new_rows, stored_examples
+from adjsim.compiler.teams import declaration
 from adjsim.compiler.torch_calls import FAILED, SINGULAR, Run, TorchCall, described, has_effect
 from adjsim.compiler.values import (
     TYPES,
@@ -194,6 +195,7 @@ class _CppLoop:
         body = self._function("body", parts.body, inputs, self.next_carry, rows=self.rows)
         self.fixed = len(start) + len(body)
         found = [*sorted({*self.declarations.values()}), *self.functions]
+        found = [declaration(threads), *found] if self.parallel else found
         found = [CHECKED, *found] if debugging() else found
         self.source = "\n".join([scalar_functions(exact), *found, *self._run(consts, start, body)])
 
@@ -310,10 +312,12 @@ class _CppLoop:
             *(line for x in checked.values() for line in x.lines),
             *(["if (refused) { free(block); return refused; }"] if checked else []),
             f"int64_t k = {call('start', buffers=at_start)};",
+            *(["team.begun = omp_get_wtime();"] if self.parallel else []),
             f"while (!refused && {call('more', 'k', buffers=consts[:1])}) {{",
             *rows,
             f"k = {call('body', 'k', buffers=at_body)};",
             *(f"exchange({a.name}, {n.name});" for a, n in pairs),
+            *(["team.iterated();"] if self.parallel else []),
             "}",
             *(_copy_out(buffer, f"y{i}") for i, buffer in enumerate(self.current)),
             "free(block);",

@@ -128,11 +128,10 @@ class KernelSpec:
         """
         atoms, dim = inputs.position.shape[-2:]
         operands = zip(inputs.operands, self.kinds, strict=True)
-        spacing, exclusions = inputs.spacing, inputs.exclusions
+        spacing, exclusions, vector = inputs.spacing, inputs.exclusions, inputs.vector
         stored = inputs._replace(operands=None)._asdict()
         stored |= zip(self.outputs, results, strict=False)
-        virial_spacing, vector = inputs.virial_spacing, inputs.vector
-        cotangents = vector.shape[0] if self.several and vector is not None else 1
+        virial_spacing = inputs.virial_spacing
         return {
             **{
                 name: field(x) if CALL[name] == "View" else pointer(x)
@@ -142,10 +141,8 @@ class KernelSpec:
             "systems": systems,
             "atoms": atoms,
             "dim": dim,
-            "cotangents": cotangents,
-            "threads": thread_count(
-                cotangents * systems * atoms * (atoms if self.skin is None else 64)
-            ),
+            "cotangents": vector.shape[0] if self.several and vector is not None else 1,
+            "threads": self.threads(systems, inputs),
             "image": self.image,
             "spacing_step": int(spacing is not None and math.prod(spacing.shape) > 1),
             "virial_spacing_step": int(
@@ -158,6 +155,12 @@ class KernelSpec:
             "excluded": 0 if exclusions is None else exclusions.shape[0],
             "class_count": 0 if inputs.partners is None else inputs.partners.shape[0],
         }
+
+    def threads(self, systems: int, inputs: Any) -> int:
+        """Return the number of threads that share the pairs of so many systems."""
+        vector, atoms = inputs.vector, inputs.position.shape[-2]
+        cotangents = vector.shape[0] if self.several and vector is not None else 1
+        return thread_count(cotangents * systems * atoms * (atoms if self.skin is None else 64))
 
     def source(self, functions: str, lookups: Sequence[int] = ()) -> str:
         """Write the C++ source of the kernel around its formulas.

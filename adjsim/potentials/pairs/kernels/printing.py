@@ -61,12 +61,16 @@ class PairCall(Call):
         self.outputs = tuple(map(self.output, outputs))
         self.addresses = (self.kernel.address, *self.kernel.list_addresses)
         self.declarations = declarations(self.kernel.spec.dtype)
+        self.parallel = (
+            found_kernel.spec.threads(torch.Size(self.batch).numel(), self.arguments) > 1
+        )
 
     def lines(self, functions: Sequence[str]) -> list[str]:
         spec, x = self.kernel.spec, self.arguments
         systems, gradients = torch.Size(self.batch).numel(), self.outputs[len(spec.outputs) :]
         members = {
             **spec.arguments(systems, x, self.outputs, self._view, pointer_to),
+            **({"threads": "team.threads"} if self.parallel else {}),
             "operands": "operands",
             "gradients": "gradients",
             "acquire": f"(Acquire*){functions[1]}",
