@@ -197,6 +197,18 @@ def test_a_potential_with_a_force_of_its_own_is_summed_apart():
     torch.testing.assert_close(total.force(q), half, rtol=1e-12, atol=1e-12)
 
 
+def test_an_ewald_sum_with_an_energy_of_its_own_is_summed_apart():
+    class Held(adjsim.ParticleMeshEwald):
+        def forward(self, position):
+            return super().forward(position) + position.square().sum((-1, -2))
+
+    own, q = Held(charges(), tolerance=1e-3, **OPTIONS), start()
+    total = mixture() + own
+    assert not is_joined(total, q)
+    expected = mixture().force(q) + ewald().force(q) - 2 * q
+    torch.testing.assert_close(total.force(q), expected, rtol=1e-10, atol=1e-10)
+
+
 def test_changes_between_evaluations_are_read():
     """Nothing of the parts is stored beside them."""
     lj, coulomb, q = mixture(), field(), start()

@@ -128,7 +128,7 @@ class PairPotential(PairFormula, Potential):
         return values, pullback
 
     def listed_pairs(self, position: Tensor) -> tuple[PairPotential | None, list[nn.Module]]:
-        own = all(getattr(type(self), x) is getattr(PairPotential, x) for x in _FORCES)
+        own = all(getattr(type(self), x) is getattr(PairPotential, x) for x in FORCES)
         listed = own and position.device.type == "cpu" and skin_of(self, position) is not None
         # The functions of tables and the classes of atoms of a member would be those of all.
         plain = listed and not self.tables and self.classes is None
@@ -178,7 +178,7 @@ class PairPotential(PairFormula, Potential):
 
 
 # The methods that an evaluation with others replaces.
-_FORCES = "force", "force_vjp", "strained_force", "strained_vjp"
+FORCES = "force", "force_vjp", "strained_force", "strained_vjp"
 
 
 class JoinedPairs(JoinedFormula, PairPotential):
