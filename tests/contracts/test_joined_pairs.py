@@ -209,6 +209,24 @@ def test_an_ewald_sum_with_an_energy_of_its_own_is_summed_apart():
     torch.testing.assert_close(total.force(q), expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_parts_with_kernels_are_not_joined_to_one_without(first):
+    """All would be evaluated by torch. The others are still joined."""
+
+    class Unprinted(adjsim.potentials.PairPotential):
+        def pair_energy(self, s):
+            return torch.special.i0(s) * torch.exp(-s)
+
+    own, parts, q = Unprinted(**OPTIONS), [mixture(), field()], start()
+    total = SumPotential(own, *parts) if first else SumPotential(*parts, own)
+    joint, other = read(total).summands(q)
+    assert [type(x) for x in joint.members] == [type(x) for x in parts]
+    assert joint.path(q) == "neighbour list"
+    assert isinstance(other, Unprinted)
+    expected = sum(x.force(q) for x in total.parts)
+    torch.testing.assert_close(total.force(q), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_changes_between_evaluations_are_read():
     """Nothing of the parts is stored beside them."""
     lj, coulomb, q = mixture(), field(), start()

@@ -137,12 +137,20 @@ class PairPotential(PairFormula, Potential):
         return self, []
 
     def joined(
-        self, alike: Alike, others: Sequence[tuple[PairPotential, Alike]], /
+        self, alike: Alike, others: Sequence[tuple[PairPotential, Alike]], position: Tensor, /
     ) -> tuple[list[PairPotential], PairPotential]:
-        members = members_of((self, alike), others)
+        given = [(self, alike), *others]
+        members = members_of(given[0], others)
         found = object.__new__(JoinedPairs)
         found.join(members)
-        return members[1:], found
+        if evaluator_of(found, position).has_kernel:
+            return members, found
+        # A member without a kernel would have the others evaluated by torch too.
+        able = [(x, y) for x, y in given if evaluator_of(x, position).has_kernel]
+        if 1 < len(able) < len(given):
+            (first, y), *rest = able
+            return first.joined(y, rest, position)
+        return [self], found
 
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``.
@@ -257,6 +265,11 @@ class PairEvaluator:
             check_exclusions(pair.exclusions, position.shape[-2])
         self.form = form
         self._listed: dict[str, bool] = {}
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether there is a kernel of the force."""
+        return isinstance(self.form, PairForm)
 
     def way(self, pair: PairFormula, position: Tensor, *formulas: str) -> tuple[Any, Any]:
         """Return the module whose functions sum these formulas, and their first argument."""
