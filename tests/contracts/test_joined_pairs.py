@@ -227,6 +227,16 @@ def test_parts_with_kernels_are_not_joined_to_one_without(first):
     torch.testing.assert_close(total.force(q), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_converted_parts_keep_one_box():
+    """Each part converts its tensors by itself."""
+    total, q = mixture() + field(), start().float()
+    total.float()
+    assert is_joined(total, q)
+    assert total.parts[0].box is total.parts[1].box
+    expected = sum(x.force(q) for x in total.parts)
+    torch.testing.assert_close(total.force(q), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_changes_between_evaluations_are_read():
     """Nothing of the parts is stored beside them."""
     lj, coulomb, q = mixture(), field(), start()
