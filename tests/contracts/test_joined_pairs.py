@@ -110,6 +110,16 @@ def test_second_derivatives_of_forces_are_those_of_the_parts():
         torch.testing.assert_close(found, y, rtol=1e-9, atol=1e-9 * float(y.abs().max()))
 
 
+def test_rows_of_cotangents_go_through_joined_pairs_and_a_mesh():
+    total, x = mixture() + ewald(), start().requires_grad_()
+    rows = torch.randn(2, *x.shape, generator=torch.Generator().manual_seed(2))
+    force, inputs = total.force(x), [x, *total.parameters()]
+    found = torch.autograd.grad(force, inputs, rows, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(force, inputs, row, retain_graph=True) for row in rows]
+    for y, *expected in zip(found, *each, strict=True):
+        torch.testing.assert_close(y, torch.stack(expected), rtol=1e-10, atol=1e-11)
+
+
 def test_forces_along_strains_are_those_of_the_parts():
     parts, q = SUMS["mesh"](), start()
     total = SumPotential(*parts)
