@@ -219,6 +219,15 @@ def test_an_ewald_sum_with_an_energy_of_its_own_is_summed_apart():
     torch.testing.assert_close(total.force(q), expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("make", [field, ewald])
+def test_a_force_that_an_object_is_given_is_not_joined(make):
+    own, q = make(), start()
+    own.force = lambda position, rounding=None: 0 * position
+    total = mixture() + own
+    assert not is_joined(total, q)
+    torch.testing.assert_close(total.force(q), mixture().force(q), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_parts_with_kernels_are_not_joined_to_one_without(first):
     """All would be evaluated by torch. The others are still joined."""

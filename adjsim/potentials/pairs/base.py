@@ -128,8 +128,11 @@ class PairPotential(PairFormula, Potential):
         return values, pullback
 
     def listed_pairs(self, position: Tensor) -> tuple[PairPotential | None, list[nn.Module]]:
-        own = all(getattr(type(self), x) is getattr(PairPotential, x) for x in FORCES)
-        listed = own and position.device.type == "cpu" and skin_of(self, position) is not None
+        listed = (
+            keeps(self, PairPotential, *FORCES)
+            and position.device.type == "cpu"
+            and skin_of(self, position) is not None
+        )
         # The functions of tables and the classes of atoms of a member would be those of all.
         plain = listed and not self.tables and self.classes is None
         if not plain or unsupported(self, position) is not None:
@@ -187,6 +190,13 @@ class PairPotential(PairFormula, Potential):
 
 # The methods that an evaluation with others replaces.
 FORCES = "force", "force_vjp", "strained_force", "strained_vjp"
+
+
+def keeps(module: nn.Module, base: type, *methods: str) -> bool:
+    """Return whether a module has these methods of a base class, and none of its own."""
+    return all(
+        x not in vars(module) and getattr(type(module), x) is getattr(base, x) for x in methods
+    )
 
 
 class JoinedPairs(JoinedFormula, PairPotential):

@@ -24,7 +24,7 @@ from adjsim.potentials.charges.ewald.autograd import ChargeSum, Maker
 from adjsim.potentials.charges.ewald.complement import Complement
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, places_of
 from adjsim.potentials.charges.ewald.waves import Waves, influence
-from adjsim.potentials.pairs.base import FORCES, PairPotential
+from adjsim.potentials.pairs.base import FORCES, PairPotential, keeps
 from adjsim.potentials.pairs.formula import SHIFTED, skin_of
 from adjsim.potentials.pairs.kernels.exclusions import digest_of
 
@@ -222,8 +222,7 @@ class EwaldSum(Declaring, Periodic, SummedForces, inherits_forces=True):
 
     def listed_pairs(self, position: Tensor) -> tuple[PairPotential | None, list[nn.Module]]:
         # A force or summands of a subclass are not those of a part in real space and the rest.
-        own = all(getattr(type(self), x) is getattr(EwaldSum, x) for x in (*FORCES, "summands"))
-        if not own or skin_of(self, position) is None:
+        if not keeps(self, EwaldSum, *FORCES, "summands") or skin_of(self, position) is None:
             return None, [self]
         real, complement = self.summands(position)
         pairs, _ = cast(PairPotential, real).listed_pairs(position)
