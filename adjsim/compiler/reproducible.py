@@ -100,7 +100,8 @@ __attribute__((always_inline)) inline {name} tanh({name} x) {{
 # For x >= 0, erfc(x) = exp(-x^2) w Q(1 - w) with w = 7.5 / (x + 3.75), which is between 0 and 2.
 # The polynomial Q of degree 22 is the Chebyshev series of erfc(x) exp(x^2) / w, computed with 60
 # digits and written in powers. The rounding error of x^2 is given back as a factor. Relative errors
-# are below 8e-16 for all x.
+# are below 8e-16 for all x; without instructions that multiply and add at once, which give this
+# error, they grow to 1.1e-16 x^2.
 ERFC = [
     "0x1.2a2af19c1492fp-3", "-0x1.05cce4d22cfa4p-3", "0x1.9220d8dc4611dp-4",
     "-0x1.0bdcb780d91acp-4", "0x1.30cf6791b9bddp-5", "-0x1.2042cf15e886dp-6",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor, nn
 
@@ -170,6 +170,17 @@ class _Sum(Evaluated):
     def validate(self) -> None:
         """Refuse parts with different boxes."""
         refuse_other_boxes(self.parts)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # Each part converts its own box, as ``float()`` does, and pairs in one box are summed at
+        # once.
+        held = [x for x in self.modules() if x._buffers.get("box") is not None]
+        known = [id(x._buffers["box"]) for x in held]
+        super()._apply(fn, recurse)
+        shared: dict[int, Any] = {}
+        for part, number in zip(held, known, strict=True):
+            part._buffers["box"] = shared.setdefault(number, part._buffers["box"])
+        return self
 
 
 class SummedForces(Potential):

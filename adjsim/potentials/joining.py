@@ -24,8 +24,10 @@ class Alike(NamedTuple):
 class ListedPairs(Protocol):
     """A sum over the pairs of a neighbour list."""
 
-    def joined(self, alike: Alike, others: Sequence[Any], /) -> tuple[list[Any], nn.Module]:
-        """Return those of others that are over the same pairs, and the sum of this one and them.
+    def joined(
+        self, alike: Alike, others: Sequence[Any], position: Tensor, /
+    ) -> tuple[list[Any], nn.Module]:
+        """Return sums over the same pairs, of this one and others, and what computes them at once.
 
         Others are given as pairs of a sum and what it is alike to.
         """
@@ -69,13 +71,13 @@ def with_joined_pairs(
     known: Any = None if made is None else made.evaluators.get(ListedPairs)
     if known is None or not are(known[0], present):
         first: ListedPairs = present[0]
-        known = present, first.joined(sums[0][1], sums[1:])
+        known = present, first.joined(sums[0][1], sums[1:], position)
         if made is not None:
             made.evaluators[ListedPairs] = known
-    same, joint = known[1]
-    if not same:
+    members, joint = known[1]
+    if len(members) < 2:
         return given
     found = [joint]
     for part, (pairs, rest) in zip(given, split, strict=True):
-        found += rest if any(pairs is x for x in (present[0], *same)) else [part]
+        found += rest if any(pairs is x for x in members) else [part]
     return found

@@ -110,6 +110,16 @@ def test_second_derivatives_of_forces_are_those_of_the_parts():
         torch.testing.assert_close(found, y, rtol=1e-9, atol=1e-9 * float(y.abs().max()))
 
 
+def test_rows_of_cotangents_go_through_joined_pairs_and_a_mesh():
+    total, x = mixture() + ewald(), start().requires_grad_()
+    rows = torch.randn(2, *x.shape, generator=torch.Generator().manual_seed(2))
+    force, inputs = total.force(x), [x, *total.parameters()]
+    found = torch.autograd.grad(force, inputs, rows, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(force, inputs, row, retain_graph=True) for row in rows]
+    for y, *expected in zip(found, *each, strict=True):
+        torch.testing.assert_close(y, torch.stack(expected), rtol=1e-10, atol=1e-11)
+
+
 def test_forces_along_strains_are_those_of_the_parts():
     parts, q = SUMS["mesh"](), start()
     total = SumPotential(*parts)
@@ -195,6 +205,55 @@ def test_a_potential_with_a_force_of_its_own_is_summed_apart():
     assert not is_joined(total, q)
     half = 0.5 * adjsim.LennardJones(0.3, 1.0, **OPTIONS).force(q) + field().force(q)
     torch.testing.assert_close(total.force(q), half, rtol=1e-12, atol=1e-12)
+
+
+def test_an_ewald_sum_with_an_energy_of_its_own_is_summed_apart():
+    class Held(adjsim.ParticleMeshEwald):
+        def forward(self, position):
+            return super().forward(position) + position.square().sum((-1, -2))
+
+    own, q = Held(charges(), tolerance=1e-3, **OPTIONS), start()
+    total = mixture() + own
+    assert not is_joined(total, q)
+    expected = mixture().force(q) + ewald().force(q) - 2 * q
+    torch.testing.assert_close(total.force(q), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("make", [field, ewald])
+def test_a_force_that_an_object_is_given_is_not_joined(make):
+    own, q = make(), start()
+    own.force = lambda position, rounding=None: 0 * position
+    total = mixture() + own
+    assert not is_joined(total, q)
+    torch.testing.assert_close(total.force(q), mixture().force(q), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_parts_with_kernels_are_not_joined_to_one_without(first):
+    """All would be evaluated by torch. The others are still joined."""
+
+    class Unprinted(adjsim.potentials.PairPotential):
+        def pair_energy(self, s):
+            return torch.special.i0(s) * torch.exp(-s)
+
+    own, parts, q = Unprinted(**OPTIONS), [mixture(), field()], start()
+    total = SumPotential(own, *parts) if first else SumPotential(*parts, own)
+    joint, other = read(total).summands(q)
+    assert [type(x) for x in joint.members] == [type(x) for x in parts]
+    assert joint.path(q) == "neighbour list"
+    assert isinstance(other, Unprinted)
+    expected = sum(x.force(q) for x in total.parts)
+    torch.testing.assert_close(total.force(q), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_converted_parts_keep_one_box():
+    """Each part converts its tensors by itself."""
+    total, q = mixture() + field(), start().float()
+    total.float()
+    assert is_joined(total, q)
+    assert total.parts[0].box is total.parts[1].box
+    expected = sum(x.force(q) for x in total.parts)
+    torch.testing.assert_close(total.force(q), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_changes_between_evaluations_are_read():

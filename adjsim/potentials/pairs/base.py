@@ -128,8 +128,11 @@ class PairPotential(PairFormula, Potential):
         return values, pullback
 
     def listed_pairs(self, position: Tensor) -> tuple[PairPotential | None, list[nn.Module]]:
-        own = all(getattr(type(self), x) is getattr(PairPotential, x) for x in _FORCES)
-        listed = own and position.device.type == "cpu" and skin_of(self, position) is not None
+        listed = (
+            keeps(self, PairPotential, *FORCES)
+            and position.device.type == "cpu"
+            and skin_of(self, position) is not None
+        )
         # The functions of tables and the classes of atoms of a member would be those of all.
         plain = listed and not self.tables and self.classes is None
         if not plain or unsupported(self, position) is not None:
@@ -137,12 +140,20 @@ class PairPotential(PairFormula, Potential):
         return self, []
 
     def joined(
-        self, alike: Alike, others: Sequence[tuple[PairPotential, Alike]], /
+        self, alike: Alike, others: Sequence[tuple[PairPotential, Alike]], position: Tensor, /
     ) -> tuple[list[PairPotential], PairPotential]:
-        members = members_of((self, alike), others)
+        given = [(self, alike), *others]
+        members = members_of(given[0], others)
         found = object.__new__(JoinedPairs)
         found.join(members)
-        return members[1:], found
+        if evaluator_of(found, position).has_kernel:
+            return members, found
+        # A member without a kernel would have the others evaluated by torch too.
+        able = [(x, y) for x, y in given if evaluator_of(x, position).has_kernel]
+        if 1 < len(able) < len(given):
+            (first, y), *rest = able
+            return first.joined(y, rest, position)
+        return [self], found
 
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``.
@@ -178,7 +189,14 @@ class PairPotential(PairFormula, Potential):
 
 
 # The methods that an evaluation with others replaces.
-_FORCES = "force", "force_vjp", "strained_force", "strained_vjp"
+FORCES = "force", "force_vjp", "strained_force", "strained_vjp"
+
+
+def keeps(module: nn.Module, base: type, *methods: str) -> bool:
+    """Return whether a module has these methods of a base class, and none of its own."""
+    return all(
+        x not in vars(module) and getattr(type(module), x) is getattr(base, x) for x in methods
+    )
 
 
 class JoinedPairs(JoinedFormula, PairPotential):
@@ -257,6 +275,11 @@ class PairEvaluator:
             check_exclusions(pair.exclusions, position.shape[-2])
         self.form = form
         self._listed: dict[str, bool] = {}
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether there is a kernel of the force."""
+        return isinstance(self.form, PairForm)
 
     def way(self, pair: PairFormula, position: Tensor, *formulas: str) -> tuple[Any, Any]:
         """Return the module whose functions sum these formulas, and their first argument."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from adjsim.core.rows import pulled_together
 from adjsim.core.state import in_transform
 from adjsim.core.strain import Strain
 from adjsim.potentials.strained import at_rest
@@ -84,11 +85,15 @@ class _Forces(torch.autograd.Function):
             point = (position, charge) if value is None else (position, charge, value)
             found = torch.func.vjp(again, *point)[1](cotangents)
             return (None, None, *found, None)[:5]
-        v, c = cotangents
         product = make(strain).linearised(position, charge)[1]
-        along, moved, weight = product(v, None if strain is None else c)
-        by_strain = None if strain is None else at_rest(moved, position, along, strain)
-        return None, None, along, weight, by_strain
+
+        def pull(v: Tensor, c: Tensor) -> tuple[Tensor | None, ...]:
+            along, moved, weight = product(v, None if strain is None else c)
+            by_strain = None if strain is None else at_rest(moved, position, along, strain)
+            return along, weight, by_strain
+
+        # The library of meshes takes rows of cotangents one by one.
+        return None, None, *pulled_together(pull, cotangents)
 
 
 def _strain(value: Tensor | None, rows: Tensor | None) -> Strain | None:

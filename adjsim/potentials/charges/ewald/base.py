@@ -24,7 +24,7 @@ from adjsim.potentials.charges.ewald.autograd import ChargeSum, Maker
 from adjsim.potentials.charges.ewald.complement import Complement
 from adjsim.potentials.charges.ewald.excluded import ExcludedPairs, places_of
 from adjsim.potentials.charges.ewald.waves import Waves, influence
-from adjsim.potentials.pairs.base import PairPotential
+from adjsim.potentials.pairs.base import FORCES, PairPotential, keeps
 from adjsim.potentials.pairs.formula import SHIFTED, skin_of
 from adjsim.potentials.pairs.kernels.exclusions import digest_of
 
@@ -221,7 +221,8 @@ class EwaldSum(Declaring, Periodic, SummedForces, inherits_forces=True):
         return [self.real, as_part(Complement(self), self)]
 
     def listed_pairs(self, position: Tensor) -> tuple[PairPotential | None, list[nn.Module]]:
-        if skin_of(self, position) is None:
+        # A force or summands of a subclass are not those of a part in real space and the rest.
+        if not keeps(self, EwaldSum, *FORCES, "summands") or skin_of(self, position) is None:
             return None, [self]
         real, complement = self.summands(position)
         pairs, _ = cast(PairPotential, real).listed_pairs(position)
