@@ -118,7 +118,12 @@ def _spacing(
     with torch.no_grad():
         varies = run.dynamics.error_growth(float(run.times[0]), run.state) is not None
     if varies:
-        assert isinstance(clock, Clock)
+        if not isinstance(clock, Clock):
+            raise TypeError(
+                f"the errors of {type(run.dynamics).__name__} grow unevenly along a run, by "
+                "friction with a surface, and ReversibleAdjoint cannot place checkpoints for this "
+                "among steps of different sizes. Use CheckpointAdjoint(), or steps of one size."
+            )
         constant = run.solver.damping(run.dynamics, run.state) * clock.dt
         return None, ErrorBudget(run.dynamics, clock, constant + growth / by_rounding, growth)
     by_friction = run.solver.steps_within(run.dynamics, run.state, growth)

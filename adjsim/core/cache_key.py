@@ -12,10 +12,12 @@ without compilation (:mod:`adjsim.adjoints.loops.loop`).
 from __future__ import annotations
 
 import hashlib
+import random
 import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -57,10 +59,18 @@ _LEFT_OUT = (STANDARD | OWN) - {"training"}
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 # Values that are their own keys; the commonest are looked up in less time.
 _SIMPLE = {type(None), bool, int, str}
-_NUMBERS = (int, complex, Decimal, Fraction)
+_NUMBERS = (int, float, complex, Decimal, Fraction)
 _VALUES = (*_NUMBERS, str, bytes, range, Enum, PurePath, date, time, timedelta, re.Pattern)
 _SETTINGS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_PLAIN = (*_VALUES, *_SETTINGS, EllipsisType, NotImplementedType)
+_PLAIN = (*_VALUES, *_SETTINGS, EllipsisType, NotImplementedType, np.ndarray)
+# Their states change with every number that is drawn, and no rate may draw one.
+_RANDOM = (
+    np.random.Generator,
+    np.random.BitGenerator,
+    np.random.RandomState,
+    random.Random,
+    torch.Generator,
+)
 # Weak dictionaries are caches: their entries are left out, since no result depends on them.
 _CACHES = (WeakKeyDictionary, WeakValueDictionary, WeakIdKeyDictionary, WeakTensorKeyDictionary)
 # The types of the descriptors of slots in a class.
@@ -133,12 +143,11 @@ class _KeyBuilder:
         """Build the key of an object; ``where`` names it in errors."""
         if type(x) in _SIMPLE:
             return type(x), x
-        if isinstance(x, float):
-            return float, x.hex()  # NaN equals itself, and the two zeros differ.
-        if isinstance(x, _PLAIN):
-            if isinstance(x, Enum) and not of_library(type(x)):
-                return x.name, self.key(x.value, where), self.key(type(x), where)
-            return type(x), x
+        if isinstance(x, np.ma.MaskedArray):
+            parts = np.asarray(x), np.ma.getmaskarray(x), x.fill_value
+            return type(x), self.key(parts, where)
+        if isinstance(x, _PLAIN) and of_library(type(x)):
+            return self._contents(x, where)
         if isinstance(x, np.generic):
             return type(x), x.tobytes()
         if isinstance(x, Tensor):
@@ -148,9 +157,6 @@ class _KeyBuilder:
                 return *form, x.layout, *(parts or [Identity(x), x._version])
             # The contents, since ``.data`` evades the version counter.
             return *form, hashlib.blake2b(bytes_of(x).data, digest_size=16).digest()
-        if isinstance(x, np.ndarray):
-            content = self.key(x.tolist(), where) if x.dtype.hasobject else x.tobytes()
-            return x.shape, x.dtype.str, content
         if isinstance(x, bytearray):
             return bytearray, bytes(x)
         if isinstance(x, slice):
@@ -160,8 +166,20 @@ class _KeyBuilder:
         if id(x) in self.seen:
             return "seen", self.seen[id(x)][0]
         self.seen[id(x)] = (len(self.seen), x)
+        if isinstance(x, _PLAIN):
+            # A class of the user may add attributes, and methods that read anything.
+            kind = self.key(type(x), where)
+            if isinstance(x, Enum):
+                return x.name, self.key(x.value, where), kind
+            return self._contents(x, where), kind, *self._named(dict(attributes_of(x)), where)
         if isinstance(x, _CACHES):
             return type(x)
+        if isinstance(x, ref):
+            return type(x), self.key(x(), where)
+        if isinstance(x, ContextVar):
+            return type(x), x.name, self.key(x.get(None), where)
+        if (table := _of_table(x)) is not None:
+            return type(x), self.key(table, where)
         if isinstance(x, _GETTERS):
             return type(x), self.key(x.__reduce__()[1:], where)
         if isinstance(x, (tuple, list, deque)):
@@ -171,7 +189,8 @@ class _KeyBuilder:
             return self._container(x, where, (frozenset(self.key(y, where) for y in x),))
         if isinstance(x, Mapping):
             items = ((self.key(k, where), self.key(y, f"{where}[{k!r}]")) for k, y in x.items())
-            return self._container(x, where, items)
+            made = self.key(getattr(x, "default_factory", None), where)
+            return self._container(x, where, (made, *items))
         if isinstance(x, nn.Module):
             if id(x) in self.numbers:
                 return nn.Module, self.numbers[id(x)]
@@ -187,11 +206,23 @@ class _KeyBuilder:
             return self._function(x, where)
         left_out = _remembered(type(x))
         attributes = {name: y for name, y in attributes_of(x) if name not in left_out}
+        if not attributes and (parts := _to_copy(x)) is not None:
+            # An array of the standard library, or a number of ctypes.
+            return self._class(type(x), where), self.key(parts, where)
         if not attributes and not hasattr(x, "__dict__"):
-            kind: Any = type(x)
-            self.opaque.append(f"{where} ({kind.__name__})")
-            return Identity(x) if kind.__weakrefoffset__ else kind
+            of: Any = type(x)
+            self.opaque.append(f"{where} ({of.__name__})")
+            return Identity(x) if of.__weakrefoffset__ else of
         return self._class(type(x), where), *self._named(attributes, where)
+
+    def _contents(self, x: Any, where: str) -> Any:
+        """Build the key of a number, a string or an array alone."""
+        if isinstance(x, float):
+            return float, x.hex()  # NaN equals itself, and the two zeros differ.
+        if isinstance(x, np.ndarray):
+            content = self.key(x.tolist(), where) if x.dtype.hasobject else x.tobytes()
+            return x.shape, x.dtype.str, content
+        return type(x), x
 
     def module(self, x: nn.Module) -> Any:
         """Build the key of one module."""
@@ -328,6 +359,32 @@ def _sparse_parts(x: Tensor) -> tuple[Tensor, ...]:
     if x.layout in (torch.sparse_csc, torch.sparse_bsc):
         return x.ccol_indices(), x.row_indices(), x.values()
     return ()
+
+
+def _of_table(x: Any) -> Any:
+    """Return what a table of pandas consists of; None for anything else."""
+    pandas: Any = sys.modules.get("pandas")
+    if isinstance(x, getattr(pandas, "Index", ())):
+        return x.to_list(), x.names, str(x.dtype)
+    if isinstance(x, getattr(pandas, "Series", ())):
+        return x.to_numpy(), x.index, x.name, str(x.dtype), x.attrs
+    if isinstance(x, getattr(pandas, "DataFrame", ())):
+        return [x.iloc[:, i] for i in range(x.shape[1])], x.index, x.columns, x.attrs
+    return None
+
+
+def _to_copy(x: Any) -> Any:
+    """Return what a copy of an object written in C is made of; None where it has no such rule."""
+    kind = type(x)
+    own = kind.__reduce__ is not object.__reduce__
+    if isinstance(x, _RANDOM) or not (own or kind.__reduce_ex__ is not object.__reduce_ex__):
+        return None
+    try:
+        found = x.__reduce_ex__(2)
+    except Exception:
+        return None
+    # Further parts are iterators over entries.
+    return (*found[1:3], *map(tuple, filter(None, found[3:5]))) if type(found) is tuple else found
 
 
 @cache

@@ -15,7 +15,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-_PACKAGES = {"adjsim", "beartype", "jaxtyping", "numpy", "scipy", "torch"}
+_PACKAGES = {"adjsim", "beartype", "jaxtyping", "numpy", "pandas", "scipy", "torch"}
 # Folders of these packages, wherever they are installed.
 _SITES = {
     *(Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")),

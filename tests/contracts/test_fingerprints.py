@@ -1,20 +1,27 @@
 """Fingerprints: each way of writing a function that hides a number or a formula."""
 
+import array
+import collections
+import ctypes
 import enum
 import functools
 import operator
 import re
 import warnings
+import weakref
+from contextvars import ContextVar
 from datetime import timedelta
 from decimal import Decimal
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import adjsim
+from adjsim.core.cache_key import cache_key
 from adjsim.core.durable.manifest import module_fingerprint, object_fingerprint
 
 
@@ -185,3 +192,78 @@ def test_a_run_leaves_the_fingerprint_of_its_solver():
     before = object_fingerprint(solver, "x")
     adjsim.simulate(equation, equation.init(torch.ones(1, 1)), [0.0, 0.2], solver=solver)
     assert object_fingerprint(solver, "x") == before
+
+
+class Number(float):
+    """A number with a unit."""
+
+
+class Row(np.ndarray):
+    """An array with a unit."""
+
+
+VARIABLE = ContextVar("VARIABLE")
+ALIVE = []
+
+
+def number(c):
+    x = Number(1.0)
+    x.unit = c
+    return x
+
+
+def row(c):
+    x = np.zeros(2).view(Row)
+    x.unit = c
+    return x
+
+
+def variable(c):
+    VARIABLE.set(c)
+    return VARIABLE
+
+
+def referred(c):
+    ALIVE.append(number(c))
+    return weakref.ref(ALIVE[-1])
+
+
+def table(c):
+    pandas = pytest.importorskip("pandas")
+    return pandas.DataFrame({"a": [1.0, c], "b": ["x", "y"]})
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        number,
+        row,
+        variable,
+        referred,
+        table,
+        lambda c: table(c)["a"],
+        lambda c: table(0.0).rename(columns={"a": str(c)}),
+        lambda c: np.ma.array([1.0, 2.0], mask=[c > 1, False], fill_value=1.0),
+        lambda c: collections.defaultdict(lambda: c),
+        lambda c: array.array("d", [c]),
+        ctypes.c_double,
+    ],
+)
+def test_values_of_an_attribute_are_seen(made):
+    """In compiled code too, which holds them; a value made anew is equal."""
+    fields = nn.Module(), nn.Module(), nn.Module()
+    keys = []
+    for field, c in zip(fields, (1.0, 2.0, 1.0), strict=True):
+        field.value = made(c)
+        keys.append((cache_key(field), module_fingerprint(field)))
+    assert not keys[0][0].opaque
+    assert all(a != b for a, b in zip(*keys[:2], strict=True))
+    assert keys[0] == keys[2]
+
+
+def test_a_generator_may_draw_between_runs():
+    field, generator = nn.Module(), np.random.default_rng(1)
+    field.value = generator
+    found = module_fingerprint(field)
+    generator.normal()
+    assert module_fingerprint(field) == found

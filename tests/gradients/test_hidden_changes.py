@@ -224,7 +224,7 @@ class Holds(Quartic):
     def __init__(self):
         super().__init__()
         self.name = re.match("[a-z]+", "quartic-1").group()
-        self.lock, self.number = threading.Lock(), array.array("d", [1.0])
+        self.lock, self.number = threading.Lock(), memoryview(array.array("d", [1.0]))
 
     def factor(self):
         return self.number[0]

@@ -230,3 +230,19 @@ def test_controls_that_see_no_velocity_are_part_of_the_force():
     reversible = torch.autograd.grad(loss, signal.values)
     torch.testing.assert_close(direct, reversible, rtol=1e-11, atol=1e-13)
     assert float(direct[0].abs().min()) > 1e-8
+
+
+def test_coupled_copies_under_friction_of_a_surface():
+    """The growth of errors under friction is that of the first copy."""
+    found = []
+    for adjoint in (DirectAdjoint(), ReversibleAdjoint()):
+        dynamics, (position, momentum) = BODIES["friction"](), start()
+        begin = dynamics.init(position, momentum)
+        solver = adjsim.Coupled("rk4", DT, rate=1.0)
+        end = simulate(dynamics, begin, [0, 3 * DT], solver=solver, adjoint=adjoint).final
+        end.position.square().sum().backward()
+        found.append({name: x.grad for name, x in dynamics.named_parameters()})
+    agree(found[1], found[0], 1e-9)
+    solver = adjsim.Coupled("dormand-prince", adjsim.Adaptive(1e-3, 1e-3), rate=1.0)
+    with pytest.raises(TypeError, match=r"grow unevenly .* Use CheckpointAdjoint"):
+        simulate(dynamics, begin, [0, DT], solver=solver, adjoint=ReversibleAdjoint())

@@ -331,3 +331,32 @@ def test_the_final_state_does_not_change_with_the_frames(adjoint):
         run = adjsim.simulate(ode, start, [0.0, 1.0], solver=ODESolver(), adjoint=adjoint)
     run.y.zero_()
     assert float(run.final.y) == pytest.approx(math.exp(-0.5))
+
+
+class Turned(torch.nn.Module):
+    """A rate with parameters of several dtypes, in the dtype of the state."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(2, 2, dtype=dtype)
+        self.k = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+        self.w = torch.nn.Parameter(torch.randn(3, 2, dtype=torch.complex128))
+
+    def forward(self, t, y):
+        rate = torch.tanh(self.net(y)) * self.k
+        return rate + (y * self.w * torch.exp(1j * t)).sum(0).real.to(y.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_continuous_adjoint_of_parameters_of_several_dtypes(dtype):
+    """The field is evaluated at states of their own dtype, backward too."""
+    found = []
+    for adjoint in (DirectAdjoint(), BacksolveAdjoint()):
+        ode, y = adjsim.ODE(Turned(dtype)), torch.ones(2, dtype=dtype, requires_grad=True)
+        solver = ODESolver(rtol=1e-6, atol=1e-7)
+        run = adjsim.simulate(ode, ode.init(y), TIMES, solver=solver, adjoint=adjoint)
+        run.y.square().sum().backward()
+        found.append([y.grad, *(x.grad for x in ode.parameters())])
+    for direct, swept in zip(*found, strict=True):
+        torch.testing.assert_close(swept, direct, rtol=1e-4, atol=1e-5)

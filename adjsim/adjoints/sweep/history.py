@@ -122,7 +122,9 @@ class ErrorBudget(AttributeState):
 
 def growth_in_step(dynamics: Dynamics[Any], dt: float, t: Any, state: AnyState) -> Tensor:
     """Compute the part of the growth that varies, for the step that ends in a state."""
-    rate = dynamics.error_growth(t, state)
+    # Steps with a second copy of the state have its fields behind those of the dynamics.
+    kind: Any = dynamics.state_type
+    rate = dynamics.error_growth(t, kind._make(state[: len(kind._fields)]))
     assert rate is not None
     return dt * rate
 

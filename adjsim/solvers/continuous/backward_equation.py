@@ -28,7 +28,9 @@ class BackwardEquation:
         db/ds = a^T df/dt      dy/ds = -f      da/ds = a^T df/dy      dg/ds = a^T df/dtheta
 
     They are one row (b, y, a, g). Nobody reads b, but it takes part in the choice of steps, as in
-    torchdiffeq. A state of several fields is a row too; one field keeps its shape.
+    torchdiffeq. A state of several fields is a row too; one field keeps its shape. The row has the
+    widest real dtype of all, and complex parameters are pairs of numbers there; the field is
+    evaluated at states of their own dtype.
     """
 
     def __init__(self, field: VectorField[Any], start: Fields) -> None:
@@ -36,8 +38,8 @@ class BackwardEquation:
         self.parameters = self.field.trainable
         self.shapes = [x.shape for x in start]
         self.widths = [x.numel() for x in start]
-        self.single = len(start) == 1
-        sizes, count = [x.numel() for x in self.parameters], len(self.field.run.state)
+        self.single, self.dtype = len(start) == 1, start[0].dtype
+        sizes, count = [_real(x).numel() for x in self.parameters], len(self.field.run.state)
         self._parts = [1, sum(self.widths), sum(self.widths), sum(sizes)]
         self._normed = [1, *self.widths, *self.widths, *sizes]
         # A time average, the field after those of the state, takes no part in the choice of steps.
@@ -65,11 +67,12 @@ class BackwardEquation:
         """Return the rates of a row."""
         _, y, cotangent, _ = row.split(self._parts)
         shape = self.shapes[0] if self.single else y.shape
-        time, y = (-s).requires_grad_(), y.view(shape).detach().requires_grad_()
+        time, y = (-s).requires_grad_(), y.view(shape).detach().to(self.dtype).requires_grad_()
+        cotangent = cotangent.view(shape).to(self.dtype)
         with torch.enable_grad():
             rates = self.forward(time, y)
-        slope, *products = _products(rates, (time, y, *self.parameters), cotangent.view(shape))
-        return torch.cat([x.reshape(-1) for x in (slope, -rates.detach(), *products)])
+        slope, *products = _products(rates, (time, y, *self.parameters), cotangent)
+        return torch.cat([_real(x).reshape(-1) for x in (slope, -rates.detach(), *products)])
 
     def norm(self, row: Tensor) -> Tensor:
         """Return the largest root mean square of the fields, the cotangents and each parameter."""
@@ -83,7 +86,7 @@ class BackwardEquation:
         """Return the cotangent of the start and the gradient of the parameters, as rows."""
         zero = frames.new_zeros(1)
         parts = [zero, frames[-1], cotangents[-1], *map(torch.zeros_like, self.parameters)]
-        row = torch.cat([x.reshape(-1) for x in parts])
+        row = torch.cat([_real(x).reshape(-1) for x in parts])
         for i in range(len(times) - 1, 0, -1):
             row = solve(self, row, -times[i - 1 : i + 1].flip(0))[1]
             _, y, cotangent, _ = row.split(self._parts)
@@ -92,6 +95,19 @@ class BackwardEquation:
             cotangent += cotangents[i - 1].reshape(-1)
         _, _, cotangent, gradient = row.split(self._parts)
         return cotangent, gradient
+
+
+def _real(x: Tensor) -> Tensor:
+    """Return a real tensor as it is, and a complex one as pairs of numbers."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _as_parameter(row: Tensor, x: Tensor) -> Tensor:
+    """Return the part of a row that is the gradient of a parameter in its shape."""
+    if not x.is_complex():
+        return row.view(x.shape)
+    # A part of a row may begin between the two numbers of a pair.
+    return torch.view_as_complex(row.view(*x.shape, 2).clone())
 
 
 def _products(rates: Tensor, inputs: Fields, cotangent: Tensor) -> Fields:
@@ -130,6 +146,6 @@ class Backsolve(torch.autograd.Function):
         frames, *parameters = ctx.saved_tensors
         start, gradient = ctx.equation.gradient(ctx.solve, ctx.times, frames, cotangents[0])
         ctx.equation.field.run.refuse_written()
-        parts = gradient.split([x.numel() for x in parameters])
-        products = (g.view(x.shape) for g, x in zip(parts, parameters, strict=True))
+        parts = gradient.split([_real(x).numel() for x in parameters])
+        products = (_as_parameter(g, x) for g, x in zip(parts, parameters, strict=True))
         return None, None, None, start.view(ctx.shape), *products
