@@ -12,7 +12,6 @@ without compilation (:mod:`adjsim.adjoints.loops.loop`).
 from __future__ import annotations
 
 import hashlib
-import random
 import re
 import sys
 from collections import deque
@@ -23,7 +22,7 @@ from datetime import date, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
-from functools import cache, cached_property, lru_cache, partial, partialmethod
+from functools import cached_property, lru_cache, partial, partialmethod
 from operator import attrgetter, itemgetter, methodcaller
 from pathlib import PurePath
 from types import (
@@ -49,6 +48,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from adjsim.core.autocast import AutocastState, autocast_state
+from adjsim.core.contents import bytes_of, of_table, remembered, sparse_parts, to_copy
 from adjsim.core.derived import OWN, STANDARD, derived_names, source_of
 from adjsim.core.libraries import is_library, is_package, of_library
 from adjsim.core.rebinding import attributes_of
@@ -63,14 +63,6 @@ _NUMBERS = (int, float, complex, Decimal, Fraction)
 _VALUES = (*_NUMBERS, str, bytes, range, Enum, PurePath, date, time, timedelta, re.Pattern)
 _SETTINGS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = (*_VALUES, *_SETTINGS, EllipsisType, NotImplementedType, np.ndarray)
-# Their states change with every number that is drawn, and no rate may draw one.
-_RANDOM = (
-    np.random.Generator,
-    np.random.BitGenerator,
-    np.random.RandomState,
-    random.Random,
-    torch.Generator,
-)
 # Weak dictionaries are caches: their entries are left out, since no result depends on them.
 _CACHES = (WeakKeyDictionary, WeakValueDictionary, WeakIdKeyDictionary, WeakTensorKeyDictionary)
 # The types of the descriptors of slots in a class.
@@ -153,7 +145,7 @@ class _KeyBuilder:
         if isinstance(x, Tensor):
             form = x.dtype, x.device, x.requires_grad, tuple(x.shape)
             if x.layout != torch.strided:
-                parts = [self.key(part, where) for part in _sparse_parts(x.detach())]
+                parts = [self.key(part, where) for part in sparse_parts(x.detach())]
                 return *form, x.layout, *(parts or [Identity(x), x._version])
             # The contents, since ``.data`` evades the version counter.
             return *form, hashlib.blake2b(bytes_of(x).data, digest_size=16).digest()
@@ -178,7 +170,7 @@ class _KeyBuilder:
             return type(x), self.key(x(), where)
         if isinstance(x, ContextVar):
             return type(x), x.name, self.key(x.get(None), where)
-        if (table := _of_table(x)) is not None:
+        if (table := of_table(x)) is not None:
             return type(x), self.key(table, where)
         if isinstance(x, _GETTERS):
             return type(x), self.key(x.__reduce__()[1:], where)
@@ -204,9 +196,9 @@ class _KeyBuilder:
             x, BuiltinFunctionType | FunctionType | MethodType | partial
         ):
             return self._function(x, where)
-        left_out = _remembered(type(x))
+        left_out = remembered(type(x))
         attributes = {name: y for name, y in attributes_of(x) if name not in left_out}
-        if not attributes and (parts := _to_copy(x)) is not None:
+        if not attributes and (parts := to_copy(x)) is not None:
             # An array of the standard library, or a number of ctypes.
             return self._class(type(x), where), self.key(parts, where)
         if not attributes and not hasattr(x, "__dict__"):
@@ -348,60 +340,6 @@ def object_key(x: Any, where: str, ignored: Callable[[str], bool] = is_package) 
     if builder.opaque:
         raise UninspectableError(builder.opaque[0])
     return key
-
-
-def _sparse_parts(x: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that a sparse one consists of; none for another layout."""
-    if x.layout == torch.sparse_coo:
-        return x._indices(), x._values()
-    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return x.crow_indices(), x.col_indices(), x.values()
-    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return x.ccol_indices(), x.row_indices(), x.values()
-    return ()
-
-
-def _of_table(x: Any) -> Any:
-    """Return what a table of pandas consists of; None for anything else."""
-    pandas: Any = sys.modules.get("pandas")
-    if isinstance(x, getattr(pandas, "Index", ())):
-        return x.to_list(), x.names, str(x.dtype)
-    if isinstance(x, getattr(pandas, "Series", ())):
-        return x.to_numpy(), x.index, x.name, str(x.dtype), x.attrs
-    if isinstance(x, getattr(pandas, "DataFrame", ())):
-        return [x.iloc[:, i] for i in range(x.shape[1])], x.index, x.columns, x.attrs
-    return None
-
-
-def _to_copy(x: Any) -> Any:
-    """Return what a copy of an object written in C is made of; None where it has no such rule."""
-    kind = type(x)
-    own = kind.__reduce__ is not object.__reduce__
-    if isinstance(x, _RANDOM) or not (own or kind.__reduce_ex__ is not object.__reduce_ex__):
-        return None
-    try:
-        found = x.__reduce_ex__(2)
-    except Exception:
-        return None
-    # Further parts are iterators over entries.
-    return (*found[1:3], *map(tuple, filter(None, found[3:5]))) if type(found) is tuple else found
-
-
-@cache
-def _remembered(kind: type) -> frozenset[str]:
-    """Return the names of cached properties of libraries, which objects get as they are used."""
-    return frozenset(
-        name
-        for base in kind.__mro__
-        if of_library(base)
-        for name, value in vars(base).items()
-        if isinstance(value, cached_property)
-    )
-
-
-def bytes_of(x: Tensor) -> np.ndarray:
-    """Return the contents of a tensor as bytes."""
-    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 @lru_cache(4096)

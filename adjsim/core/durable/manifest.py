@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from adjsim.core.agreement import difference, rounding
 from adjsim.core.arguments import describe_type
 from adjsim.core.autocast import autocast_state
-from adjsim.core.cache_key import Identity, UninspectableError, bytes_of, cache_key, object_key
+from adjsim.core.cache_key import Identity, UninspectableError, cache_key, object_key
+from adjsim.core.contents import bytes_of
 from adjsim.core.durable.store import Store, StoreError
 from adjsim.core.libraries import is_library
 from adjsim.core.parameters import trainable

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_tensor
-from adjsim.core.cache_key import bytes_of
+from adjsim.core.contents import bytes_of
 from adjsim.core.derived import has_numbers
 from adjsim.core.layout import is_tracing
 from adjsim.core.operators import operator, shapes_of
