@@ -55,6 +55,7 @@ def to_copy(x: Any) -> Any:
     try:
         found = x.__reduce_ex__(2)
     except Exception:
+        # Objects that no copy is made of, such as locks, raise errors of any kind.
         return None
     # Further parts are iterators over entries.
     return (*found[1:3], *map(tuple, filter(None, found[3:5]))) if type(found) is tuple else found

@@ -56,6 +56,9 @@ class Complement(Potential):
 
         return materialise(value), pullback
 
+    def strained_energy(self, position: Positions, strain: Strain) -> Energies:
+        return self.whole.beyond(position, strain)
+
     def strained_force(
         self, position: Positions, strain: Strain, roundings: Roundings = UNROUNDED_BOTH
     ) -> Forced:
