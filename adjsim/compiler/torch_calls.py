@@ -19,7 +19,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from adjsim.compiler.calls import Address, Call, Called, address_of, in_order, pointer_to
 from adjsim.compiler.values import TYPES, Store, UnprintableError, Value
-from adjsim.core.operators import function_of
 
 Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
 # The status of a loop in which a called function raised an error, and what a function returns that
@@ -60,7 +59,6 @@ class Region:
             if mutates(node) and isinstance(first, Node) and first not in inside:
                 known[first] = graph.call_function(torch.ops.aten.clone.default, (known[first],))
             known[node] = graph.node_copy(node, known.__getitem__)
-            known[node].target = function_of(node.target)
             # Parts and expanded tensors are dense in the loop, with strides other than traced.
             if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
                 known[node].target = torch.ops.aten.reshape.default

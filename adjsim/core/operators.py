@@ -9,9 +9,6 @@ import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# The functions of the operators, for calls without the dispatcher.
-_functions: dict[Any, Callable[..., Any]] = {}
-
 
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Define a function of tensors as the operator ``adjsim::name``.
@@ -31,20 +28,11 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
         torch.library.define(qualified, types, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(qualified, "default", function)
         defined = getattr(torch.ops.adjsim, name).default
-        _functions[defined] = function
         if defined._schema.returns:
             torch.library.register_autograd(qualified, _refuse)
         return defined
 
     return define
-
-
-def function_of(target: Any) -> Any:
-    """Return the function of an operator of this library, and any other target as it is.
-
-    A call of the dispatcher takes longer than one of the function, by some ten microseconds.
-    """
-    return _functions.get(target, target)
 
 
 def _refuse(ctx: Any, *cotangents: Any) -> Any:
