@@ -87,6 +87,17 @@ def several() -> tuple[nn.Module, Tensor]:
     return functools.reduce(operator.add, made), gas(torch.diag(test_tiles.BOX), 24, 1)
 
 
+def joined() -> tuple[nn.Module, Tensor]:
+    """A mixture and charges on a mesh, whose pairs take one pass over one list."""
+    _, position = listed()
+    charge = nn.Parameter((-1.0) ** torch.arange(216, dtype=torch.float64))
+    options: Any = {"cutoff": 1.8, "box": [7.2] * 3, "exclusions": [[0, 1], [7, 43]]}
+    mixture = adjsim.LennardJonesMixture(
+        torch.arange(216) % 2, vector(1.1, 0.8), vector(0.95, 0.9), **options
+    )
+    return mixture + ParticleMeshEwald(charge, tolerance=1e-3, **options), position
+
+
 def bonded() -> tuple[nn.Module, Tensor]:
     position = problems.square()[0]
     return problems.POTENTIALS["bonded"](), position
@@ -149,6 +160,7 @@ SYSTEMS: dict[str, Callable[[], System]] = {
     "own module": potential(lambda: (problems.Cage(), problems.square()[0])),
     "ewald": potential(lambda: ewald(test_ewald.ewald)),
     "mesh": potential(lambda: ewald(test_ewald.mesh)),
+    "joined": potential(joined),
     "solvent": potential(solvent),
     "sites": potential(lambda: (force_field(None), pressure.position())),
     "graph": potential(graph),

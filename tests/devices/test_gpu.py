@@ -31,7 +31,8 @@ NAMES = list(SYSTEMS) if torch.cuda.is_available() else []
 CALLED = list(CALLS) if torch.cuda.is_available() else []
 BY_TILES = list(TILED) if torch.cuda.is_available() else []
 # A table by species that requires grad is left to torch.
-LISTED = [("listed", "Triton"), ("listed", "torch"), ("listed mixture", "torch")]
+LISTED = [(name, "torch") for name in ("listed", "listed mixture", "joined")]
+LISTED = [("listed", "Triton"), *LISTED]
 LISTED = LISTED if torch.cuda.is_available() else []
 FORMULAS = list(test_tiles.POTENTIALS) if torch.cuda.is_available() else []
 STEPS = 12

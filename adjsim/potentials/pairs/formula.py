@@ -330,8 +330,8 @@ def read_at(coefficients: Tensor) -> Callable[[Tensor], Tensor]:
 
 # Up to these numbers of pairs, of all systems of a batch, all pairs take less time than a list on a
 # GPU, by torch and by a kernel of tiles: a list is bound by launches and by what the host reads.
-# Measured, see benchmarks/README.md.
-LISTED_ON_GPU, LISTED_BESIDE_TILES = 7e6, 2.8e8
+# Measured, the second in compiled loops, see benchmarks/README.md.
+LISTED_ON_GPU, LISTED_BESIDE_TILES = 7e6, 1.3e8
 
 
 def skin_of(pair: Periodic, position: Tensor, by_tiles: bool = False) -> float | None:
