@@ -6,7 +6,8 @@ column, forward and with the gradient with respect to all mu. The loop runs over
 and its time is scaled to all columns. `lorenz`: 1e5 exact steps of Lorenz and their gradient.
 `ode`, `sde`: the gradient of a neural ODE and SDE, against torchdiffeq, torchsde and diffrax.
 `memory`: the growth of the resident set with the steps of a neural ODE, in fresh processes. These
-three are in networks.py. `stiff`: implicit steps against diffrax, in stiff.py.
+three are in networks.py. `stiff`: implicit steps against diffrax, in stiff.py. `rows`: 25 rows of
+cotangents over one backward run, in rows.py.
 Run: python benchmarks/fields.py [case ...]
 """
 
@@ -21,6 +22,7 @@ import torch
 from networks import LONG, SHORT, memory, neural_ode, neural_sde
 from rich.console import Console
 from rich.table import Table
+from rows import rows
 from stiff import stiff
 from torch import Tensor, nn
 
@@ -119,6 +121,7 @@ CASES: dict[str, tuple[list[str], Callable[[], list[list[str]]]]] = {
     ),
     "sde": (["dtype", "", "ms", "of torchsde's best", "error of gradient"], neural_sde),
     "stiff": (["", "", "ms", "of diffrax's best", "difference of gradient"], stiff),
+    "rows": (["", "", "25 rows over one (one)", "compiled"], rows),
     "memory": (["", f"{SHORT} steps, MiB", f"{LONG} steps, MiB"], memory),
     "columns": (
         ["method (of the loop)", "", "one call, s", "loop, s", "ratio", "largest difference"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from adjsim.core.layout import is_tracing, materialise
 from adjsim.core.rows import where
 from adjsim.dynamics.clip import Clip
 from adjsim.dynamics.forces import LinearForce, add_to
+from adjsim.dynamics.layers import RowsOfLayers
 from adjsim.potentials.products import DeferredVJP
 
 # Entries of small systems that are collected and differentiated together.
@@ -34,11 +36,13 @@ class Cotangents:
         parameters: Mapping[str, Tensor] | None = None,
         coefficient_sums: Mapping[tuple[str, str], Tensor] | None = None,
         parameter_sums: Mapping[str, Tensor] | None = None,
+        rows: bool = False,
     ) -> None:
         self._state = dict(state)
         self.parameters = dict(parameters or {})
         self.coefficient_sums = dict(coefficient_sums or {})
         self.parameter_sums = dict(parameter_sums or {})
+        self._layers = RowsOfLayers(self.parameters, self.parameter_sums) if rows else None
         self._forces: list[LinearForce] = []
         self._deferred: dict[Callable[[Tensor], Tensor], list[DeferredVJP]] = {}
 
@@ -73,6 +77,10 @@ class Cotangents:
         """Add to the cotangent of a parameter."""
         add_to(self.parameter_sums, name, self._present(value))
 
+    def collecting(self) -> AbstractContextManager[Any]:
+        """Evaluate functions of rows whose gradients by weights wait for others."""
+        return nullcontext() if self._layers is None else self._layers
+
     def add_function(self, value: Tensor, leaves: Any, cotangent: Tensor) -> dict[str, Tensor]:
         """Differentiate a value, add the products, and return those for the leaves by field."""
         if not value.requires_grad:
@@ -96,6 +104,8 @@ class Cotangents:
         for pending in self._deferred.values():
             if pending:
                 self._differentiate(pending)
+        if self._layers is not None:
+            self._layers.complete()
 
     def state(self) -> dict[str, Any]:
         """Return all cotangents and sums, after :meth:`complete`, for a save."""
@@ -109,7 +119,8 @@ class Cotangents:
         """Go on from the sums of a sweep that was interrupted."""
         self._state = dict(state["fields"])
         self.coefficient_sums = {(a, n): value for a, n, value in state["coefficients"]}
-        self.parameter_sums = dict(state["parameters"])
+        self.parameter_sums.clear()
+        self.parameter_sums.update(state["parameters"])
 
     def _present(self, value: Tensor) -> Tensor:
         """Return what a part of the sweep contributes."""

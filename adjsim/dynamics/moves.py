@@ -295,7 +295,7 @@ class GeneralFlow(Move):
         read = [x.detach().requires_grad_(inner is not None) for x, inner in parts]
         fields = [x.detach().requires_grad_() for x in self._fields(before)]
         coefficients, wanted = as_leaves(context.coefficients)
-        with torch.enable_grad():
+        with torch.enable_grad(), cotangents.collecting():
             out = self.function(coefficients, *read, *fields)
         received = [(x, inner) for x, (_, inner) in zip(read, parts, strict=True) if inner]
         parameters = context.forces.parameters if self.reads_parameters else {}

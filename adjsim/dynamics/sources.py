@@ -192,7 +192,7 @@ class Differentiated(Source):
         coefficients, wanted = as_leaves(context.coefficients)
         parameters = context.forces.parameters if self.reads_parameters else {}
         context = context._replace(coefficients=coefficients)
-        with torch.enable_grad():
+        with torch.enable_grad(), cotangents.collecting():
             value = self.evaluate([*fields, *values], state, context)
         if not value.requires_grad:
             return value, None

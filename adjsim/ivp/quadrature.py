@@ -145,6 +145,14 @@ def no_convergence(t: float) -> RuntimeError:
 
 def largest_entries(tensors: Sequence[Tensor]) -> Array:
     """Return the largest absolute entry of each row of each tensor, ``(tensors, k)``."""
-    rows = [x.detach().abs().unsqueeze(-1).flatten(1) for x in tensors]
-    sizes = [x.amax(1) if x.shape[1] else x.sum(1) for x in rows]
+    rows = [x.detach().unsqueeze(-1).flatten(1) for x in tensors]
+    sizes = [_largest(x) if x.shape[1] else x.new_zeros(len(x)) for x in rows]
     return np.array([x.double().cpu().numpy() for x in sizes])
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Return the largest absolute entry of each row."""
+    if rows.is_complex():
+        return rows.abs().amax(1)
+    # Rows of the weights of a network do not stay in the cache, and would be written once more.
+    return torch.maximum(rows.amax(1), -rows.amin(1))

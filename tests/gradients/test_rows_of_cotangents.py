@@ -8,6 +8,7 @@ from torch import nn
 
 import adjsim
 from adjsim import BacksolveAdjoint, CheckpointAdjoint, ReversibleAdjoint, TimeAverage
+from adjsim.dynamics import layers
 from tests.problems import parameter, slow_but, square
 
 TS = [0.0, 0.1, 0.2]
@@ -139,7 +140,9 @@ def test_a_single_row_and_nested_maps():
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-KINDS = ["store", "implicit", "pairs", "implicit pairs"]
+KINDS = [
+    "field", "no bias", "gradient of an energy", "divergence", "weight elsewhere", "recomputed",
+]  # fmt: skip
 KINDS += ["compiled", "compiled, undone", "compiled, average"]
 
 
@@ -361,3 +364,90 @@ def test_a_continuous_adjoint_names_the_loop_as_the_way_out():
     for pull in (at_once, mapped):
         with pytest.raises(RuntimeError, match=r"one cotangent at a time .*: loop over the rows"):
             pull([made.y], list(dynamics.parameters()), rows_of([made.y], 2))
+
+
+class Wide(nn.Module):
+    """A layer whose rows of gradients wait, used twice, beside others that do not."""
+
+    def __init__(self, kind="field"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, width = kind, 96
+        self.first, self.last = (
+            nn.Linear(2, width),
+            nn.Linear(width, 2, bias=kind not in KINDS[1:3]),
+        )
+        self.wide, self.frozen = nn.Linear(width, width), nn.Linear(width, width)
+        self.frozen.requires_grad_(False)
+        self.double()
+
+    def hidden(self, y):
+        x = self.frozen(self.first(y).tanh()).sin()
+        return self.wide(self.wide(x).tanh()).tanh()
+
+    def forward(self, t, y):
+        if self.kind == "gradient of an energy":
+            with torch.enable_grad():
+                x = y if y.requires_grad else y.detach().requires_grad_()
+                energy = self.last(self.hidden(x)).sum()
+                return -torch.autograd.grad(energy, x, create_graph=True)[0]
+        if self.kind == "divergence":
+            units = torch.eye(2, dtype=y.dtype).expand(*y.shape, 2).unbind(-2)
+            push = [torch.func.jvp(lambda z: self.last(self.hidden(z)), (y,), (u,)) for u in units]
+            value, along = push[0][0], (tangent for _, tangent in push)
+            return value * sum((x * u).sum() for x, u in zip(along, units, strict=True))
+        if self.kind == "weight elsewhere":
+            return self.last(self.hidden(y)) * self.wide.weight.square().sum().rsqrt()
+        if self.kind == "recomputed":
+            hidden = torch.utils.checkpoint.checkpoint(self.hidden, y, use_reentrant=False)
+            return self.last(hidden)
+        return self.last(self.hidden(y))
+
+
+class Drifting(Wide):
+    """The gradient of an energy by a leaf of its own, whose product by the weights is not asked."""
+
+    def forward(self, t, y):
+        with torch.enable_grad():
+            x = y.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.hidden(x).sum(), x)
+        return self.last(self.hidden(y)) - slope.detach()
+
+
+KINDS = [
+    "field",
+    "no bias",
+    "gradient of an energy",
+    "divergence",
+    "weight elsewhere",
+    "recomputed",
+]
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "reversible", "noise"])
+@pytest.mark.parametrize("kind", [*KINDS, "drifting"])
+@pytest.mark.parametrize("batch", [(), (5,)], ids=["one state", "a batch"])
+def test_rows_of_wide_layers_wait_for_each_other(kind, way, batch, monkeypatch):
+    """Products are taken after every two evaluations, whatever the states and the adjoint."""
+    monkeypatch.setattr(layers, "FEWEST", 2 * max(1, *batch, 1))
+    taken, take = [], layers.RowsOfLayers._take
+    monkeypatch.setattr(
+        layers.RowsOfLayers, "_take", lambda x, name: [taken.append(name), take(x, name)][1]
+    )
+    field = Drifting() if kind == "drifting" else Wide(kind)
+    solver, adjoint = FIELDS[way]
+    dynamics = adjsim.SDE(field, Spread(parameter(0.3))) if way == "noise" else adjsim.ODE(field)
+    y = torch.rand(*batch, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    y.requires_grad_()
+    run = adjsim.simulate(
+        dynamics, dynamics.init(y), [0.0, 0.3], solver=solver, adjoint=adjoint, generator=0
+    )
+    inputs = [y, *(x for x in dynamics.parameters() if x.requires_grad)]
+    rows = rows_of([run.final.y], 3)
+    expected = one_by_one([run.final.y], inputs, rows)
+    assert not taken
+    for pull in (at_once, mapped):
+        for x, z in zip(pull([run.final.y], inputs, rows), expected, strict=True):
+            torch.testing.assert_close(x, z, rtol=1e-12, atol=1e-13 * float(z.abs().max()))
+    # Autograd differentiates what has a derivative inside.
+    assert bool(taken) == (kind not in ("divergence", "recomputed"))

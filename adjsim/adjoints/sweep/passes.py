@@ -35,7 +35,7 @@ from adjsim.adjoints.sweep.stepper import Inputs, Stepper, naming, prepare
 from adjsim.core.autocast import autocast_state, restored_autocast
 from adjsim.core.box import refuse_trained_box
 from adjsim.core.progress import with_progress
-from adjsim.core.rows import pulled_together
+from adjsim.core.rows import are_hidden, pulled_together
 from adjsim.core.run_report import RunReport
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import AnyState, State
@@ -221,7 +221,8 @@ class _SweptRun:
         if copies is not None:
             zeros = map(torch.zeros_like, final)
             received |= dict(zip(copies.names, zeros, strict=True))
-        sums = Cotangents(received, trainable)
+        rows = any(are_hidden(x) for x in cotangents if x is not None)
+        sums = Cotangents(received, trainable, rows=rows and self.runner is None)
         potential = run.dynamics.potential
         forces = stepper.plan.forces(potential, parameters=trainable, report=self.report)
         frames = self.kind._make(outputs[: self.width]) if run.record is None else None

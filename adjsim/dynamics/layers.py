@@ -1,0 +1,124 @@
+"""Layers of networks under several rows of cotangents at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from adjsim.core.rows import are_hidden, hide_rows, shown_rows, vmap_depth
+from adjsim.core.state import in_transform
+from adjsim.dynamics.forces import add_to
+
+# The gradients of fewer weights stay in the cache for some rows.
+SMALLEST = 8192
+# The products of so many evaluations, at least, are taken together.
+FEWEST = 256
+_core: Any = torch._C
+
+
+class Waiting(NamedTuple):
+    """The inputs ``(samples, in)`` of a layer, and cotangents ``(rows, samples, out)``."""
+
+    inputs: list[Tensor]
+    cotangents: list[Tensor]
+
+
+class RowsOfLayers(TorchFunctionMode):
+    """Layers ``x W^T + b`` whose gradients by W, for rows c_r of cotangents, wait for others::
+
+        dL_r/dW = sum_k c_{r,k}^T x_k = [c_{r,1} ... c_{r,K}]^T [x_1 ... x_K]
+
+    The products of one evaluation would read and write the gradients of all rows, in the time of
+    the memory. Those of K samples are taken at once, when their cotangents take as much memory as
+    the gradients. All rows pass a layer by one operation.
+
+    Functions are to be evaluated in this context. The gradients of the leaves ``weights`` are added
+    to ``sums`` by name, later than autograd, which receives none. So a gradient by a weight is to
+    be asked for only if it is added as it is. Rows are those that ``is_grads_batched`` hides.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], sums: dict[Any, Tensor]) -> None:
+        super().__init__()
+        self._sums, self._waiting = sums, dict[str, Waiting]()
+        self._weights = {id(x): (name, x) for name, x in weights.items() if _is_matrix(x)}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        if func is functional.linear and not kwargs and _is_plain(args):
+            x, weight, *bias = args
+            if id(weight) in self._weights:
+                # Of a leaf torch does not say whether its gradient is asked for.
+                name = self._weights[id(weight)][0]
+                return _Linear.apply(self, name, x, weight.view_as(weight), *bias)
+        return func(*args, **(kwargs or {}))
+
+    def wait(self, name: str, inputs: Tensor, cotangents: Tensor) -> None:
+        """Keep the inputs of a layer, and the cotangents of its outputs."""
+        waiting = self._waiting.setdefault(name, Waiting([], []))
+        waiting.inputs.append(inputs)
+        waiting.cotangents.append(cotangents)
+        if sum(map(len, waiting.inputs)) >= max(inputs.shape[1], FEWEST):
+            self._take(name)
+
+    def complete(self) -> None:
+        """Take all products that wait."""
+        for name in list(self._waiting):
+            self._take(name)
+
+    def _take(self, name: str) -> None:
+        inputs, cotangents = self._waiting.pop(name)
+        found = torch.cat(cotangents, 1).mT @ torch.cat(inputs)
+        add_to(self._sums, name, hide_rows(found, vmap_depth()))
+
+
+def _is_matrix(x: Tensor) -> bool:
+    return x.ndim == 2 and x.numel() >= SMALLEST and x.is_floating_point()
+
+
+def _is_plain(args: Sequence[Any]) -> bool:
+    """Return whether autograd alone differentiates a function, with the dtypes of its arguments.
+
+    What is computed again on the way back, as by ``torch.utils.checkpoint``, is not.
+    """
+    return (
+        all(type(x) in (Tensor, nn.Parameter) for x in args if x is not None)
+        and not in_transform()
+        and not torch.is_autocast_enabled(args[0].device.type)
+        and _core._autograd._top_saved_tensors_default_hooks(True) is None
+    )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: RowsOfLayers, name: str, x: Tensor, weight: Tensor, bias: Any = None
+    ) -> Tensor:
+        ctx.rows, ctx.name = rows, name
+        ctx.save_for_backward(x, weight)
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        (c,) = cotangents
+        (x, weight), (_, _, by_x, by_weight, by_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        waits, level = are_hidden(c), vmap_depth()
+        whole = shown_rows(c) if waits else c[None]
+        inputs = x.reshape(-1, x.shape[-1])
+        samples = whole.reshape(len(whole), len(inputs), -1)
+        found = [whole @ weight if by_x else None, None, samples.sum(1) if by_bias else None]
+        if by_weight and _core._will_engine_execute_node(ctx.next_functions[1][0]):
+            if waits:
+                ctx.rows.wait(ctx.name, inputs, samples)
+            else:
+                found[1] = samples.mT @ inputs
+        if not waits:
+            return None, None, *(None if y is None else y[0] for y in found)
+        return None, None, *(None if y is None else hide_rows(y, level) for y in found)
