@@ -882,3 +882,27 @@ def test_a_parametrised_number_is_never_a_constant_of_a_kernel(kind):
         with torch.no_grad():
             pair.parametrizations.strength.original.add_(math.log(2.0))
         torch.testing.assert_close(pair.force(q), 2 * before, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_tables_in_a_vector_have_the_bits_of_tables_in_memory(kinds, dtype, listed):
+    """A table of one entry or four, and one of sixteen, of which the same ones are read."""
+    position = gas(cell("cube"), 60, 1).to(dtype)
+    v = torch.randn(position.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def computed(count):
+        numbers = ([1.1, 0.8, 0.3, 0.2], [0.95, 0.9, 1.0, 1.1])
+        made = (nn.Parameter(torch.tensor(x[:count], dtype=dtype)) for x in numbers)
+        pair = LennardJonesMixture(
+            torch.arange(60) % kinds, *made, cutoff=1.9, skin=0.3, box=[6.0] * 3
+        )
+        assert pair.path(position) == "neighbour list"
+        value, product = pair.force_vjp(position, list(pair.parameters()))
+        along, rest = product(v)
+        gradients = [x[:kinds] for x in rest]
+        return [value, along, *gradients, pair(position).detach()]
+
+    for x, y in zip(computed(kinds), computed(4), strict=True):
+        assert float(x.abs().max()) > 0
+        assert torch.equal(x, y)

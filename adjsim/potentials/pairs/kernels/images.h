@@ -50,8 +50,7 @@ static inline void gather(const REAL* rows, int64_t width, const int* place, V& 
 
 // The numbers at W places. A loop over the entries of a vector would go through memory.
 template <class Place>
-static inline V lanes(const REAL* x, const Place* place) {
-  const Place* p = place;
+static inline V lanes(const REAL* x, const Place& p) {
   V found;
   if constexpr (W == 8) {
     const Eight all = {x[p[0]], x[p[1]], x[p[2]], x[p[3]], x[p[4]], x[p[5]], x[p[6]], x[p[7]]};
@@ -61,6 +60,31 @@ static inline V lanes(const REAL* x, const Place* place) {
     memcpy(&found, &all, sizeof found);
   }
   return found;
+}
+
+// Places in memory of W numbers.
+typedef int64_t Places __attribute__((vector_size(W * sizeof(int64_t))));
+
+// The whole numbers at W places.
+static inline Places columns(const int* x, const int* p) {
+  typedef int Ints __attribute__((vector_size(W * sizeof(int))));
+  Ints all;
+  if constexpr (W == 8)
+    all = Ints{x[p[0]], x[p[1]], x[p[2]], x[p[3]], x[p[4]], x[p[5]], x[p[6]], x[p[7]]};
+  else
+    for (int l = 0; l < W; ++l) all[l] = x[p[l]];
+  return __builtin_convertvector(all, Places);
+}
+
+// Numbers of a table with W entries at most, of which each lane has one.
+static inline V among(const V& table, const Places& place) {
+#if defined(__GNUC__) && !defined(__clang__)
+  return __builtin_shuffle(table, __builtin_convertvector(place, Mask));
+#else
+  V found;
+  for (int l = 0; l < W; ++l) found[l] = table[place[l]];
+  return found;
+#endif
 }
 
 // W numbers side by side.

@@ -199,6 +199,8 @@ class KernelSpec:
             "FUNCTIONS": f"{{{', '.join([*functions_of_tables, 'nullptr'])}}}",
             "SQUARED_DISTANCE": " + ".join(f"d[{a}] * d[{a}]" for a in range(self.dim)),
             "LOAD_OPERANDS": self._loads(),
+            # The operand whose numbers are in the rows of a list, behind the positions.
+            "PACKED": self.kinds.index(ATOM) if ATOM in self.kinds else -1,
             "NUMBERS": f"{{{', '.join(numbers)}}}",
             **({"EXCLUDED": ""} if self.excluded else {}),
         }
@@ -232,15 +234,17 @@ class KernelSpec:
             if kind == NUMBER:
                 loads.append(f"= numbers[{k}]")
             elif kind == TABLE and listed:
-                loads.append(f"= lanes(call.operands[{k}], entries)")
+                held = f"among(beside(operands.few[{k}]), entries)"
+                loads.append(f"= few ? {held} : lanes(call.operands[{k}], entries)")
             elif kind == TABLE:
                 loads.append(f"= beside(operands.tables[{k}] + first)")
             elif kind == ATOM:
                 other = f"lanes({values}, other)" if listed else f"splat({values}[other[0]])"
-                loads += [f"= own[{k}]", f"= {other}"]
+                packed = listed and k == self.kinds.index(ATOM)
+                loads += [f"= own[{k}]", "= packed" if packed else f"= {other}"]
         places = {
-            True: "int64_t entries[W]; for (int l = 0; l < W; ++l) "
-            "entries[l] = row[l] + operands.column[other[l]];",
+            True: "const bool few = call.kinds * call.kinds <= W; "
+            "const Places entries = row + columns(operands.column, other);",
             False: "const int64_t first = entry(mine[0], call.kinds, operands.column[other[0]]);",
         }
         needed = [places[listed]] if TABLE in self.kinds else []

@@ -8,7 +8,9 @@
 struct List {
   const int *atom, *index;
   const int64_t *start, *steps, *full;
-  const REAL* rows;  // positions, and vectors, in the order of places: `width` numbers an atom
+  // Positions, and vectors, in the order of places: `width` numbers an atom, of which the fourth is
+  // for who holds the list.
+  REAL* rows;
 };
 typedef void* Acquire(const struct Call*, int64_t width, const List** lists);
 typedef void Release(void*);

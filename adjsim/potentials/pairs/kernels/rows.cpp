@@ -117,6 +117,7 @@ struct Sums {
 struct Operands {
   const REAL* atoms[OPERANDS + 1];
   const REAL* tables[OPERANDS + 1];  // without a list, by entry()
+  REAL few[OPERANDS + 1][W];  // with a list, the entries of tables that a vector holds
   const int* column;
 };
 
@@ -153,7 +154,7 @@ struct System {
   // Add a neighbour of each of W atoms, of which the first `live` count. `row` is where the row of each
   // begins in a table.
   template <bool CHECKED>
-  inline void step(const int* mine, const int64_t* row, int live, const int* other, const V* x, const V* v,
+  inline void step(const int* mine, const Places& row, int live, const int* other, const V* x, const V* v,
                    const V* own, Sums& sums, Steps<System>* steps) const {
     V y[3], u[3] = {}, w[3] = {}, found[SLOTS + 1];
 #if SEVERAL
@@ -164,7 +165,8 @@ struct System {
     V *d = pair.d, *rest = pair.slope, *place = pair.place;
     const REAL* const tables[] = FUNCTIONS;
 #if LISTED
-    gather(rows, other, y[0], y[1], y[2]);
+    V packed;  // the numbers behind positions
+    gather(rows, WIDTH, other, y[0], y[1], y[2], packed);
     if constexpr (ALONE) gather(rows + 4, other, u[0], u[1], u[2]);
 #else
     for (int a = 0; a < 3; ++a) {
@@ -228,7 +230,7 @@ struct System {
     V x[3], v[3] = {};
     gather(rows, mine, x[0], x[1], x[2]);
     if constexpr (ALONE) gather(rows + 4, mine, v[0], v[1], v[2]);
-    int64_t row[W] = {};
+    Places row = {};
     for (int l = 0; TABLES && l < W; ++l) row[l] = call.kinds * operands.column[mine[l]];
     V own[OPERANDS + 1];
     for (int k = 0; k < OPERANDS; ++k)
@@ -394,6 +396,11 @@ extern "C" ONCE int pairs(const Call* given) {
       if (KIND[k] == ATOM)
         for (int64_t p = 0; p < n; ++p) value[p] = c.operands[k][atom[p]];
       mine.atoms[k] = value;
+#if LISTED
+      for (int64_t p = 0; k == PACKED && p < n; ++p) lists[b].rows[p * WIDTH + 3] = value[p];
+      const int64_t entries = KIND[k] == TABLE ? c.kinds * c.kinds : 0;
+      for (int64_t e = 0; entries <= W && e < entries; ++e) mine.few[k][e] = c.operands[k][e];
+#endif
       REAL* table = tables.data + k * blocks * W * c.kinds;
       if (KIND[k] == TABLE && !LISTED)
         for (int64_t p = 0; p < n; ++p)
