@@ -163,6 +163,8 @@ class CotangentsUnless(Cotangents):
         self.parameters = whole.parameters
         self.coefficient_sums, self.parameter_sums = whole.coefficient_sums, whole.parameter_sums
         self.absent, self.whole = absent, whole
+        # Loops are compiled, and their sums are inputs and outputs of each iteration.
+        self._layers = None
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         super().__setitem__(name, where(self.absent, self._state[name], value))

@@ -54,16 +54,17 @@ class RowsOfLayers(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func is functional.linear and not kwargs and _is_plain(args):
             x, weight, *bias = args
-            if id(weight) in self._weights:
+            if id(weight) in self._weights and all(b is None or b.ndim < 2 for b in bias):
                 # Of a leaf torch does not say whether its gradient is asked for.
                 name = self._weights[id(weight)][0]
-                return _Linear.apply(self, name, x, weight.view_as(weight), *bias)
+                return _Linear.apply(self, name, x, weight.view_as(weight), *(bias or [None]))
         return func(*args, **(kwargs or {}))
 
     def wait(self, name: str, inputs: Tensor, cotangents: Tensor) -> None:
         """Keep the inputs of a layer, and the cotangents of its outputs."""
         waiting = self._waiting.setdefault(name, Waiting([], []))
-        waiting.inputs.append(inputs)
+        # The function may write its next inputs into the same memory. A view keeps its graph too.
+        waiting.inputs.append(inputs.clone())
         waiting.cotangents.append(cotangents)
         if sum(map(len, waiting.inputs)) >= max(inputs.shape[1], FEWEST):
             self._take(name)
@@ -99,11 +100,14 @@ def _is_plain(args: Sequence[Any]) -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: RowsOfLayers, name: str, x: Tensor, weight: Tensor, bias: Any = None
+        ctx: Any, rows: RowsOfLayers, name: str, x: Tensor, weight: Tensor, bias: Any
     ) -> Tensor:
         ctx.rows, ctx.name = rows, name
         ctx.save_for_backward(x, weight)
-        return functional.linear(x, weight, bias)
+        found = functional.linear(x, weight, bias)
+        # Autograd forbids a layer that changes a view in place, and of several axes torch's own
+        # result is one.
+        return torch.ops.aten._unsafe_view(found, found.shape) if found._is_view() else found
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
@@ -112,7 +116,7 @@ class _Linear(torch.autograd.Function):
         waits, level = are_hidden(c), vmap_depth()
         whole = shown_rows(c) if waits else c[None]
         inputs = x.reshape(-1, x.shape[-1])
-        samples = whole.reshape(len(whole), len(inputs), -1)
+        samples = whole.reshape(len(whole), len(inputs), len(weight))
         found = [whole @ weight if by_x else None, None, samples.sum(1) if by_bias else None]
         if by_weight and _core._will_engine_execute_node(ctx.next_functions[1][0]):
             if waits:

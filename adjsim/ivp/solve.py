@@ -12,7 +12,7 @@ from scipy.integrate import BDF, DOP853, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from adjsim.core.arguments import as_flag, outside_inference_mode
+from adjsim.core.arguments import as_flag, as_number, outside_inference_mode
 from adjsim.ivp.columns import COLUMN_METHODS, check_columns, solve_columns
 from adjsim.ivp.connection import in_forward_mode, is_tracked, outside_transforms, plain
 from adjsim.ivp.events import Event
@@ -305,9 +305,10 @@ def _adjoint_settings(
         options[name] = _array(options[name])
         check_tolerance(name, options[name])
     rtol = max(float(np.min(options["rtol"])), SMALLEST_RTOL)
-    relative, absolute = options.pop("adjoint_rtol", None), options.pop("adjoint_atol", None)
-    backward = max(rtol / 10 if relative is None else float(relative), SMALLEST_RTOL)
-    absolute = backward / 1000 if absolute is None else float(absolute)
+    relative = _backward_tolerance("adjoint_rtol", options)
+    absolute = _backward_tolerance("adjoint_atol", options)
+    backward = max(rtol / 10 if relative is None else relative, SMALLEST_RTOL)
+    absolute = backward / 1000 if absolute is None else absolute
     jac = options.get("jac")
     if isinstance(jac, str):
         if jac != "autodiff":
@@ -318,6 +319,16 @@ def _adjoint_settings(
     elif callable(jac):
         options["jac"] = lambda t, y: _array(jac(rhs.time(t), rhs.tensor(y), *rhs.args))
     return AdjointSettings(rhs, method, backward, absolute, options)
+
+
+def _backward_tolerance(name: str, options: dict[str, Any]) -> float | None:
+    """Take a tolerance of the adjoint, which is one number, out of the options."""
+    given = options.pop(name, None)
+    if given is None:
+        return None
+    number = as_number(name, given)
+    check_tolerance(name, number)
+    return number
 
 
 def _array(x: Any) -> Any:

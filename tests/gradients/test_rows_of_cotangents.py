@@ -451,3 +451,63 @@ def test_rows_of_wide_layers_wait_for_each_other(kind, way, batch, monkeypatch):
             torch.testing.assert_close(x, z, rtol=1e-12, atol=1e-13 * float(z.abs().max()))
     # Autograd differentiates what has a derivative inside.
     assert bool(taken) == (kind not in ("divergence", "recomputed"))
+
+
+class Reused(Wide):
+    """A field that writes the inputs of a layer into the same memory in each evaluation."""
+
+    memory = torch.zeros(96, dtype=torch.float64)
+
+    def forward(self, t, y):
+        self.memory.copy_(torch.sin(t + torch.arange(96)))
+        return self.last((self.wide(self.memory) + self.first(y)).tanh())
+
+
+class Changed(Wide):
+    """Layers of several axes whose results are changed in place, and of a part of no samples."""
+
+    def forward(self, t, y):
+        x = self.wide(self.first(y).tanh()[:, None].expand(-1, 3, -1)).sin_()
+        return self.last(x).mean(1) + self.wide(self.first(y)[y[:, 0] > 9]).sum()
+
+
+class Bare(Wide):
+    """A layer called without a bias, and with one bias for each sample."""
+
+    def forward(self, t, y):
+        hidden = nn.functional.linear(self.first(y).tanh(), self.wide.weight).sin()
+        bias = self.wide.bias.expand(len(y), -1)
+        return self.last(nn.functional.linear(hidden, self.wide.weight, bias).tanh())
+
+
+@pytest.mark.parametrize("field", [Reused, Changed, Bare])
+def test_unusual_wide_layers_have_the_rows_of_single_sweeps(field):
+    """In one sweep for all rows."""
+    dynamics = adjsim.ODE(field())
+    y = torch.rand(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    run = adjsim.simulate(
+        dynamics, dynamics.init(y.requires_grad_()), [0.0, 0.3],
+        solver=adjsim.RungeKutta("euler", 0.1), adjoint=CheckpointAdjoint(),
+    )  # fmt: skip
+    wide = dynamics.fun.wide.weight
+    inputs, rows = [y, wide, dynamics.fun.first.weight], rows_of([run.final.y], 3)
+    before = run.stats["energy_evaluations"]
+    expected = one_by_one([run.final.y], inputs, rows)
+    each = run.stats["energy_evaluations"] - before
+    found = at_once([run.final.y], inputs, rows)
+    assert run.stats["energy_evaluations"] - before - each == each // 3
+    for x, z in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, z, rtol=1e-12, atol=1e-13)
+
+
+def test_compiled_loops_of_flows_undo_the_part_of_a_step_that_may_be_absent():
+    potential = adjsim.Harmonic(parameter(0.7))
+    dynamics, found = adjsim.ESH(potential), []
+    for compiled in (False, True):
+        run = adjsim.simulate(
+            dynamics, dynamics.init(torch.eye(3, 2).double(), torch.ones(3, 2).double()),
+            [0.0, 0.3], solver=adjsim.Splitting("EAE", 0.1), adjoint=ReversibleAdjoint(),
+            compile=compiled,
+        )  # fmt: skip
+        found += torch.autograd.grad(run.final.position.sum(), potential.parameters())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)

@@ -454,6 +454,18 @@ def test_a_backward_tolerance_of_zero_is_not_the_default():
     assert slope(adjoint_atol=0) != slope()
 
 
+@pytest.mark.parametrize("name", ["adjoint_rtol", "adjoint_atol"])
+def test_a_backward_tolerance_that_no_step_meets_is_refused(name):
+    """Before the run: with NaN the adjoint would take steps without an end."""
+    for value, why in [
+        (math.nan, "zero or positive"),
+        (-1.0, "zero or positive"),
+        ([1.0], "number"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=f"{name} must be .*{why}"):
+            adjsim.solve_ivp(lambda t, y: -y, (0, 1), leaf([1.0]), **{name: value})
+
+
 @pytest.mark.parametrize("method", ["RK45", "Radau"])
 def test_parameters_do_not_shorten_the_steps(method, monkeypatch):
     """Each tensor's integral has an error of its own: thirty numbers take the steps of the adjoint
