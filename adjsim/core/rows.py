@@ -63,7 +63,7 @@ def pulled_together(
     given = [x for x in cotangents if x is not None]
     if not any(map(has_rows, given)):
         return list(pull(*cotangents))
-    level, legacy = vmap_depth(), any(map(are_hidden, given))
+    level, legacy = level_of_rows(), any(map(are_hidden, given))
     if legacy:
         count = max(len(shown(x, level, 1)) for x in given)
         rows = [shown(x, level, count) for x in given]
@@ -88,7 +88,7 @@ def pulled_together(
 
 def shown_rows(x: Tensor) -> Tensor:
     """Return a tensor inside of ``pull`` with its hidden rows as first axis, any other as it is."""
-    return shown(x, vmap_depth(), 1) if are_hidden(x) else x
+    return shown(x, level_of_rows(), 1) if are_hidden(x) else x
 
 
 def rows_of(tensors: Sequence[Tensor]) -> int:
@@ -116,7 +116,7 @@ def of_each_row(
     rows = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and are_hidden(x)}
     if not rows:
         return list(function(inputs))
-    level = vmap_depth()
+    level = level_of_rows()
     shown = {name: shown_rows(x) for name, x in rows.items()}
     found = [
         function(inputs | {name: x[k] for name, x in shown.items()})
@@ -127,7 +127,7 @@ def of_each_row(
 
 def where(condition: Tensor, x: Tensor | float, y: Tensor) -> Tensor:
     """Return ``torch.where`` of a condition without rows, which the vmap of rows does not know."""
-    count, level = rows_of([z for z in (x, y) if isinstance(z, Tensor)]), vmap_depth()
+    count, level = rows_of([z for z in (x, y) if isinstance(z, Tensor)]), level_of_rows()
     if not count:
         return torch.where(condition, x, y)
     each = shown(x, level, count) if isinstance(x, Tensor) else x
@@ -183,8 +183,16 @@ def shown(x: Tensor, level: int, count: int) -> Tensor:
     return _torch._remove_batch_dim(x, level, count, 0)
 
 
+def level_of_rows() -> int:
+    """Return the level at which rows are hidden, that of the innermost vmap.
+
+    A thread of autograd for a GPU does not know of the vmap around the call, which is the first.
+    """
+    return max(1, vmap_depth())
+
+
 def vmap_depth() -> int:
-    """Return how many vmaps of ``is_grads_batched`` are active, the level of the innermost."""
+    """Return how many vmaps of ``is_grads_batched`` are active in this thread."""
     depth = _core._vmapmode_increment_nesting() - 1
     _core._vmapmode_decrement_nesting()
     return depth

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from adjsim.core.rows import are_hidden, hide_rows, shown_rows, vmap_depth
+from adjsim.core.rows import are_hidden, hide_rows, level_of_rows, shown_rows
 from adjsim.core.state import in_transform
 from adjsim.dynamics.forces import add_to
 
@@ -77,7 +77,7 @@ class RowsOfLayers(TorchFunctionMode):
     def _take(self, name: str) -> None:
         inputs, cotangents = self._waiting.pop(name)
         found = torch.cat(cotangents, 1).mT @ torch.cat(inputs)
-        add_to(self._sums, name, hide_rows(found, vmap_depth()))
+        add_to(self._sums, name, hide_rows(found, level_of_rows()))
 
 
 def _is_matrix(x: Tensor) -> bool:
@@ -113,7 +113,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (c,) = cotangents
         (x, weight), (_, _, by_x, by_weight, by_bias) = ctx.saved_tensors, ctx.needs_input_grad
-        waits, level = are_hidden(c), vmap_depth()
+        waits, level = are_hidden(c), level_of_rows()
         whole = shown_rows(c) if waits else c[None]
         inputs = x.reshape(-1, x.shape[-1])
         samples = whole.reshape(len(whole), len(inputs), len(weight))

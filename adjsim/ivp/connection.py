@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
-from adjsim.core.rows import are_hidden, hide_rows, shown_rows, vmap_depth
+from adjsim.core.rows import are_hidden, hide_rows, level_of_rows, shown_rows
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import in_transform
 from adjsim.core.transforms import FunctionOfRows, RefuseWrapped, is_wrapped, unwrapped
@@ -115,7 +115,7 @@ class _Connected(torch.autograd.Function):
             refuse_second_derivative(WHY)
         if are_hidden(cotangent):
             # The older kind of vmap of is_grads_batched asks no function for its rule.
-            level = vmap_depth()
+            level = level_of_rows()
             found = [hide_rows(x, level) for x in ctx.pull(shown_rows(cotangent))]
         else:
             rows = FunctionOfRows.apply(ctx.pull, AGAIN, 1, cotangent[None], *likes)

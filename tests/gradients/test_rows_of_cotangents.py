@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
 
 import adjsim
 from adjsim import BacksolveAdjoint, CheckpointAdjoint, ReversibleAdjoint, TimeAverage
+from adjsim.core.rows import pulled_together
 from adjsim.dynamics import layers
 from tests.problems import parameter, slow_but, square
 
@@ -511,3 +514,25 @@ def test_compiled_loops_of_flows_undo_the_part_of_a_step_that_may_be_absent():
         )  # fmt: skip
         found += torch.autograd.grad(run.final.position.sum(), potential.parameters())
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+
+
+class InThread(torch.autograd.Function):
+    """Squares, whose products are taken in a thread, as autograd takes those of a GPU."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, c):
+        (x,) = ctx.saved_tensors
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(pulled_together, lambda y: [2 * x * y], [c]).result()[0]
+
+
+def test_rows_reach_threads_of_autograd():
+    x = torch.linspace(0.1, 1.0, 4, dtype=torch.float64, requires_grad=True)
+    rows = rows_of([x], 3)[0]
+    (found,) = torch.autograd.grad(InThread.apply(x), x, rows, is_grads_batched=True)
+    torch.testing.assert_close(found, rows * 2 * x.detach(), rtol=1e-15, atol=0)

@@ -20,7 +20,15 @@ from adjsim.adjoints.sweep.recorder import CotangentGrowth, RecordSweep
 from adjsim.compiler import LoopSpec, clone, filled, leaves, mapped
 from adjsim.core.layout import packed
 from adjsim.core.progress import with_progress
-from adjsim.core.rows import hide_rows, outside_vmap, rows_of, shown, vmap_depth, vmap_rows, where
+from adjsim.core.rows import (
+    hide_rows,
+    level_of_rows,
+    outside_vmap,
+    rows_of,
+    shown,
+    vmap_rows,
+    where,
+)
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState
 from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
@@ -81,7 +89,7 @@ class BackwardLoops:
             dict(saved.growth.injected),
         )
         others = () if average is None else (average,)
-        level, count = vmap_depth(), rows_of([*leaves(given), *others])
+        level, count = level_of_rows(), rows_of([*leaves(given), *others])
         if count:
             given = mapped(lambda x: shown(x, level, count), given)
             average = None if average is None else shown(average, level, count)

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from adjsim.compiler import PARALLEL_WORK, scalar_functions
 from adjsim.core.layout import is_tracing
 from adjsim.core.operators import operator, shapes_of
-from adjsim.core.rows import are_hidden, hide_rows, of_each_row, shown, shown_rows, vmap_depth
+from adjsim.core.rows import are_hidden, hide_rows, level_of_rows, of_each_row, shown, shown_rows
 from adjsim.potentials.pairs.kernels.call import CALL, declarations, on_vectors, text
 
 FORCE, PRODUCT, ENERGY, SLOPES = "FORCE", "PRODUCT", "ENERGY", "SLOPES"
@@ -367,7 +367,7 @@ def _(*given: Any) -> list[Tensor]:
 
 def evaluate(kernel: Kernel, inputs: PairInputs) -> list[Tensor]:
     """Evaluate a kernel, or record its evaluation in a trace, for each row of cotangents."""
-    given, level = inputs._asdict(), vmap_depth()
+    given, level = inputs._asdict(), level_of_rows()
     hidden = {name for name, x in given.items() if isinstance(x, Tensor) and are_hidden(x)}
     several = kernel.of_several if hidden and hidden <= {"vector", "stretch"} else None
     if several is None:
