@@ -245,3 +245,25 @@ def test_paths_have_the_same_bits(dtype: torch.dtype) -> None:
             drawn.append(torch.cat([part.cpu() for parts in spans for part in parts]))
         assert MANY < 12 * 700 * 39
         assert torch.equal(*drawn)
+
+
+@gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", [x for x in ("rk4", "langevin", "listed") if x in NAMES])
+def test_rows_of_cotangents_agree_with_single_ones(name: str, compiled: bool) -> None:
+    """Autograd propagates them in a thread of its own."""
+    system = SYSTEMS[name]()
+    dynamics, state = (
+        system.dynamics.to("cuda"),
+        type(system.state)._make(x.detach().to("cuda") for x in system.state),
+    )
+    final = adjsim.simulate(
+        dynamics, state, [0.0, STEPS * system.solver.dt], solver=system.solver,
+        adjoint=adjsim.CheckpointAdjoint(), generator=1, compile=compiled,
+    ).final[0]  # fmt: skip
+    wanted = [x for x in dynamics.parameters() if x.requires_grad]
+    drawn = torch.Generator().manual_seed(2)
+    rows = torch.randn(3, *final.shape, generator=drawn, dtype=final.dtype).to("cuda")
+    together = torch.autograd.grad(final, wanted, rows, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(final, wanted, row, retain_graph=True) for row in rows]
+    assert_agree(list(together), [torch.stack(x) for x in zip(*each, strict=True)])
