@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -80,6 +80,13 @@ class Cotangents:
     def collecting(self) -> AbstractContextManager[Any]:
         """Evaluate functions of rows whose gradients by weights wait for others."""
         return nullcontext() if self._layers is None else self._layers
+
+    def pull(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Differentiate what has been evaluated in :meth:`collecting`."""
+        with nullcontext() if self._layers is None else self._layers.expecting(outputs):
+            return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
 
     def add_function(self, value: Tensor, leaves: Any, cotangent: Tensor) -> dict[str, Tensor]:
         """Differentiate a value, add the products, and return those for the leaves by field."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +38,14 @@ class RowsOfLayers(TorchFunctionMode):
     the memory. Those of K samples are taken at once, when their cotangents take as much memory as
     the gradients. All rows pass a layer by one operation.
 
-    Functions are to be evaluated in this context. The gradients of the leaves ``weights`` are added
-    to ``sums`` by name, later than autograd, which receives none. So a gradient by a weight is to
-    be asked for only if it is added as it is. Rows are those that ``is_grads_batched`` hides.
+    Functions are to be evaluated in this context. In the pass of autograd from outputs that are
+    expected, the gradients of the leaves ``weights`` are added to ``sums`` by name, and autograd
+    receives none. Rows are those that ``is_grads_batched`` hides.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], sums: dict[Any, Tensor]) -> None:
         super().__init__()
-        self._sums, self._waiting = sums, dict[str, Waiting]()
+        self._sums, self._waiting, self._pass = sums, dict[str, Waiting](), -1
         self._weights = {id(x): (name, x) for name, x in weights.items() if _is_matrix(x)}
 
     def __torch_function__(
@@ -59,6 +60,25 @@ class RowsOfLayers(TorchFunctionMode):
                 name = self._weights[id(weight)][0]
                 return _Linear.apply(self, name, x, weight.view_as(weight), *(bias or [None]))
         return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def expecting(self, outputs: Sequence[Tensor]) -> Generator[None, None, None]:
+        """Let gradients wait in the pass that begins at these outputs, and in none inside of it."""
+
+        def begin(cotangent: Tensor) -> None:
+            self._pass = _core._current_graph_task_id()
+
+        hooks = [output.register_hook(begin) for output in outputs]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the pass of autograd that runs is one that is expected."""
+        return self._pass == _core._current_graph_task_id()
 
     def wait(self, name: str, inputs: Tensor, cotangents: Tensor) -> None:
         """Keep the inputs of a layer, and the cotangents of its outputs."""
@@ -113,16 +133,16 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (c,) = cotangents
         (x, weight), (_, _, by_x, by_weight, by_bias) = ctx.saved_tensors, ctx.needs_input_grad
-        waits, level = are_hidden(c), level_of_rows()
-        whole = shown_rows(c) if waits else c[None]
+        hidden, level = are_hidden(c), level_of_rows()
+        whole = shown_rows(c) if hidden else c[None]
         inputs = x.reshape(-1, x.shape[-1])
         samples = whole.reshape(len(whole), len(inputs), len(weight))
         found = [whole @ weight if by_x else None, None, samples.sum(1) if by_bias else None]
         if by_weight and _core._will_engine_execute_node(ctx.next_functions[1][0]):
-            if waits:
+            if hidden and ctx.rows.is_expected:
                 ctx.rows.wait(ctx.name, inputs, samples)
             else:
                 found[1] = samples.mT @ inputs
-        if not waits:
+        if not hidden:
             return None, None, *(None if y is None else y[0] for y in found)
         return None, None, *(None if y is None else hide_rows(y, level) for y in found)

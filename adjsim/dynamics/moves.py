@@ -309,7 +309,7 @@ class GeneralFlow(Move):
         found: Sequence[Tensor | None] = [None] * len(leaves)
         if pairs:
             outputs, given = zip(*pairs, strict=True)
-            found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+            found = cotangents.pull(outputs, leaves, given)
         add_each(cotangents.add_parameter, parameters, found[len(inputs) :])
         grads = [
             torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=False)

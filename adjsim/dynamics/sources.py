@@ -202,7 +202,7 @@ class Differentiated(Source):
         def accumulate(cotangent: Tensor) -> None:
             leaves = [*fields, *(x for x, _ in received), *(coefficients[k] for k in wanted)]
             leaves += parameters.values()
-            found = iter(torch.autograd.grad(value, leaves, cotangent, allow_unused=True))
+            found = iter(cotangents.pull([value], leaves, [cotangent]))
             add_each(cotangents.add, self.reads, islice(found, len(fields)))
             for (_, inner), along in zip(received, islice(found, len(received)), strict=True):
                 if along is not None:

@@ -407,6 +407,27 @@ class Wide(nn.Module):
         return self.last(self.hidden(y))
 
 
+class Doubled(torch.autograd.Function):
+    """A layer that differentiates a graph of its own, and doubles the gradient by its weights."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        with torch.enable_grad():
+            ctx.inputs = x.detach().requires_grad_(), weight, bias
+            ctx.output = nn.functional.linear(*ctx.inputs)
+        return ctx.output.detach()
+
+    @staticmethod
+    def backward(ctx, c):
+        found = torch.autograd.grad(ctx.output, ctx.inputs, c, retain_graph=True, allow_unused=True)
+        return found[0], 2 * found[1], found[2]
+
+
+class Doubling(Wide):
+    def hidden(self, y):
+        return Doubled.apply(self.first(y).tanh(), self.wide.weight, self.wide.bias).tanh()
+
+
 class Drifting(Wide):
     """The gradient of an energy by a leaf of its own, whose product by the weights is not asked."""
 
@@ -428,7 +449,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "reversible", "noise"])
-@pytest.mark.parametrize("kind", [*KINDS, "drifting"])
+@pytest.mark.parametrize("kind", [*KINDS, "drifting", "doubling"])
 @pytest.mark.parametrize("batch", [(), (5,)], ids=["one state", "a batch"])
 def test_rows_of_wide_layers_wait_for_each_other(kind, way, batch, monkeypatch):
     """Products are taken after every two evaluations, whatever the states and the adjoint."""
@@ -437,7 +458,7 @@ def test_rows_of_wide_layers_wait_for_each_other(kind, way, batch, monkeypatch):
     monkeypatch.setattr(
         layers.RowsOfLayers, "_take", lambda x, name: [taken.append(name), take(x, name)][1]
     )
-    field = Drifting() if kind == "drifting" else Wide(kind)
+    field = {"drifting": Drifting, "doubling": Doubling}.get(kind, Wide)(kind)
     solver, adjoint = FIELDS[way]
     dynamics = adjsim.SDE(field, Spread(parameter(0.3))) if way == "noise" else adjsim.ODE(field)
     y = torch.rand(*batch, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -453,7 +474,7 @@ def test_rows_of_wide_layers_wait_for_each_other(kind, way, batch, monkeypatch):
         for x, z in zip(pull([run.final.y], inputs, rows), expected, strict=True):
             torch.testing.assert_close(x, z, rtol=1e-12, atol=1e-13 * float(z.abs().max()))
     # Autograd differentiates what has a derivative inside.
-    assert bool(taken) == (kind not in ("divergence", "recomputed"))
+    assert bool(taken) == (kind not in ("divergence", "recomputed", "doubling"))
 
 
 class Reused(Wide):
