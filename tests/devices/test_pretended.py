@@ -24,6 +24,7 @@ ALLOWED = {
     LISTED: (3, "the host reads how far atoms have moved"),
     "listed": (4, "the host reads how far atoms have moved, and how many pairs are near"),
     "listed mixture": (4, "the host reads how far atoms have moved, and how many pairs are near"),
+    "joined": (8, "each of its two sums does: without a kernel they are not joined"),
     "ewald": (5, "excluded pairs are checked, and reciprocal vectors are made from the box"),
     "mesh": (5, "excluded pairs are checked, and the influence function is made from the box"),
     "sites": (5, "excluded pairs are checked"),
