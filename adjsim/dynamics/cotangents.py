@@ -78,7 +78,7 @@ class Cotangents:
         add_to(self.parameter_sums, name, self._present(value))
 
     def collecting(self) -> AbstractContextManager[Any]:
-        """Evaluate functions of rows whose gradients by weights wait for others."""
+        """Return the context in which functions are evaluated that :meth:`pull` differentiates."""
         return nullcontext() if self._layers is None else self._layers
 
     def pull(

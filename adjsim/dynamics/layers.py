@@ -30,13 +30,13 @@ class Waiting(NamedTuple):
 
 
 class RowsOfLayers(TorchFunctionMode):
-    """Layers ``x W^T + b`` whose gradients by W, for rows c_r of cotangents, wait for others::
+    """The gradients by the weights W of layers ``x W^T + b``, for rows c_r of cotangents::
 
         dL_r/dW = sum_k c_{r,k}^T x_k = [c_{r,1} ... c_{r,K}]^T [x_1 ... x_K]
 
     The products of one evaluation would read and write the gradients of all rows, in the time of
-    the memory. Those of K samples are taken at once, when their cotangents take as much memory as
-    the gradients. All rows pass a layer by one operation.
+    the memory. So inputs x and cotangents c are kept, and the product of K samples is taken when
+    the cotangents take as much memory as the gradients. All rows pass a layer by one operation.
 
     Functions are to be evaluated in this context. In the pass of autograd from outputs that are
     expected, the gradients of the leaves ``weights`` are added to ``sums`` by name, and autograd
@@ -83,7 +83,7 @@ class RowsOfLayers(TorchFunctionMode):
     def wait(self, name: str, inputs: Tensor, cotangents: Tensor) -> None:
         """Keep the inputs of a layer, and the cotangents of its outputs."""
         waiting = self._waiting.setdefault(name, Waiting([], []))
-        # The function may write its next inputs into the same memory. A view keeps its graph too.
+        # A function may write the inputs of its next evaluation into the same memory.
         waiting.inputs.append(inputs.clone())
         waiting.cotangents.append(cotangents)
         if sum(map(len, waiting.inputs)) >= max(inputs.shape[1], FEWEST):
