@@ -40,6 +40,7 @@ def run(sde, start, solver, ts=TS, adjoint=CHECKPOINT, generator=PATH):
     return adjsim.simulate(sde, start, ts, solver=solver, adjoint=adjoint, generator=generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [StochasticHeun, Milstein])
 def test_the_error_follows_the_tolerances(kind):
     field, sde, start = growth()
@@ -57,6 +58,7 @@ def test_the_error_follows_the_tolerances(kind):
     assert steps[1] > 2 * steps[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [StochasticHeun, Milstein])
 def test_rejections_skip_nothing_of_the_path(kind):
     _, sde, start = driven()
@@ -69,6 +71,7 @@ def test_rejections_skip_nothing_of_the_path(kind):
     torch.testing.assert_close(found.y[1:, :, 0].detach(), expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_gradients_hold_the_times_fixed():
     field, sde, start = driven()
     recorded = run(sde, start, StochasticHeun(Adaptive(1e-2, 1e-2)))

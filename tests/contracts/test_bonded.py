@@ -471,6 +471,7 @@ def test_atoms_that_no_term_names_have_no_force():
     assert bool((force[6:] == 0).all())
 
 
+@pytest.mark.slow
 def test_scaled_pairs_share_the_parameters_of_their_potential():
     pair = mixture()
     both = pair + adjsim.ScaledPairs(pair, PAIRS, -0.5)

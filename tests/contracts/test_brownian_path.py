@@ -123,6 +123,7 @@ def test_strong_orders_on_one_path(solver, order):
     assert math.log2(errors[0] / errors[1]) / 4 == pytest.approx(order, abs=0.15)
 
 
+@pytest.mark.slow
 def test_compiled_steps_and_adjoints_read_one_path():
     field, sde, start = growth()
     found = []
@@ -177,6 +178,7 @@ def test_gradients_back_in_time():
     assert float(grad) == pytest.approx(float(slope), rel=1e-7)
 
 
+@pytest.mark.slow
 def test_a_molecule_follows_one_path_with_every_step():
     """Noise of BAOAB on a path: runs with two steps come together, with seeds they do not."""
     dynamics = adjsim.Langevin(adjsim.Harmonic(1.0), 1.0, 1.0, friction=0.5)

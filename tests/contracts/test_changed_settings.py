@@ -81,6 +81,7 @@ def test_the_switch_of_a_dispersion_correction_ends_at_the_cutoff():
 CHARGES = torch.tensor([1.0, -1.0, 0.5, -0.5, 1.0, -1.0], dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Ewald, ParticleMeshEwald])
 def test_a_repeated_exclusion_counts_once(kind):
     found = kind(CHARGES, box=BOX, cutoff=2.5, exclusions=[(0, 1)])
@@ -99,6 +100,7 @@ def test_alpha_follows_the_cutoff_unless_it_is_given(kind, change):
     agree(found, kind(CHARGES, **{"box": BOX, "cutoff": 2.5, **change}))
 
 
+@pytest.mark.slow
 def test_a_shared_buffer_that_is_replaced_is_refused():
     charge = CHARGES.clone()
     found = ForceFieldPotential(a=Coulomb(charge), b=GeneralizedBorn(charge, [1.5] * 6, [0.8] * 6))
@@ -169,6 +171,7 @@ def test_what_the_constructor_refuses_is_refused_later(make, changes, message):
         adjsim.force(potential, q)
 
 
+@pytest.mark.slow
 def test_the_depth_of_a_mie_potential_follows_its_exponents():
     found = Mie(1.0, 1.0, 12.0, 6.0)
     found(positions())
@@ -278,6 +281,7 @@ def test_a_setting_that_no_longer_fits_is_refused(make, change, message):
         adjsim.force(potential, positions())
 
 
+@pytest.mark.slow
 def test_the_reaction_field_follows_its_cutoff_and_permittivity():
     found = ReactionField(CHARGES, 80.0, cutoff=2.0)
     found(positions())

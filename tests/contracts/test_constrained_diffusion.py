@@ -59,6 +59,7 @@ def test_a_rod_turns_by_the_angle_of_its_noise():
     torch.testing.assert_close(centre, torch.zeros_like(centre), rtol=0, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_differences():
     system = DiffusingClusters()
     numbers = system.parameters()
@@ -88,6 +89,7 @@ def test_compiled_runs_have_the_same_ends_and_gradients():
         torch.testing.assert_close(compiled, plain, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_steps_hold_constraints_in_each_system_as_alone():
     system = DiffusingClusters()
     dynamics = system.constrained(system.leaves)

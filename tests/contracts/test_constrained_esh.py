@@ -95,6 +95,7 @@ def test_the_rates_are_those_of_short_steps():
         torch.testing.assert_close(getattr(rates, name), slope, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_differences():
     system = EnergySampling()
     numbers = system.parameters()

@@ -97,6 +97,7 @@ def test_energy_is_of_second_order_while_constraints_hold():
     assert 3.5 < errors[0] / errors[1] < 4.5
 
 
+@pytest.mark.slow
 def test_reversed_momenta_return_to_the_start():
     dynamics, start = moving_waters()
     solver = adjsim.Splitting("BAAAB", 0.03)
@@ -209,6 +210,7 @@ def test_the_drift_is_that_of_the_constrained_equations():
         torch.testing.assert_close(getattr(rates, name), slope, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_multipliers_have_the_derivatives_of_the_implicit_function_theorem():
     generator = torch.Generator().manual_seed(1)
     base = tensor([[1.0, 0.2, 0], [0, 1, 0.1]]).T[:, None]
@@ -239,6 +241,7 @@ def test_the_multiplier_of_one_constraint_is_that_of_newtons_method(size):
     torch.testing.assert_close(S[..., 0] * x, S[..., 0] * expected, rtol=0, atol=1e-15)
 
 
+@pytest.mark.slow
 def test_multipliers_of_a_band_have_the_same_derivatives():
     generator = torch.Generator().manual_seed(2)
     shape = 2, 1, 4

@@ -281,6 +281,7 @@ def particles(count: int) -> torch.Tensor:
     return torch.rand(count, 3, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [pytest.param(20, marks=pytest.mark.slow), 600])
 def test_contact_of_particles_is_that_of_a_double_loop(count):
     radius = 0.03 + 0.02 * torch.rand(

@@ -150,6 +150,7 @@ def made():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", WAYS.values(), ids=WAYS)
 def test_a_copy_is_itself(copied):
     """A copy of a module holds tensors of its own, with the same values, and no other module."""

@@ -548,6 +548,7 @@ COMPOSITE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 def test_composite_operations_and_their_gradients_are_printed():
     """Several roundings each."""
     x = numbers(5, 3)
@@ -752,6 +753,7 @@ def test_sums_over_pairs_of_any_terms(other):
 SIZES = [(1, 1, 1), (4, 3, 5), (7, 5, 33), (13, 9, 16), (2, 40, 64), (25, 6, 130)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_matrix_products_of_any_shape_and_layout(dtype):
     """Plain, transposed and sliced factors, and products of products."""

@@ -49,6 +49,7 @@ def position():
     return 2 * torch.rand(ATOMS, 3, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_groups_leave_out_the_other_pairs():
     options = {"cutoff": 1.4, "box": BOX}
     left_out = [[i, j] for i in range(ATOMS) for j in range(i) if not interact(i, j)]

@@ -151,6 +151,7 @@ def agree(found, expected, tolerance: float) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ROWS)
 def test_every_adjoint_agrees(kind):
     direct, _ = gradients(kind, DirectAdjoint())
@@ -160,6 +161,7 @@ def test_every_adjoint_agrees(kind):
     agree(gradients(kind, ReversibleAdjoint())[0], direct, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(lambda kind: kind == "springs", KINDS))
 def test_gradients_against_central_differences(kind):
     grads, _ = gradients(kind, ReversibleAdjoint())

@@ -397,6 +397,7 @@ def test_positions_may_leave_the_box(make):
     assert there == pytest.approx(here, rel=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", SUMS)
 def test_an_excluded_pair_alone_has_the_energy_of_its_images(make):
     """Without the excluded pair, two charges act on each other's images alone."""

@@ -172,6 +172,7 @@ def assert_equal_to_brute(pair, q, box, tolerance=CLOSE):
         torch.testing.assert_close(a, b.to(a), rtol=0, atol=tolerance * scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [DENSE, LISTED], ids=["dense", "list"])
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -252,6 +253,7 @@ def test_float32(listed, limit):
     assert pair(q.float()).dtype == torch.float32
 
 
+@pytest.mark.slow
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -383,6 +385,7 @@ def test_runs(listed, exact):
             torch.testing.assert_close(grads, list(first[1:]), rtol=CLOSE, atol=CLOSE)
 
 
+@pytest.mark.slow
 def test_exclusions_are_inputs_of_compiled_loops():
     """Another set of as many pairs runs in the same loops, with and without saves."""
     q = gas(cell("cube"), 12, seed=3, spread=0.0)

@@ -177,6 +177,7 @@ def test_girsanov_on_an_ornstein_uhlenbeck_process():
         )
 
 
+@pytest.mark.slow
 def test_compare_shows_estimators_side_by_side():
     sde = SDE(Decay(), Size())
     simulation = adjsim.Simulation(

@@ -436,6 +436,7 @@ def test_forces_without_an_energy_under_every_adjoint(kind):
     assert_all_adjoints_equal(model, 1e-10 if kind != "float32" else 1e-5, start=q)
 
 
+@pytest.mark.slow
 def test_float32_networks_in_float64_runs():
     torch.manual_seed(0)
     model = MessagePassing(CUTOFF, species=2, hidden=6, basis=4)
@@ -544,6 +545,7 @@ def assert_compiled(potential, **settings):
             assert stats["reconstruction_error"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     slow_but(lambda kind: kind == "cube", BOXES, marathon=lambda kind: kind != "cube"),
@@ -581,6 +583,7 @@ def test_compiled_loops_in_a_box_that_a_state_carries(kind):
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_capacity_of_compiled_loops():
     with pytest.raises(CompileError, match="give the potential capacity="):
         gradient(graph(), adjsim.ReversibleAdjoint(), False, compile=True)

@@ -60,6 +60,7 @@ def bounced(steps: int, **options) -> tuple[Tensor, list[Tensor]]:
     return height.detach(), list(torch.autograd.grad(height, [y0, k, m, g]))
 
 
+@pytest.mark.slow
 def test_the_simulated_bounce_converges_to_the_formula():
     height, _ = bounced(1000)
     # Of second order: a tenth of the square of the frequency 100 times dt.
@@ -127,6 +128,7 @@ def fall(potential, height: float, velocity: float, dt: float, steps: int) -> ad
     )
 
 
+@pytest.mark.slow
 def test_a_ball_on_a_barrier():
     """m = 1, g = 9.81, h0 = 1, kappa = 1e4, d = 0.02."""
     potential = ball(1e4)

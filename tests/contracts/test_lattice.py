@@ -139,6 +139,7 @@ def toy(terms, unit, batch, seed):
     )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )

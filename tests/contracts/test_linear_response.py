@@ -113,6 +113,7 @@ def test_the_frequency_of_a_column_is_that_of_a_rod(cells):
     assert math.sqrt(stiff / heavy) == pytest.approx(ROD * math.sin(half) / half, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_run_swings_at_this_frequency():
     """A cosine in time, and its derivative with respect to the modulus, -A t w/2E sin(w t)."""
     made, modulus = Column(4), parameter(MODULUS)

@@ -206,6 +206,7 @@ def test_lists_of_a_run_replace_each_other():
     assert len(neighbour_list._builds) == 1
 
 
+@pytest.mark.slow
 def test_results_are_a_function_of_the_position():
     pair = lennard_jones("cube")
     start = gas(cell("cube"), 60, seed=2)
@@ -226,6 +227,7 @@ def test_results_are_a_function_of_the_position():
     assert 5 < len(builds) < 50
 
 
+@pytest.mark.slow
 def test_an_exact_run_is_retraced():
     pair = lennard_jones("cube")
     dynamics = adjsim.Hamiltonian(pair)

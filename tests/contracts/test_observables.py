@@ -76,6 +76,7 @@ def test_gradients_against_central_differences(name, box):
         torch.testing.assert_close(observable(q[i], box), value[i], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_smooth_distribution_is_a_convolution():
     """Its mean over a shell is that of the histogram, where the kernel is narrow."""
     q = fluid(27, (40,))
@@ -87,6 +88,7 @@ def test_the_smooth_distribution_is_a_convolution():
     torch.testing.assert_close(shells, exact, rtol=0.02, atol=0)
 
 
+@pytest.mark.slow
 def test_an_ideal_gas_has_no_structure():
     """The relative error of a bin is one over the root of its number of pairs, 40,000 or more."""
     q = 4.0 * torch.rand(6, 500, 3, generator=torch.Generator().manual_seed(2))
@@ -180,6 +182,7 @@ def test_fcc_has_twelve_neighbours():
     torch.testing.assert_close(found, torch.tensor([float(len(q)), 0.0]), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("box", [SIDES, TILTED], ids=["sides", "tilted"])
 def test_stress_is_the_derivative_with_respect_to_strain(box):
     """Positions, box and momenta strained together: p dq is invariant."""

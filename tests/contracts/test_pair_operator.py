@@ -109,6 +109,7 @@ def assert_equal_to_torch(pair, position, tolerance=CLOSE):
         torch.testing.assert_close(x, y, rtol=0, atol=tolerance * float(y.detach().abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "limit"),
     [
@@ -189,6 +190,7 @@ KINDS = {
 OTHERS = KINDS.keys() - {"switched", "table of species", "charges"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "limit"),
     [
@@ -227,6 +229,7 @@ def test_float32(listed):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fewer_dimensions(listed, dim):
     box = torch.tensor([40.0, 11.0][:dim], dtype=torch.float64)
@@ -240,6 +243,7 @@ def test_fewer_dimensions(listed, dim):
     assert_equal_to_torch(pair, q)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -273,6 +277,7 @@ def test_any_box_cutoff_and_skin(listed, seed, tilt, sides, share, skin, tilted)
             torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("far", [1e5, pytest.param(1e9, marks=pytest.mark.slow), 1e30])
 @pytest.mark.parametrize("unit", [1.0, 1e-10])
 def test_a_cluster_and_an_atom_far_away(listed, far, unit):
@@ -326,6 +331,7 @@ def test_two_systems_of_one_size_alternate(listed):
     assert lists_built() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -366,6 +372,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "exact", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "exact"]
 )
@@ -457,6 +464,7 @@ SEVERAL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(lambda name: name == "list", SEVERAL))
 def test_one_pass_over_pairs_takes_all_rows_of_cotangents(listed, monkeypatch, name):
     make, limit, width = SEVERAL[name]
@@ -558,6 +566,7 @@ def test_formulas_without_an_operator_take_torch(kind):
     torch.autograd.grad(force.sum(), q)
 
 
+@pytest.mark.slow
 def test_a_changed_number_makes_another_kernel():
     pair = adjsim.SoftSphere(1.0, 1.0, 4.0)
     q = torch.tensor([[0.0, 0.0], [1.3, 0.0]], dtype=torch.float64)
@@ -673,6 +682,7 @@ def test_the_backward_has_the_box_of_the_forward():
     assert torch.equal(torch.autograd.grad(energy, q)[0], expected)
 
 
+@pytest.mark.slow
 def test_a_gradient_compiled_after_a_change_is_refused():
     pair = adjsim.SoftSphere(1.0, 1.0, 4.0)
     q, v = triple().requires_grad_(), torch.ones(3, 3, dtype=torch.float64)
@@ -772,6 +782,7 @@ def test_values_that_formulas_read_are_not_shared(what):
         torch.testing.assert_close(pair(q), dense.energy(pair, q), rtol=1e-14, atol=0)
 
 
+@pytest.mark.slow
 def test_potentials_of_one_class_share_kernels_of_one_shape():
     q = triple()
     for atoms in (3, 2, 3):
@@ -794,6 +805,7 @@ def test_nothing_to_evaluate(shape):
         force.sum().backward()
 
 
+@pytest.mark.slow
 def test_other_ways_of_differentiation():
     pair, q = adjsim.LennardJones(parameter(1.1), cutoff=3.0), triple()
     direction = torch.ones(3, 3, dtype=torch.float64) * torch.tensor([1.0, 2.0, 3.0])[:, None]
@@ -835,6 +847,7 @@ def test_without_a_compiler_torch_is_taken(monkeypatch):
     assert torch.equal(pair.force(q), dense.force(pair, q))
 
 
+@pytest.mark.slow
 def test_a_constant_of_a_module_inside_a_module_is_part_of_the_key(monkeypatch):
     outer, inner = types.ModuleType("outer"), types.ModuleType("outer.inner")
     outer.inner = inner
@@ -865,6 +878,7 @@ class OfItself(OfPairs):
         return self.strength * torch.exp(-s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(OfPairs, marks=pytest.mark.slow), OfItself])
 def test_a_parametrised_number_is_never_a_constant_of_a_kernel(kind):
     q = triple()

@@ -123,6 +123,7 @@ class TestPairs(PotentialContract):
     test_float32_follows = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     # The functions that formulas are made of, and a number for each pair.
@@ -150,6 +151,7 @@ def test_mie_is_lennard_jones():
         )
 
 
+@pytest.mark.slow
 def test_wells_have_their_depth_and_place():
     assert float(adjsim.Morse(1.7, 0.4, 1.3)(pair(1.3))) == pytest.approx(-1.7, rel=1e-14)
     assert float(adjsim.force(adjsim.Morse(1.7, 0.4, 1.3), pair(1.3)).abs().max()) < 1e-13
@@ -158,6 +160,7 @@ def test_wells_have_their_depth_and_place():
     assert float(adjsim.Mie(1.3, 1.1, n, m)(pair(minimum))) == pytest.approx(-1.3, rel=1e-13)
 
 
+@pytest.mark.slow
 def test_wca_ends_at_the_minimum():
     potential, end = adjsim.WCA(1.3, 1.1), 2 ** (1 / 6) * 1.1
     assert float(potential(pair(1.1))) == pytest.approx(1.3, rel=1e-14)
@@ -231,6 +234,7 @@ def test_bad_pairs_are_refused(make, says):
         make()
 
 
+@pytest.mark.slow
 def test_excluded_pairs_stay_finite_in_short_ranges():
     q = square()[0].float().requires_grad_()
     for potential in (adjsim.Buckingham(1000.0, 1e-5, 1.0), adjsim.Yukawa(1.0, 1e-20)):
@@ -255,6 +259,7 @@ def test_kong():
     assert float(epsilon * sigma**6) == pytest.approx(math.sqrt(e1 * s1**6 * e2 * s2**6), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_wolf_gives_the_madelung_energy():
     """Of rock salt, -1.74756459 per ion pair at the distance 1, as the cutoff grows."""
     sides = torch.tensor([12.0, 12.0, 12.0])
@@ -298,6 +303,7 @@ def test_tails_of_lennard_jones():
     assert float(slope) == pytest.approx(exact, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -503,6 +509,7 @@ def gradients(exact: bool, adjoint, make=mixed, **options):
     return dict(zip(parameters, grads, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exact", "compile"),
     slow_but(

@@ -107,6 +107,7 @@ def test_scalar_noise_of_a_known_divergence():
     torch.testing.assert_close(run.logqp[..., 0], expected[:, None].expand(3, 5))
 
 
+@pytest.mark.slow
 def test_gradients():
     latent = Latent()
     sde = latent.equation().logqp(latent.h)

@@ -132,6 +132,7 @@ def test_long_range_correction_of_nist():
     assert tail == pytest.approx(-0.54517, abs=5e-6)
 
 
+@pytest.mark.slow
 def test_masked_pairs_stay_finite():
     """Self pairs, coincident atoms beyond reach of the mask, and pairs past the cutoff never make
     NaN.
@@ -149,6 +150,7 @@ def test_masked_pairs_stay_finite():
     assert all(torch.isfinite(g).all() for g in (*grads, *second))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_units_do_not_overflow(dtype):
     """SI units: sigma of 3.4e-10 m and epsilon of 1.65e-21 J leave self pairs finite."""

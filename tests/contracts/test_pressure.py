@@ -218,6 +218,7 @@ def test_a_graph_is_evaluated_once_a_step_for_all_systems(precision):
     assert passes.count("forward") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tilted", "axes"), [(False, 3), pytest.param(True, 1, marks=pytest.mark.slow), (True, 3)]
 )

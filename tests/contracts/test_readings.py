@@ -162,6 +162,7 @@ def test_a_run_keeps_what_it_has_read(adjoint, compiled):
     assert torch.equal(torch.autograd.grad(loss, sigma)[0], expected)
 
 
+@pytest.mark.slow
 def test_a_minimum_keeps_what_it_has_read():
     sigma = parameter(1.0)
     pair = adjsim.LennardJones(1.0, sigma)

@@ -41,6 +41,7 @@ def turning(noise):
     return SDE(turn.drift, turn.diffusion, noise="scalar")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [None, pytest.param("scalar", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exact_steps_come_back_bit_for_bit(noise, compile):

@@ -111,6 +111,7 @@ def test_axes_without_a_direction_are_zero():
         assert bool(torch.isfinite(point.grad).all())
 
 
+@pytest.mark.slow
 def test_rounded_forces_are_multiples_and_keep_their_sum():
     module, q, unit = read(force_field(BOX)), position((2,)), 2.0**-20
     rounding = Rounding(torch.full((2, 1, 1, 1), unit, dtype=torch.float64))
@@ -130,6 +131,7 @@ def hamiltonian():
     return dynamics, dynamics.init(position(), 0.3 * torch.randn(8, 3, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_exact_steps_come_back():
     dynamics, state = hamiltonian()
     before, after, found = forth_and_back(

@@ -216,6 +216,7 @@ def test_bussi_in_one_degree_of_freedom_is_langevin_with_half_the_rate():
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_bussi_keeps_a_total_momentum_of_zero():
     dynamics = adjsim.Bussi(POTENTIALS["lennard-jones"](), 1.4, 0.6, 0.1, dof=6)
     position, momentum = square()
@@ -289,6 +290,7 @@ def in_the_valley(kT):
     return [integral(lambda x, y: x * x) / norm_, integral(lambda x, y: y) / norm_]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "scheme"),
     [
@@ -399,6 +401,7 @@ def test_momenta_at_rest_stay_and_have_finite_gradients(name, adjoint):
     torch.testing.assert_close(grads[0], expected, rtol=1e-13, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["berendsen", "bussi"])
 def test_reversal_follows_the_relaxation_time(name):
     """Errors grow as exp(t/tau) backward: over thirty tau they need the checkpoints that the
@@ -586,6 +589,7 @@ def test_only_canonical_thermostats_have_a_density(name):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_the_rate_of_collisions_has_no_pathwise_gradient():
     """It is refused where a path would be differentiated, and estimators that need no path take
     it.
@@ -626,6 +630,7 @@ def test_compiled_runs_without_a_gradient(name):
     torch.testing.assert_close(one.momentum, two.momentum, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_compiled_gradient_from_a_start_that_no_step_reaches():
     """A compiled backward loop also evaluates the step before its first, which has no inverse here:
     the kinetic energy of the start, zero, is below that of any state after a thermostat.

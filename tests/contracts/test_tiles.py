@@ -273,6 +273,7 @@ def recorded() -> Iterator[list[tuple[Any, ...]]]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "by"),
     slow_but(

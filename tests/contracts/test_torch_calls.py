@@ -143,6 +143,7 @@ def gradients(name, adjoint, compile):
     return [run.final.y.detach(), *torch.autograd.grad(run.final.y.square().sum(), inputs)], run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     slow_but(
@@ -160,6 +161,7 @@ def test_equal_to_torch(name):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_the_operations_and_their_lines_are_named():
     _, run = gradients("cummax, median", DirectAdjoint(), True)
     path = run.stats["compiled_forward"]
@@ -180,6 +182,7 @@ class Ranked(nn.Module):
         return (self.k * position.flatten(-2).cummax(-1).values ** 2).sum(-1)
 
 
+@pytest.mark.slow
 def test_exact_runs_come_back():
     """The same operation has the same bits in both loops, and in Python."""
     found = []

@@ -156,6 +156,7 @@ def test_heat_capacity_of_a_harmonic_crystal():
     agrees(adjsim.heat_capacity(total, kT, dof=0), float(dof), 0.02)
 
 
+@pytest.mark.slow
 def test_compressibility_of_hard_rods():
     """Tonks: P = density kT / (1 - density a), so chi = (1 - density a)^2 / (density kT)."""
     rods, length, rod, kT, frames = 100, 120.0, 0.5, 1.3, 1500

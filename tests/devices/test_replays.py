@@ -43,6 +43,7 @@ def agree(name, way, steps=STEPS):
     assert_agree(computed(SYSTEMS[name](), way, True, "cpu", steps), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_by_replays")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ def agree_by_tiles(way):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12 * float(y.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_by_replays")
 @pytest.mark.parametrize("way", [pytest.param("direct", marks=pytest.mark.slow), "exact"])
 def test_programs_in_replayed_iterations(way):

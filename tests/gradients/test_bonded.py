@@ -113,6 +113,7 @@ def gradients(make, adjoint, **options):
     return found, dict(zip(trainable, grads, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "exact"),
     slow_but(

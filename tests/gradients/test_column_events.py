@@ -248,6 +248,7 @@ def constant(rate):
     return lambda t, y: torch.full_like(y, rate)
 
 
+@pytest.mark.slow
 def test_what_has_no_derivative_or_no_solution_is_refused():
     start = torch.tensor([[3.0, 1.0]], dtype=torch.float64, requires_grad=True)
 

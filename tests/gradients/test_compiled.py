@@ -69,6 +69,7 @@ def row(dynamics, scheme, potential, kind="saves", exact=False, mark="marathon")
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
@@ -202,6 +203,7 @@ def test_whatever_a_parameter_is_and_whoever_reads_it(make):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 def test_a_number_that_changes_compiles_again():
     dynamics = adjsim.Hamiltonian(adjsim.LennardJones(1.0, 0.95, cutoff=2.0))
     ends = []

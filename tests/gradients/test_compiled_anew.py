@@ -124,6 +124,7 @@ MADE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "adjoint"),
     slow_but(
@@ -153,6 +154,7 @@ def test_a_dynamics_made_anew_compiles_nothing(name, adjoint):
         agree(found, result(make(k), False, **options)[0])
 
 
+@pytest.mark.slow
 def test_a_soft_body_made_anew_compiles_nothing():
     kept = None
     for _ in range(2):
@@ -248,6 +250,7 @@ BY_DEFAULT = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "name"),
     slow_but(
@@ -311,6 +314,7 @@ class Hidden(Well):
         return globals()["".join(["FAC", "TOR"])] * super().forward(position)
 
 
+@pytest.mark.slow
 def test_a_loop_of_another_dynamics_is_checked_before_it_is_taken(monkeypatch):
     """Though its step is too short for a check that the time of the loop would allow."""
     for factor in (1.0, 2.0, 1.0):

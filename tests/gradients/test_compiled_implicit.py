@@ -47,6 +47,7 @@ def gradients(solver, named, batch, adjoint, compile):
     return dict(zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True)), made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "batch", "named"),
     [
@@ -64,6 +65,7 @@ def test_gradients(solver, batch, named):
         assert made.stats["compiled_forward"] == made.stats["compiled_backward"] == "C++"
 
 
+@pytest.mark.slow
 def test_backward_euler_is_undone():
     """Its inverse is explicit, ``y = y' - h f(y')``; that of the midpoint rule iterates."""
     expected, _ = gradients(SOLVERS[0], False, (4,), DirectAdjoint(), False)
@@ -76,6 +78,7 @@ def test_backward_euler_is_undone():
         gradients(SOLVERS[1], False, (4,), ReversibleAdjoint(), True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["torch", pytest.param("Inductor", marks=pytest.mark.marathon)])
 def test_systems_that_are_not_printed(by, monkeypatch):
     """Torch solves them in a printed loop, and Inductor calls torch too."""
@@ -121,6 +124,7 @@ STIFF = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "solver"),
     slow_but(
@@ -302,6 +306,7 @@ def test_negative_eigenvalues(rows, dtype):
         assert in_a_loop(turn, wanted)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "solver", [pytest.param(SOLVERS[0], marks=pytest.mark.slow), SOLVERS[1]], ids=repr
 )
@@ -317,6 +322,7 @@ def test_what_is_refused(solver):
         adjsim.simulate(blowing, begin, [0.0, 3.0], solver=solver, compile=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adjoint", [DirectAdjoint(), CheckpointAdjoint(), ReversibleAdjoint()])
 def test_systems_that_depend_on_each_other_are_refused(adjoint):
     dynamics = ODE(Mean())
@@ -346,6 +352,7 @@ def test_float32():
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_field_without_a_derivative():
     """Its matrix is the identity, and its parameters have no gradient."""
     dynamics = ODE(lambda t, y: torch.ones_like(y) * t)
@@ -370,6 +377,7 @@ def test_a_hamiltonian_is_not_compiled():
         adjsim.simulate(dynamics, begin, [0.0, 0.4], solver=BackwardEuler(0.1), compile=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "solver", [SOLVERS[0], pytest.param(SOLVERS[1], marks=pytest.mark.slow)], ids=repr
 )
@@ -380,6 +388,7 @@ def test_rates_that_become_nan(solver):
         adjsim.simulate(ode, begin, [0.0, 1.0], solver=solver, compile=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exponent", "solver"),
     slow_but(
@@ -409,6 +418,7 @@ def test_stiff_systems_in_other_bases(solver, exponent):
         torch.testing.assert_close(final, exact, rtol=0, atol=allowed)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(
     "solver", [pytest.param(BackwardEuler, marks=pytest.mark.marathon), ImplicitMidpoint]
@@ -485,6 +495,7 @@ def test_changes_that_grow_are_not_rounding(dtype, stiff):
         assert float(final[0]) == pytest.approx(low, rel=20 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.slow
 def test_a_fold_in_a_batch_with_a_loose_tolerance():
     """The matrices of the last changes are checked, whichever system ends last."""
 

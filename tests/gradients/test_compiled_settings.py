@@ -240,6 +240,7 @@ class SoftCore(adjsim.potentials.PairPotential):
         return self.height * torch.exp(-s / self.width)
 
 
+@pytest.mark.slow
 def test_two_atoms_in_one_place_and_one_parameter_under_two_names():
     position = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.7, 0.2], [1.1, -0.3]])
     start = adjsim.PhaseState(
@@ -250,6 +251,7 @@ def test_two_atoms_in_one_place_and_one_parameter_under_two_names():
     close(end(dynamics, True, record, start), end(dynamics, False, record, start))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dim", "cutoff"),
     slow_but(
@@ -359,6 +361,7 @@ NORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", slow_but(lambda name: name == "spectral, hook", NORMS))
 def test_weights_that_are_normalised_before_each_evaluation(name):

@@ -25,6 +25,7 @@ def run(dynamics, y, compile=True, **options):
     )
 
 
+@pytest.mark.slow
 def test_the_evaluation_at_the_start_is_left_out(monkeypatch):
     known, calls = ODE.check_rates, []
     monkeypatch.setattr(ODE, "check_rates", lambda *args: calls.append(1) or known(*args))

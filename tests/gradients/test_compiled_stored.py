@@ -71,6 +71,7 @@ def gradients(dynamics, y, solver, kind, adjoint, compile, times=(0.2, 0.3, 0.7,
     return dict(zip([*named, *y._fields], found, strict=True)), run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("noise", "solver", "kind", "named", "batch"), ROWS, ids=str)
 def test_equal_to_eager_gradients(noise, solver, kind, named, batch, monkeypatch):
     """In parts of six steps, which neither save times nor segments are multiples of."""
@@ -85,6 +86,7 @@ def test_equal_to_eager_gradients(noise, solver, kind, named, batch, monkeypatch
         assert run.stats["compiled_backward"] == "C++"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_loops")
 def test_frozen_parameters_and_buffers():
     """They are inputs of the loops, so that a new value needs no new compilation."""
@@ -122,6 +124,7 @@ def test_splittings(exact):
         agree(gradients(dynamics, begin, solver, "saves", adjoint, True, times)[0], direct, 1e-12)
 
 
+@pytest.mark.slow
 def test_steps_without_an_inverse():
     """Collisions destroy momenta; eager steps alone used to have their gradient."""
     dynamics = adjsim.Andersen(
@@ -135,6 +138,7 @@ def test_steps_without_an_inverse():
     assert run.stats["compiled_backward"] == "C++"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.marathon)])
 def test_operations_that_are_not_printed(inductor, monkeypatch):
     """Torch evaluates them. Inductor's iterations return to Python, where states are stored."""

@@ -57,6 +57,7 @@ def test_all_adjoints_equal_central_differences(made, scheme, steps):
         torch.testing.assert_close((found[0][name] * along).sum(), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "thermostat", [adjsim.Bussi, adjsim.Berendsen, adjsim.VelocityRescale, adjsim.Andersen]
 )
@@ -92,6 +93,7 @@ def test_thermostats_have_the_gradients_of_differences(system, thermostat):
             torch.testing.assert_close((grads[k] * along).sum(), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_fixed_atom_and_its_rod_have_gradients(system):
     length = torch.nn.Parameter(tensor([1.0, 0.8]))
     mass = torch.nn.Parameter(tensor([torch.inf, 1.0, 2.0]))
@@ -121,6 +123,7 @@ def test_a_fixed_atom_and_its_rod_have_gradients(system):
             torch.testing.assert_close(grads[k], found[0][k], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_differences_of_lengths_at_fixed_starts():
     length, position = torch.nn.Parameter(tensor([1.0, 0.8])), tensor([[0.0, 0], [1, 0], [1, 0.8]])
     inner = adjsim.Langevin(adjsim.Harmonic(1.0), [1.0, 2.0, 1.0], 0.5, 0.7)
@@ -141,6 +144,7 @@ def test_differences_of_lengths_at_fixed_starts():
         adjsim.FiniteDifference()(simulation, end, replicas=2, chunks=2, generator=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -199,6 +203,7 @@ def test_a_gradient_can_be_differentiated_again(system):
     torch.testing.assert_close(second, expected.detach(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_constraints_may_be_made_inside_of_transforms():
     """A band and a small cluster, made where torch.func has the lengths."""
     system = LongChain()

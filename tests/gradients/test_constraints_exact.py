@@ -28,6 +28,7 @@ def test_differences_come_back_from_buffers():
     assert torch.equal(found, differences.expand_as(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("system", "scheme"),
     [
@@ -60,6 +61,7 @@ def water_run(dynamics, start, solver, ts, adjoint=None, **options):
     return path, torch.autograd.grad(weighted(path.final), start.position)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["BAB", "NBABN"])
 def test_runs_without_noise_retrace(scheme):
     position, index = waters(2)

@@ -221,6 +221,7 @@ def after_events_of_samples(p, method):
     return found.y[:, -1].T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["RK45", pytest.param("Rodas4", marks=pytest.mark.marathon)])
 def test_columns_and_samples_read_their_own_pasts(method):
     """Each from its own event on, as single columns do, with the gradient of differences."""
@@ -309,6 +310,7 @@ def after_resets(p, form):
     return found.y.flatten()[-1:] if form == "one" else first(found.y[..., -1, :])
 
 
+@pytest.mark.slow
 def test_events_and_resets_read_a_past():
     p = torch.tensor([[0.5, 0.8], [0.25, 0.3], [0.2, 0.25]], requires_grad=True)
     weights, along, h = torch.tensor([1.0, -0.7]), torch.cos(torch.arange(6.0)).view(3, 2), 1e-4

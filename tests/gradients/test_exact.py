@@ -365,6 +365,7 @@ UNITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "units"),
     slow_but(
@@ -471,6 +472,7 @@ def test_more_fingerprints_find_a_change_sooner(monkeypatch):
         moment(run.final).backward()
 
 
+@pytest.mark.slow
 def test_the_order_of_a_sum_does_not_matter():
     """Forward on one thread, backward on two: pair contributions are on a grid, so their sum has no
     order.

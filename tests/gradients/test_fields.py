@@ -290,6 +290,7 @@ def test_reversible_heun_equals_torchsde(noise):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", NOISES)
 def test_the_continuous_adjoint_approaches_direct_on_the_same_path(noise):
     """Every parameter of a neural SDE gets its gradient; the difference falls with dt."""

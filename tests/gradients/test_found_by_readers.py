@@ -237,6 +237,7 @@ def test_estimators_on_a_parameter_that_is_not_read_from_its_module():
     assert torch.equal(*(score.grad["potential.k"] for score in scores))
 
 
+@pytest.mark.slow
 def test_differences_reach_what_an_observable_reads_without_a_graph():
     found = []
     for read in (lambda k: k, float, lambda k: k.detach(), lambda k: (k > -1).double() * k.item()):

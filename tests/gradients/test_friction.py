@@ -67,6 +67,7 @@ STRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [
@@ -91,6 +92,7 @@ def test_exact_up_to_friction_times_time_of_a_hundred(name, scheme):
     assert 0.5 < growth < 8
 
 
+@pytest.mark.slow
 def test_growth_that_goes_unchecked_is_seen():
     """One checkpoint for friction T = 100 loses the state, and says so instead of returning a
     number.
@@ -145,6 +147,7 @@ def test_checkpoints_follow_friction_step_dtype_and_tolerance():
     assert run.stats["checkpoint_every"] is None
 
 
+@pytest.mark.slow
 def test_float32_keeps_within_a_tolerance_that_fits_it():
     dynamics = adjsim.Langevin(adjsim.DoubleWell(parameter(0.7)), friction=parameter(2.0))
     direct, _ = gradients(dynamics, "BAOAB", 0.01, 5.0, DirectAdjoint())
@@ -156,6 +159,7 @@ def test_float32_keeps_within_a_tolerance_that_fits_it():
     agree([x.double() for x in mine[:1]], direct[:1], 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scheme"),
     slow_but(lambda name, scheme: scheme in ("BAOAB", "GBABG"), UNDERDAMPED),

@@ -170,6 +170,7 @@ def test_stability_far_beyond_explicit_steps():
         assert float(found) == pytest.approx(factor, rel=1e-11)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_midpoint_rule_keeps_a_quadratic_invariant():
     """The length of a vector under Euler's equations of a free top."""
@@ -217,6 +218,7 @@ def test_robertson():
         assert x == pytest.approx(expected, rel=2e-3)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_systems_of_different_stiffness_are_solved_alone():
     """Van der Pol's equation from mild to stiff: each system is what it is alone."""

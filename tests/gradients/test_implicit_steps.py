@@ -225,6 +225,7 @@ def test_a_parameter_that_changes_before_backward_does_not_change_the_gradient()
     assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "solver", [pytest.param(BackwardEuler, marks=pytest.mark.slow), ImplicitMidpoint]
 )

@@ -32,6 +32,7 @@ def at_once(fun, x):
     return torch.autograd.functional.jacobian(fun, x, vectorize=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "adjoint"),
     slow_but(

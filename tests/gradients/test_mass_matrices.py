@@ -145,6 +145,7 @@ def test_a_pendulum_of_index_one(method):
     agree(gradients(loss(found.y[:2, -1]), [g, angle]), gradients(loss(place), [g, angle]), 1e-5)
 
 
+@pytest.mark.slow
 def test_radau_resolves_an_algebraic_unknown_between_its_steps():
     """z = sin(15 t) beside a slow x' = -k x, and z = sign(t - 1) there, which jumps."""
     k = tensor(0.3)
@@ -192,6 +193,7 @@ def test_radau_with_events_times_and_a_matrix_of_captured_tensors():
     agree(grads[2], grads[0], 1e-10)
 
 
+@pytest.mark.slow
 def test_columns_samples_events_and_checkpoints():
     """The node behind the capacitor falls below a volt, in a circuit where it starts above."""
     r1 = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64, requires_grad=True)
@@ -225,6 +227,7 @@ def test_columns_samples_events_and_checkpoints():
     torch.testing.assert_close(samples.y[:, -1, 0] - samples.y[:, -1, 1], over, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_rodas4_takes_a_single_state():
     mu = tensor(5.0)
     options = {"args": (mu,), "t_eval": [1.0, 4.0], "rtol": 1e-7, "atol": 1e-9}

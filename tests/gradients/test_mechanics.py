@@ -83,6 +83,7 @@ def agree(mine, theirs, tolerance):
         assert float((mine[name] - grad).norm()) <= tolerance * size, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "implicit"), slow_but(is_short, CASES, is_marathon))
 def test_gradients_of_every_number_are_those_of_differences(name, implicit):
     """In contact and sliding. The error of central differences is h^2, and rounding / h."""
@@ -124,6 +125,7 @@ def test_flows_of_shears_and_scales_reverse_exactly(name):
     assert made.stats["reconstruction_error"] == 0.0
 
 
+@pytest.mark.slow
 def test_a_lost_trajectory_names_the_ways_out():
     """Exact steps are one for springs with damping, and not for friction."""
     adjoint, message = ReversibleAdjoint(checkpoint_every=50), "gradient would be wrong. "

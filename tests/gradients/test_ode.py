@@ -116,6 +116,7 @@ def marked(methods, short=("dopri5", "rk4", "scipy_solver")):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", marked(ADAPTIVE + ONE_STEP + MULTISTEP, ["rk4"]))
 def test_direct_against_central_differences(method):
     grads = gradients(method, DirectAdjoint())
@@ -144,6 +145,7 @@ def test_direct_against_central_differences(method):
         assert slope == pytest.approx(expected, rel=rel, abs=floor), names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dynamics", "kind"),
     slow_but(
@@ -201,6 +203,7 @@ def test_scipy_cannot_be_backpropagated_through():
         gradients("scipy_solver", DirectAdjoint())
 
 
+@pytest.mark.slow
 def test_time_average_is_the_integral():
     """A harmonic oscillator from q = 1 at rest: the mean of q^2 over [b, T] in closed form."""
     dynamics = adjsim.Hamiltonian(adjsim.Harmonic())

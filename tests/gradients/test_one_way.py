@@ -339,6 +339,7 @@ def test_backward_twice_gives_the_same(exact):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_threads(shared):
     """Runs at once, of dynamics of their own and of one that they share, give what they give one

@@ -127,6 +127,7 @@ def test_adjoints_agree(row, exact):
         assert_same(gradient(row, adjoint, exact=exact), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "exact"),
     # Their compilation takes up to a minute.
@@ -149,6 +150,7 @@ def test_a_time_average():
         assert_same(found, expected, 1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", rows("orthogonal-each"))
 def test_against_central_differences(row):
     """Of every number, and of the start along a direction."""
@@ -232,6 +234,7 @@ def test_a_run_does_not_go_on_in_another_box():
         adjsim.simulate(piston("tilted"), None, [0.1, 0.2], solver=solver, continues=first)
 
 
+@pytest.mark.slow
 def test_float32():
     dynamics = piston()
     state = start(dynamics, (2,))
@@ -314,6 +317,7 @@ def test_a_hundred_thousand_exact_steps_of_water_come_back():
     assert not torch.equal(trajectory.record[-1], trajectory.record[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "axes"),
     [

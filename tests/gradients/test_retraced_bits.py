@@ -70,6 +70,7 @@ class Well(nn.Module):
         return (self.k * self.function(position) ** 2).sum((-1, -2))
 
 
+@pytest.mark.slow
 def test_an_operation_that_is_not_printed_is_retraced():
     """Torch evaluates it in the backward loop alone, at steps whose bits are those of the first."""
     found = []
@@ -133,6 +134,7 @@ def computed(function, *inputs):
     return run(constants, examples)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("atoms", [12, 42])
 def test_a_force_has_the_bits_of_its_product(atoms):
     """The backward loop computes other sums beside those of the force."""

@@ -72,6 +72,7 @@ def test_one_module_serves_both(method, rtol, close):
     assert torch.equal(pickle.loads(pickle.dumps(found)).sol(0.2), found.sol(0.2))
 
 
+@pytest.mark.slow
 def test_central_differences_and_the_adjoints():
     field, given = Field(), inputs()
 

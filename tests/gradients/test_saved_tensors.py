@@ -106,6 +106,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "average"),
     slow_but(
@@ -131,6 +132,7 @@ def test_equal_to_eager_gradients(name, average):
             assert count == evaluations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limit", ["steps", "entries", pytest.param("no entries", marks=pytest.mark.slow)]
 )
@@ -186,6 +188,7 @@ class Activated(nn.Module):
         return self.last(y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "batch"),
     slow_but(
@@ -202,6 +205,7 @@ def test_views_of_saved_tensors(first, batch):
     agree(found, direct, 1e-11)
 
 
+@pytest.mark.slow
 def test_one_system_without_an_axis():
     """The product of a row is saved without its first axis."""
     dynamics = adjsim.ODE(Activated(["silu", "silu"]))
@@ -218,6 +222,7 @@ class Captures(Wide):
         return self.number * self.vector * super().forward(t, y)
 
 
+@pytest.mark.slow
 def test_captured_tensors_are_not_saved():
     """They are constants of both loops."""
     dynamics = adjsim.ODE(Captures(nn.Tanh()))
@@ -279,6 +284,7 @@ class Reordered(nn.Module):
         return self.net(t, y)[..., torch.tensor([2, 1, 0])]
 
 
+@pytest.mark.slow
 def test_a_scatter_reads_saved_tensors():
     """The derivative of an index, which torch evaluates."""
     dynamics = adjsim.ODE(Reordered())

@@ -154,6 +154,7 @@ DEFAULT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "adjoint", "output"),
     slow_but(
@@ -209,6 +210,7 @@ def switched(t, y, p):
     return -0.1 * y + p * (t > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fun", "method", "adjoint"),
     slow_but(
@@ -264,6 +266,7 @@ def test_a_derivative_that_cancels_takes_no_time(method):
     assert len(evaluations) < 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["RK45", pytest.param("Radau", marks=pytest.mark.slow)])
 def test_a_derivative_that_is_not_finite_or_random_is_refused(method, monkeypatch):
     for module in (adjsim.ivp.quadrature, adjsim.ivp.sweep):
@@ -315,6 +318,7 @@ def of_van_der_pol(method, rtol, adjoint="interpolate", end=10.0):
     return float(mu.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "rtol", "error", "adjoint"),
     [
@@ -673,6 +677,7 @@ def test_saltation_through_many_bounces():
     assert float(e.grad) == pytest.approx(derivative(height, 0.85, 1e-6), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_change_of_mode():
     """An event whose reset changes nothing leaves the gradient as it is without it."""
     k = leaf(2.0)
@@ -789,6 +794,7 @@ def test_backward_in_time(method):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["RK45", pytest.param("BDF", marks=pytest.mark.slow)])
 def test_complex_states(method):
     """y' = (i omega - c) y with a conjugate, which is no function of a complex variable; against

@@ -60,6 +60,7 @@ def robertson_variations() -> np.ndarray:
     return found.y[3:].reshape(3, 3, len(SAVED))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "error", "adjoint"),
     [
@@ -113,6 +114,7 @@ def test_robertson_at_many_times(method, error):
             assert float(grad) == pytest.approx(answer, rel=error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "first"),
     slow_but(lambda method, first: first == 1e-3, itertools.product(STIFF, [1e-6, 1e-3, 1.0])),

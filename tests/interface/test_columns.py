@@ -58,6 +58,7 @@ def test_every_column_takes_the_steps_of_scipy(options, span):
         np.testing.assert_allclose(found.sol(inside)[..., j].numpy(), known.sol(inside), **close)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rtol", [1e-4, pytest.param(1e-6, marks=pytest.mark.slow)])
 def test_stiff_values(rtol):
     """Within thirty times the tolerance, which is what local errors sum to here."""

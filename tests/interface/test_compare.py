@@ -93,6 +93,7 @@ def test_pathwise_is_the_mean_of_the_replicas(observable):
     assert estimate.diagnostics["reconstruction_error"] < 1e-10
 
 
+@pytest.mark.slow
 def test_chunks_only_group_the_replicas():
     problem = simulation()
     found = [
@@ -116,6 +117,7 @@ def test_chunks_are_as_even_as_possible():
         chunk_slices(0, 4)
 
 
+@pytest.mark.slow
 def test_standard_error_of_uneven_chunks_is_unbiased():
     generator = torch.Generator().manual_seed(0)
     sizes = [3, 3, 2, 2]
@@ -190,6 +192,7 @@ def test_comparison_table_and_json():
     assert len(result.plot().axes) == 5
 
 
+@pytest.mark.slow
 def test_a_lost_method_is_listed_with_its_reason():
     methods = {"direct": Pathwise(), "reversible": Pathwise(ReversibleAdjoint(tol=1e-30))}
     result = compare(

@@ -87,6 +87,7 @@ BOXES = {
 TILTED = slow_but(lambda name: name == "tilted", BOXES, marathon=lambda name: True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("box", TILTED)
 def test_the_score_function_of_pairs_in_a_box(box):
     """The checks of a box read its numbers, which a step that is traced does not have."""
@@ -217,6 +218,7 @@ def test_adjoints_compared_in_compiled_loops():
             torch.testing.assert_close(estimate.grad[parameter_name], grad, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_what_does_not_go_in_a_compiled_loop():
     simulation, look = double_well()
     compiled = dataclasses.replace(simulation, compile=True)

@@ -61,6 +61,7 @@ def fitted(seed, target=None, start=(1.5, 0.1), **options):
     return fit(simulation, observable, target, make, **options), simulation.dynamics
 
 
+@pytest.mark.slow
 def test_the_fit_finds_the_well():
     """A step of Gauss and Newton from far away, and more until it is small beside the errors."""
     found, dynamics = fitted(0)
@@ -98,6 +99,7 @@ def at_temperatures(*temperatures):
     return simulations, observables, torch.tensor(exact)
 
 
+@pytest.mark.slow
 def test_several_simulations_fit_one_potential():
     """Two temperatures, with different numbers of data, find the well k = 2 at 0.4."""
     simulations, observables, target = at_temperatures(1.0, 0.5)

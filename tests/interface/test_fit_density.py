@@ -85,6 +85,7 @@ def test_densities_and_g_are_those_of_the_box_of_each_frame(liquid):
     assert not torch.allclose(observed(state._replace(strain=strain + 0.01))[:, 1:], found[:, 1:])
 
 
+@pytest.mark.slow
 def test_the_command_fits_a_table_and_a_curve(liquid):
     """One run for each temperature, and for that of g(r), which is none of the table."""
     (liquid / "table.txt").write_text("90 1.378 0.003\n")
@@ -116,6 +117,7 @@ def test_the_command_fits_a_table_and_a_curve(liquid):
     assert other.exit_code == 2
 
 
+@pytest.mark.slow
 def test_one_number_is_fitted_and_the_other_held(liquid):
     done = run("--density", "1400", "--density-unit", "kg/m3", "--parameters", "sigma", *SHORT)
     assert done.exit_code == 0, done.output

@@ -69,6 +69,7 @@ def assert_same_in_openmm(path, potential, positions, topology, system, **option
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "files",
     [
@@ -381,6 +382,7 @@ def plain_water():
     return found.topology, plain(found.positions)
 
 
+@pytest.mark.slow
 def test_a_solvent_and_pairs_of_expressions(tmp_path):
     """Their global numbers, tables and numbers of types."""
     (tmp_path / "custom.xml").write_text(EXPRESSIONS)
@@ -519,6 +521,7 @@ WELLS = (
 )
 
 
+@pytest.mark.slow
 def test_wells_of_types(toy, tmp_path):
     """Wells that mixing gives are those of types, and others are of two types."""
     path, topology, positions = toy

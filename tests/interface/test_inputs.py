@@ -150,6 +150,7 @@ def test_the_cutoff_of_a_skewed_cell_is_that_of_its_lattice():
 # Potentials' parameters.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["epsilon", "sigma"])
 def test_pair_matrices_that_are_refused(name):
     with pytest.raises(
@@ -337,6 +338,7 @@ def test_inference_mode_gives_the_same_run(name, potential):
     again.final.position.square().sum().backward()
 
 
+@pytest.mark.slow
 def test_a_model_may_be_made_in_inference_mode():
     with torch.inference_mode():
         dynamics = adjsim.Langevin(

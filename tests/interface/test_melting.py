@@ -85,6 +85,7 @@ def jobs(path, temperature):
         yield Job(system, model, "BAOAB", Splitting("BAOAB", 4 * units.fs), kelvin, 0)
 
 
+@pytest.mark.slow
 def test_a_crystal_is_melted(tmp_path, monkeypatch):
     """Every liquid is another one, and its density is that of the crystal."""
     path = tmp_path / "a.xyz"

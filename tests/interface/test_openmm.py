@@ -244,6 +244,7 @@ def with_custom_pairs(box):
     return system, 0.5 * sites + 0.02 * rng.normal(size=(count, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("box", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_custom_pairs(box):
     system, positions = with_custom_pairs(box)
@@ -375,6 +376,7 @@ SYSTEMS = given(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @SYSTEMS
 @example(seed=0, method="LJPME", scaled=True, tilted=True)
@@ -463,6 +465,7 @@ def test_signs_of_coefficients_of_the_custom_solvent():
 CUT = {"nonbondedMethod": app.CutoffNonPeriodic, "nonbondedCutoff": 0.47 * unit.nanometer}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     slow_but(

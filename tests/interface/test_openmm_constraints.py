@@ -303,6 +303,7 @@ def water_at_pressure(axes="isotropic", friction=0.0):
     return dynamics, atoms
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:init moved an atom")
 @pytest.mark.parametrize("axes", ["isotropic", "each"])
 def test_the_virial_of_rigid_water_is_that_of_centres(axes):

@@ -199,6 +199,7 @@ def started(system, positions, topology):
     return dynamics, dynamics.init(structure.position, generator=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:init moved an atom")
 def test_ten_steps_of_rigid_water_with_sites_equal_those_of_openmm():
     system, positions, topology = water("amber14/tip4pew.xml", 8)

@@ -80,6 +80,7 @@ def test_processes_that_import_the_library_themselves(monkeypatch):
     assert process.run_in_process(max, 1, 2) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [ValueError("of this kind"), FloatingPointError("lost at step 3")]
 )
@@ -89,6 +90,7 @@ def test_errors_come_back(error):
     assert "in fail" in caught.value.__notes__[0]  # where in the process it was raised
 
 
+@pytest.mark.slow
 def test_errors_that_do_not_pickle_are_described():
     with pytest.raises(RuntimeError, match=r"Stubborn: this and that"):
         process.run_in_process(raise_stubborn)
@@ -110,6 +112,7 @@ def test_a_process_that_dies_says_how(work, says):
         process.run_in_process(work)
 
 
+@pytest.mark.slow
 def test_a_method_that_dies_is_listed_with_its_reason():
     direct, checkpoint = job().adjoints(
         {name: ADJOINTS[name] for name in ("direct", "checkpoint")}, "energy", False
@@ -121,6 +124,7 @@ def test_a_method_that_dies_is_listed_with_its_reason():
 
 
 # Made in the test, so that a process that imports this file has run nothing.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "horizon", "replicas"),
     [

@@ -38,6 +38,7 @@ def observed(name, dynamics="langevin", distance=None):
     return system, model, state, quantity_of(name, system, model, distance)
 
 
+@pytest.mark.slow
 def test_energy_and_displacement():
     system, _, state, energy = observed("energy")
     torch.testing.assert_close(energy.value(state), system.potential(state.position) / 108)
@@ -94,6 +95,7 @@ def test_truncations_reach_the_potential():
     assert cluster(cutoff=Cutoff(2.0, "switched", 1.5)).potential.truncation.start == 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "observable",
     slow_but(

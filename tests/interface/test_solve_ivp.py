@@ -124,6 +124,7 @@ def test_values_are_scipys_to_the_last_bit(method, adjoint, kind, span):
         assert (found.nfev, found.njev, found.nlu) == (known.nfev, known.njev, known.nlu)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "jac"),
     slow_but(
@@ -573,6 +574,7 @@ def test_a_reset_of_another_shape_is_refused():
         adjsim.solve_ivp(lambda t, y: -y, (0, 1), [1.0], events=event)
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_without_a_gradient():
     """Neither when none is asked for nor once it has been taken."""
     k = torch.tensor(2.0, requires_grad=True)

@@ -203,6 +203,7 @@ def test_a_factorised_network_equals_the_diagonalised_one(clamped, monkeypatch):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_body_without_load_is_found_in_few_steps(monkeypatch):
     """Its energy goes to zero, where rounding relative to the energy never ends the steps."""
     q, body = network((14, 2), 100.0)
@@ -255,6 +256,7 @@ class Load(nn.Module):
         return (self.weight * position[..., -1]).sum(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cells", [(8, 2, 2), pytest.param((20, 4, 4), marks=pytest.mark.marathon)], ids=str
 )

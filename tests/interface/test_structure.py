@@ -17,6 +17,7 @@ def test_the_package_keeps_its_limits():
     assert not measured().faults
 
 
+@pytest.mark.slow
 def test_heavy_packages_are_imported_where_they_are_used():
     code = "import sys, adjsim; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -22,11 +22,13 @@ def growth(method: str, steps: int, problem: str | int) -> int:
     return run_in_process(measured, method, steps, problem)
 
 
+@pytest.mark.slow
 def test_reversible_is_flat_in_the_number_of_steps():
     """The states of 600 more steps take 192 MB."""
     assert growth("reversible", 800, "batch") - growth("reversible", 200, "batch") < 4 * MB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "problem", ["langevin", pytest.param("generalised", marks=pytest.mark.marathon)]
 )
@@ -86,6 +88,7 @@ def test_solve_ivp_by_checkpoints_is_flat():
     assert flat < 0.4 * dense
 
 
+@pytest.mark.slow
 def test_direct_keeps_every_state():
     """The measurement sees what there is to see: a position and a momentum of 160 kB for each of
     800 steps.

@@ -239,6 +239,7 @@ def test_blow_up_names_the_step_and_the_time():
         run(Power(), [1.0], [0.0, 40.0], StepTimes(torch.arange(41.0)), rate=1.0)
 
 
+@pytest.mark.slow
 def test_copies_that_move_apart_name_a_rate():
     with pytest.raises(FloatingPointError, match=r"moved apart .* in step \d+ .* Use rate="):
         run(Lorenz(), [1.0, 1.0, 1.0], [0.0, 30.0], Adaptive(1e-3, 1e-3), rate=3.0)

@@ -109,6 +109,7 @@ def test_rate_of_the_message_and_the_top_exponent_of_lorenz():
     assert stop("lorenz", found[1]) is None
 
 
+@pytest.mark.slow
 def test_rate_is_estimated_from_the_start():
     """1.5 times the contraction, rounded up to two digits: 1.5 of x' = -x, and the published
     coupling where nothing contracts.

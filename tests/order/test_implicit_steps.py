@@ -93,6 +93,7 @@ def test_order_against_a_tight_solution_of_the_same_equations(solver):
     assert math.log2(errors[0] / errors[1]) == pytest.approx(solver.order, abs=0.1), errors
 
 
+@pytest.mark.slow
 def test_the_midpoint_rule_conserves_energy_over_long_times_and_reverses():
     dynamics = adjsim.Hamiltonian(adjsim.LennardJones(), torch.tensor([1.0, 1.5, 0.8, 2.0]))
     start = dynamics.init(*square())
@@ -163,6 +164,7 @@ class Hanging(torch.nn.Module):
         return self.body(position) + self.g * position[..., -1].sum(-1)
 
 
+@pytest.mark.slow
 def test_a_stiff_body_comes_to_rest_at_a_hundred_times_the_explicit_bound():
     """Backward Euler ends in the minimum of the energy, where the clamped atoms stay."""
     q, body = springs((4, 2, 2), 1e4)

@@ -107,6 +107,7 @@ def test_velocity_verlet_on_a_harmonic_oscillator():
     torch.testing.assert_close(shadow, shadow[:1].expand_as(shadow), rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scheme", "dt"),
     slow_but(

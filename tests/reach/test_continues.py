@@ -49,6 +49,7 @@ def test_two_halves_are_one_whole(kind):
         torch.testing.assert_close(b, a, rtol=1e-9 if "exact" in kind else 1e-6, atol=0.0)
 
 
+@pytest.mark.slow
 def test_buffers_are_checked_at_the_same_steps():
     """Friction fills the buffers in some hundred steps; they are spilled in both halves."""
     dynamics = adjsim.Langevin(adjsim.Harmonic(1.0), kT=parameter(1.0), friction=8.0)
@@ -98,6 +99,7 @@ def test_time_goes_on(compiled):
     torch.testing.assert_close(b, a, rtol=1e-10, atol=0.0)
 
 
+@pytest.mark.slow
 def test_a_trajectory_that_was_loaded_goes_on():
     ((whole,), _), ((first, _), _) = halves("exact")
     file = io.BytesIO()
@@ -110,6 +112,7 @@ def test_a_trajectory_that_was_loaded_goes_on():
         assert torch.equal(rest.final.position, whole.final.position)
 
 
+@pytest.mark.slow
 def test_continues_with_a_store(tmp_path):
     ((whole,), _), ((first, _), _) = halves("exact")
     dynamics, _, _, options = problem(STEPS, "exact")

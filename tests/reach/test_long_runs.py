@@ -44,6 +44,7 @@ def run_of(steps, kind, store=None, **options):
     return run, dynamics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     slow_but(
@@ -81,6 +82,7 @@ def test_interrupted_runs_end_with_the_same_bits(kind, tmp_path, monkeypatch):
     assert attempts > 1 + len(backward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["", "compiled"])
 def test_a_finished_run_is_read(compiled, tmp_path):
     kind = f"exact average {compiled}"
@@ -202,6 +204,7 @@ def test_a_damaged_save_is_named(tmp_path):
         run_of(100, "exact", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_sweep_with_one_line(tmp_path, capfd, monkeypatch):
     """The sweep is saved where no product of a force is outstanding, and goes on from there."""
     expected = numbers(*run_of(500, "exact"))
@@ -222,6 +225,7 @@ def test_a_signal_ends_a_sweep_with_one_line(tmp_path, capfd, monkeypatch):
     assert numbers(run, dynamics) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
 )

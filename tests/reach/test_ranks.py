@@ -22,6 +22,7 @@ from tests.problems import slow_but
 from tests.reach.ranks import AVERAGE, ESTIMATORS, bits, estimate, on_ranks, simulation, square
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size"),
     slow_but(
@@ -113,6 +114,7 @@ def both(store):
     return [estimate("pathwise", 4, 2, None, store)[0] for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_ranks_draw_from_one_generator():
     first, second = on_ranks(2, both, None)
     assert first == second
@@ -152,6 +154,7 @@ def parts(folder):
     return bits(found), found.diagnostics["ranks"]
 
 
+@pytest.mark.slow
 def test_a_part_of_the_ranks(tmp_path):
     alone = adjsim.Pathwise()(simulation(), AVERAGE, replicas=6, chunks=3, generator=1)
     found = on_ranks(3, parts, str(tmp_path))
@@ -285,6 +288,7 @@ def failing(rank_of_failure):
     return adjsim.Pathwise()(simulation(), adjsim.Final(observe), replicas=4, chunks=4, generator=1)
 
 
+@pytest.mark.slow
 def test_an_error_is_that_of_all_ranks():
     for found in on_ranks(3, failing, 1):
         with pytest.raises(FloatingPointError, match="chunk of this rank"):
@@ -302,6 +306,7 @@ def hanging(how):
     return adjsim.Pathwise()(simulation(), adjsim.Final(observe), replicas=4, chunks=4, generator=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("hang", marks=pytest.mark.slow), "kill"])
 def test_a_rank_that_hangs_or_ends_is_named(how):
     # The end of a process is seen at once, a long time before the timeout of the group.
@@ -322,6 +327,7 @@ def disagreeing(name):
     Ranks.of().agree({name: f"{dist.get_rank()}"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -340,6 +346,7 @@ def leaving(rank_that_leaves):
     return adjsim.Pathwise()(simulation(), adjsim.Final(square), replicas=4, chunks=4, generator=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_leaves_early_is_named(rank):
     found = on_ranks(3, leaving, rank, seconds=1800.0)

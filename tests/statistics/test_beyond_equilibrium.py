@@ -342,6 +342,7 @@ def test_smooth_first_passage(estimator):
     assert not estimate.warnings
 
 
+@pytest.mark.slow
 def test_sharp_first_passage():
     nodes, h = left_side(), 0.1
     value, slope = answer(passage_times, 100, nodes, sharp_rate)

@@ -129,6 +129,7 @@ def test_path_gradient_by_temperature(estimator):
     within(estimate, {"potential.k": dk, "kT": dkT})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["BAOAB", pytest.param("OBABO", marks=pytest.mark.marathon)])
 def test_girsanov_on_langevin_equals_pathwise(scheme):
     """Another mass, kT and friction than one; several steps, so that all weights of the score
@@ -297,6 +298,7 @@ def test_muller_brown_occupation():
     assert float(estimate.grad_stderr["kT"]) < 0.1 * abs(float(estimate.grad["kT"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [pytest.param(STATIONARY[0], marks=pytest.mark.marathon), STATIONARY[1]],
     ids=["score", "reweighting"],
@@ -618,6 +620,7 @@ def test_the_derivative_of_a_minimum():
     torch.testing.assert_close(slope, torch.arange(60.0).reshape(20, 3), rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_derivative_of_a_cluster_against_differences():
     def size(value=None):
         torch.manual_seed(0)

@@ -124,6 +124,7 @@ def test_shadowing_works_on_a_copy():
     assert dynamics.fun is field
 
 
+@pytest.mark.slow
 def test_shadowing_counts_its_evaluations():
     """A chunk more is a segment more, of 50 steps of four evaluations, forth and back."""
     _, simulation = chaotic(Lorenz())

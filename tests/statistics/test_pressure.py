@@ -37,6 +37,7 @@ def gas(axes="isotropic", replicas=256, seed=0, pressure=P, tail=False, box=BOX)
     return dynamics, dynamics.init(position((replicas,)), generator=seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "box"),
     [

@@ -97,6 +97,7 @@ def test_frames_are_not_served_on_other_constraints(change):
     assert not again.diagnostics["sampled"]
 
 
+@pytest.mark.slow
 def test_the_test_for_bath_variables_does_not_repeat_the_observable_on_all_frames():
     """An observable may take most of the time of an estimate, so frames are observed once."""
     dynamics = adjsim.LangevinPiston(
@@ -177,6 +178,7 @@ def well_with_memory(kT, rates=(1.0, 3.0)):
     return Simulation(dynamics, initial, [0.0, 1.0], adjsim.Splitting("BAGAB", 0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", STATIONARY, ids=["score", "reweighting"])
 def test_memory_has_a_temperature(estimator):
     """<z^2> = m kT, read directly, and behind detach()."""
