@@ -172,7 +172,6 @@ def assert_equal_to_brute(pair, q, box, tolerance=CLOSE):
         torch.testing.assert_close(a, b.to(a), rtol=0, atol=tolerance * scale)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("limit", [DENSE, LISTED], ids=["dense", "list"])
 @pytest.mark.parametrize(
     ("name", "kind"),

@@ -545,7 +545,6 @@ def assert_compiled(potential, **settings):
             assert stats["reconstruction_error"] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     slow_but(lambda kind: kind == "cube", BOXES, marathon=lambda kind: kind != "cube"),

@@ -104,7 +104,6 @@ def evaluated(potential, position: Tensor, v: Tensor, virial: bool) -> list[Tens
     return [potential(position).detach(), value, along, *found, *work]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_list_has_the_sums_of_all_pairs(name, lists, monkeypatch):
     """Of a batch, also where two lists differ by their skins: these have the same bits."""

@@ -190,7 +190,6 @@ KINDS = {
 OTHERS = KINDS.keys() - {"switched", "table of species", "charges"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "limit"),
     [
@@ -331,7 +330,6 @@ def test_two_systems_of_one_size_alternate(listed):
     assert lists_built() == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -123,7 +123,6 @@ class TestPairs(PotentialContract):
     test_float32_follows = None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     # The functions that formulas are made of, and a number for each pair.
@@ -303,7 +302,6 @@ def test_tails_of_lennard_jones():
     assert float(slope) == pytest.approx(exact, rel=1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -509,7 +507,6 @@ def gradients(exact: bool, adjoint, make=mixed, **options):
     return dict(zip(parameters, grads, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exact", "compile"),
     slow_but(

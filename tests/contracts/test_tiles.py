@@ -273,7 +273,6 @@ def recorded() -> Iterator[list[tuple[Any, ...]]]:
         yield found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "by"),
     slow_but(

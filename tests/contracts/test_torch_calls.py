@@ -143,7 +143,6 @@ def gradients(name, adjoint, compile):
     return [run.final.y.detach(), *torch.autograd.grad(run.final.y.square().sum(), inputs)], run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     slow_but(

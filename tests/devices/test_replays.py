@@ -43,7 +43,6 @@ def agree(name, way, steps=STEPS):
     assert_agree(computed(SYSTEMS[name](), way, True, "cpu", steps), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_by_replays")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(

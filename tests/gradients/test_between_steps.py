@@ -48,7 +48,6 @@ def gradients(solver, adjoint, compile, times=TIMES, record=None, shift=None):
     return run, dict(zip(named, found, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "adjoint", "compile"),
     slow_but(

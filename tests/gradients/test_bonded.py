@@ -113,7 +113,6 @@ def gradients(make, adjoint, **options):
     return found, dict(zip(trainable, grads, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "exact"),
     slow_but(

@@ -98,7 +98,6 @@ def one_by_one(output: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return values.detach(), gradients(values, v)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "adjoint", "output"),
     slow_but(
@@ -129,7 +128,6 @@ def van_der_pol(t, y, mu):
     return torch.stack([y[1], mu * (1 - y[0] ** 2) * y[1] - y[0]])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stiff", "end"), [(60.0, 0.6), pytest.param(200.0, 10.0, marks=pytest.mark.marathon)]
 )

@@ -69,7 +69,6 @@ def row(dynamics, scheme, potential, kind="saves", exact=False, mark="marathon")
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "kind"),
     [

@@ -124,7 +124,6 @@ MADE = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "adjoint"),
     slow_but(
@@ -250,7 +249,6 @@ BY_DEFAULT = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "name"),
     slow_but(

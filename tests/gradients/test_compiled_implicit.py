@@ -47,7 +47,6 @@ def gradients(solver, named, batch, adjoint, compile):
     return dict(zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True)), made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "batch", "named"),
     [
@@ -78,7 +77,6 @@ def test_backward_euler_is_undone():
         gradients(SOLVERS[1], False, (4,), ReversibleAdjoint(), True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("by", ["torch", pytest.param("Inductor", marks=pytest.mark.marathon)])
 def test_systems_that_are_not_printed(by, monkeypatch):
     """Torch solves them in a printed loop, and Inductor calls torch too."""
@@ -124,7 +122,6 @@ STIFF = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "solver"),
     slow_but(
@@ -388,7 +385,6 @@ def test_rates_that_become_nan(solver):
         adjsim.simulate(ode, begin, [0.0, 1.0], solver=solver, compile=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exponent", "solver"),
     slow_but(
@@ -418,7 +414,6 @@ def test_stiff_systems_in_other_bases(solver, exponent):
         torch.testing.assert_close(final, exact, rtol=0, atol=allowed)
 
 
-@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(
     "solver", [pytest.param(BackwardEuler, marks=pytest.mark.marathon), ImplicitMidpoint]

@@ -251,7 +251,6 @@ def test_two_atoms_in_one_place_and_one_parameter_under_two_names():
     close(end(dynamics, True, record, start), end(dynamics, False, record, start))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dim", "cutoff"),
     slow_but(

@@ -71,7 +71,6 @@ def gradients(dynamics, y, solver, kind, adjoint, compile, times=(0.2, 0.3, 0.7,
     return dict(zip([*named, *y._fields], found, strict=True)), run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("noise", "solver", "kind", "named", "batch"), ROWS, ids=str)
 def test_equal_to_eager_gradients(noise, solver, kind, named, batch, monkeypatch):
     """In parts of six steps, which neither save times nor segments are multiples of."""
@@ -138,7 +137,6 @@ def test_steps_without_an_inverse():
     assert run.stats["compiled_backward"] == "C++"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.marathon)])
 def test_operations_that_are_not_printed(inductor, monkeypatch):
     """Torch evaluates them. Inductor's iterations return to Python, where states are stored."""

@@ -64,7 +64,6 @@ def test_all_adjoints_equal_central_differences(system):
         torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("system", forms(FORMS[3]))
 def test_exact_runs_have_the_gradient_of_backpropagation(system):
     numbers = system.parameters()

@@ -144,7 +144,6 @@ def test_differences_of_lengths_at_fixed_starts():
         adjsim.FiniteDifference()(simulation, end, replicas=2, chunks=2, generator=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -157,7 +157,6 @@ def test_direct_against_central_differences(problem, kind):
         assert slope == pytest.approx(float((grad * along).sum()), rel=1e-6, abs=1e-8), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "kind", "exact"),
     slow_but(
@@ -194,7 +193,6 @@ def long_run(field, start, dt, steps, adjoint, compile=False, **settings):
     return dict(zip(("y", *dict(field.named_parameters())), found, strict=True)), run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.marathon)])
 @pytest.mark.usefixtures("bits_of_words")
 @chaotic

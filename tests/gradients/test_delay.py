@@ -221,7 +221,6 @@ def after_events_of_samples(p, method):
     return found.y[:, -1].T
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["RK45", pytest.param("Rodas4", marks=pytest.mark.marathon)])
 def test_columns_and_samples_read_their_own_pasts(method):
     """Each from its own event on, as single columns do, with the gradient of differences."""

@@ -365,7 +365,6 @@ UNITS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "units"),
     slow_but(

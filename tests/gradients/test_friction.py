@@ -67,7 +67,6 @@ STRONG = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [

@@ -83,7 +83,6 @@ def agree(mine, theirs, tolerance):
         assert float((mine[name] - grad).norm()) <= tolerance * size, name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "implicit"), slow_but(is_short, CASES, is_marathon))
 def test_gradients_of_every_number_are_those_of_differences(name, implicit):
     """In contact and sliding. The error of central differences is h^2, and rounding / h."""

@@ -116,7 +116,6 @@ def marked(methods, short=("dopri5", "rk4", "scipy_solver")):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", marked(ADAPTIVE + ONE_STEP + MULTISTEP, ["rk4"]))
 def test_direct_against_central_differences(method):
     grads = gradients(method, DirectAdjoint())
@@ -145,7 +144,6 @@ def test_direct_against_central_differences(method):
         assert slope == pytest.approx(expected, rel=rel, abs=floor), names
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dynamics", "kind"),
     slow_but(

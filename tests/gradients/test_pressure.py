@@ -127,7 +127,6 @@ def test_adjoints_agree(row, exact):
         assert_same(gradient(row, adjoint, exact=exact), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "exact"),
     # Their compilation takes up to a minute.
@@ -150,7 +149,6 @@ def test_a_time_average():
         assert_same(found, expected, 1e-8)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("row", rows("orthogonal-each"))
 def test_against_central_differences(row):
     """Of every number, and of the start along a direction."""
@@ -317,7 +315,6 @@ def test_a_hundred_thousand_exact_steps_of_water_come_back():
     assert not torch.equal(trajectory.record[-1], trajectory.record[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "axes"),
     [

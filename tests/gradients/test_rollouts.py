@@ -97,7 +97,6 @@ FEW = slow_but(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), FEW)
 def test_every_adjoint_gives_the_gradient_of_differences(name, kind):
     """By a direction in which each number changes the loss by the same amount."""

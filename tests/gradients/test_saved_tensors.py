@@ -106,7 +106,6 @@ ROWS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "average"),
     slow_but(
@@ -188,7 +187,6 @@ class Activated(nn.Module):
         return self.last(y)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "batch"),
     slow_but(

@@ -117,7 +117,6 @@ def test_direct_against_central_differences_on_common_noise(name, method, kind):
     agrees_with_differences(grads, loss, 1e-8)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method", "order"),
     slow_but(

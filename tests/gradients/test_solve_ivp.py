@@ -154,7 +154,6 @@ DEFAULT = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "adjoint", "output"),
     slow_but(
@@ -210,7 +209,6 @@ def switched(t, y, p):
     return -0.1 * y + p * (t > 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fun", "method", "adjoint"),
     slow_but(
@@ -318,7 +316,6 @@ def of_van_der_pol(method, rtol, adjoint="interpolate", end=10.0):
     return float(mu.grad)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "rtol", "error", "adjoint"),
     [

@@ -60,7 +60,6 @@ def robertson_variations() -> np.ndarray:
     return found.y[3:].reshape(3, 3, len(SAVED))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "error", "adjoint"),
     [

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 STEPS = [Case(*row, exact) for row in ROWS for exact in (False, True)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     slow_but(

@@ -87,7 +87,6 @@ BOXES = {
 TILTED = slow_but(lambda name: name == "tilted", BOXES, marathon=lambda name: True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("box", TILTED)
 def test_the_score_function_of_pairs_in_a_box(box):
     """The checks of a box read its numbers, which a step that is traced does not have."""

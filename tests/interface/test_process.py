@@ -124,7 +124,6 @@ def test_a_method_that_dies_is_listed_with_its_reason():
 
 
 # Made in the test, so that a process that imports this file has run nothing.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "horizon", "replicas"),
     [

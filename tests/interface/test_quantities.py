@@ -95,7 +95,6 @@ def test_truncations_reach_the_potential():
     assert cluster(cutoff=Cutoff(2.0, "switched", 1.5)).potential.truncation.start == 1.5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "observable",
     slow_but(

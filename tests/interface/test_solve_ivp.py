@@ -124,7 +124,6 @@ def test_values_are_scipys_to_the_last_bit(method, adjoint, kind, span):
         assert (found.nfev, found.njev, found.nlu) == (known.nfev, known.njev, known.nlu)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "jac"),
     slow_but(

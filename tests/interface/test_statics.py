@@ -256,7 +256,6 @@ class Load(nn.Module):
         return (self.weight * position[..., -1]).sum(-1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "cells", [(8, 2, 2), pytest.param((20, 4, 4), marks=pytest.mark.marathon)], ids=str
 )

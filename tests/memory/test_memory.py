@@ -28,7 +28,6 @@ def test_reversible_is_flat_in_the_number_of_steps():
     assert growth("reversible", 800, "batch") - growth("reversible", 200, "batch") < 4 * MB
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "problem", ["langevin", pytest.param("generalised", marks=pytest.mark.marathon)]
 )

@@ -51,7 +51,6 @@ def solver_of(scheme, dt):
     return SDESolver(scheme[4:], dt=dt) if scheme.startswith("sde ") else Splitting(scheme, dt)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scheme", "order"),
     slow_but(

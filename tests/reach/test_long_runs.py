@@ -44,7 +44,6 @@ def run_of(steps, kind, store=None, **options):
     return run, dynamics
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     slow_but(

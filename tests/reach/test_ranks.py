@@ -22,7 +22,6 @@ from tests.problems import slow_but
 from tests.reach.ranks import AVERAGE, ESTIMATORS, bits, estimate, on_ranks, simulation, square
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size"),
     slow_but(

@@ -129,7 +129,6 @@ def test_path_gradient_by_temperature(estimator):
     within(estimate, {"potential.k": dk, "kT": dkT})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["BAOAB", pytest.param("OBABO", marks=pytest.mark.marathon)])
 def test_girsanov_on_langevin_equals_pathwise(scheme):
     """Another mass, kT and friction than one; several steps, so that all weights of the score
@@ -298,7 +297,6 @@ def test_muller_brown_occupation():
     assert float(estimate.grad_stderr["kT"]) < 0.1 * abs(float(estimate.grad["kT"]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [pytest.param(STATIONARY[0], marks=pytest.mark.marathon), STATIONARY[1]],
     ids=["score", "reweighting"],

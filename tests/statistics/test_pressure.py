@@ -37,7 +37,6 @@ def gas(axes="isotropic", replicas=256, seed=0, pressure=P, tail=False, box=BOX)
     return dynamics, dynamics.init(position((replicas,)), generator=seed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "box"),
     [
