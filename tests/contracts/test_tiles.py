@@ -133,6 +133,8 @@ def computed(pair: Any, position: Tensor) -> list[Tensor]:
     slow_but(
         lambda name, replicas, dtype: (name, replicas) in (("switched", 3), ("charges", None)),
         [(name, *size) for name in POTENTIALS for size in SIZES],
+        # A single system in float32 takes the same programs.
+        marathon=lambda name, replicas, dtype: replicas is None,
     ),
 )
 def test_programs_equal_operations(by_tiles, name, replicas, dtype):

@@ -48,6 +48,13 @@ LONG = {
     "chain-3", "everything", "friction-moving", "friction-vertices", "piston, chains",
     "piston, mesh", "rayleigh", "sites",
 }  # fmt: skip
+# Systems that take the moves of others, with other numbers.
+ALIKE = {
+    "andersen", "berendsen", "ewald", "EulerMaruyama, additive", "EulerMaruyama, diagonal",
+    "generalised-1", "hamiltonian-masses", "langevin-atoms", "StochasticHeun, diagonal",
+    "velocity-rescale", "viscous",
+}  # fmt: skip
+MARATHONS = [name for name in NAMES if name in LONG | ALIKE]
 IN_CI = ("rk4, compiled", "langevin, compiled")
 LOOPS = [f"{name}, compiled" for name in SYSTEMS if name not in UNCOMPILED]
 
@@ -64,8 +71,10 @@ def costs(*names: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param([x for x in NAMES if x not in LONG], marks=pytest.mark.slow, id="short"),
-        pytest.param([x for x in NAMES if x in LONG], marks=pytest.mark.marathon, id="long"),
+        pytest.param(
+            [x for x in NAMES if x not in MARATHONS], marks=pytest.mark.slow, id="in CI"
+        ),
+        pytest.param(MARATHONS, marks=pytest.mark.marathon, id="others"),
     ],
 )
 def test_steps_keep_to_their_device(names):

@@ -14,7 +14,7 @@ from tests.devices.test_gpu import STEPS, UNCOMPILED, WAYS, assert_agree, comput
 from tests.problems import by_inductor, slow_but
 
 SHORT = ["langevin"]
-SLOW = ["hamiltonian", "chain-1", "own module", "listed", "rk4", "EulerMaruyama, diagonal"]
+SLOW = ["chain-1", "own module", "listed", "rk4"]
 ROWS = [name for name in SYSTEMS if name not in UNCOMPILED]
 
 

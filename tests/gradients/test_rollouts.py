@@ -128,8 +128,14 @@ def test_gradients_of_single_numbers_against_differences(name, kind):
         assert found == pytest.approx(expected, rel=1e-6, abs=2e-10), number
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["thrown", "network", "shell", "particles", "driven"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        lambda name: False,
+        ["thrown", "network", "shell", "particles", "driven"],
+        marathon=lambda name: name in ("network", "shell"),
+    ),
+)
 def test_shears_and_scales_are_reversed_exactly(name):
     """Contact, damping, paths and actuators, on a lattice; friction has a flow of another kind."""
     run = Run(name, friction=False)
