@@ -71,9 +71,7 @@ def costs(*names: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(
-            [x for x in NAMES if x not in MARATHONS], marks=pytest.mark.slow, id="in CI"
-        ),
+        pytest.param([x for x in NAMES if x not in MARATHONS], marks=pytest.mark.slow, id="in CI"),
         pytest.param(MARATHONS, marks=pytest.mark.marathon, id="others"),
     ],
 )
