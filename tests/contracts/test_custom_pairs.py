@@ -198,6 +198,16 @@ def test_tables_in_kernels(atoms, options, path, monkeypatch):
             pairs.h.values[1] += 0.3
 
 
+def test_expressions_that_an_exchange_changes_in_few_pairs_are_refused():
+    """Forces of such pairs would not sum to zero: of a rare flag, and of far atoms alone."""
+    flag = (torch.arange(200) == 5).double()
+    with pytest.raises(ValueError, match="changes the expression"):
+        CustomPairs("exp(-r)*(1+a1*(1-a2))", {"a": flag})
+    with pytest.raises(ValueError, match="changes the expression"):
+        CustomPairs("exp(-r)*(1+step(r-1.2)*a1)", {"a": torch.linspace(0.1, 1.0, ATOMS)})
+    CustomPairs("exp(-r)*(1+a1*(1-a2)+a2*(1-a1))", {"a": flag})
+
+
 def test_tables_that_are_refused():
     """A name of two, places beyond float32, and a correction beyond the cutoff."""
     table = DiscreteFunction([1.0, 2.0])

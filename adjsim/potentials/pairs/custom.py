@@ -18,6 +18,9 @@ from adjsim.potentials.expressions import Expression
 from adjsim.potentials.pairs.formula import check_symmetric, read_at
 from adjsim.potentials.pairs.radial import RadialPotential
 
+# The pairs of atoms that are drawn to see whether exchanging them changes an expression.
+EXCHANGED = 512
+
 
 class CustomPairs(RadialPotential):
     """A sum over pairs i<j of an expression of their distance and named numbers.
@@ -257,16 +260,26 @@ def check_exchange(
     values: Mapping[str, Tensor],
     of_atoms: Collection[str],
 ) -> None:
-    """Refuse an expression that exchanging the two atoms changes."""
+    """Refuse an expression that exchanging the two atoms changes.
+
+    Numbers are drawn from those given, since a power may need them positive or whole, and half of
+    them are the smallest and the largest ones, which few atoms may have, such as a flag. Distances
+    are of any unit, and some are beyond those at which a step of the expression may be.
+    """
     if not of_atoms:
         return
-    drawn = torch.Generator().manual_seed(0)
-    forth = {"r": torch.rand(16, generator=drawn, dtype=torch.float64) + 0.1}
+    drawn, count = torch.Generator().manual_seed(0), (EXCHANGED,)
+    forth = {"r": 0.1 * 200 ** torch.rand(count, generator=drawn, dtype=torch.float64)}
     back = dict(forth)
     for name, value in values.items():
-        # Numbers of the size of those given, since a power may need them positive or whole.
+        flat = value.double().cpu().flatten()
+        known = torch.stack([flat.min(), flat.max()])
         first, second = (
-            value.double().cpu().flatten()[torch.randint(value.numel(), (16,), generator=drawn)]
+            torch.where(
+                torch.rand(count, generator=drawn) < 0.5,
+                known[torch.randint(2, count, generator=drawn)],
+                flat[torch.randint(len(flat), count, generator=drawn)],
+            )
             for _ in range(2)
         )
         if name in of_atoms:
@@ -275,7 +288,8 @@ def check_exchange(
         else:
             forth[name] = back[name] = first
     one, other = expression(forth, functions), expression(back, functions)
-    if not torch.allclose(one, other, rtol=1e-9, atol=0, equal_nan=True):
+    # Products of another order differ in all digits where they are denormal.
+    if not torch.allclose(one, other, rtol=1e-9, atol=1e-280, equal_nan=True):
         raise ValueError(
             f"exchanging the two atoms changes the expression {expression.text!r}: write it such "
             "that their numbers, such as q1 and q2, may change places."
