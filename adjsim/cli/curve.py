@@ -15,8 +15,11 @@ UNITS = {"angstrom": 1.0, "nm": 10.0, "pm": 0.01}
 # The range of the highest peak of g(r), in units of sigma. A liquid has it at 1.0 to 1.2.
 PEAK = (0.5, 2.0)
 SEPARATOR = re.compile(r"[,;\s]+")
+# What may stand between the numbers of a line beside spaces; a line may have one number.
+SEPARATED: tuple[set[str], ...] = (set(), {""}, {","}, {";"})
 DENSITY = re.compile(
-    r"density\D*?(\d+(?:\.\d*)?(?:e[-+]?\d+)?)\s+(?:atoms\s+)?per cubic angstrom", re.IGNORECASE
+    r"density\D*?((?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s+(?:atoms\s+)?per cubic angstrom",
+    re.IGNORECASE,
 )
 
 
@@ -99,6 +102,12 @@ class Columns:
     ) -> list[float]:
         """Return the numbers of a line, or raise if they do not continue the rows."""
         count = len(rows[0]) if rows else 0
+        # With a decimal comma, "3,4 1" would be three numbers.
+        if {found.strip() for found in SEPARATOR.findall(text)} not in SEPARATED:
+            raise ValueError(
+                f"{where}: '{text}' has separators of two kinds, or an empty column. Write numbers "
+                "with decimal points, and spaces, commas or semicolons between them."
+            )
         if entries is None or len(entries) not in ((count,) if count else (2, 3)):
             wanted = (
                 f"{count} numbers, as above" if count else f"{self.numbers}, and perhaps an error"

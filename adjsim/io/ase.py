@@ -65,10 +65,17 @@ def from_ase(atoms: ase.Atoms) -> Structure:
 
     Raises:
         ValueError: no atoms, numbers that are not finite, a cell that is periodic along some axes
-            only, or without a volume, velocities in a column whose unit is not known.
+            only, or without a volume, velocities in a column whose unit is not known, constraints.
     """
     if len(atoms) == 0:
         raise ValueError("the ase.Atoms has no atoms.")
+    if atoms.constraints:
+        held = ", ".join(sorted({type(x).__name__ for x in atoms.constraints}))
+        raise ValueError(
+            f"the ase.Atoms has constraints ({held}), which are not read: what they hold would "
+            "move. Call atoms.set_constraint() to leave them out; adjsim.Constrained holds "
+            "distances."
+        )
     _refuse_unread_velocities(atoms)
     position, momentum = atoms.get_positions(), atoms.get_momenta()
     refuse_not_finite("position", position)

@@ -281,6 +281,16 @@ def test_a_curve_is_read(tmp_path):
     assert curve.in_angstrom("nm", 3.4).r.tolist() == [3.5, 5.0]
     path.write_text("3 0.5 0.1\n3.5 2.0 0.2\n")
     assert read_curve(path).stderr.tolist() == [0.1, 0.2]
+    path.write_text("# density .02125 per cubic angstrom\n3 0.5\n")
+    assert read_curve(path).density == 0.02125
+
+
+@pytest.mark.parametrize("line", ["3,4 1", "3,4;1", "3.4,,1"])
+def test_a_decimal_comma_or_an_empty_column_is_no_separator(line, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(f"r g\n{line}\n")
+    with pytest.raises(ValueError, match=f"line 2: '{line}' has separators of two kinds, or an"):
+        read_curve(path)
 
 
 @pytest.fixture

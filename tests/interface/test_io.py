@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ase
+import ase.constraints
 import ase.io
 import numpy as np
 import pytest
@@ -157,6 +158,10 @@ def test_velocities_that_ase_does_not_read_are_refused(name, tmp_path):
 
 
 def test_bad_structures_are_named():
+    atoms = argon()
+    atoms.set_constraint(ase.constraints.FixAtoms([0]))
+    with pytest.raises(ValueError, match=r"has constraints \(FixAtoms\), which are not read"):
+        from_ase(atoms)
     atoms = argon()
     atoms.positions[3, 1] = np.nan
     with pytest.raises(ValueError, match=r"position of atom 3 is .*nan.*not finite"):
