@@ -181,7 +181,9 @@ def refuse_other_boxes(parts: Iterable[nn.Module]) -> None:
         box: Any = part.box
         if box is known:
             continue
-        rows, others = rows_of(box), rows_of(known.to(box))
+        # Parts in several precisions have one box up to the rounding of the coarsest.
+        dtype = min(box.dtype, known.dtype, key=lambda x: x.itemsize)
+        rows, others = rows_of(box.to(dtype)), rows_of(known.to(box.device, dtype))
         if rows.shape != others.shape or not torch.equal(rows, others):
             raise ValueError(
                 f"a sum has one box, and {type(found[0]).__name__} has {known.tolist()} where "

@@ -143,7 +143,9 @@ class Replicas(Generic[State]):
 
     def part(self, part: slice) -> Replicas[State]:
         """Return some of the replicas. Their noise keeps numbers, so make them when they run."""
-        noise = self.noise and Noise(self.noise.seed, self.noise.first + part.start)
+        # Noise numbers systems, of which a replica with further batch axes has several.
+        systems = self.simulation.dynamics.batch_shape(self.start)[1:].numel()
+        noise = self.noise and Noise(self.noise.seed, self.noise.first + part.start * systems)
         return replace(self, start=select(self.start, part), noise=noise)
 
     @property

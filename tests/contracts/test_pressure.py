@@ -501,6 +501,26 @@ def test_rounding_in_float32_is_no_box_that_is_kept(seed):
     adjsim.LangevinPiston(single, kT=0.6).init(position(seed=seed))
 
 
+def test_a_potential_in_another_precision_has_the_box_of_its_sum():
+    def pairs(box):
+        return adjsim.LennardJones(cutoff=1.6, box=box)
+
+    rows = [3.6, 3.7, 3.8]
+    single = adjsim.potentials.InPrecision(pairs(rows).to(torch.float32))
+    for other in (pairs([4.6, 3.7, 3.8]), pairs([3.6, 3.7])):
+        for parts in ((single, other), (other, single)):
+            with pytest.raises(ValueError, match="a sum has one box"):
+                sum(parts[1:], parts[0])
+    q = position(seed=0)
+    for both in (single + pairs(rows), pairs(rows) + single):
+        torch.testing.assert_close(both(q), 2 * pairs(rows)(q), rtol=1e-5, atol=1e-5)
+    found, expected = (
+        adjsim.pressure(dynamics, dynamics.init(q, torch.zeros_like(q)))
+        for dynamics in map(adjsim.Hamiltonian, (single, pairs(rows)))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_molecule_in_a_plane_of_the_box_is_not_periodic():
     """Its torsion stays the same as an atom moves along a row of the box."""
     places = position(seed=0)

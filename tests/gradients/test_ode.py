@@ -361,3 +361,18 @@ def test_continuous_adjoint_of_parameters_of_several_dtypes(dtype):
         found.append([y.grad, *(x.grad for x in ode.parameters())])
     for direct, swept in zip(*found, strict=True):
         torch.testing.assert_close(swept, direct, rtol=1e-4, atol=1e-5)
+
+
+def test_the_continuous_adjoint_refuses_complex_averages():
+    """They would be in one row with the state, which would then be complex too."""
+    ode, y = adjsim.ODE(Turned(torch.float64)), torch.ones(2, dtype=torch.float64)
+    average = adjsim.TimeAverage(lambda state: state.y * 1j)
+    with pytest.raises(TypeError, match="view_as_real"):
+        adjsim.simulate(
+            ode,
+            ode.init(y.requires_grad_()),
+            TIMES,
+            solver=ODESolver(),
+            adjoint=BacksolveAdjoint(),
+            record=average,
+        )

@@ -492,6 +492,41 @@ def test_chaos_is_said():
     assert found[1].diagnostics["lost_at"] < 8.0
 
 
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+def test_no_two_systems_share_noise_if_replicas_have_several(batch):
+    """Chunks with common noise would agree too well, and standard errors would be too small."""
+    well, rate = adjsim.Harmonic(parameter(1.0)), nn.Parameter(torch.ones(1, dtype=torch.float64))
+    langevin = adjsim.Langevin(well, kT=1.0)
+    sde = adjsim.SDE(lambda t, y, k: -k * y, lambda t, y, k: k.expand(y.shape), args=(rate,))
+    for dynamics, solver, start in (
+        (langevin, adjsim.BAOAB(0.1), lambda x: langevin.init(x[..., None], 0 * x[..., None])),
+        (sde, adjsim.EulerMaruyama(0.1), sde.init),
+        (sde, adjsim.SDESolver("midpoint", dt=0.1), sde.init),
+    ):
+        simulation = Simulation(
+            dynamics,
+            lambda n, _, start=start: start(torch.zeros(n, *batch, 1, dtype=torch.float64)),
+            [0.0, 0.3],
+            solver,
+        )
+        # Every system starts alike, so those with the same noise have the same end.
+        values = list[torch.Tensor]()
+        for chunks in (1, 4):
+            ends = list[torch.Tensor]()
+
+            def squared(state, ends=ends):
+                ends.append(state[0].detach())
+                return state[0].flatten(1).square().mean(1)
+
+            found = Pathwise()(
+                simulation, Final(squared), replicas=4, chunks=chunks, generator=seeded()
+            )
+            values.append(found.value)
+            different = {float(x) for end in ends for x in end.flatten()}
+            assert len(different) == 4 * math.prod(batch)
+        torch.testing.assert_close(*values)
+
+
 @pytest.mark.slow
 def test_a_start_out_of_equilibrium_is_said():
     dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(1.0)), 1.0, 1.0)

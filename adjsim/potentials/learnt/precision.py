@@ -35,6 +35,11 @@ class InPrecision(Potential):
             raise TypeError(f"dtype must be a floating-point type; got {dtype}.")
         self.potential, self.dtype = with_energy(potential), dtype
 
+    @property
+    def box(self) -> Tensor | None:
+        """The periodic box of the potential, which a sum compares with its own."""
+        return getattr(self.potential, "box", None)
+
     def forward(self, position: Positions) -> Energies:
         return self.potential(position.to(self.dtype)).to(position.dtype)
 

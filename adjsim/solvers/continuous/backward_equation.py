@@ -34,6 +34,12 @@ class BackwardEquation:
     """
 
     def __init__(self, field: VectorField[Any], start: Fields) -> None:
+        if any(x.is_complex() for x in start):
+            # One row would make the state complex too.
+            raise TypeError(
+                "BacksolveAdjoint takes time averages of real functions: average "
+                "torch.view_as_real(value), or use DirectAdjoint()."
+            )
         self.field = field.at_leaves()
         self.parameters = self.field.trainable
         self.shapes = [x.shape for x in start]
