@@ -450,7 +450,7 @@ KINDS = [
 
 @pytest.mark.parametrize("way", ["checkpoint", "reversible", "noise"])
 @pytest.mark.parametrize("kind", [*KINDS, "drifting", "doubling"])
-@pytest.mark.parametrize("batch", [(), (5,)], ids=["one state", "a batch"])
+@pytest.mark.parametrize("batch", [pytest.param((), marks=pytest.mark.slow, id="one state"), (5,)])
 def test_rows_of_wide_layers_wait_for_each_other(kind, way, batch, monkeypatch):
     """Products are taken after every two evaluations, whatever the states and the adjoint."""
     monkeypatch.setattr(layers, "FEWEST", 2 * max(1, *batch, 1))

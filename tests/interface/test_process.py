@@ -103,8 +103,8 @@ def test_errors_that_do_not_pickle_are_described():
             partial(end_by, signal.SIGKILL),
             "ended by SIGKILL, as the system does when memory runs out",
         ),
-        (partial(end_by, signal.SIGSEGV), "ended by SIGSEGV"),
-        (partial(os._exit, 3), "ended with exit status 3"),
+        pytest.param(partial(end_by, signal.SIGSEGV), "ended by SIGSEGV", marks=pytest.mark.slow),
+        pytest.param(partial(os._exit, 3), "ended with exit status 3", marks=pytest.mark.slow),
     ],
 )
 def test_a_process_that_dies_says_how(work, says):
