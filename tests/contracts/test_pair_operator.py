@@ -918,3 +918,28 @@ def test_tables_in_a_vector_have_the_bits_of_tables_in_memory(kinds, dtype, list
     for x, y in zip(computed(kinds), computed(4), strict=True):
         assert float(x.abs().max()) > 0
         assert torch.equal(x, y)
+
+
+@pytest.mark.slow
+def test_a_loop_has_kernels_of_two_precisions():
+    def pairs():
+        return adjsim.LennardJones(parameter(1.0), parameter(0.3), cutoff=2.0, box=[6.3] * 3)
+
+    potential = pairs() + adjsim.potentials.InPrecision(pairs().to(torch.float32))
+    start = torch.cartesian_prod(*[torch.arange(4.0, dtype=torch.float64)] * 3) * 1.5
+
+    def gradients(compiled):
+        dynamics = adjsim.Hamiltonian(potential)
+        momentum = dynamics.thermal_momentum(start, 0.5, 0)
+        run = adjsim.simulate(
+            dynamics,
+            dynamics.init(start, momentum),
+            [0.0, 0.04],
+            solver=adjsim.VelocityVerlet(0.004),
+            compile=compiled,
+        )
+        return torch.autograd.grad(run.final.position.sin().sum(), [*potential.parameters()])
+
+    # Sums of a kernel and of torch have other rounding errors, here those of float32.
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -521,6 +521,21 @@ def test_a_potential_in_another_precision_has_the_box_of_its_sum():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_what_a_potential_declares_holds_in_another_precision():
+    pairs = adjsim.LennardJonesMixture([0] * 8, [1.0], [1.0], cutoff=1.6, box=[3.6] * 3)
+    bond = adjsim.HarmonicBond([[0, 1]], 1.0, 1.0)
+    single, q = adjsim.potentials.InPrecision, position(seed=0)
+    corrected = single(pairs + DispersionCorrection(pairs))
+    with pytest.raises(ValueError, match="the correction of a InPrecision follows the box"):
+        adjsim.LangevinPiston(pairs + corrected, kT=0.6, tail=True).init(q)
+    # Bonds have no box, and need none beside pairs that have one.
+    found, expected = (
+        adjsim.pressure(dynamics, dynamics.init(q, torch.zeros_like(q)))
+        for dynamics in (adjsim.Hamiltonian(pairs + x) for x in (single(bond), bond))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_molecule_in_a_plane_of_the_box_is_not_periodic():
     """Its torsion stays the same as an atom moves along a row of the box."""
     places = position(seed=0)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential, with_energy
+from adjsim.potentials.evaluated import terms_of
 from adjsim.potentials.strained import strained_energy
 
 ADVICE = (
@@ -39,6 +40,19 @@ class InPrecision(Potential):
     def box(self) -> Tensor | None:
         """The periodic box of the potential, which a sum compares with its own."""
         return getattr(self.potential, "box", None)
+
+    @property
+    def corrects_tail(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return any(getattr(x, "corrects_tail", False) for x in terms_of(self.potential))
+
+    @property
+    def within_molecules(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return all(getattr(x, "within_molecules", False) for x in terms_of(self.potential))
+
+    @property
+    def energy_unit(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        units = (getattr(x, "energy_unit", None) for x in terms_of(self.potential))
+        return next((unit for unit in units if unit is not None), None)
 
     def forward(self, position: Positions) -> Energies:
         return self.potential(position.to(self.dtype)).to(position.dtype)

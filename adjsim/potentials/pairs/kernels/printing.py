@@ -60,7 +60,8 @@ class PairCall(Call):
         self.inputs = tuple(y for y in (*stored.values(), *operands) if y is not None)
         self.outputs = tuple(map(self.output, outputs))
         self.addresses = (self.kernel.address, *self.kernel.list_addresses)
-        self.declarations = declarations(self.kernel.spec.dtype)
+        # A loop hands pointers on, whatever they point to, and may have kernels of two precisions.
+        self.declarations = declarations(torch.float64)
         self.parallel = (
             found_kernel.spec.threads(torch.Size(self.batch).numel(), self.arguments) > 1
         )
@@ -81,7 +82,7 @@ class PairCall(Call):
             f"const REAL* operands[] = {{{_list(x.operands)}}};",
             f"REAL* gradients[] = {{{_list(gradients)}}};",
             "Call call = {};",
-            *(f"call.{name} = {value};" for name, value in members.items()),
+            *(f"call.{m} = (decltype(call.{m})){value};" for m, value in members.items()),
             f"const int status = ((int (*)(const Call*)){functions[0]})(&call);",
             "if (status) *refused = status;",
             "}",
@@ -124,7 +125,7 @@ class PairCall(Call):
 
 
 def _list(values: Iterable[Value]) -> str:
-    return ", ".join([*map(pointer_to, values), "nullptr"])
+    return ", ".join([*(f"(REAL*){pointer_to(x)}" for x in values), "nullptr"])
 
 
 def merge_pairs(graph: GraphModule) -> None:
