@@ -129,6 +129,10 @@ class RunEnd:
     box: Tensor | None = None
 
 
+# What a trajectory has of its own, beside the fields of its states.
+OWN = frozenset({"times", "record", "final", "stats", "end", "at"})
+
+
 class Trajectory(Generic[State]):
     """The result of :func:`adjsim.simulate`.
 

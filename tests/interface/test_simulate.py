@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from adjsim import (
     TimeAverage,
     VelocityVerlet,
 )
+from adjsim.core.trajectory import OWN
 from tests.problems import DYNAMICS, POTENTIALS, parameter, slow_but, square
 
 SOLVERS = [
@@ -531,3 +533,15 @@ def test_compiled_runs_and_stores_have_their_keys_from_the_start(tmp_path):
     assert run.stats["compiled_forward"] == "C++"
     assert run.stats["compiled_backward"] is None
     assert run.stats["resumed_at"] is None
+
+
+def test_names_of_a_trajectory_are_no_fields_of_a_state():
+    ode = adjsim.ODE(lambda t, y: -y)
+    solver = adjsim.RungeKutta("rk4", 0.1)
+    run = adjsim.simulate(ode, ode.init(torch.ones(1)), [0.0, 0.1], solver=solver)
+    own = {name for name in (*vars(run), "at") if not name.startswith("_")}
+    assert own == OWN
+    for name in own:
+        state = namedtuple("Named", ["y", name])(torch.ones(1), torch.ones(1))
+        with pytest.raises(ValueError, match=f"a field of a state may not be named {name}"):
+            ode.init(state)

@@ -19,6 +19,7 @@ from adjsim.core.arguments import (
 from adjsim.core.autocast import under_autocast
 from adjsim.core.layout import number_on
 from adjsim.core.state import AnyState, FieldState, as_state, check_fields, in_transform, is_finite
+from adjsim.core.trajectory import OWN
 from adjsim.core.typing import Seed
 from adjsim.dynamics.base import Dynamics, named_rates
 from adjsim.dynamics.terms import Term
@@ -64,6 +65,11 @@ class FieldDynamics(Dynamics[Any]):
             )
         check_fields(state)
         for name, x in zip(state._fields, state, strict=True):
+            if name in OWN:
+                raise ValueError(
+                    f"a field of a state may not be named {name}: a trajectory has {name} of its "
+                    "own. Name the field otherwise."
+                )
             if x.ndim < 1 or x.numel() == 0:
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}; it must be (*batch, n) with entries. One "
