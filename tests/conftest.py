@@ -22,6 +22,14 @@ def pytest_configure(config):
         check_annotations()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Refuse tests with both marks: ``-m slow`` would run a marathon."""
+    marks = ("slow", "marathon")
+    if both := [x.nodeid for x in items if all(map(x.get_closest_marker, marks))]:
+        raise pytest.UsageError(f"marked slow and marathon: {', '.join(both)}")
+
+
 def pytest_collection_finish():
     """Leave modules and tests, a million objects, out of collections, and collect less often.
 
