@@ -417,6 +417,13 @@ class Wall(torch.nn.Module):
             "two or three dimensions",
         ),
         (
+            lambda: adjsim.LangevinPiston(adjsim.LennardJones(cutoff=1, box=[3, 3])).init(
+                position()
+            ),
+            ValueError,
+            "box has 2 dimensions and position 3",
+        ),
+        (
             lambda: piston(mass=[1.0] * 7 + [torch.inf]).init(position()),
             ValueError,
             "finite mass",

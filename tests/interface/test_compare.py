@@ -220,6 +220,7 @@ def test_figures_of_failures_alone_are_refused():
 def test_the_picture_of_one_comparison_has_rows():
     def estimate(slope, error, estimand):
         info = {"seconds": 1.0, "peak_memory": 2e6, "reconstruction_error": None}
+        info["energy_evaluations"] = 1
         found = [torch.tensor(x) for x in (1.0, error, slope, error)]
         return GradientEstimate(
             found[0], found[1], {"k": found[2]}, {"k": found[3]}, estimand, info
@@ -232,6 +233,10 @@ def test_the_picture_of_one_comparison_has_rows():
             "score-function": estimate(-0.9, 0.2, "stationary"),
         }
     )
+    headings = [str(column.header) for column in comparison.table().columns]
+    assert headings[:3] == ["method", "estimand", "value"]
+    alone = adjsim.Comparison({"pathwise": estimate(-0.8, 0.05, "path")}).table()
+    assert [str(column.header) for column in alone.columns][:2] == ["method", "value"]
     figure = plot_sweep({2.0: comparison}, "horizon", "eV")
     gradient = figure.axes[0]
     labels = [label.get_text() for label in gradient.get_yticklabels()]

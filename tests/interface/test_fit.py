@@ -114,6 +114,20 @@ def test_several_simulations_fit_one_potential():
         assert 0.005 < float(found.errors[name]) < 0.1
 
 
+def test_chunks_share_the_replicas():
+    simulation, observable, make = wells()
+    drawn = list[int]()
+
+    def initial(n, generator):
+        drawn.append(n)
+        return simulation.initial(n, generator)
+
+    counted = Simulation(simulation.dynamics, initial, [0.0, 75.0], solver=simulation.solver)
+    fit(counted, observable, exact(), make, replicas=7, chunks=3, iterations=1, generator=0)
+    # Probes draw other numbers.
+    assert {2, 3} <= set(drawn)
+
+
 def test_simulations_that_do_not_go_together_are_refused():
     simulations, observables, target = at_temperatures(1.0, 0.5)
     make = partial(Reweighting, every=2.5)

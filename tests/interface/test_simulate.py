@@ -532,6 +532,8 @@ def test_compiled_runs_and_stores_have_their_keys_from_the_start(tmp_path):
     )
     assert run.stats["compiled_forward"] == "C++"
     assert run.stats["compiled_backward"] is None
+    (source,) = run.stats["compiled_source"]
+    assert Path(source).read_text().startswith("#include")
     assert run.stats["resumed_at"] is None
 
 

@@ -300,6 +300,7 @@ HIDDEN = {
     "elsewhere": Final(to_the_right),
     "elsewhere, average": TimeAverage(to_the_right),
     "differences": lambda run: (run.momentum[-1] - run.momentum[-2]).detach()[:, 0, 0],
+    "slope alone": lambda run: (run.momentum - run.momentum.detach())[-1, :, 0, 0],
 }
 
 
