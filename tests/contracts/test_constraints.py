@@ -292,8 +292,8 @@ def test_init_moves_the_start_and_says_how_far():
         adjsim.simulate(dynamics, off, [0.0, 0.1], solver=adjsim.BAOAB(0.1), generator=0)
     for part, refused in ((1.0, True), (2e-4, True), (5e-5, False)):
         p = start.momentum + part * float(start.momentum.abs().max()) * position
-        along = pytest.raises(ValueError, match="momenta at the start change the constrained dis")
-        with along if refused else contextlib.nullcontext():
+        error = pytest.raises(ValueError, match="momenta at the start change the constrained dis")
+        with error if refused else contextlib.nullcontext():
             off = start._replace(momentum=p)
             adjsim.simulate(dynamics, off, [0.0, 0.1], solver=adjsim.BAOAB(0.1), generator=0)
 

@@ -417,7 +417,7 @@ class Wall(torch.nn.Module):
             "two or three dimensions",
         ),
         (
-            lambda: adjsim.LangevinPiston(adjsim.LennardJones(cutoff=1, box=[3, 3])).init(
+            lambda: adjsim.LangevinPiston(adjsim.LennardJones(cutoff=1.0, box=[3.0, 3.0])).init(
                 position()
             ),
             ValueError,
