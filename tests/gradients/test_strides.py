@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import adjsim
+from adjsim.adjoints.loops.runner import LoopRunner
 from tests.problems import parameter
 
 DT, STEPS, EVERY, SKIP = 0.1, 50, 7, 1.2
@@ -58,6 +59,28 @@ def test_a_strided_average_is_that_of_the_frames(adjoint, exact, compile):
     mean, found = gradients(dynamics, adjoint, average, exact=exact, compile=compile)
     frames = torch.arange(STEPS + 1) * DT
     known, expected = gradients(dynamics, ADJOINTS[0], moments, exact=exact, ts=frames)
+    torch.testing.assert_close(mean, known, rtol=1e-12, atol=1e-12)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "adjoint",
+    [ADJOINTS[0], *(pytest.param(adjoint, marks=pytest.mark.slow) for adjoint in ADJOINTS[1:])],
+)
+def test_compiled_loops_do_not_stop_for_an_average_of_all_steps(adjoint, monkeypatch):
+    counts, loop = [], LoopRunner.run_loop
+
+    def counted(self, kind, first, count, *rest, **more):
+        counts.append(count)
+        return loop(self, kind, first, count, *rest, **more)
+
+    monkeypatch.setattr(LoopRunner, "run_loop", counted)
+    average = adjsim.TimeAverage(moments, burn_in=SKIP)
+    mean, found = gradients(langevin(), adjoint, average, compile=True)
+    # Parts end with the burn-in, and with the blocks of checkpoints.
+    assert len(counts) < STEPS - round(SKIP / DT)
+    known, expected = gradients(langevin(), adjoint, average)
     torch.testing.assert_close(mean, known, rtol=1e-12, atol=1e-12)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)

@@ -115,7 +115,8 @@ def run_forward(
     history: History | None = None,
 ) -> Result[State]:
     """Run all steps, in compiled loops if there is a runner; the history is for a sweep."""
-    recording = Recording(Recorder(run.bound_record, stepper.clock), stepper)
+    recorder, compiled = Recorder(run.bound_record, stepper.clock), runner is not None
+    recording = Recording(recorder, stepper, compiled=compiled)
     budget, rows = (None, None) if history is None else (history.error_budget, history.state_rows)
     if runner is None:
         forces = stepper.plan.forces(run.dynamics.potential, report=report)

@@ -85,12 +85,16 @@ class Recorder:
 
 
 class Recording(AttributeState):
-    """An observer of the states of one run, which saves frames or values."""
+    """An observer of the states of one run, which saves frames or values.
+
+    With ``compiled``, loops add to a time average of every step, so the run does not stop for it.
+    """
 
     saved_attributes = ("frames", "total", "dtype", "last_step")
 
-    def __init__(self, recorder: Recorder, stepper: Stepper) -> None:
+    def __init__(self, recorder: Recorder, stepper: Stepper, *, compiled: bool = False) -> None:
         self.recorder, self.stepper = recorder, stepper
+        self.in_loops = compiled and recorder.in_loops
         # The fields of the saved states, or the values of the record.
         self.frames: list[Sequence[Tensor]] = []
         # For a time average: the sum so far in double precision, the dtype of its terms, and the
@@ -100,6 +104,8 @@ class Recording(AttributeState):
         self.last_step = -1
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
+        if self.in_loops:
+            return ()
         average = self.recorder.average
         return stepper.clock.saves if average is None else self.recorder.counted
 
