@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import adjsim
@@ -134,6 +133,22 @@ def _wrapped(x: Any) -> Any:
     return Pretended(x) if isinstance(x, Tensor) and not isinstance(x, Pretended) else x
 
 
+def _mapped(function: Callable[[Any], Any], x: Any) -> Any:
+    """Apply a function to what lists and tuples hold. The trees of torch take much longer."""
+    if isinstance(x, list | tuple):
+        return type(x)([_mapped(function, y) for y in x])
+    return function(x)
+
+
+def _tensors(x: Any) -> Generator[Tensor, None, None]:
+    """List the tensors of arguments."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, list | tuple):
+        for y in x:
+            yield from _tensors(y)
+
+
 def _place() -> str:
     """Return the innermost lines of the library, or of a test, that asked for an operation."""
     frame, found = sys._getframe(3), list[str]()
@@ -152,9 +167,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Within an operator it arrives before it is decomposed.
         with _Mode():
             return func.decompose(*args, **kwargs)
-    leaves = tree_leaves((args, kwargs))
-    ours = [x for x in leaves if isinstance(x, Pretended)]
-    others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, Pretended)]
+    tensors = [*_tensors(args), *_tensors([*kwargs.values()])]
+    ours = [x for x in tensors if isinstance(x, Pretended)]
+    others = [x for x in tensors if not isinstance(x, Pretended)]
     device = kwargs.get("device")
     held = {**kwargs, "device": torch.device("cpu")} if _is_pretended(device) else kwargs
     if name in ("aten::_to_copy", "prims::device_put"):
@@ -164,7 +179,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         log = _log.kernels if to == source else _log.copies if to else _log.waits
         if to or source:
             log[name, _place()] += 1
-        func(*tree_map(_held, args), **held)
+        func(*_mapped(_held, args), **held)
         return args[0]
     if not ours and not _is_pretended(device):
         return func(*args, **kwargs)
@@ -172,10 +187,11 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with _Mode():
             return RUN_AS_WRITTEN[func](*args)
     _note(func, name, args, ours, others, kwargs.get("generator"))
-    out = func(*tree_map(_held, args), **tree_map(_held, held))
+    there = {key: _mapped(_held, x) for key, x in held.items()}
+    out = func(*_mapped(_held, args), **there)
     if device is not None and not _is_pretended(device):
         return out
-    wrapped = tree_map(_wrapped, out)
+    wrapped = _mapped(_wrapped, out)
     if not ours:
         return wrapped
     return return_and_correct_aliasing(func, args, kwargs, wrapped)
@@ -188,7 +204,7 @@ def _moved(func: Any, args: Any, held: Any, ours: list[Any], device: Any) -> Any
         (_log.kernels if there else _log.waits)[func._schema.name, _place()] += 1
     elif there:
         _log.copies[func._schema.name, _place()] += 1
-    out = func(*tree_map(_held, args), **held)
+    out = func(*_mapped(_held, args), **held)
     if there and not ours and out.data_ptr() == args[0].data_ptr():
         out = out.clone()
     return Pretended(out) if there else out
@@ -199,9 +215,7 @@ def _note(
 ) -> None:
     """Note what an operation does on the device."""
     indexed = name in INDEXING
-    masked = indexed and any(
-        isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1])
-    )
+    masked = indexed and any(x.dtype in (torch.bool, torch.uint8) for x in _tensors(args[1]))
     if name in WAITS or masked:
         _log.waits[name, _place()] += 1
     numbers = all(x.ndim == 0 for x in others)
