@@ -25,7 +25,7 @@ import adjsim
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # threads cost more than they bring at this size
 
-DT, LAGS, FRAMES, REPLICAS = 0.05, 60, 100, 4000
+DT, LAGS, FRAMES, REPLICAS = 0.05, 60, 100, 8000
 NAMES = ["slow rate", "fast rate", "slow strength", "fast strength"]
 TRUTH = np.log([0.5, 5.0, 2.0, 20.0])
 GUESS = np.log([0.2, 10.0, 1.0, 10.0])
