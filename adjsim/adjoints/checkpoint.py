@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -105,7 +106,8 @@ class Recompute(Rewind):
     def _run_loops_again(self, start: int, end: int, runner: LoopRunner) -> None:
         loops = ForwardLoops(runner, None, state_rows=self.rows)
         state, k = self.history.checkpoints[start], start
-        for stop in (step for step in runner.stops if start < step <= end):
+        stops = runner.stops
+        for stop in stops[bisect_right(stops, start) : bisect_right(stops, end)]:
             state, k = loops.advance(state, k, stop)
             state, _ = self.stepper.spill(k, state)
         self._compare(state, start, end)

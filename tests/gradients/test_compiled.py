@@ -476,3 +476,34 @@ def test_another_process_remembers_a_loop_and_not_another_one(tmp_path):
         kept.append(len(list(tmp_path.glob("*.so"))))
     # One forward and one backward, of each number.
     assert kept == [2, 4, 4]
+
+
+@pytest.mark.parametrize("adjoint", [adjsim.DirectAdjoint(), adjsim.CheckpointAdjoint()])
+def test_a_saved_state_costs_the_same_however_many_there_are(adjoint):
+    dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)), kT=1.0, friction=1.0)
+    start = dynamics.init(torch.zeros(2, 1, 1, dtype=torch.float64), generator=0)
+
+    def calls(saves):
+        """Count the calls of functions, and the items of generators, of the library."""
+        count = 0
+
+        def profile(frame, event, _):
+            nonlocal count
+            count += event == "call" and "adjsim" in frame.f_code.co_filename
+
+        sys.setprofile(profile)
+        try:
+            ends = 0.01 * torch.arange(saves + 1)
+            run = adjsim.simulate(
+                dynamics, start, ends, solver=adjsim.BAOAB(0.01), adjoint=adjoint, generator=0,
+                compile=True,
+            )  # fmt: skip
+            run.position.square().sum().backward()
+        finally:
+            sys.setprofile(None)
+        return count
+
+    calls(50)
+    few, some, many = (calls(n) for n in (50, 100, 200))
+    # It is 2 where each costs the same, and 2.6 where each looks through the others.
+    assert many - some < 2.3 * (some - few)

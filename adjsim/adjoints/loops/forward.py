@@ -8,7 +8,7 @@ raises the reason, or finds a solution from which the loop goes on.
 from __future__ import annotations
 
 import operator
-from bisect import insort
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -103,8 +103,9 @@ class ForwardLoops:
             if budget is not None:
                 # Half of the budget is left for the next loop.
                 budget.add(carry.error_growth[0], start, budget.allowed / 2)
-                if start not in runner.stops:
-                    insort(runner.stops, start)
+                at = bisect_left(runner.stops, start)
+                if at == len(runner.stops) or runner.stops[at] != start:
+                    runner.stops.insert(at, start)
             if budget is not None or count < wanted:
                 break
         return state, start

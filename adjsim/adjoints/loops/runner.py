@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
@@ -192,16 +193,19 @@ class LoopRunner:
 
     def _following(self, kind: LoopKind, first: int, count: int) -> tuple[int, int] | None:
         """Return the first step and the number of steps of the loop that is expected next."""
-        stops = [0, *self.stops]
+        stops = self.stops
         if kind.backward:
-            # The parts of a stretch begin where the stretch does.
-            start = max((x for x in stops if x < first), default=None)
-            if start is None:
+            if first == 0:
                 return None
+            # The parts of a stretch begin where the stretch does.
+            before = bisect_left(stops, first)
+            start = stops[before - 1] if before else 0
             steps = (first - start - 1) % self.length + 1
             return first - steps, steps
-        stop = min((x for x in stops if x > first + count), default=None)
-        return None if stop is None else (first + count, min(self.length, stop - first - count))
+        after = bisect_right(stops, first + count)
+        if after == len(stops):
+            return None
+        return first + count, min(self.length, stops[after] - first - count)
 
     def pack(self, x: Tensor) -> Tensor:
         """Copy a field to its layout inside a loop."""
