@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import adjsim
+from adjsim.adjoints.direct import AllStates
 from adjsim.cli.process import run_in_process
 from tests.memory.measure import measured
 from tests.problems import parameter, square
@@ -95,6 +96,29 @@ def test_direct_keeps_every_state():
     kept = growth("direct", 800, "batch")
     assert kept > 800 * 2 * (512 * 13 * 3 * 8)
     assert kept > 20 * max(growth("reversible", 800, "batch"), MB)
+
+
+def test_saved_states_keep_no_empty_rows(monkeypatch):
+    """Compiled loops that end at every save store one state each, of the many that they could."""
+    kept, rewind = [], AllStates.rewind
+
+    def counted(self, given):
+        kept.extend(x for rows in self.rows.values() for x in rows)
+        return rewind(self, given)
+
+    monkeypatch.setattr(AllStates, "rewind", counted)
+    dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)), kT=1.0, friction=1.0)
+    ends, found = 0.01 * torch.arange(21), {}
+    for name, saves in (("ends", ends[[0, -1]]), ("saves", ends)):
+        start = dynamics.init(torch.zeros(64, 1, 1, dtype=torch.float64), generator=0)
+        run = adjsim.simulate(
+            dynamics, start, saves, solver=adjsim.BAOAB(0.01), generator=0, compile=True
+        )
+        (found[name],) = torch.autograd.grad(run.final.position.sum(), dynamics.potential.k)
+        # Twenty states of a position and a momentum.
+        assert sum(x.untyped_storage().nbytes() for x in kept) == 20 * 2 * 64 * 8
+        kept.clear()
+    torch.testing.assert_close(found["saves"], found["ends"], rtol=1e-12, atol=0)
 
 
 class Saved:

@@ -101,6 +101,8 @@ class BackwardLoops:
             averaged = () if average is None or not runner.averages(stop) else (average,)
             stop -= steps
             states = rewind.states_from(stop, runner) if runner.keeps_states else ()
+            # Loops are compiled for rows of one length, and read those of their steps.
+            states = tuple(_lengthened(x, runner.capacity) for x in states)
             with outside_vmap():
                 carry, _ = runner.run_loop(kind, stop, steps, carry, averaged, states)
         found = carry.cotangent
@@ -236,6 +238,14 @@ def _specify(rows: bool, runner: LoopRunner, loop: Loop) -> LoopSpec[LoopConstan
         return k - 1, BackwardCarry(mapped(clone, found), tuple(after)), ()
 
     return LoopSpec(start, lambda k, _: k >= 0, body, lambda steps: steps + shared)
+
+
+def _lengthened(rows: Tensor, length: int) -> Tensor:
+    if len(rows) == length:
+        return rows
+    found = rows.new_empty((length, *rows.shape[1:]))
+    found[: len(rows)] = rows
+    return found
 
 
 def _sum(known: Tensor | None, like: Tensor) -> Tensor:

@@ -93,7 +93,10 @@ class ForwardLoops:
             wanted = min(runner.length, stop - start)
             carry, rows, count = self._run_sound(state, start, wanted)
             if self.state_rows is not None:
-                self.state_rows[start] = rows
+                # A short loop leaves most of its rows empty, which would be kept with the others.
+                self.state_rows[start] = tuple(
+                    x if len(x) == count else x[:count].clone() for x in rows
+                )
             start += count
             if carry.total:
                 assert self.recording is not None
