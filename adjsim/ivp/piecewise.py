@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from adjsim.core.rows import has_rows
+from adjsim.ivp.collocation_sweep import begin_sweep
 from adjsim.ivp.connection import is_tracked, outside_transforms, plain
 from adjsim.ivp.events import Event, GrazingCheck
 from adjsim.ivp.forward_states import (
@@ -80,24 +81,31 @@ class Piece:
         """
         self.rate_check.compare(self.settings.rhs)
         cotangents = to_numpy(rows)
-        sweep = self.settings.sweep(np.zeros((len(rows), len(states)), states.dtype))
+        sweep = begin_sweep(self.settings, np.zeros((len(rows), len(states)), states.dtype))
         nonzero = np.flatnonzero(np.any(cotangents != 0, axis=(0, 1)))
         waiting = list(nonzero[np.argsort(-self.sign * times[nonzero], kind="stable")])
         now = float(times[waiting[0]]) if waiting else self.begin
 
-        def add_used() -> None:
+        def used() -> Array | None:
+            """Return the sum of the cotangents of the states at the present time."""
+            total = None
             while waiting and times[waiting[0]] == now:
-                sweep.adjoint = sweep.adjoint + cotangents[..., waiting.pop(0)]
+                cotangent = cotangents[..., waiting.pop(0)]
+                total = cotangent if total is None else total + cotangent
+            return total
 
         stops = [(float(times[k]), states[:, k]) for k in waiting]
         for end, states_of in path.backward(stops) if now != self.begin else ():
+            ends, added = [now], list[Array | None]()
             while now != end:
-                add_used()
+                added.append(used())
                 reached = waiting and self.sign * (times[waiting[0]] - end) >= 0
-                until = float(times[waiting[0]]) if reached else end
-                sweep.integrate(now, until, states_of, abs(until - self.begin))
-                now = until
-        add_used()
+                now = float(times[waiting[0]]) if reached else end
+                ends.append(now)
+            sweep.through(ends, added, states_of, abs(end - self.begin))
+        last = used()
+        if last is not None:
+            sweep.adjoint = sweep.adjoint + last
         # A complex view of real numbers may have strides that torch does not take.
         return [torch.as_tensor(sweep.adjoint.copy()), *sweep.integral.sums]
 

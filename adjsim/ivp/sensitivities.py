@@ -21,9 +21,10 @@ import torch
 from scipy.integrate import OdeSolution
 from torch import Tensor
 
+from adjsim.ivp.collocation_sweep import CollocationSweep
 from adjsim.ivp.quadrature import Integral
 from adjsim.ivp.rhs import Array, Graph, to_numpy
-from adjsim.ivp.sweep import AdjointSettings, CollocationSweep
+from adjsim.ivp.sweep import AdjointSettings
 
 # Times along a solution at which the size of its sensitivities is estimated.
 SAMPLES = 9

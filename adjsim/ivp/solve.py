@@ -71,8 +71,8 @@ def solve_ivp(
         \dot\lambda = -(\partial f/\partial y)^T \lambda, \qquad dL/d\theta = \int \lambda^T
         \partial f/\partial\theta \, dt,
 
-    which is integrated backward with an error control of its own: by the same method, or by
-    collocation if the method is implicit. Gradients flow to ``y0``, ``t_span``, ``t_eval``, the
+    which is integrated backward with an error control of its own: by collocation, or for large
+    states by the same method. Gradients flow to ``y0``, ``t_span``, ``t_eval``, the
     tensors in ``args``, the parameters of ``fun`` if it is a module (or a method of one), tensors
     and modules declared by ``params``, and all tensors that events and resets read. They flow
     through ``sol.y``, ``sol.t``, ``sol.sol(t)``, ``sol.t_events`` and ``sol.y_events``.

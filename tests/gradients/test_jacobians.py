@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 import adjsim
 from adjsim.core.rows import pulled_rows
+from adjsim.ivp import collocation_sweep
 from tests.problems import slow_but
 
 TIMES, P, Y0 = torch.tensor([[0.4, 0.8], [1.1, 0.4], [1.0, 0.5]], dtype=torch.float64)
@@ -145,7 +146,7 @@ def test_rows_of_events_of_columns_and_of_complex_states():
 
 @pytest.mark.marathon
 def test_many_stiff_states_have_rows_in_blocks(monkeypatch):
-    monkeypatch.setattr(adjsim.ivp.sweep, "MAX_COLLOCATION_SIZE", 32)
+    monkeypatch.setattr(collocation_sweep, "MAX_COLLOCATION_SIZE", 32)
     matrix = -torch.diag(torch.linspace(1, 50, 34))
 
     def fun(p):

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import adjsim
+import adjsim.ivp.collocation_sweep
 import adjsim.ivp.quadrature
 import adjsim.ivp.rhs
-import adjsim.ivp.sweep
 from tests.problems import slow_but
 
 METHODS = ["RK23", "RK45", "DOP853", "Radau", "BDF", "LSODA"]
@@ -267,7 +267,7 @@ def test_a_derivative_that_cancels_takes_no_time(method):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["RK45", pytest.param("Radau", marks=pytest.mark.slow)])
 def test_a_derivative_that_is_not_finite_or_random_is_refused(method, monkeypatch):
-    for module in (adjsim.ivp.quadrature, adjsim.ivp.sweep):
+    for module in (adjsim.ivp.quadrature, adjsim.ivp.collocation_sweep):
         monkeypatch.setattr(module, "DIVISIONS", 200)
     p = leaf(0.0)
     endless = adjsim.solve_ivp(
@@ -290,6 +290,81 @@ def test_an_event_that_reads_its_parameter_late():
     )
     found.t_events[0].sum().backward()
     assert float(p.grad) == pytest.approx(-1.0, abs=1e-9)
+
+
+def test_many_read_times_take_few_evaluations():
+    """A thousand read times take about as many evaluations of fun backward as a tenth of them."""
+    counts, slopes = [], []
+    for many in (100, 1000):
+        evaluations, k = [], leaf(1.3)
+
+        def spring(t, y, k, evaluations=evaluations):
+            evaluations.append(t)
+            return torch.stack([y[1], -k * y[0]])
+
+        times = torch.linspace(0, 10, many)
+        found = adjsim.solve_ivp(
+            spring, (0, 10), [1.0, 0.0], "DOP853", times, args=(k,), rtol=1e-9, atol=1e-11
+        )
+        forward = len(evaluations)
+        found.y[0].sum().backward()
+        counts.append(len(evaluations) - forward)
+        root = leaf(1.3).sqrt()
+        exact = torch.autograd.grad(torch.cos(root * times).sum(), root)[0] / (2 * root)
+        slopes.append(float(k.grad / exact - 1))
+    assert counts[0] < 100
+    assert counts[1] < 2 * counts[0]
+    assert max(map(abs, slopes)) < 1e-8
+
+
+TOGETHER = itertools.product(
+    ["even", "uneven", "backward", "complex", "stiff", "reset"],
+    ["RK45", "BDF"],
+    ["interpolate", "checkpoint"],
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "method", "adjoint"),
+    slow_but(
+        lambda *row: row[1:] == ("RK45", "interpolate") and row[0] not in ("stiff", "backward"),
+        TOGETHER,
+    ),
+)
+def test_intervals_together_are_those_one_by_one(case, method, adjoint, monkeypatch):
+    """To the tolerance: each interval takes the same step, with the matrices of many at once."""
+    generator = torch.Generator().manual_seed(1)
+    even = torch.linspace(0, 4, 80)
+    uneven = torch.cat([even[::8], 4 * torch.rand(70, generator=generator) ** 3]).unique()
+    times = even if case in ("even", "complex", "stiff", "reset") else uneven
+    weights = torch.randn(2, len(times), generator=generator)
+
+    def fun(t, y, p):
+        fast = 300.0 if case == "stiff" else 1.0
+        turn = 1j if case == "complex" else 1.0
+        return torch.stack(
+            [turn * p[0] * y[1], -y[0] * (1 + p[1] * y[0] ** 2) - fast * p[2] * y[1]]
+        )
+
+    def down(t, y, p):
+        return y[0] - 0.3
+
+    down.terminal, down.reset = False, lambda t, y, p: y * p[0]
+    events = {"events": down} if case == "reset" else {}
+    found = []
+    for most in (1, 32):
+        monkeypatch.setattr(adjsim.ivp.collocation_sweep, "MOST_TOGETHER", most)
+        p, start = leaf([1.1, 0.4, 0.2]), leaf([1.0, 0.5])
+        y0 = start * (1 + 0.3j) if case == "complex" else start
+        span = (4, 0) if case == "backward" else (0, 4)
+        at = times.flip(0) if case == "backward" else times
+        run = adjsim.solve_ivp(
+            fun, span, y0, method, at, args=(p,), rtol=1e-7, atol=1e-9, adjoint=adjoint, **events
+        )
+        y = torch.view_as_real(run.y).sum(-1) if case == "complex" else run.y
+        loss = (weights[:, : y.shape[1]] * y).sum()
+        found.append(torch.cat(torch.autograd.grad(loss, [p, start])))
+    assert torch.allclose(*found, rtol=1e-7, atol=1e-7)
 
 
 # Known answers.
@@ -447,9 +522,10 @@ def test_a_backward_tolerance_of_zero_is_not_the_default():
     """A relative one is the smallest that SciPy accepts."""
 
     def slope(**options):
-        start = leaf([1.0])
+        # So many states that the method integrates the adjoint too.
+        start = leaf([1.0] * 20)
         found = adjsim.solve_ivp(lambda t, y: -y, (0, 1), start, "DOP853", t_eval=[1.0], **options)
-        return float(torch.autograd.grad(found.y.sum(), start)[0])
+        return float(torch.autograd.grad(found.y.sum(), start)[0][0])
 
     assert abs(slope(adjoint_rtol=0) - math.exp(-1)) < 1e-13 < abs(slope() - math.exp(-1))
     assert slope(adjoint_atol=0) != slope()
@@ -486,10 +562,12 @@ def test_parameters_do_not_shorten_the_steps(method, monkeypatch):
 
         def spring(t, y, p):
             one = p.sum() / p.sum().detach()
-            return one * torch.stack([y[1], -y[0] - y[0] ** 3])
+            return one * torch.cat([y[1:2], -y[:1] - y[:1] ** 3, -y[2:]])
 
+        # So many states that the explicit method integrates the adjoint too.
+        start = [1.0] + [0.0] * 19
         found = adjsim.solve_ivp(
-            spring, (0, 3), [1.0, 0.0], method, [3.0], args=(p,), rtol=1e-7, atol=1e-9
+            spring, (0, 3), start, method, [3.0], args=(p,), rtol=1e-7, atol=1e-9
         )
         found.y[0, -1].backward()
         assert p.grad.shape == (many,)
