@@ -349,7 +349,7 @@ def test_intervals_together_are_those_one_by_one(case, method, adjoint, monkeypa
     def down(t, y, p):
         return y[0] - 0.3
 
-    down.terminal, down.reset = False, lambda t, y, p: y * p[0]
+    down.direction, down.reset = -1, lambda t, y, p: torch.stack([y[0] + 0.5 * p[0], y[1]])
     events = {"events": down} if case == "reset" else {}
     found = []
     for most in (1, 32):
