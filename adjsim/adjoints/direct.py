@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from adjsim.adjoints.base import Adjoint, Result
@@ -13,6 +14,7 @@ from adjsim.adjoints.sweep.stepper import Stepper, prepare
 from adjsim.core.durable.stateful import Entries
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, in_transform
+from adjsim.core.transforms import are_forward, with_tangent
 from adjsim.dynamics.buffer import Spill
 from adjsim.solvers.continuous.base import ContinuousSolver
 from adjsim.solvers.run import Run
@@ -49,6 +51,10 @@ class DirectAdjoint(Adjoint):
             run.refuse_written()
             return (*found, None)
         stepper, inputs = prepare(run, report)
+        if not run.compile and are_forward((*run.state, *run.tensors)):
+            groups = inputs.coefficients.items()
+            given = {a: {n: with_tangent(x) for n, x in group.items()} for a, group in groups}
+            stepper, inputs = replace(stepper, tangents=True), inputs._replace(coefficients=given)
         runner = LoopRunner(stepper, inputs, run, report) if run.compile else None
         return run_forward(run, report, stepper, inputs, runner)
 

@@ -44,6 +44,7 @@ from adjsim.core.trajectory import (
     check_record,
     check_times,
 )
+from adjsim.core.transforms import has_tangent
 from adjsim.core.typing import Seed, Times
 from adjsim.dynamics.base import Dynamics, named_rates
 from adjsim.potentials.base import force
@@ -51,7 +52,7 @@ from adjsim.potentials.pairs.base import pair_paths
 from adjsim.simulation.backwards import mirrored
 from adjsim.simulation.between_steps import Extension, between_steps, interpolated
 from adjsim.simulation.start_checks import check_rates
-from adjsim.simulation.transforms import FORWARD, has_tangent, run_outside
+from adjsim.simulation.transforms import FORWARD, run_outside
 from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.continuous.base import ContinuousSolver
 from adjsim.solvers.run import Run

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import forward_ad
 
 from adjsim.core.reading import Reading
 from adjsim.core.rows import pulled_rows
@@ -110,11 +109,6 @@ class _Extension:
         if _is_tracked(t):
             inputs, leaves = [*inputs, t], [*leaves, value]
         return Connection(inputs, leaves).state(found)
-
-
-def has_tangent(x: Tensor) -> bool:
-    """Return whether a tensor is dual: a value with a derivative forward in time."""
-    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def _is_tracked(x: Tensor) -> bool:

@@ -15,6 +15,7 @@ from adjsim.core.noise import Noise
 from adjsim.core.progress import with_progress
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, detached, in_transform
+from adjsim.core.transforms import with_tangent
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import BufferGrowth, Spill
 from adjsim.dynamics.forces import ForceEvaluator
@@ -116,6 +117,7 @@ class Stepper:
         buffer_growth: how the buffers of an exact run fill; None for any other run.
         varying: what depends on the size of a step; None if all steps have one size.
         buffers: the buffers at the start of a run that goes on from another.
+        tangents: whether the noise has tangents of zeros, for derivatives forward in time.
     """
 
     plan: StepPlan
@@ -125,6 +127,7 @@ class Stepper:
     buffer_growth: BufferGrowth | None = None
     varying: ByStepSize | None = None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    tangents: bool = False
 
     def to_lattice(self, state: AnyState) -> AnyState:
         """Convert the start to one of the steps: with copies, or on a lattice with buffers."""
@@ -172,6 +175,8 @@ class Stepper:
             assert isinstance(self.clock, VaryingClock)
             coefficients = self.varying.coefficients(self.clock.size(number))
         noise = None if self.noise is None else self.noise.of_step(number)
+        if self.tangents and noise is not None:
+            noise = tuple(map(with_tangent, noise))
         return StepContext(self.clock.time_in_step(number), coefficients, noise, forces)
 
     def spill(self, step: int, state: State) -> tuple[State, list[Spill]]:
