@@ -11,7 +11,8 @@ from torch import Tensor
 
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.loops.forward import ForwardLoops
-from adjsim.adjoints.loops.runner import LoopRunner
+from adjsim.adjoints.loops.runner import NUMBERS_PER_LOOP, LoopRunner
+from adjsim.adjoints.loops.saved_tensors import MOST_STEPS
 from adjsim.adjoints.sweep.history import History, Rewind, SweepStart, rounding_tolerance
 from adjsim.adjoints.sweep.passes import run_swept
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
@@ -38,7 +39,8 @@ class CheckpointAdjoint(Adjoint):
     random, or that has changed since the run, is an error.
 
     Args:
-        segments: number of segments; None: about sqrt(steps).
+        segments: number of segments; None: about sqrt(steps), and with ``compile=True`` fewer, of
+            100 steps, if states are small (four megabytes of float64 for a segment).
     """
 
     accepts = (SteppingSolver,)
@@ -50,7 +52,11 @@ class CheckpointAdjoint(Adjoint):
         def history(stepper: Stepper) -> History:
             last = stepper.clock.last
             segments = self.segments or max(1, round(math.sqrt(last)))
-            return Checkpoints(stepper, math.ceil(last / segments))
+            length = math.ceil(last / segments)
+            if run.compile and self.segments is None:
+                # A loop takes as long to begin as a hundred steps of a small system.
+                length = max(length, min(MOST_STEPS, NUMBERS_PER_LOOP // run.state[0].numel()))
+            return Checkpoints(stepper, length)
 
         return run_swept(run, report, history)
 

@@ -58,7 +58,7 @@ def gradients(solver, named, batch, adjoint, compile):
 )
 def test_gradients(solver, batch, named):
     expected, _ = gradients(solver, named, batch, DirectAdjoint(), False)
-    for adjoint in (DirectAdjoint(), CheckpointAdjoint()):
+    for adjoint in (DirectAdjoint(), CheckpointAdjoint(3)):
         found, made = gradients(solver, named, batch, adjoint, True)
         agree(found, expected, 1e-12)
         assert made.stats["compiled_forward"] == made.stats["compiled_backward"] == "C++"

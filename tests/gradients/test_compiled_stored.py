@@ -111,6 +111,26 @@ def test_frozen_parameters_and_buffers():
     assert seconds[0] > 0 == seconds[1]
 
 
+def test_loops_of_small_states_have_a_hundred_steps(monkeypatch):
+    """A loop takes as long to begin as these steps, so segments of sqrt(steps) took twice."""
+    counts, loop = {False: [], True: []}, loop_runner.LoopRunner.run_loop
+
+    def counted(self, kind, first, count, *rest, **more):
+        counts[kind.backward].append(count)
+        return loop(self, kind, first, count, *rest, **more)
+
+    monkeypatch.setattr(loop_runner.LoopRunner, "run_loop", counted)
+    dynamics = adjsim.Langevin(adjsim.DoubleWell(parameter(0.7)), kT=parameter(0.6))
+    begin, solver, times = dynamics.init(*square()), adjsim.BAOAB(0.02), (0.0, 4.2)
+    found, _ = gradients(dynamics, begin, solver, "saves", CheckpointAdjoint(), True, times)
+    # The gradient is taken twice.
+    assert counts[True] == 2 * [10, 100, 100]
+    assert sorted(counts[False]) == 3 * [10] + 6 * [100]
+    known, _ = gradients(dynamics, begin, solver, "saves", CheckpointAdjoint(7), True, times)
+    assert counts[True][-7:] == 7 * [30]
+    agree(found, known, 1e-12)
+
+
 @pytest.mark.marathon
 @pytest.mark.parametrize("exact", [False, True])
 def test_splittings(exact):
@@ -119,7 +139,7 @@ def test_splittings(exact):
     begin, solver = dynamics.init(*square()), adjsim.Splitting("BAOAB", 0.02, exact=exact)
     times = (0.0, 0.2, 0.74)
     direct, _ = gradients(dynamics, begin, solver, "saves", DirectAdjoint(), False, times)
-    for adjoint in (DirectAdjoint(), CheckpointAdjoint()):
+    for adjoint in (DirectAdjoint(), CheckpointAdjoint(6)):
         agree(gradients(dynamics, begin, solver, "saves", adjoint, True, times)[0], direct, 1e-12)
 
 
@@ -132,7 +152,7 @@ def test_steps_without_an_inverse():
     begin, solver = dynamics.init(*square()), adjsim.Splitting("BABC", 0.02)
     times = (0.0, 0.2, 0.74)
     direct, _ = gradients(dynamics, begin, solver, "saves", DirectAdjoint(), False, times)
-    found, run = gradients(dynamics, begin, solver, "saves", CheckpointAdjoint(), True, times)
+    found, run = gradients(dynamics, begin, solver, "saves", CheckpointAdjoint(6), True, times)
     agree(found, direct, 1e-12)
     assert run.stats["compiled_backward"] == "C++"
 
