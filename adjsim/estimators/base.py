@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +43,9 @@ from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import PeakMemory
 from adjsim.estimators.replicas import Observable, Replicas, Simulation
 from adjsim.estimators.sharing import Chunk, Work, describe_computation, same_generator, shared
+
+# Rows of cotangents in one sweep, which keeps as many cotangents of the state.
+SWEPT_TOGETHER = 16
 
 
 @dataclass(frozen=True)
@@ -201,21 +205,45 @@ def joined_stats(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Compute the derivative of each entry of the mean by each input, zero for one not used."""
+def jacobian(mean: Tensor, inputs: dict[str, Tensor], swept: bool = False) -> dict[str, Tensor]:
+    """Compute the derivative of each entry of the mean by each input, zero for one not used.
+
+    The backward sweep of a run takes many cotangents in little more time than one (``swept``).
+    """
     if not inputs or not mean.requires_grad:
         return {name: x.new_zeros((*mean.shape, *x.shape)) for name, x in inputs.items()}
     with torch.enable_grad():
-        entries = mean.reshape(-1).unbind()
+        flat = mean.reshape(-1)
+        entries = flat.unbind()
     wanted, last = list(inputs.values()), len(entries) - 1
-    rows = [
-        torch.autograd.grad(entry, wanted, retain_graph=i < last, materialize_grads=True)
-        for i, entry in enumerate(entries)
-    ]
+    columns: list[Tensor] | None = None
+    if swept and last > 0 and not mean.is_complex():
+        # An operation of the observable may refuse rows; an error of the run is raised again below.
+        with suppress(RuntimeError):
+            columns = _columns(flat, wanted)
+    if columns is None:
+        rows = [
+            torch.autograd.grad(entry, wanted, retain_graph=i < last, materialize_grads=True)
+            for i, entry in enumerate(entries)
+        ]
+        columns = [torch.stack(column) for column in zip(*rows, strict=True)]
     return {
-        name: torch.stack(column).reshape((*mean.shape, *x.shape))
-        for (name, x), column in zip(inputs.items(), zip(*rows, strict=True), strict=True)
+        name: column.reshape((*mean.shape, *x.shape))
+        for (name, x), column in zip(inputs.items(), columns, strict=True)
     }
+
+
+def _columns(entries: Tensor, wanted: list[Tensor]) -> list[Tensor]:
+    """Compute the derivatives of entries by inputs, ``SWEPT_TOGETHER`` entries in one sweep."""
+    parts: list[list[Tensor]] = [[] for _ in wanted]
+    rows = torch.eye(len(entries), dtype=entries.dtype, device=entries.device)
+    for part in rows.split(SWEPT_TOGETHER):
+        found = torch.autograd.grad(
+            entries, wanted, part, retain_graph=True, is_grads_batched=True, allow_unused=True
+        )
+        for x, y, kept in zip(wanted, found, parts, strict=True):
+            kept.append(x.new_zeros((len(part), *x.shape)) if y is None else y)
+    return list(map(torch.cat, parts))
 
 
 def stacked(columns: list[Tensor], value: Tensor, parameter: Tensor) -> Tensor:

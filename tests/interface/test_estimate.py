@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import adjsim
+from adjsim.adjoints.sweep import passes
 from adjsim.estimators.estimate import FEW_CONTRIBUTING, FEW_SAMPLES, LARGE_GROWTH, GradientEstimate
 from adjsim.estimators.probes import evenly_spaced
 from adjsim.estimators.score_function import ess_of
@@ -423,3 +424,48 @@ def test_the_invariant_of_esh_has_one_number_a_system():
     state = state._replace(log_speed=torch.tensor([0.1, 0.2, 0.3]))
     expected = 4.0 + 8 * state.log_speed
     torch.testing.assert_close(dynamics.invariant(state), expected, rtol=1e-14, atol=0)
+
+
+class Stubborn(torch.autograd.Function):
+    """The identity, whose derivative reads a number and so takes no rows of cotangents."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * float(cotangent.numel() > 0 and cotangent.sum() == cotangent.sum())
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_one_sweep_takes_the_entries_of_an_observable(stubborn, monkeypatch):
+    sweeps, backward = [], passes._SweptRun.backward
+
+    def counted(self, *given):
+        sweeps.append(self)
+        return backward(self, *given)
+
+    def powers(state):
+        x = state.position.flatten(1)
+        found = torch.stack([x**k for k in range(1, 6)], 1).mean(-1)
+        return Stubborn.apply(found) if stubborn else found
+
+    monkeypatch.setattr(passes._SweptRun, "backward", counted)
+    dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.2)), kT=parameter(0.7))
+
+    def initial(count, generator):
+        position = torch.randn(count, 1, 1, dtype=torch.float64, generator=generator)
+        return dynamics.init(position, generator=generator)
+
+    simulation = adjsim.Simulation(dynamics, initial, [0.0, 0.6], adjsim.BAOAB(0.1))
+    estimates = [
+        adjsim.Pathwise(adjoint)(
+            simulation, adjsim.Final(powers), replicas=8, chunks=2, generator=3
+        )
+        for adjoint in (adjsim.ReversibleAdjoint(), adjsim.DirectAdjoint())
+    ]
+    # An observable that refuses rows has a sweep for each of its entries.
+    assert len(sweeps) == (2 * 5 if stubborn else 2)
+    for name, grad in estimates[1].grad.items():
+        torch.testing.assert_close(estimates[0].grad[name], grad, rtol=1e-11, atol=1e-12)
