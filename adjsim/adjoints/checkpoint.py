@@ -32,9 +32,10 @@ class CheckpointAdjoint(Adjoint):
     dissipative. With n steps in s segments, s + n/s states are stored: about 2 sqrt(n) by default.
     A step takes four passes over the energy, where :class:`DirectAdjoint` takes two. (With
     ``compile=True`` a segment stores the states before its steps, and each step is evaluated once
-    more: five passes, and four for :class:`DirectAdjoint`. Segments of up to 100 steps of an
-    :class:`~adjsim.ODE` or an :class:`~adjsim.SDE` store the activations too: three passes, and two
-    for :class:`DirectAdjoint`.) Use it where :class:`ReversibleAdjoint` refuses, or when its error
+    more: five passes, and four for :class:`DirectAdjoint`; seven and six where steps share a force,
+    as those of velocity Verlet and BAOAB do, since no forces are stored. Segments of up to 100
+    steps of an :class:`~adjsim.ODE` or an :class:`~adjsim.SDE` store the activations too: three
+    passes, and two for :class:`DirectAdjoint`.) Use it where :class:`ReversibleAdjoint` refuses, or when its error
     is in doubt. A segment that is run again has to end in the stored state, so a force that is
     random, or that has changed since the run, is an error.
 
