@@ -35,9 +35,9 @@ class CheckpointAdjoint(Adjoint):
     more: five passes, and four for :class:`DirectAdjoint`; seven and six where steps share a force,
     as those of velocity Verlet and BAOAB do, since no forces are stored. Segments of up to 100
     steps of an :class:`~adjsim.ODE` or an :class:`~adjsim.SDE` store the activations too: three
-    passes, and two for :class:`DirectAdjoint`.) Use it where :class:`ReversibleAdjoint` refuses, or when its error
-    is in doubt. A segment that is run again has to end in the stored state, so a force that is
-    random, or that has changed since the run, is an error.
+    passes, and two for :class:`DirectAdjoint`.) Use it where :class:`ReversibleAdjoint` refuses, or
+    when its error is in doubt. A segment that is run again has to end in the stored state, so a
+    force that is random, or that has changed since the run, is an error.
 
     Args:
         segments: number of segments; None: about sqrt(steps), and with ``compile=True`` fewer, of
