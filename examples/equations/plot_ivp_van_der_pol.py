@@ -178,9 +178,8 @@ for name, rows in results.items():
 # The adjoints that integrate the state backward (torchdiffeq's and "backsolve") either
 # fail, which is the better case, or return a wrong number. The adjoints that read the
 # forward solution ("interpolate" and "checkpoint") are right: the error is below 0.05
-# at a relative tolerance of 1e-3, and below 1e-5 at 1e-6. They take about twice the
-# time of backpropagation. For so few steps of two numbers, interpolants take less
-# memory than the solvers that are stored as checkpoints.
+# at a relative tolerance of 1e-3, and below 1e-5 at 1e-6. At the tighter one they take
+# less time than backpropagation, and a small part of its memory.
 
 fig, axes = plt.subplots(1, 3, figsize=(11, 4.2), layout="constrained")
 for i, (name, rows) in enumerate(results.items()):
