@@ -138,7 +138,8 @@ class CollocationSweep(Sweep):
                 self.adjoint = before
                 return False
             self.integral.add(found)
-        self._reached, self.behind = self.adjoint, GROW_BEHIND * abs(float(lengths[-1]))
+        self._reached = self.adjoint
+        self.behind = max(self.behind, GROW_BEHIND * abs(float(lengths[-1])))
         return True
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
@@ -191,7 +192,8 @@ class CollocationSweep(Sweep):
                 raise adjoint_error(now, OdeSolver.TOO_SMALL_STEP)
             size, grow = abs(step.h) * next_factor(error, order), 1.0
         if jumps:
-            self.behind = abs(step.h) * grow
+            # A step that was cut short, to 1e-12 where two grids of times meet, tells nothing.
+            self.behind = max(abs(step.h) * grow, size if cut else 0.0)
         wanted = abs(step.h) * next_factor(error, ORDER, GROW)
         # If the step was cut short, the next one need not be as short.
         self.step = max(wanted, size) if cut else wanted

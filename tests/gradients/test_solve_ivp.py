@@ -344,6 +344,22 @@ def test_controls_that_jump_are_as_accurate_as_other_parameters(read, monkeypatc
     assert missed < 3e-6 * controls.grad.abs().max()
 
 
+def test_read_times_that_nearly_coincide_take_few_evaluations():
+    """An interval of 1e-13 does not make the step behind the next jump as short."""
+    evaluations, k = [], leaf(1.3)
+
+    def spring(t, y, k):
+        evaluations.append(t)
+        return torch.stack([y[1], -k * y[0]])
+
+    times = torch.linspace(0, 4, 61)
+    times = torch.cat([times, times[:-1] + 1e-13, times[:-1] + 1e-5]).unique()
+    found = adjsim.solve_ivp(spring, (0, 4), [1.0, 0.0], t_eval=times, args=(k,), rtol=1e-6)
+    forward = len(evaluations)
+    found.y[0].sum().backward()
+    assert len(evaluations) - forward < 150
+
+
 TOGETHER = itertools.product(
     ["even", "uneven", "backward", "complex", "stiff", "reset"],
     ["RK45", "BDF"],
