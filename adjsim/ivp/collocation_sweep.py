@@ -25,6 +25,8 @@ ORDER_BEHIND, GROW_BEHIND = 2, 3.0
 # difference is of order 6 in the step size and the error of order 10. The power 6 / 10 would be too
 # lax where the integrand jumps, since the difference is then about as large as the error.
 POWER = 0.85
+# Number of rejected steps since the last forward step behind which the integrand jumps.
+FEW = 2
 # Largest number of real state entries for which the adjoint of a stiff problem is solved by
 # collocation, which solves one dense linear system per step.
 MAX_COLLOCATION_SIZE = 128
@@ -122,6 +124,7 @@ class CollocationSweep(Sweep):
             sizes += [np.abs(step.start), np.abs(step.values[-1])]
             self.adjoint = as_state_type(step.values[-1].T, before)
         if self.integral.sums:
+            self.integral.allowed = self.rtol
             found, error = self._integral(
                 nodes,
                 np.concatenate(weights, 2),
@@ -135,12 +138,15 @@ class CollocationSweep(Sweep):
                 self.adjoint = before
                 return False
             self.integral.add(found)
-        self._reached, self.behind = self.adjoint, GROW_BEHIND * abs(float(lengths[-1]))
+        self._reached = self.adjoint
+        self.behind = max(self.behind, GROW_BEHIND * abs(float(lengths[-1])))
         return True
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
         now, marks = begin, forward_steps_between(begin, end, path)
         z, jumps = as_real(self.adjoint).T, self.adjoint is not self._reached
+        # There is no end of a forward step inside, if the states at these ends are read.
+        self.rejections = 0
         if jumps:
             self.step = min(self.step or np.inf, self.behind)
         while now != end:
@@ -186,7 +192,8 @@ class CollocationSweep(Sweep):
                 raise adjoint_error(now, OdeSolver.TOO_SMALL_STEP)
             size, grow = abs(step.h) * next_factor(error, order), 1.0
         if jumps:
-            self.behind = abs(step.h) * grow
+            # A step that was cut short, to 1e-12 where two grids of times meet, tells nothing.
+            self.behind = max(abs(step.h) * grow, size if cut else 0.0)
         wanted = abs(step.h) * next_factor(error, ORDER, GROW)
         # If the step was cut short, the next one need not be as short.
         self.step = max(wanted, size) if cut else wanted
@@ -213,6 +220,9 @@ class CollocationSweep(Sweep):
         begins at a jump.
         """
         sizes = np.maximum(np.abs(step.start), np.abs(step.values[-1]))
+        # Where one step after the other is rejected the integrand jumps, and its error is as large
+        # as the difference, of which no power is allowed.
+        self.integral.allowed = self.settings.rtol if self.rejections > FEW else self.rtol
         found, error = self._integral(
             now + step.h * TIMES,
             step.weighted(),

@@ -317,6 +317,49 @@ def test_many_read_times_take_few_evaluations():
     assert max(map(abs, slopes)) < 1e-8
 
 
+@pytest.mark.parametrize("read", ["few", "steps"])
+def test_controls_that_jump_are_as_accurate_as_other_parameters(read, monkeypatch):
+    """The error of a step over a jump is as large as the difference of its two results.
+
+    With the states read at the ends of all forward steps, none is inside an interval.
+    """
+    monkeypatch.setattr(adjsim.ivp.collocation_sweep, "DIVISIONS", 60)
+    many, end = 8, 2.0
+    borders = torch.linspace(0, end, many + 1)
+    controls = leaf(torch.cos(torch.arange(many) ** 2.0).tolist())
+
+    def fun(t, y, controls):
+        k = (torch.searchsorted(borders, t) - 1).clamp(0, many - 1)
+        return torch.stack([y[1], -y[0] + controls[k]])
+
+    at = None if read == "steps" else torch.tensor([0.7, end])
+    run = adjsim.solve_ivp(
+        fun, (0, end), [1.0, 0.0], t_eval=at, args=(controls,), rtol=1e-6, atol=1e-9
+    )
+    run.y.sum().backward()
+    begins = (run.t[:, None] - borders[:-1]).clamp(min=0)
+    ends = (run.t[:, None] - borders[1:]).clamp(min=0)
+    exact = ends.cos() - begins.cos() + begins.sin() - ends.sin()
+    missed = (controls.grad - exact.detach().sum(0)).abs().max()
+    assert missed < 3e-6 * controls.grad.abs().max()
+
+
+def test_read_times_that_nearly_coincide_take_few_evaluations():
+    """An interval of 1e-13 does not make the step behind the next jump as short."""
+    evaluations, k = [], leaf(1.3)
+
+    def spring(t, y, k):
+        evaluations.append(t)
+        return torch.stack([y[1], -k * y[0]])
+
+    times = torch.linspace(0, 4, 61)
+    times = torch.cat([times, times[:-1] + 1e-13, times[:-1] + 1e-5]).unique()
+    found = adjsim.solve_ivp(spring, (0, 4), [1.0, 0.0], t_eval=times, args=(k,), rtol=1e-6)
+    forward = len(evaluations)
+    found.y[0].sum().backward()
+    assert len(evaluations) - forward < 150
+
+
 TOGETHER = itertools.product(
     ["even", "uneven", "backward", "complex", "stiff", "reset"],
     ["RK45", "BDF"],
