@@ -484,12 +484,14 @@ def test_a_saved_state_costs_the_same_however_many_there_are(adjoint):
     start = dynamics.init(torch.zeros(2, 1, 1, dtype=torch.float64), generator=0)
 
     def calls(saves):
-        """Count the calls of functions, and the items of generators, of the library."""
+        """Count the items that generators of the adjoints give; other calls depend on the time."""
         count = 0
 
         def profile(frame, event, _):
             nonlocal count
-            count += event == "call" and "adjsim" in frame.f_code.co_filename
+            code = frame.f_code
+            inside = code.co_name == "<genexpr>" and "adjoints" in code.co_filename
+            count += event == "call" and inside
 
         sys.setprofile(profile)
         try:
@@ -505,5 +507,5 @@ def test_a_saved_state_costs_the_same_however_many_there_are(adjoint):
 
     calls(50)
     few, some, many = (calls(n) for n in (50, 100, 200))
-    # It is 2 where each costs the same, and 2.6 where each looks through the others.
-    assert many - some < 2.3 * (some - few)
+    # The ratio is 2 where each costs the same, and nearly 4 where each looks through the others.
+    assert many - some < 3 * (some - few)
