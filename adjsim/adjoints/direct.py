@@ -10,7 +10,7 @@ from adjsim.adjoints.base import Adjoint, Result
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.history import History, Rewind, StateRows, SweepStart
 from adjsim.adjoints.sweep.passes import run_forward, run_swept
-from adjsim.adjoints.sweep.stepper import Stepper, prepare
+from adjsim.adjoints.sweep.stepper import Stepper, TangentNoise, prepare
 from adjsim.core.durable.stateful import Entries
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, in_transform
@@ -54,7 +54,9 @@ class DirectAdjoint(Adjoint):
         if not run.compile and are_forward((*run.state, *run.tensors)):
             groups = inputs.coefficients.items()
             given = {a: {n: with_tangent(x) for n, x in group.items()} for a, group in groups}
-            stepper, inputs = replace(stepper, tangents=True), inputs._replace(coefficients=given)
+            inputs = inputs._replace(coefficients=given)
+            if stepper.noise is not None:
+                stepper = replace(stepper, noise=TangentNoise(**vars(stepper.noise)))
         runner = LoopRunner(stepper, inputs, run, report) if run.compile else None
         return run_forward(run, report, stepper, inputs, runner)
 

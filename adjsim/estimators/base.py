@@ -23,7 +23,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +36,7 @@ from adjsim.core.durable.manifest import tensor_fingerprint
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.noise import Noise, as_generator, seed_from
 from adjsim.core.parameters import refuse_untrainable
+from adjsim.core.rows import pulled_rows
 from adjsim.core.state import State
 from adjsim.core.typing import Seed
 from adjsim.estimators.estimate import GradientEstimate
@@ -205,45 +205,22 @@ def joined_stats(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def jacobian(mean: Tensor, inputs: dict[str, Tensor], swept: bool = False) -> dict[str, Tensor]:
+def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Compute the derivative of each entry of the mean by each input, zero for one not used.
 
-    The backward sweep of a run takes many cotangents in little more time than one (``swept``).
+    A backward run takes several cotangents in little more time than one.
     """
     if not inputs or not mean.requires_grad:
         return {name: x.new_zeros((*mean.shape, *x.shape)) for name, x in inputs.items()}
+    wanted = list(inputs.values())
     with torch.enable_grad():
         flat = mean.reshape(-1)
-        entries = flat.unbind()
-    wanted, last = list(inputs.values()), len(entries) - 1
-    columns: list[Tensor] | None = None
-    if swept and last > 0 and not mean.is_complex():
-        # An operation of the observable may refuse rows; an error of the run is raised again below.
-        with suppress(RuntimeError):
-            columns = _columns(flat, wanted)
-    if columns is None:
-        rows = [
-            torch.autograd.grad(entry, wanted, retain_graph=i < last, materialize_grads=True)
-            for i, entry in enumerate(entries)
-        ]
-        columns = [torch.stack(column) for column in zip(*rows, strict=True)]
+    rows = torch.eye(len(flat), dtype=flat.dtype, device=flat.device).split(SWEPT_TOGETHER)
+    parts = [pulled_rows([flat], wanted, [part]) for part in rows]
     return {
-        name: column.reshape((*mean.shape, *x.shape))
-        for (name, x), column in zip(inputs.items(), columns, strict=True)
+        name: torch.cat(columns).reshape((*mean.shape, *x.shape))
+        for (name, x), *columns in zip(inputs.items(), *parts, strict=True)
     }
-
-
-def _columns(entries: Tensor, wanted: list[Tensor]) -> list[Tensor]:
-    """Compute the derivatives of entries by inputs, ``SWEPT_TOGETHER`` entries in one sweep."""
-    parts: list[list[Tensor]] = [[] for _ in wanted]
-    rows = torch.eye(len(entries), dtype=entries.dtype, device=entries.device)
-    for part in rows.split(SWEPT_TOGETHER):
-        found = torch.autograd.grad(
-            entries, wanted, part, retain_graph=True, is_grads_batched=True, allow_unused=True
-        )
-        for x, y, kept in zip(wanted, found, parts, strict=True):
-            kept.append(x.new_zeros((len(part), *x.shape)) if y is None else y)
-    return list(map(torch.cat, parts))
 
 
 def stacked(columns: list[Tensor], value: Tensor, parameter: Tensor) -> Tensor:

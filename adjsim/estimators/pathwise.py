@@ -18,7 +18,6 @@ from adjsim.core.trajectory import TimeAverage, Trajectory, step_numbers
 from adjsim.dynamics import Clip
 from adjsim.estimators.base import Chunk, ChunkedEstimator, jacobian, joined_stats, mean_and_stderr
 from adjsim.estimators.replicas import Observable, Replicas, Simulation, checked, state_function
-from adjsim.solvers.base import SteppingSolver
 
 
 class Pathwise(ChunkedEstimator):
@@ -100,10 +99,7 @@ class Pathwise(ChunkedEstimator):
             runs: list[Trajectory[State]] = []
             values = self._run(replace(replicas, start=begin), runs)
             mean = values.mean(0)
-        simulation = replicas.simulation
-        swept = simulation.compile or not self.adjoint.keeps_graph
-        swept = swept and isinstance(simulation.solver, SteppingSolver)
-        found = jacobian(mean, {**parameters, "": begin[0]}, swept)
+        found = jacobian(mean, {**parameters, "": begin[0]})
         growth, in_state = _growth(replicas, found.pop(""), detached(runs[-1].final))
         # An observable of parameters alone is smooth. A step function times a parameter is not: its
         # derivative through the state is missing.

@@ -59,7 +59,7 @@ class CollocationSweep(Sweep):
     def __init__(self, settings: AdjointSettings, adjoint: Array) -> None:
         super().__init__(settings, adjoint)
         self.rtol, self.rejections = settings.rtol**POWER, 0
-        self.integral = Integral(self.rhs.parameter_leaves, len(adjoint), self.rtol, self._largest)
+        self.integral = Integral(self.rhs.parameter_leaves, len(adjoint), self._largest)
         self.behind, self._reached = np.inf, adjoint
         # The number of intervals that are tried together; 1 after a failure.
         self.together = 1
@@ -124,8 +124,8 @@ class CollocationSweep(Sweep):
             sizes += [np.abs(step.start), np.abs(step.values[-1])]
             self.adjoint = as_state_type(step.values[-1].T, before)
         if self.integral.sums:
-            self.integral.allowed = self.rtol
             found, error = self._integral(
+                self.rtol,
                 nodes,
                 np.concatenate(weights, 2),
                 np.concatenate(differences, 2),
@@ -222,8 +222,9 @@ class CollocationSweep(Sweep):
         sizes = np.maximum(np.abs(step.start), np.abs(step.values[-1]))
         # Where one step after the other is rejected the integrand jumps, and its error is as large
         # as the difference, of which no power is allowed.
-        self.integral.allowed = self.settings.rtol if self.rejections > FEW else self.rtol
+        tolerance = self.settings.rtol if self.rejections > FEW else self.rtol
         found, error = self._integral(
+            tolerance,
             now + step.h * TIMES,
             step.weighted(),
             step.differences(propagated),
@@ -239,6 +240,7 @@ class CollocationSweep(Sweep):
 
     def _integral(
         self,
+        tolerance: float,
         times: Array,
         weighted: Array,
         differences: Array,
@@ -259,6 +261,7 @@ class CollocationSweep(Sweep):
         error = self.integral.error(
             found,
             off,
+            tolerance,
             middle,
             lambda: self._rounding(length, middle, most, path),
             lambda: self._uncertainty(times, path, differences),

@@ -42,31 +42,31 @@ class Integral:
     ``largest`` measures contributions; None: by their largest entries.
     """
 
-    def __init__(
-        self, like: Sequence[Tensor], rows: int, allowed: float, largest: Largest | None = None
-    ) -> None:
+    def __init__(self, like: Sequence[Tensor], rows: int, largest: Largest | None = None) -> None:
         self._largest = largest or largest_entries
         self.sums = [
             x.new_zeros((rows, *x.shape), dtype=torch.promote_types(x.dtype, torch.float64))
             for x in like
         ]
-        self.sizes, self.allowed = np.zeros((len(like), rows)), allowed
+        self.sizes = np.zeros((len(like), rows))
 
     def error(
         self,
         found: list[Tensor],
         off: list[Tensor],
+        tolerance: float,
         near: float,
         *smallest: Callable[[], Array],
     ) -> float:
         """Return the difference of the two formulas, relative to the allowed difference.
 
-        ``found`` is the contribution of the interval, ``off`` the difference of the two formulas.
-        ``smallest`` return differences that are allowed whatever the integral is, such as those of
-        rounding. The next is called only if those before do not suffice.
+        ``found`` is the contribution of the interval, ``off`` the difference of the two formulas,
+        ``tolerance`` is relative, and ``near`` is a time in the interval. ``smallest`` return
+        differences that are allowed whatever the integral is, such as those of rounding. The next
+        is called only if those before do not suffice.
         """
         errors = self._largest(off)
-        allowed = self.allowed * (self.sizes + self._largest(found))
+        allowed = tolerance * (self.sizes + self._largest(found))
         if not np.isfinite(errors).all():
             raise FloatingPointError(
                 "the derivative of fun with respect to a parameter is not finite near t = "
@@ -96,8 +96,8 @@ class AdaptiveLobatto(Integral):
     def __init__(self, like: Sequence[Tensor], rows: int, rtol: float, largest: Largest) -> None:
         # The error of the seven-point formula is much smaller than its difference from the
         # four-point formula; QUADPACK estimates it in the same way.
-        super().__init__(like, rows, max(rtol, rtol ** (2 / 3) / 200), largest)
-        self.stride = 1
+        super().__init__(like, rows, largest)
+        self.tolerance, self.stride = max(rtol, rtol ** (2 / 3) / 200), 1
 
     def integrate(
         self,
@@ -124,7 +124,7 @@ class AdaptiveLobatto(Integral):
                 nodes, differences = middle + half * NODES, half * DIFFERENCES
                 found, off = integrand(nodes, half * WEIGHTS, differences)
                 unsure = partial(uncertainty, nodes, differences)
-                if self.error(found, off, middle, least, unsure) <= 1:
+                if self.error(found, off, self.tolerance, middle, least, unsure) <= 1:
                     self.add(found)
                     continue
                 divisions += 1

@@ -24,8 +24,10 @@ from adjsim import (
     TimeAverage,
     compare,
 )
+from adjsim.adjoints.loops import runner
 from adjsim.adjoints.loops.runner import cache
 from adjsim.cli.app import app
+from adjsim.core.recent_cache import RecentCache
 from tests.problems import parameter, slow_but
 
 
@@ -185,16 +187,24 @@ def test_estimators_in_compiled_loops(make):
 
 
 @pytest.mark.marathon
-def test_chunks_of_one_size_compile_once():
+def test_chunks_of_one_size_compile_once(monkeypatch):
+    """Neither four chunks nor a second call compile a loop again."""
     simulation, look = double_well()
     simulation, estimator = dataclasses.replace(simulation, compile=True), ScoreFunction()
-
-    def seconds():
-        return estimator(simulation, TimeAverage(look), replicas=8, chunks=4).diagnostics["seconds"]
-
-    # Thousands of steps, and a second call, do not compile again; 5 s is what the fastest machine
-    # takes for it.
-    assert seconds() > 10 * seconds()
+    compiled, compile_loop = [], runner.compile_loop
+    monkeypatch.setattr(
+        runner,
+        "compile_loop",
+        lambda *given, **more: compiled.append(given) or compile_loop(*given, **more),
+    )
+    monkeypatch.setattr(runner, "cache", RecentCache(256))
+    estimator(simulation, TimeAverage(look), replicas=8, chunks=1)
+    once = len(compiled)
+    assert once > 0
+    monkeypatch.setattr(runner, "cache", RecentCache(256))
+    for _ in range(2):
+        estimator(simulation, TimeAverage(look), replicas=32, chunks=4)
+    assert len(compiled) == 2 * once
 
 
 @pytest.mark.marathon

@@ -30,7 +30,13 @@ from adjsim.adjoints.loops.backward import BackwardLoops
 from adjsim.adjoints.loops.forward import ForwardLoops
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.history import History, Rewind, SweepStart
-from adjsim.adjoints.sweep.recorder import CotangentGrowth, Recorder, Recording, RecordSweep
+from adjsim.adjoints.sweep.recorder import (
+    CotangentGrowth,
+    LoopRecording,
+    Recorder,
+    Recording,
+    RecordSweep,
+)
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, naming, prepare
 from adjsim.core.autocast import autocast_state, restored_autocast
 from adjsim.core.box import refuse_trained_box
@@ -115,8 +121,8 @@ def run_forward(
     history: History | None = None,
 ) -> Result[State]:
     """Run all steps, in compiled loops if there is a runner; the history is for a sweep."""
-    recorder, compiled = Recorder(run.bound_record, stepper.clock), runner is not None
-    recording = Recording(recorder, stepper, compiled=compiled)
+    recorder = Recorder(run.bound_record, stepper.clock)
+    recording = (Recording if runner is None else LoopRecording)(recorder, stepper)
     budget, rows = (None, None) if history is None else (history.error_budget, history.state_rows)
     if runner is None:
         forces = stepper.plan.forces(run.dynamics.potential, report=report)

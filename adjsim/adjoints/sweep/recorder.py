@@ -85,16 +85,12 @@ class Recorder:
 
 
 class Recording(AttributeState):
-    """An observer of the states of one run, which saves frames or values.
-
-    With ``compiled``, loops add to a time average of every step, so the run does not stop for it.
-    """
+    """An observer of the states of one run, which saves frames or values."""
 
     saved_attributes = ("frames", "total", "dtype", "last_step")
 
-    def __init__(self, recorder: Recorder, stepper: Stepper, *, compiled: bool = False) -> None:
+    def __init__(self, recorder: Recorder, stepper: Stepper) -> None:
         self.recorder, self.stepper = recorder, stepper
-        self.in_loops = compiled and recorder.in_loops
         # The fields of the saved states, or the values of the record.
         self.frames: list[Sequence[Tensor]] = []
         # For a time average: the sum so far in double precision, the dtype of its terms, and the
@@ -104,8 +100,6 @@ class Recording(AttributeState):
         self.last_step = -1
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
-        if self.in_loops:
-            return ()
         average = self.recorder.average
         return stepper.clock.saves if average is None else self.recorder.counted
 
@@ -143,6 +137,13 @@ class Recording(AttributeState):
         if self.recorder.function is None:
             return self.stepper.kind._make(stacks), None
         return None, next(stacks)
+
+
+class LoopRecording(Recording):
+    """The same in compiled loops, which sum a time average of every step without stopping."""
+
+    def stops(self, stepper: Stepper) -> Iterable[int]:
+        return () if self.recorder.in_loops else super().stops(stepper)
 
 
 class CotangentGrowth(AttributeState):

@@ -84,6 +84,14 @@ class StepNoise:
         return self.batch.numel(), self.plan.draws * self.shape.numel()
 
 
+@dataclass(frozen=True)
+class TangentNoise(StepNoise):
+    """The noise of steps that are differentiated forward in time, with tangents of zeros."""
+
+    def of_step(self, step: int) -> tuple[Tensor, ...]:
+        return tuple(map(with_tangent, super().of_step(step)))
+
+
 class Observer(Protocol):
     """Observes the states of a run."""
 
@@ -117,7 +125,6 @@ class Stepper:
         buffer_growth: how the buffers of an exact run fill; None for any other run.
         varying: what depends on the size of a step; None if all steps have one size.
         buffers: the buffers at the start of a run that goes on from another.
-        tangents: whether the noise has tangents of zeros, for derivatives forward in time.
     """
 
     plan: StepPlan
@@ -127,7 +134,6 @@ class Stepper:
     buffer_growth: BufferGrowth | None = None
     varying: ByStepSize | None = None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    tangents: bool = False
 
     def to_lattice(self, state: AnyState) -> AnyState:
         """Convert the start to one of the steps: with copies, or on a lattice with buffers."""
@@ -175,8 +181,6 @@ class Stepper:
             assert isinstance(self.clock, VaryingClock)
             coefficients = self.varying.coefficients(self.clock.size(number))
         noise = None if self.noise is None else self.noise.of_step(number)
-        if self.tangents and noise is not None:
-            noise = tuple(map(with_tangent, noise))
         return StepContext(self.clock.time_in_step(number), coefficients, noise, forces)
 
     def spill(self, step: int, state: State) -> tuple[State, list[Spill]]:
