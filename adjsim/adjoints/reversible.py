@@ -95,9 +95,15 @@ class ReversibleAdjoint(Adjoint):
             if every is None and not exact:
                 every, budget = _spacing(run, stepper.clock, self.tol)
             report.checkpoint_every, report.checkpoints = every, 0
-            if exact:
-                return Fingerprints(stepper, every, run)
-            return Resets(stepper, every, self.tol, report, budget)
+            found = (
+                Fingerprints(stepper, every, run)
+                if exact
+                else Resets(stepper, every, self.tol, report, budget)
+            )
+            # In float32 a few steps may take all digits.
+            precise = exact or run.state[0].dtype == torch.float64
+            found.stops_at_frames = not (run.compile and precise)
+            return found
 
         return run_swept(run, report, history)
 

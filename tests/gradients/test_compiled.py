@@ -119,8 +119,8 @@ def run_well(dynamics, compile, *, steps=40, seed=1, every=None):
 
 @pytest.mark.usefixtures("own_loops")
 def test_nothing_compiles_twice():
-    """Another number of steps, seed, save times or value of a parameter: not a second more of
-    compiling, and the right path.
+    """Another number of steps, seed, save times or value of a parameter: nothing is compiled, and
+    the path is right. Loops that save frames are others than those that stop for them.
     """
     dynamics = adjsim.Langevin(
         adjsim.DoubleWell(parameter(0.7)), kT=parameter(0.5), friction=parameter(1.0)
@@ -128,6 +128,7 @@ def test_nothing_compiles_twice():
     first = run_well(dynamics, True, steps=43)
     first.final.position.sum().backward()
     assert first.stats["compile_seconds"] > 0
+    run_well(dynamics, True, every=4).final.position.sum().backward()
     for change in ({"steps": 58}, {"seed": 7}, {"every": 5, "steps": 60}, {"kT": 0.9}):
         value = change.pop("kT", None)
         if value is not None:
@@ -479,7 +480,7 @@ def test_another_process_remembers_a_loop_and_not_another_one(tmp_path):
 
 
 @pytest.mark.parametrize("adjoint", [adjsim.DirectAdjoint(), adjsim.CheckpointAdjoint()])
-def test_a_saved_state_costs_the_same_however_many_there_are(adjoint):
+def test_a_saved_value_costs_the_same_however_many_there_are(adjoint):
     dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)), kT=1.0, friction=1.0)
     start = dynamics.init(torch.zeros(2, 1, 1, dtype=torch.float64), generator=0)
 
@@ -498,9 +499,9 @@ def test_a_saved_state_costs_the_same_however_many_there_are(adjoint):
             ends = 0.01 * torch.arange(saves + 1)
             run = adjsim.simulate(
                 dynamics, start, ends, solver=adjsim.BAOAB(0.01), adjoint=adjoint, generator=0,
-                compile=True,
+                compile=True, record=lambda state: state.position,
             )  # fmt: skip
-            run.position.square().sum().backward()
+            run.record.square().sum().backward()
         finally:
             sys.setprofile(None)
         return count

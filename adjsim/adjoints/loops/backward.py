@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.durable.saves import Saves
-from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind
+from adjsim.adjoints.loops.frames import frame_cotangents
+from adjsim.adjoints.loops.loop import FrameCotangent, Loop, LoopConstants, LoopKind, row
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import SavedTensors
 from adjsim.adjoints.sweep.history import Rewind
@@ -65,7 +66,7 @@ class BackwardLoops:
         state, last = saved.begin(rewind.final, saves, runner.stepper)
         pairs = [pair for pair in pairwise([0, *runner.stops]) if pair[1] <= last][::-1]
         for start, stop in with_progress(pairs, "backward", len(pairs), progress):
-            if not runner.recorder.in_loops:
+            if not runner.records_in_loops:
                 saved.accumulate(stop, runner.stepper.from_lattice(state))
             state = self._traverse(state, stop, start, saved, rewind)
             saved.growth.observe(saved.sums)
@@ -88,7 +89,7 @@ class BackwardLoops:
             {name: packed(cotangents[name], runner.batch) for name in cotangents.fields},
             dict(saved.growth.injected),
         )
-        others = () if average is None else (average,)
+        others = [x for x in (average, *saved.received) if x is not None]
         level, count = level_of_rows(), rows_of([*leaves(given), *others])
         if count:
             given = mapped(lambda x: shown(x, level, count), given)
@@ -98,13 +99,19 @@ class BackwardLoops:
         while stop > start:
             # The parts of the forward run, which begin at ``start``.
             steps = (stop - start - 1) % runner.length + 1
-            averaged = () if average is None or not runner.averages(stop) else (average,)
+            averaged = () if average is None or not runner.averages(stop) else (clone(average),)
             stop -= steps
+            frames = (
+                frame_cotangents(runner, saved, stop, steps, level, count)
+                if runner.saves_frames
+                else {}
+            )
             states = rewind.states_from(stop, runner) if runner.keeps_states else ()
             # Loops are compiled for rows of one length, and read those of their steps.
             states = tuple(_lengthened(x, runner.capacity) for x in states)
             with outside_vmap():
-                carry, _ = runner.run_loop(kind, stop, steps, carry, averaged, states)
+                inputs = runner.fixed._replace(average=averaged, frames=frames, states=states)
+                carry, _ = runner.run_loop(kind, stop, steps, carry, inputs)
         found = carry.cotangent
         if count:
             found = mapped(lambda x: hide_rows(x, level), found)
@@ -186,6 +193,14 @@ class _TracedSweep:
                 after = self.growth.injected[name]
                 self.growth.injected[name] = where(absent, x, after)
 
+    def add_frame(self, frame: Mapping[str, FrameCotangent], absent: Tensor | None) -> None:
+        """Add the cotangents of the frame that is saved after a step."""
+        sums = self.sums if absent is None else CotangentsUnless(absent, self.sums)
+        for name, cotangent in frame.items():
+            sums.add(name, self.runner.unpack(cotangent.value))
+            size = cotangent.size if absent is None else where(absent, 0.0, cotangent.size)
+            self.growth.inject(name, size)
+
     def cotangent(self) -> Cotangent:
         runner, sums = self.runner, self.sums
         sums.complete()
@@ -217,14 +232,18 @@ def _specify(rows: bool, runner: LoopRunner, loop: Loop) -> LoopSpec[LoopConstan
     ) -> tuple[Tensor, BackwardCarry, tuple[()]]:
         before, after = runner.unpack_state(carry.state), list[Any]()
 
-        def traverse(given: Cotangent, average: tuple[Tensor, ...]) -> Cotangent:
+        def traverse(
+            given: Cotangent, average: tuple[Tensor, ...], frame: Mapping[str, FrameCotangent]
+        ) -> Cotangent:
             sweep = _TracedSweep(runner, constants._replace(average=average), before, given)
             if shared:
                 sweep.traverse_unless(k == constants.steps, early, k)
                 sweep.add_average(k == 0)
+                sweep.add_frame(frame, k == 0)
                 sweep.traverse_unless(k == 0, late, k - 1)
             else:
                 sweep.add_average(None)
+                sweep.add_frame(frame, None)
                 sweep.traverse(k)
             after[:] = runner.pack_state(sweep.state)
             found = sweep.cotangent()
@@ -233,7 +252,9 @@ def _specify(rows: bool, runner: LoopRunner, loop: Loop) -> LoopSpec[LoopConstan
             loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
             return found
 
-        given = carry.cotangent, constants.average
+        step = (k - 1).clamp(min=0) if shared else k
+        frame = mapped(lambda x: row(x, step), constants.frames)
+        given = carry.cotangent, constants.average, frame
         found = of_rows(traverse, given) if rows else traverse(*given)
         return k - 1, BackwardCarry(mapped(clone, found), tuple(after)), ()
 

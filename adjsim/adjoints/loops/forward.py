@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from adjsim.adjoints.loops.frames import LoopRecording
 from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import saving_step
 from adjsim.adjoints.sweep.history import ErrorBudget, StateRows, growth_in_step
-from adjsim.adjoints.sweep.recorder import Recording
 from adjsim.adjoints.sweep.stepper import naming
 from adjsim.compiler import LoopSpec, clone
 from adjsim.core.run_report import RunReport
@@ -57,12 +57,13 @@ class ForwardLoops:
     def __init__(
         self,
         runner: LoopRunner,
-        recording: Recording | None,
+        recording: LoopRecording | None,
         error_budget: ErrorBudget | None = None,
         state_rows: StateRows | None = None,
     ) -> None:
         self.runner, self.recording, self.error_budget = runner, recording, error_budget
         self.state_rows = state_rows
+        self.saves_frames = recording is not None and runner.saves_frames
         # The growth in a step, as far as it is known.
         self.pace = 0.0
         # The force with which the next step begins; None where it is evaluated again.
@@ -97,6 +98,9 @@ class ForwardLoops:
                 self.state_rows[start] = tuple(
                     x if len(x) == count else x[:count].clone() for x in rows
                 )
+            if self.saves_frames:
+                assert self.recording is not None
+                self.recording.take(start, rows, count)
             start += count
             if carry.total:
                 assert self.recording is not None
@@ -144,7 +148,7 @@ class ForwardLoops:
         runner = self.runner
         averaged = self.recording if runner.averages(start + 1) else None
         total = () if averaged is None else (clone(self._total(averaged, state)),)
-        stores = self.state_rows is not None
+        stores = self.state_rows is not None or self.saves_frames
         if iterated_move(runner) is not None:
             total, state, rows = run_iterated(runner, total, state, start, count, stores)
             return ForwardCarry(total, (), (), (), runner.pack_state(state)), rows
@@ -157,10 +161,11 @@ class ForwardLoops:
                 growth = (torch.zeros_like(clone(like)),)
         margin = () if least is None else (torch.full_like(clone(least), torch.inf),)
         carry = ForwardCarry(total, force, growth, margin, runner.pack_state(state))
-        kind = (SAVING if runner.saves_tensors else STORING) if stores else FORWARD
+        saves = self.state_rows is not None and runner.saves_tensors
+        kind = SAVING if saves else STORING if stores else FORWARD
         return runner.run_loop(kind, start, count, carry)
 
-    def _total(self, recording: Recording, state: AnyState) -> Tensor:
+    def _total(self, recording: LoopRecording, state: AnyState) -> Tensor:
         """Return the sum of the time average so far."""
         if recording.total is None:
             with torch.no_grad():

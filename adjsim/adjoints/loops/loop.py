@@ -30,11 +30,34 @@ from adjsim.core.agreement import difference, epsilon, perturbed, rounding, size
 
 # Time of the calls of a loop for each second of its checks.
 SHARE = 40
+# Frames in the states that a loop stores, from which it is faster to store all states than to stop.
+STORED = 4
 # Relative size of a change of the carry whose effect is still taken for rounding where a step may
 # compute in a coarser dtype than that of the state.
 COARSE = 1e-5
 # Factor by which rounding may exceed what was measured once.
 MARGIN = 16.0
+
+
+def row(rows: Tensor, k: Tensor) -> Tensor:
+    """Return the row of step number ``k``."""
+    return rows.index_select(0, k.reshape(1)).squeeze(0)
+
+
+def are_dense(saves: Sequence[int], capacity: int) -> bool:
+    """Return whether loops that store ``capacity`` states need not stop for saved frames."""
+    inside = len(set(saves) - {0, saves[-1]})
+    return inside > 0 and STORED * saves[-1] <= capacity * (inside + 1)
+
+
+class FrameCotangent(NamedTuple):
+    """For each step of a loop, the cotangent of a field of the frame that is saved after it.
+
+    ``size`` is the norm of the cotangent. Both are zero where no frame is saved.
+    """
+
+    value: Tensor
+    size: Tensor
 
 
 class LoopConstants(NamedTuple):
@@ -47,6 +70,8 @@ class LoopConstants(NamedTuple):
         parameters: all tensors of the dynamics.
         noise: the noise of its steps; empty without noise.
         average: in a backward loop, the cotangent of a time average at each step; else empty.
+        frames: in a backward loop that does not stop for saved frames, their cotangents by field;
+            else empty.
         states: in a backward loop that reads stored states, the fields of the states before its
             steps, and what these steps have saved; else empty.
     """
@@ -59,6 +84,7 @@ class LoopConstants(NamedTuple):
     spacings: dict[str, Tensor]
     noise: tuple[Tensor, ...] = ()
     average: tuple[Tensor, ...] = ()
+    frames: dict[str, FrameCotangent] = {}  # noqa: RUF012
     states: tuple[Tensor, ...] = ()
 
 

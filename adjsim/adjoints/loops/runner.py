@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.loops.loop import SHARE, Loop, LoopCheck, LoopConstants, LoopKind
+from adjsim.adjoints.loops.loop import (
+    SHARE,
+    Loop,
+    LoopCheck,
+    LoopConstants,
+    LoopKind,
+    are_dense,
+    row,
+)
 from adjsim.adjoints.loops.loop_noise import LoopNoise
 from adjsim.adjoints.loops.saved_tensors import MOST_STEPS
 from adjsim.adjoints.sweep.recorder import Recorder
@@ -52,6 +60,7 @@ class LoopRunner:
     """Runs the loops of one run, and compiles each when it is first used.
 
     States are stored before ``block_length`` steps at a time; 0: backward loops invert the steps.
+    ``stops_at_frames`` says that a loop ends at each saved frame.
     """
 
     def __init__(
@@ -61,6 +70,7 @@ class LoopRunner:
         run: Run[State],
         report: RunReport,
         block_length: int = 0,
+        stops_at_frames: bool = False,
     ) -> None:
         assert isinstance(stepper.clock, Clock)
         self.stepper, self.run, self.report = stepper, run, report
@@ -83,7 +93,12 @@ class LoopRunner:
         )
         most = MOST_STEPS if self.saves_tensors else FINITE_EVERY
         self.capacity = max(1, min(most, numbers // state[0].numel()))
-        if self.keeps_states:
+        # A sweep stops where a function of the state is saved.
+        recorder, dense = self.recorder, are_dense(self.clock.saves, self.capacity)
+        states = recorder.function is None if run.needs_gradient else recorder.average is None
+        self.saves_frames = dense and states and not stops_at_frames
+        self.records_in_loops = self.saves_frames or recorder.in_loops
+        if self.keeps_states or self.saves_frames:
             self.length = min(self.length, self.capacity)
         # The last move of a step that writes the position, or the first field of any other state.
         self.last_position_move = max(
@@ -148,21 +163,17 @@ class LoopRunner:
         first: int,
         count: int,
         carry: Any,
-        average: tuple[Tensor, ...] = (),
-        states: tuple[Tensor, ...] = (),
+        given: LoopConstants | None = None,
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """Run ``count`` steps from number ``first``; return the final carry and the stored rows.
 
-        In the backward pass ``average`` has the cotangent of the averaged function at each step,
-        and ``states`` the stored rows.
+        ``given`` are the inputs of a backward loop, apart from its steps and their noise.
         """
         began = time.perf_counter()
-        constants = self.fixed._replace(
+        constants = (given or self.fixed)._replace(
             steps=torch.tensor(count, device=self.device),
             first=torch.tensor(self.clock.before + first, device=self.device),
             noise=() if self.noise is None else (self.noise.of(first, count),),
-            average=tuple(map(clone, average)),
-            states=states,
         )
         loop = self._look_up(kind, constants, carry)
         source, cheap = self.reading.source, loop.seconds >= SHARE * loop.check_seconds
@@ -240,7 +251,7 @@ class LoopRunner:
         """Return the noise that step number ``k`` of the loop reads."""
         if not constants.noise:
             return None
-        steps = [_row(constants.noise[0], k + i) for i in range(self.plan.noise_steps)]
+        steps = [row(constants.noise[0], k + i) for i in range(self.plan.noise_steps)]
         return [self.unpack(draw) for step in steps for draw in step.unbind(0)]
 
     def context(self, constants: LoopConstants, k: Tensor, forces: ForceEvaluator) -> StepContext:
@@ -250,11 +261,11 @@ class LoopRunner:
 
     def state_before(self, constants: LoopConstants, k: Tensor) -> Any:
         """Return the stored state before step number ``k`` of the loop."""
-        return self.unpack_state(_row(x, k) for x in constants.states[: self.width])
+        return self.unpack_state(row(x, k) for x in constants.states[: self.width])
 
     def saved_by(self, constants: LoopConstants, k: Tensor) -> list[Tensor]:
         """Return what step number ``k`` of the loop has saved besides the state before it."""
-        return [_row(x, k) for x in constants.states[self.width :]]
+        return [row(x, k) for x in constants.states[self.width :]]
 
     def _traced(self) -> LoopRunner:
         """Return a runner for one trace, with a copy of the dynamics that only the trace uses."""
@@ -322,7 +333,7 @@ class LoopRunner:
         sizes = tuple(len(x) for x in (*constants, *carry) if not isinstance(x, Tensor))
         wanted = (self.reading.wanted, tuple(self.wanted)) if kind.differentiates else ()
         fixed = (self.cache_key, kind, self.state_class, self.solver_key, self.reading.slots)
-        return (*fixed, shapes, sizes, wanted, torch.get_num_threads())
+        return (*fixed, shapes, sizes, *constants.frames, wanted, torch.get_num_threads())
 
     def _check_of(
         self, loop: Loop, kind: LoopKind, constants: LoopConstants, carry: Any
@@ -387,7 +398,3 @@ class LoopRunner:
         record = self.run.record
         function = record.function if isinstance(record, TimeAverage) else None
         return cache_key(self.dynamics, function)
-
-
-def _row(rows: Tensor, k: Tensor) -> Tensor:
-    return rows.index_select(0, k.reshape(1)).squeeze(0)

@@ -24,6 +24,9 @@ from adjsim.solvers.clock import Clock
 # one tensor for each field, whose first axis numbers its steps.
 StateRows = dict[int, tuple[Tensor, ...]]
 
+# Least number of steps between saved frames at which compiled loops stop.
+APART = 100
+
 
 class SweepStart(NamedTuple):
     """The inputs of a run, the forces of a sweep, frames of whole states, and the final state."""
@@ -138,11 +141,14 @@ class History(Observer, Stateful):
         error_budget: observes the growth of errors where the stored steps depend on it.
         block_length: the number of steps before which compiled loops store states at a time,
             for a sweep to read; 0: a compiled sweep inverts steps.
+        stops_at_frames: whether a run stops at every saved frame, where a sweep compares states, or
+            goes on from the frame; if not, at frames that are :data:`APART` steps apart.
         state_rows: receives the states before all steps of a compiled run, if they are stored.
     """
 
     error_budget: ErrorBudget | None = None
     block_length: int = 0
+    stops_at_frames: bool = False
     state_rows: StateRows | None = None
 
     def __init__(self, stepper: Stepper, every: int | None = None) -> None:
@@ -151,7 +157,7 @@ class History(Observer, Stateful):
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
         regular = () if self.every is None else range(0, stepper.clock.last, self.every)
-        return {*stepper.clock.saves, *regular}
+        return {*spaced(stepper.clock.saves, 1 if self.stops_at_frames else APART), *regular}
 
     def is_regular(self, step: int) -> bool:
         return self.every is not None and step % self.every == 0
@@ -170,6 +176,15 @@ class History(Observer, Stateful):
         stored = state["checkpoints"]
         make = self.stepper.plan.kind(self.stepper.kind)._make
         self.checkpoints = {step: make(fields) for step, *fields in stored}
+
+
+def spaced(steps: Sequence[int], apart: int) -> list[int]:
+    """Return the first of ordered steps, and the next of them that are at least so far apart."""
+    found: list[int] = []
+    for step in steps:
+        if not found or step >= found[-1] + apart:
+            found.append(step)
+    return found
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:

@@ -28,11 +28,11 @@ from adjsim.adjoints.durable.run_end import run_end
 from adjsim.adjoints.durable.saves import FORWARD, AttributeState, Saves, held_saves, name_of_sweep
 from adjsim.adjoints.loops.backward import BackwardLoops
 from adjsim.adjoints.loops.forward import ForwardLoops
+from adjsim.adjoints.loops.frames import LoopRecording
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.history import History, Rewind, SweepStart
 from adjsim.adjoints.sweep.recorder import (
     CotangentGrowth,
-    LoopRecording,
     Recorder,
     Recording,
     RecordSweep,
@@ -121,10 +121,9 @@ def run_forward(
     history: History | None = None,
 ) -> Result[State]:
     """Run all steps, in compiled loops if there is a runner; the history is for a sweep."""
-    recorder = Recorder(run.bound_record, stepper.clock)
-    recording = (Recording if runner is None else LoopRecording)(recorder, stepper)
     budget, rows = (None, None) if history is None else (history.error_budget, history.state_rows)
     if runner is None:
+        recording = Recording(Recorder(run.bound_record, stepper.clock), stepper)
         forces = stepper.plan.forces(run.dynamics.potential, report=report)
         clip = None
         if run.clip is not None and history is None and run.needs_gradient:
@@ -133,6 +132,7 @@ def run_forward(
         each = run.progress or run.dynamics.limit is not None or budget is not None
         driver: EagerDriver | ForwardLoops = EagerDriver(stepper, inputs, forces, each, clip)
     else:
+        recording = LoopRecording(runner)
         driver = ForwardLoops(runner, recording, budget, rows)
     # The history reads the growth of the same step.
     given = {"record": recording, "error_budget": budget, "history": history}
@@ -179,7 +179,8 @@ class _SweptRun:
         self.autocast = autocast_state()
         self.runner = None
         if run.compile:
-            self.runner = LoopRunner(stepper, inputs, run, report, history.block_length)
+            given = history.block_length, history.stops_at_frames
+            self.runner = LoopRunner(stepper, inputs, run, report, *given)
 
     @property
     def one_by_one(self) -> bool:

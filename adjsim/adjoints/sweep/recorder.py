@@ -139,13 +139,6 @@ class Recording(AttributeState):
         return None, next(stacks)
 
 
-class LoopRecording(Recording):
-    """The same in compiled loops, which sum a time average of every step without stopping."""
-
-    def stops(self, stepper: Stepper) -> Iterable[int]:
-        return () if self.recorder.in_loops else super().stops(stepper)
-
-
 class CotangentGrowth(AttributeState):
     """The growth of the cotangents of a state in one backward sweep.
 

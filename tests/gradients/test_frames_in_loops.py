@@ -1,0 +1,157 @@
+"""Saved frames of compiled loops, which store states and read cotangents instead of stopping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import adjsim
+from adjsim.adjoints.loops.runner import LoopRunner
+from tests.problems import parameter, slow_but
+
+DT = 0.02
+# Uneven, with two saves in a row, and one just before the end.
+SAVES = torch.tensor([0, 1, 2, 5, 9, 10, 23, 40, 41, 59, 60])
+ADJOINTS = {
+    "direct": adjsim.DirectAdjoint(),
+    "checkpoint": adjsim.CheckpointAdjoint(3),
+    "reversible": adjsim.ReversibleAdjoint(),
+}
+
+
+def molecules(*batch):
+    potential = adjsim.DoubleWell(parameter(1.3))
+    dynamics = adjsim.Langevin(potential, kT=parameter(0.3), friction=parameter(0.4))
+    position = torch.randn(*batch, 2, 3, generator=torch.Generator().manual_seed(0)).double()
+    return dynamics, dynamics.init(position, generator=1)
+
+
+class Field(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Parameter(torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(2, 8))
+        self.outer = nn.Parameter(torch.linspace(1, -0.5, 16, dtype=torch.float64).reshape(8, 2))
+
+    def forward(self, t, y):
+        return torch.tanh(y @ self.inner) @ self.outer - 0.1 * t * y
+
+
+def field(*batch):
+    dynamics = adjsim.ODE(Field())
+    y = torch.linspace(0.2, 1, 2 * torch.Size(batch).numel(), dtype=torch.float64)
+    return dynamics, dynamics.init(y.reshape(*batch, 2))
+
+
+CASES = {
+    "few": (lambda: molecules(3), adjsim.BAOAB(DT), ADJOINTS),
+    "replicas": (lambda: molecules(32), adjsim.BAOAB(DT), ADJOINTS),
+    "exact": (
+        lambda: molecules(3),
+        adjsim.Splitting("BAOAB", DT, exact=True),
+        ["reversible", "checkpoint"],
+    ),
+    "field": (lambda: field(5), adjsim.RungeKutta("rk4", DT), ["direct", "checkpoint"]),
+    "copies": (lambda: field(5), adjsim.Coupled("rk4", DT), ["reversible", "checkpoint"]),
+    "implicit": (lambda: field(5), adjsim.ImplicitMidpoint(DT), ["checkpoint", "direct"]),
+}
+ROWS = [(case, adjoint) for case, (_, _, adjoints) in CASES.items() for adjoint in adjoints]
+SHORT = [("few", "reversible"), ("few", "checkpoint"), ("field", "direct")]
+
+
+def simulated(case, adjoint, compile, ts=SAVES * DT, **settings):
+    """Return a run, and the tensors whose gradients are wanted."""
+    make, solver, _ = CASES[case]
+    dynamics, start = make()
+    start = type(start)._make(x.requires_grad_() for x in start)
+    found = adjsim.simulate(
+        dynamics,
+        start,
+        ts,
+        solver=solver,
+        adjoint=ADJOINTS[adjoint],
+        generator=2,
+        compile=compile,
+        **settings,
+    )
+    return found, [*start, *dynamics.parameters()]
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    """The kinds and numbers of steps of the loops that are run, backward loops with a minus."""
+    found, run_loop = [], LoopRunner.run_loop
+
+    def counted(self, kind, first, count, *given):
+        found.append(-count if kind.backward else count)
+        return run_loop(self, kind, first, count, *given)
+
+    monkeypatch.setattr(LoopRunner, "run_loop", counted)
+    return found
+
+
+def agree(found, expected):
+    """To sums in another order, over 60 steps."""
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("case", "adjoint"), slow_but(lambda *row: row in SHORT, ROWS))
+def test_frames_and_gradients_are_those_of_single_steps(case, adjoint, loops):
+    found = []
+    for compile in (False, True):
+        run, wanted = simulated(case, adjoint, compile)
+        frames = [getattr(run, name) for name in run.final._fields]
+        values = frames[0]
+        weights = torch.linspace(1, 2, values.numel(), dtype=torch.float64).reshape(values.shape)
+        loss = (weights * values.sin()).sum() + run.final[0].square().sum()
+        grads = torch.autograd.grad(loss, wanted)
+        found.append((*frames, *grads))
+    agree(*found[::-1])
+    # An exact run stops to look at its buffers, an implicit one where it is not solved.
+    if case not in ("exact", "implicit"):
+        # Each of the three segments runs forward, once more, and backward.
+        assert sorted(map(abs, loops)) == ([20] * 9 if adjoint == "checkpoint" else [60, 60])
+
+
+@pytest.mark.parametrize("adjoint", slow_but(lambda adjoint: adjoint == "reversible", ADJOINTS))
+def test_rows_of_cotangents(adjoint):
+    """Rows of cotangents of frames, in one sweep; of momenta alone, and of positions alone."""
+    run, wanted = simulated("few", adjoint, True)
+    for entries in (run.momentum[3:6, 0, 0, 0], run.position[1:4, 1, 0, 1]):
+        rows = torch.autograd.grad(
+            entries, wanted, torch.eye(3).double(), is_grads_batched=True, retain_graph=True
+        )
+        single = [torch.autograd.grad(x, wanted, retain_graph=True) for x in entries]
+        agree(rows, [torch.stack(x) for x in zip(*single, strict=True)])
+    plain, others = simulated("few", adjoint, False)
+    for mine, theirs in zip(
+        (run.momentum, run.position), (plain.momentum, plain.position), strict=True
+    ):
+        agree(
+            torch.autograd.grad(mine[4].sum(), wanted, retain_graph=True),
+            torch.autograd.grad(theirs[4].sum(), others, retain_graph=True),
+        )
+
+
+@pytest.mark.parametrize("case", slow_but(lambda case: case == "few", CASES))
+@torch.no_grad()
+def test_the_path_does_not_depend_on_frames(case, loops):
+    """To the last bit, with states stored or not, and with a function of them saved."""
+    adjoint = "direct" if "direct" in CASES[case][2] else "checkpoint"
+    ends, _ = simulated(case, adjoint, True, SAVES[[0, -1]] * DT)
+    dense, _ = simulated(case, adjoint, True)
+    some, _ = simulated(case, adjoint, True, record=lambda state: 2 * state[0])
+    values = getattr(dense, dense.final._fields[0])
+    assert torch.equal(some.record, 2 * values)
+    for run in (dense, some):
+        assert all(map(torch.equal, run.final, ends.final))
+    if adjoint == "direct" and case != "implicit":
+        assert loops == [60] * 3
+
+
+def test_frames_that_are_far_apart_end_loops(loops):
+    """Few saves of many steps cost less than to store the states between them."""
+    run, wanted = simulated("few", "direct", True, [0.0, 1000 * DT, 2000 * DT])
+    torch.autograd.grad(run.position.sum(), wanted)
+    assert loops[:3] == [1000, 24, 976]
