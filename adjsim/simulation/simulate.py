@@ -14,6 +14,7 @@ from torch import Tensor
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.durable.run_end import check_continues
+from adjsim.adjoints.loops.contraction import reversed_growth_in_loops
 from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.core.agreement import perturbed
 from adjsim.core.arguments import (
@@ -274,7 +275,8 @@ def assemble(
                 f"compile=True is not for {solver!r} of {type(dynamics).__name__}: "
                 f"{refusal.reason}. Leave compile=True out."
             )
-        solver = solver.resolved(dynamics, state, times, path)
+        measure = partial(reversed_growth_in_loops, reading, tensors) if compile else None
+        solver = solver.resolved(dynamics, state, times, path, measure)
     report = RunReport()
     if noise is not None:
         report.seed = noise.seed

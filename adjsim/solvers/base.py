@@ -15,6 +15,7 @@ from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED_BOTH, Roundings
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, all_finite, in_transform
+from adjsim.core.tableaus import Tableau
 from adjsim.core.trajectory import RunEnd, step_numbers
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import BufferGrowth
@@ -31,6 +32,8 @@ from adjsim.solvers.clock import Clock, VaryingClock, check_dt
 TimeInStep = Callable[[float], Any]
 # The letter of a step that integrates the whole vector field.
 LETTER = "Y"
+# Measures the growth exponent of reversed Runge-Kutta steps of these sizes, from a state and time.
+MeasureGrowth = Callable[[Dynamics[Any], Tableau, Sequence[float], Any, float], float]
 
 
 @dataclass(frozen=True)
@@ -270,8 +273,12 @@ class SteppingSolver(ABC):
         state: State,
         times: Tensor,
         path: BrownianPath | None = None,
+        measure: MeasureGrowth | None = None,
     ) -> SteppingSolver:
-        """Return the solver with the numbers that it chooses by start, save times and path."""
+        """Return the solver with the numbers that it chooses by start, save times and path.
+
+        ``measure`` measures a growth of perturbations by compiled steps; None: without compilation.
+        """
         return self
 
     def clock(self, times: Tensor, end: RunEnd | None = None) -> Clock | VaryingClock:

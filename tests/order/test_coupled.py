@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import re
+import sys
 
 import pytest
 import torch
 
 import adjsim
+from adjsim.adjoints.loops.contraction import reversed_growth_in_loops
 from adjsim.core.tableaus import TABLEAUS
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.solvers.reversible.coupled import Coupled, coupling
@@ -125,3 +127,52 @@ def test_rate_is_estimated_from_the_start():
         )
         assert run.stats["rate"] == pytest.approx(rate, rel=1e-12)
         assert run.stats["order"] == 4
+
+
+class Contracting(torch.nn.Module):
+    """A field of two states whose contraction varies in time."""
+
+    def __init__(self):
+        super().__init__()
+        a = torch.tensor([[-1.0, 0.3], [0.2, -4.0]], dtype=torch.float64)
+        self.a = torch.nn.Parameter(a)
+
+    def forward(self, t, y):
+        return (y @ self.a) * (1 + torch.sin(7 * t)) - 0.1 * y**3
+
+
+@pytest.mark.parametrize("batch", [3, pytest.param(32, marks=pytest.mark.slow)])
+def test_compiled_runs_estimate_their_rate_in_loops(batch, monkeypatch):
+    """The same exponent, in a tenth of the evaluations in Python of 200 steps ahead, 1,600."""
+    dynamics, found = ODE(Contracting()), []
+    start = dynamics.init(torch.linspace(-1, 1, 2 * batch, dtype=torch.float64).reshape(batch, 2))
+
+    def measured(*given):
+        found.append((reversed_growth_in_loops(*given), reversed_growth(*given[2:])))
+        return found[-1][0]
+
+    def run():
+        adjsim.simulate(
+            dynamics,
+            start,
+            [0.5, 2.5],
+            solver=Coupled("rk4", 0.01),
+            adjoint=adjsim.ReversibleAdjoint(),
+            compile=True,
+        )
+
+    module = sys.modules[adjsim.simulate.__module__]
+    monkeypatch.setattr(module, "reversed_growth_in_loops", measured)
+    run()
+    ((mine, expected),) = found
+    assert mine == pytest.approx(expected, rel=1e-12)
+    monkeypatch.setattr(module, "reversed_growth_in_loops", reversed_growth_in_loops)
+    code, evaluations = Contracting.forward.__code__, []
+    sys.setprofile(
+        lambda frame, event, _: frame.f_code is code and evaluations.append(event == "call")
+    )
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    assert 0 < sum(evaluations) < 160

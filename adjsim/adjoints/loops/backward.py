@@ -13,7 +13,14 @@ from torch import Tensor
 
 from adjsim.adjoints.durable.saves import Saves
 from adjsim.adjoints.loops.frames import frame_cotangents
-from adjsim.adjoints.loops.loop import FrameCotangent, Loop, LoopConstants, LoopKind, row
+from adjsim.adjoints.loops.loop import (
+    FrameCotangent,
+    Loop,
+    LoopConstants,
+    LoopKind,
+    lengthened,
+    row,
+)
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import SavedTensors
 from adjsim.adjoints.sweep.history import Rewind
@@ -108,7 +115,7 @@ class BackwardLoops:
             )
             states = rewind.states_from(stop, runner) if runner.keeps_states else ()
             # Loops are compiled for rows of one length, and read those of their steps.
-            states = tuple(_lengthened(x, runner.capacity) for x in states)
+            states = tuple(lengthened(x, runner.capacity) for x in states)
             with outside_vmap():
                 inputs = runner.fixed._replace(average=averaged, frames=frames, states=states)
                 carry, _ = runner.run_loop(kind, stop, steps, carry, inputs)
@@ -259,14 +266,6 @@ def _specify(rows: bool, runner: LoopRunner, loop: Loop) -> LoopSpec[LoopConstan
         return k - 1, BackwardCarry(mapped(clone, found), tuple(after)), ()
 
     return LoopSpec(start, lambda k, _: k >= 0, body, lambda steps: steps + shared)
-
-
-def _lengthened(rows: Tensor, length: int) -> Tensor:
-    if len(rows) == length:
-        return rows
-    found = rows.new_empty((length, *rows.shape[1:]))
-    found[: len(rows)] = rows
-    return found
 
 
 def _sum(known: Tensor | None, like: Tensor) -> Tensor:

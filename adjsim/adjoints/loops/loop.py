@@ -44,6 +44,15 @@ def row(rows: Tensor, k: Tensor) -> Tensor:
     return rows.index_select(0, k.reshape(1)).squeeze(0)
 
 
+def lengthened(rows: Tensor, length: int) -> Tensor:
+    """Return rows of one length, of which the last are empty."""
+    if len(rows) == length:
+        return rows
+    found = rows.new_empty((length, *rows.shape[1:]))
+    found[: len(rows)] = rows
+    return found
+
+
 def are_dense(saves: Sequence[int], capacity: int) -> bool:
     """Return whether loops that store ``capacity`` states need not stop for saved frames."""
     inside = len(set(saves) - {0, saves[-1]})

@@ -25,6 +25,7 @@ from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Coefficients
 from adjsim.solvers.base import (
     LETTER,
+    MeasureGrowth,
     Stage,
     StepContext,
     StepPlan,
@@ -90,7 +91,9 @@ class Coupled(VaryingSteps):
         method: a name or a :class:`~adjsim.Tableau`, as for ``RungeKutta``.
         dt: the step, time; or :class:`Adaptive`, or :class:`StepTimes`.
         rate: the rate of the coupling, 1/time. None: 1.5 times the strongest contraction along the
-            first 256 steps, rounded up to two digits. It is in ``trajectory.stats["rate"]``.
+            first 256 steps of the run, rounded up to two digits. It is in
+            ``trajectory.stats["rate"]``. To estimate it takes as long as 256 steps and their
+            gradient.
         exact: run the steps on a lattice.
 
     Raises:
@@ -141,6 +144,7 @@ class Coupled(VaryingSteps):
         state: State,
         times: Tensor,
         path: BrownianPath | None = None,
+        measure: MeasureGrowth | None = None,
     ) -> Coupled:
         """Return these steps with a rate and the times of adaptive steps."""
         if self.rate is not None and not isinstance(self.steps, Adaptive):
@@ -153,9 +157,11 @@ class Coupled(VaryingSteps):
                 "as dt."
             )
         sizes = self._ahead(dynamics, state, times.tolist())
+        if isinstance(self.steps, float):
+            sizes = sizes[: max(1, round(float(times[-1] - times[0]) / self.steps))]
         rate = self.rate
         if rate is None:
-            rate = self._suggest(dynamics, state, float(times[0]), sizes)
+            rate = self._suggest(dynamics, state, float(times[0]), sizes, measure)
         solver = Coupled(self.method, self.steps, rate=rate, exact=self.exact)
         if isinstance(self.steps, Adaptive):
             return solver._record(dynamics, state, times.tolist(), fmean(sizes))
@@ -221,10 +227,15 @@ class Coupled(VaryingSteps):
         return [self.steps] * AHEAD
 
     def _suggest(
-        self, dynamics: Dynamics[State], state: State, t: float, sizes: Sequence[float]
+        self,
+        dynamics: Dynamics[State],
+        state: State,
+        t: float,
+        sizes: Sequence[float],
+        measure: MeasureGrowth | None = None,
     ) -> float:
         """Choose a rate by the contraction along the next steps."""
-        growth = reversed_growth(dynamics, self.tableau, sizes, state, t)
+        growth = (measure or reversed_growth)(dynamics, self.tableau, sizes, state, t)
         rate = max(MARGIN * growth, SMALLEST * len(sizes) / math.fsum(sizes))
         # Rounded up to two digits, so that nearby starts and parameters have the same rate.
         unit = 10.0 ** (math.floor(math.log10(rate)) - 1)

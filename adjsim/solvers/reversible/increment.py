@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,6 +20,10 @@ from adjsim.solvers.runge_kutta.runge_kutta import increment
 
 # Steps along which growth is estimated, and their parts, of which the strongest counts.
 AHEAD, PARTS = 256, 4
+
+# Takes numbers of steps and a perturbation after them to one before them, of the size of one, and
+# the logarithm of its growth in each system.
+Grow = Callable[[range, Sequence[Tensor]], tuple[Sequence[Tensor], Any]]
 
 
 @dataclass(frozen=True)
@@ -87,23 +91,43 @@ def reversed_growth(
                 break
             states.append(after)
             y = after
-    generator = torch.Generator().manual_seed(0)
-    w = [torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) for x in y]
-    w = _normalised(dynamics, y, w)[0]
-    exponents, length = [], max(1, math.ceil(len(states) / PARTS))
-    for end in range(len(states), 0, -length):
-        part, total = range(max(0, end - length), end), 0.0
+
+    def grow(part: range, w: Sequence[Tensor]) -> tuple[Sequence[Tensor], Any]:
+        total = 0.0
         for n in reversed(part):
-            leaves = type(y)._make(x.detach().requires_grad_() for x in states[n])
-            with torch.enable_grad():
-                step = increment(dynamics, tableau, times[n + 1], -sizes[n], leaves)
-                before = added(leaves, step)
-            w = list(torch.autograd.grad(before, tuple(leaves), w, materialize_grads=True))
-            w, size = _normalised(dynamics, y, w)
+            w = pulled_back(dynamics, tableau, times[n + 1], -sizes[n], states[n], w)
+            w, size = normalised(dynamics, y, w)
             total = total + size.log()
+        return w, total
+
+    return largest_exponent(dynamics, y, times[: len(states) + 1], grow)
+
+
+def largest_exponent(
+    dynamics: Dynamics[Any], like: AnyState, times: Sequence[float], grow: Grow
+) -> float:
+    """Return the largest growth exponent over parts of the steps between some times."""
+    generator = torch.Generator().manual_seed(0)
+    w = [torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) for x in like]
+    w = normalised(dynamics, like, w)[0]
+    exponents, count = list[float](), len(times) - 1
+    length = max(1, math.ceil(count / PARTS))
+    for end in range(count, 0, -length):
+        part = range(max(0, end - length), end)
+        w, total = grow(part, w)
         time = times[part.stop] - times[part.start]
         exponents.append(float(torch.as_tensor(total).amax()) / time)
     return max(filter(math.isfinite, exponents), default=0.0)
+
+
+def pulled_back(
+    dynamics: Dynamics[Any], tableau: Tableau, t: Any, h: float, state: Any, w: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Return the product of w with the transposed Jacobian of a step."""
+    leaves = type(state)._make(x.detach().requires_grad_() for x in state)
+    with torch.enable_grad():
+        after = added(leaves, increment(dynamics, tableau, t, h, leaves))
+    return torch.autograd.grad(after, tuple(leaves), w, materialize_grads=True)
 
 
 def added(state: Any, step: tuple[Tensor, ...]) -> Any:
@@ -116,7 +140,7 @@ def system_squares(dynamics: Dynamics[Any], state: AnyState, w: Sequence[Tensor]
     return torch.stack([x.reshape(*batch, -1).square().sum(-1) for x in w]).sum(0)
 
 
-def _normalised(
+def normalised(
     dynamics: Dynamics[Any], state: AnyState, w: Sequence[Tensor]
 ) -> tuple[list[Tensor], Tensor]:
     """Divide by the norm over all fields, for each system of the batch, and return the norm."""

@@ -16,7 +16,7 @@ from adjsim.core.state import AnyState, State, detached, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.sde import SDE
 from adjsim.dynamics.sources import Coefficients
-from adjsim.solvers.base import LETTER, StepPlan
+from adjsim.solvers.base import LETTER, MeasureGrowth, StepPlan
 from adjsim.solvers.clock import VaryingClock
 from adjsim.solvers.runge_kutta.adaptive_steps import Adaptive, RecordedTimes, StepTimes, error_norm
 from adjsim.solvers.stochastic.drift_move import drift_plan
@@ -90,6 +90,7 @@ class PathSteps(VaryingSteps):
         state: State,
         times: Tensor,
         path: BrownianPath | None = None,
+        measure: MeasureGrowth | None = None,
     ) -> PathSteps:
         if self.one_size:
             return self
