@@ -35,7 +35,8 @@ class ReversibleAdjoint(Adjoint):
     run. The difference grows as exp(lambda t) in a chaotic system, and as exp(friction t) under
     friction, or at the rate of the coupling of :class:`~adjsim.Coupled`. It is measured wherever
     the true state is known: at the start, at frames that save complete states, and at checkpoints.
-    From there the sweep continues with the true state. After backward
+    From there the sweep continues with the true state. (Of frames that follow each other closely,
+    float64 or exact steps in compiled loops use those that are 100 steps apart.) After backward
     ``trajectory.stats["reconstruction_error"]`` is the largest difference in a field divided by
     the field's largest entry. With ``exact=True`` in the solver the recovered states equal those
     of the run bit for bit, in chaos and under friction, at any length. Information buffers keep

@@ -103,6 +103,7 @@ def test_steps_go_back_in_time():
     assert float((back.final.y.detach() - start.y).abs().max()) < 0.02
 
 
+@pytest.mark.slow
 def test_what_is_refused():
     _, sde, start = growth()
     with pytest.raises(TypeError, match="noise of a seed"):

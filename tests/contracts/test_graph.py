@@ -547,7 +547,7 @@ def assert_compiled(potential, **settings):
 
 @pytest.mark.parametrize(
     "kind",
-    slow_but(lambda kind: kind == "cube", BOXES, marathon=lambda kind: kind != "cube"),
+    slow_but(lambda _: False, BOXES, marathon=lambda kind: kind != "cube"),
 )
 def test_compiled_loops_have_the_same_gradients(kind):
     potential = graph(BOXES[kind])

@@ -287,7 +287,7 @@ def test_a_frozen_number_of_a_part_has_no_gradient():
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["mesh", "reaction field"])
+@pytest.mark.parametrize("name", [pytest.param("mesh", marks=pytest.mark.slow), "reaction field"])
 def test_exact_runs_are_retraced_and_compiled_to_the_last_bit(name):
     parts = [x for x in SUMS[name]() if not isinstance(x, adjsim.Harmonic)]
     total, q = SumPotential(*parts), start()

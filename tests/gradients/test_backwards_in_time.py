@@ -61,9 +61,9 @@ def gradients(fun, times, solver, adjoint, compile):
 @pytest.mark.parametrize(
     ("solver", "adjoint", "compile"),
     slow_but(
-        lambda solver, adjoint, compile: not compile,
+        lambda solver, adjoint, compile: not compile and not isinstance(solver, Coupled),
         ROWS,
-        marathon=lambda solver, adjoint, compile: isinstance(solver, Coupled),
+        marathon=lambda solver, adjoint, compile: compile and isinstance(solver, Coupled),
     ),
     ids=lambda x: repr(x) if isinstance(x, bool) else type(x).__name__,
 )

@@ -479,7 +479,13 @@ def test_another_process_remembers_a_loop_and_not_another_one(tmp_path):
     assert kept == [2, 4, 4]
 
 
-@pytest.mark.parametrize("adjoint", [adjsim.DirectAdjoint(), adjsim.CheckpointAdjoint()])
+@pytest.mark.parametrize(
+    "adjoint",
+    [
+        adjsim.DirectAdjoint(),
+        pytest.param(adjsim.CheckpointAdjoint(), marks=pytest.mark.slow),
+    ],
+)
 def test_a_saved_value_costs_the_same_however_many_there_are(adjoint):
     dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)), kT=1.0, friction=1.0)
     start = dynamics.init(torch.zeros(2, 1, 1, dtype=torch.float64), generator=0)

@@ -38,7 +38,7 @@ def slope(system, numbers, name, along, steps, scheme="BAOAB"):
 @pytest.mark.parametrize(
     ("made", "scheme", "steps"),
     [
-        (MixedClusters, "BAOAB", 4),
+        pytest.param(MixedClusters, "BAOAB", 4, marks=pytest.mark.slow),
         pytest.param(MixedClusters, "OBAAABO", 4, marks=pytest.mark.slow),
         (ClustersWithMemory, "BAGAB", 2),
     ],

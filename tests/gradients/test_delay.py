@@ -221,7 +221,13 @@ def after_events_of_samples(p, method):
     return found.y[:, -1].T
 
 
-@pytest.mark.parametrize("method", ["RK45", pytest.param("Rodas4", marks=pytest.mark.marathon)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("RK45", marks=pytest.mark.slow),
+        pytest.param("Rodas4", marks=pytest.mark.marathon),
+    ],
+)
 def test_columns_and_samples_read_their_own_pasts(method):
     """Each from its own event on, as single columns do, with the gradient of differences."""
     p = torch.tensor([[0.5, 0.8], [1.7, 1.9], [0.25, 0.3]], requires_grad=True)

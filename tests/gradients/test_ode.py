@@ -147,7 +147,7 @@ def test_direct_against_central_differences(method):
 @pytest.mark.parametrize(
     ("dynamics", "kind"),
     slow_but(
-        lambda dynamics, kind: (dynamics, kind) == ("hamiltonian", "saves"),
+        lambda *_: False,
         [
             *(("hamiltonian", kind) for kind in ("final", "saves", "record", "average")),
             ("chain-3", "saves"),

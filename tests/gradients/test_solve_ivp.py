@@ -317,7 +317,7 @@ def test_many_read_times_take_few_evaluations():
     assert max(map(abs, slopes)) < 1e-8
 
 
-@pytest.mark.parametrize("read", ["few", "steps"])
+@pytest.mark.parametrize("read", [pytest.param("few", marks=pytest.mark.slow), "steps"])
 def test_controls_that_jump_are_as_accurate_as_other_parameters(read, monkeypatch):
     """The error of a step over a jump is as large as the difference of its two results.
 

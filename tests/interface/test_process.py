@@ -99,9 +99,10 @@ def test_errors_that_do_not_pickle_are_described():
 @pytest.mark.parametrize(
     ("work", "says"),
     [
-        (
+        pytest.param(
             partial(end_by, signal.SIGKILL),
             "ended by SIGKILL, as the system does when memory runs out",
+            marks=pytest.mark.slow,
         ),
         pytest.param(partial(end_by, signal.SIGSEGV), "ended by SIGSEGV", marks=pytest.mark.slow),
         pytest.param(partial(os._exit, 3), "ended with exit status 3", marks=pytest.mark.slow),
@@ -142,12 +143,13 @@ def test_a_method_that_dies_is_listed_with_its_reason():
             marks=pytest.mark.marathon,
         ),
         (lambda: job().adjoints({"lost": ReversibleAdjoint(tol=1e-30)}, "energy", False), 0.1, 1),
-        (
+        pytest.param(
             lambda: job("langevin", "BAOAB").estimators(
                 ["pathwise", "score-function"], "energy", False
             ),
             0.1,
             4,
+            marks=pytest.mark.slow,
         ),
         (
             lambda: job("langevin", "BAOAB").estimators(["score-function"], "msd", False),

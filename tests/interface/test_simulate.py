@@ -32,10 +32,10 @@ SOLVERS = [
         ("hamiltonian", s)
         for s in (
             VelocityVerlet(0.01),
-            ODESolver(),
             ODESolver("rk4", dt=0.01),
         )
     ],
+    pytest.param("hamiltonian", ODESolver(), marks=pytest.mark.slow),
     pytest.param("hamiltonian", ODESolver("fixed_adams", dt=0.01), marks=pytest.mark.slow),
     ("chain-3", Splitting("NBABN", 0.01)),
     ("esh", Splitting("EAE", 0.01)),
