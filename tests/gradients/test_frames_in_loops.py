@@ -52,14 +52,14 @@ CASES = {
         ["reversible", "checkpoint"],
     ),
     "field": (lambda: field(5), adjsim.RungeKutta("rk4", DT), ["direct", "checkpoint"]),
-    "copies": (lambda: field(5), adjsim.Coupled("rk4", DT), ["reversible", "checkpoint"]),
+    "copies": (lambda: field(5), adjsim.Coupled("rk4", DT, rate=3.0), ["reversible", "checkpoint"]),
     "implicit": (lambda: field(5), adjsim.ImplicitMidpoint(DT), ["checkpoint", "direct"]),
 }
 ROWS = [(case, adjoint) for case, (_, _, adjoints) in CASES.items() for adjoint in adjoints]
 SHORT = [("few", "reversible"), ("few", "checkpoint"), ("field", "direct")]
 
 
-def simulated(case, adjoint, compile, ts=SAVES * DT, **settings):
+def simulated(case, adjoint, compile, ts=SAVES * DT, record=None):
     """Return a run, and the tensors whose gradients are wanted."""
     make, solver, _ = CASES[case]
     dynamics, start = make()
@@ -72,9 +72,23 @@ def simulated(case, adjoint, compile, ts=SAVES * DT, **settings):
         adjoint=ADJOINTS[adjoint],
         generator=2,
         compile=compile,
-        **settings,
+        record=record and record(dynamics),
     )
     return found, [*start, *dynamics.parameters()]
+
+
+def waves(dynamics):
+    """Return a function of the state and of a number of the dynamics."""
+
+    def record(state):
+        scale = dynamics.fun.inner.mean() if hasattr(dynamics, "fun") else dynamics.kT
+        return torch.stack([(scale * x).sin().sum() for x in state])
+
+    return record
+
+
+def double(dynamics):
+    return lambda state: 2 * state[0]
 
 
 @pytest.fixture
@@ -134,6 +148,30 @@ def test_rows_of_cotangents(adjoint):
         )
 
 
+STORED = [row for row in ROWS if row[1] != "reversible"]
+
+
+@pytest.mark.parametrize(("case", "adjoint"), slow_but(lambda *row: row in SHORT, STORED))
+def test_functions_of_the_states_are_differentiated_where_these_are_stored(case, adjoint, loops):
+    """With the gradient to a number that the function reads itself."""
+    found = []
+    for compile in (False, True):
+        run, wanted = simulated(case, adjoint, compile, record=waves)
+        weights = torch.linspace(1, 2, run.record.numel(), dtype=torch.float64)
+        loss = (weights.view_as(run.record) * run.record).sum() + run.final[0].square().sum()
+        grads = torch.autograd.grad(loss, wanted, retain_graph=True)
+        rows = torch.autograd.grad(
+            run.record[2:8, 0], wanted, torch.eye(6).double(), is_grads_batched=True
+        )
+        found.append((run.record.detach(), *grads, *rows, run.stats.get("cotangent_growth")))
+    *found, growth = zip(*found[::-1], strict=True)
+    agree(*zip(*found, strict=True))
+    if case == "few" and adjoint == "direct":
+        # Forward, backward, and backward with rows.
+        assert loops == [60, -60, -60]
+        assert growth[0] > 0
+
+
 @pytest.mark.parametrize("case", slow_but(lambda case: case == "few", CASES))
 @torch.no_grad()
 def test_the_path_does_not_depend_on_frames(case, loops):
@@ -141,7 +179,7 @@ def test_the_path_does_not_depend_on_frames(case, loops):
     adjoint = "direct" if "direct" in CASES[case][2] else "checkpoint"
     ends, _ = simulated(case, adjoint, True, SAVES[[0, -1]] * DT)
     dense, _ = simulated(case, adjoint, True)
-    some, _ = simulated(case, adjoint, True, record=lambda state: 2 * state[0])
+    some, _ = simulated(case, adjoint, True, record=double)
     values = getattr(dense, dense.final._fields[0])
     assert torch.equal(some.record, 2 * values)
     for run in (dense, some):

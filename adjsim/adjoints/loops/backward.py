@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.durable.saves import Saves
-from adjsim.adjoints.loops.frames import frame_cotangents
+from adjsim.adjoints.loops.frames import frame_cotangents, received_frames
 from adjsim.adjoints.loops.loop import (
     FrameCotangent,
     Loop,
@@ -88,6 +88,9 @@ class BackwardLoops:
     ) -> AnyState:
         """Propagate state and cotangents backward from ``stop`` steps to ``start`` steps."""
         runner, average, cotangents = self.runner, saved.average_cotangent, saved.sums
+        received = dict[str, Tensor]()
+        if runner.saves_frames:
+            received = received_frames(runner, saved, rewind, state, start, stop)
         coefficients, sums = runner.fixed.coefficients, cotangents.coefficient_sums
         parameter_sums, parameters = cotangents.parameter_sums, cotangents.parameters
         given = Cotangent(
@@ -96,8 +99,8 @@ class BackwardLoops:
             {name: packed(cotangents[name], runner.batch) for name in cotangents.fields},
             dict(saved.growth.injected),
         )
-        others = [x for x in (average, *saved.received) if x is not None]
-        level, count = level_of_rows(), rows_of([*leaves(given), *others])
+        others = () if average is None else (average,)
+        level, count = level_of_rows(), rows_of([*leaves(given), *received.values(), *others])
         if count:
             given = mapped(lambda x: shown(x, level, count), given)
             average = None if average is None else shown(average, level, count)
@@ -108,11 +111,7 @@ class BackwardLoops:
             steps = (stop - start - 1) % runner.length + 1
             averaged = () if average is None or not runner.averages(stop) else (clone(average),)
             stop -= steps
-            frames = (
-                frame_cotangents(runner, saved, stop, steps, level, count)
-                if runner.saves_frames
-                else {}
-            )
+            frames = frame_cotangents(runner, received, start, stop, steps, level, count)
             states = rewind.states_from(stop, runner) if runner.keeps_states else ()
             # Loops are compiled for rows of one length, and read those of their steps.
             states = tuple(lengthened(x, runner.capacity) for x in states)

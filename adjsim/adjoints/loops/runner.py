@@ -93,10 +93,10 @@ class LoopRunner:
         )
         most = MOST_STEPS if self.saves_tensors else FINITE_EVERY
         self.capacity = max(1, min(most, numbers // state[0].numel()))
-        # A sweep stops where a function of the state is saved.
+        # Of a function of the state a sweep needs the states that are stored.
         recorder, dense = self.recorder, are_dense(self.clock.saves, self.capacity)
-        states = recorder.function is None if run.needs_gradient else recorder.average is None
-        self.saves_frames = dense and states and not stops_at_frames
+        known = recorder.function is None or self.keeps_states or not run.needs_gradient
+        self.saves_frames = dense and known and recorder.average is None and not stops_at_frames
         self.records_in_loops = self.saves_frames or recorder.in_loops
         if self.keeps_states or self.saves_frames:
             self.length = min(self.length, self.capacity)
