@@ -31,6 +31,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import reduce
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -259,6 +260,11 @@ class Lattice:
     def _used_fractions(self, state: AnyState) -> dict[str, float]:
         fields = self.from_lattice(state)._asdict().items()
         return {name: self.roundings[name].used_fraction(value) for name, value in fields}
+
+    def is_full(self, state: AnyState) -> Tensor:
+        """Return whether :meth:`spill` would move bits."""
+        tops = [getattr(state, buffer_name(name)).amax() for name in self.buffered]
+        return reduce(torch.maximum, tops) >= 2**FULL
 
     def spill(self, state: State, limit: float) -> tuple[State, list[Spill]]:
         """Move the low bits of full buffers to spills."""

@@ -193,3 +193,46 @@ def test_frames_that_are_far_apart_end_loops(loops):
     run, wanted = simulated("few", "direct", True, [0.0, 1000 * DT, 2000 * DT])
     torch.autograd.grad(run.position.sum(), wanted)
     assert loops[:3] == [1000, 24, 976]
+
+
+@pytest.mark.parametrize(
+    ("make", "word", "adjoint"),
+    [
+        ("langevin", "BAOAB", "reversible"),
+        pytest.param("langevin", "BAOAB", "checkpoint", marks=pytest.mark.slow),
+        ("chain", "NBABN", "reversible"),
+    ],
+)
+def test_exact_loops_end_where_a_buffer_is_full(make, word, adjoint, loops):
+    """And not at each look at the buffers. The states have the bits of single steps."""
+    potential = adjsim.DoubleWell(parameter(1.3))
+    dynamics = (
+        adjsim.Langevin(potential, kT=parameter(0.3), friction=parameter(20.0))
+        if make == "langevin"
+        else adjsim.NoseHooverChain(potential, parameter(0.3), 0.5)
+    )
+    position = torch.randn(3, 2, 1, generator=torch.Generator().manual_seed(0)).double()
+    with torch.no_grad():
+        start = dynamics.init(position, generator=1)
+    found = []
+    for compile in (False, True):
+        run = adjsim.simulate(
+            dynamics,
+            start,
+            DT * torch.tensor([0, 3, 250, 400]),
+            solver=adjsim.Splitting(word, DT, exact=True),
+            adjoint=ADJOINTS[adjoint],
+            generator=2,
+            compile=compile,
+        )
+        loss = run.position.sin().sum() + run.final.momentum.square().sum()
+        grads = torch.autograd.grad(loss, list(dynamics.parameters()))
+        found.append(((run.position, *run.final), grads))
+        assert run.stats.get("reconstruction_error", 0) in (0.0, None)
+    (states, expected), (compiled, grads) = found
+    assert all(map(torch.equal, compiled, states))
+    agree(grads, expected)
+    # Each of the six buffers is spilled after 33 bits; its last bits stay in it.
+    spills = run.stats["buffer_bits"] * 400 // 33
+    assert spills >= 5 if make == "langevin" else spills == 0
+    assert len(loops) <= 2 * (len(run.times) + 6 * spills) + (9 if adjoint == "checkpoint" else 0)

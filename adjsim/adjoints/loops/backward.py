@@ -153,7 +153,7 @@ class _TracedSweep:
         if runner.keeps_states:
             start = runner.state_before(constants, k)
             before = self.plan.intermediate_states(start, context, slice(-1))
-            tensors = runner.saved_by(constants, k)
+            tensors = [row(x, k) for x in constants.states[runner.width :]]
         counted, saved = self.report.energy_evaluations, SavedTensors(tensors)
         with saved.hooks() if tensors else nullcontext():
             self.state = self.plan.backward(self.state, context, self.sums, before)

@@ -53,7 +53,9 @@ def reversed_growth_in_loops(
     fields, stored = runner.pack_state(run.state), list[tuple[Tensor, ...]]()
     for first in range(0, runner.clock.last, runner.length):
         count = min(runner.length, runner.clock.last - first)
-        carry, rows = runner.run_loop(STORING, first, count, ForwardCarry((), (), (), (), fields))
+        carry, rows = runner.run_loop(
+            STORING, first, count, ForwardCarry((), (), (), (), (), fields)
+        )
         stored.append(tuple(x[:count] for x in rows))
         fields = carry.state
     # The states after the steps, up to the first that is not finite.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from adjsim.adjoints.loops.frames import LoopRecording
+from adjsim.adjoints.loops.full_buffers import ends_full
 from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.loops.saved_tensors import saving_step
@@ -36,6 +37,7 @@ class ForwardCarry(NamedTuple):
         total: the sum of a time average.
         force: the forces that the next step begins with, if steps share forces.
         error_growth: the growth of rounding errors, where it varies.
+        completed: the number of steps, where a loop ends at a full buffer.
         margin: the smallest distances to states that the dynamics refuses.
     """
 
@@ -43,6 +45,7 @@ class ForwardCarry(NamedTuple):
     force: tuple[Tensor, ...]
     error_growth: tuple[Tensor, ...]
     margin: tuple[Tensor, ...]
+    completed: tuple[Tensor, ...]
     state: tuple[Tensor, ...]
 
 
@@ -110,10 +113,13 @@ class ForwardLoops:
             if budget is not None:
                 # Half of the budget is left for the next loop.
                 budget.add(carry.error_growth[0], start, budget.allowed / 2)
+            ended = budget is not None or ends_full(runner, state, start)
+            if ended:
+                # The sweep stops here too, at a checkpoint or to put back what has spilled.
                 at = bisect_left(runner.stops, start)
                 if at == len(runner.stops) or runner.stops[at] != start:
                     runner.stops.insert(at, start)
-            if budget is not None or count < wanted:
+            if ended or count < wanted:
                 break
         return state, start
 
@@ -129,6 +135,7 @@ class ForwardLoops:
             count = max(1, min(count, int(budget.left / self.pace)))
         while True:
             carry, rows = self._run(state, start, count)
+            count = _iterations(carry, count)
             # A distance that is not a number comes from a state that was beyond the limit before.
             refused = any(not bool((x >= 0).all()) for x in carry.margin)
             allowed = count // 2 if refused else count
@@ -151,7 +158,7 @@ class ForwardLoops:
         stores = self.state_rows is not None or self.saves_frames
         if iterated_move(runner) is not None:
             total, state, rows = run_iterated(runner, total, state, start, count, stores)
-            return ForwardCarry(total, (), (), (), runner.pack_state(state)), rows
+            return ForwardCarry(total, (), (), (), (), runner.pack_state(state)), rows
         force = () if self.force is None else tuple(map(runner.pack, self.force))
         t, growth = runner.clock.time(start), tuple[Tensor, ...]()
         with torch.no_grad():
@@ -160,7 +167,8 @@ class ForwardLoops:
                 like = growth_in_step(runner.dynamics, runner.clock.dt, t, state)
                 growth = (torch.zeros_like(clone(like)),)
         margin = () if least is None else (torch.full_like(clone(least), torch.inf),)
-        carry = ForwardCarry(total, force, growth, margin, runner.pack_state(state))
+        completed = tuple(map(torch.zeros_like, runner.fixed.check_every))
+        carry = ForwardCarry(total, force, growth, margin, completed, runner.pack_state(state))
         saves = self.state_rows is not None and runner.saves_tensors
         kind = SAVING if saves else STORING if stores else FORWARD
         return runner.run_loop(kind, start, count, carry)
@@ -217,10 +225,18 @@ def _specify(
         margin = carry.margin
         if margin and (found := _margin(runner, t(1.0), state)) is not None:
             margin = (clone(torch.minimum(margin[0], found)),)
-        after = ForwardCarry(total, force, growth, margin, runner.pack_state(state))
-        return k + 1, after, (*carry.state, *saved) if stores else ()
+        following, completed = k + 1, tuple[Tensor, ...]()
+        if carry.completed:
+            assert plan.lattice is not None
+            completed = (clone(following),)
+            looks = (constants.first + following) % constants.check_every[0] == 0
+            full = looks & plan.lattice.is_full(state)
+            following = torch.where(full, constants.steps, following)
+        after = ForwardCarry(total, force, growth, margin, completed, runner.pack_state(state))
+        return following, after, (*carry.state, *saved) if stores else ()
 
-    return LoopSpec(start, operator.lt, body, iterations=lambda steps: steps)
+    known = None if runner.fixed.check_every else lambda steps: steps
+    return LoopSpec(start, operator.lt, body, iterations=known)
 
 
 def _margin(runner: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
@@ -228,10 +244,17 @@ def _margin(runner: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
     return None if limit is None else limit.margin(runner.stepper.from_lattice(state), t)
 
 
-FORWARD = LoopKind(partial(_specify, False, False))
-STORING = LoopKind(partial(_specify, True, False))
+def _iterations(carry: ForwardCarry, count: int) -> int:
+    return int(carry.completed[0]) if carry.completed else count
+
+
+FORWARD = LoopKind(partial(_specify, False, False), iterations=_iterations)
+STORING = LoopKind(partial(_specify, True, False), iterations=_iterations)
 SAVING = LoopKind(
-    partial(_specify, True, True), differentiates=True, uncompiled=partial(_specify, False, False)
+    partial(_specify, True, True),
+    differentiates=True,
+    uncompiled=partial(_specify, False, False),
+    iterations=_iterations,
 )
 
 
@@ -330,5 +353,11 @@ def _specify_iteration(
     return LoopSpec(start, operator.lt, body)
 
 
-ITERATING = LoopKind(partial(_specify_iteration, False))
-ITERATING_AND_STORING = LoopKind(partial(_specify_iteration, True))
+def _iterations_of_newton(carry: IteratedCarry, _: int) -> int:
+    return int(carry.iterations)
+
+
+ITERATING = LoopKind(partial(_specify_iteration, False), iterations=_iterations_of_newton)
+ITERATING_AND_STORING = LoopKind(
+    partial(_specify_iteration, True), iterations=_iterations_of_newton
+)

@@ -78,6 +78,8 @@ class LoopConstants(NamedTuple):
         coefficients: the coefficients, by letter and name.
         parameters: all tensors of the dynamics.
         noise: the noise of its steps; empty without noise.
+        check_every: in a loop that ends where a buffer of an exact run is full, the number of steps
+            between looks at the buffers; else empty.
         average: in a backward loop, the cotangent of a time average at each step; else empty.
         frames: in a backward loop that does not stop for saved frames, their cotangents by field;
             else empty.
@@ -92,6 +94,7 @@ class LoopConstants(NamedTuple):
     parameters: tuple[Tensor, ...]
     spacings: dict[str, Tensor]
     noise: tuple[Tensor, ...] = ()
+    check_every: tuple[Tensor, ...] = ()
     average: tuple[Tensor, ...] = ()
     frames: dict[str, FrameCotangent] = {}  # noqa: RUF012
     states: tuple[Tensor, ...] = ()
@@ -142,6 +145,7 @@ class LoopKind:
         differentiates: whether autograd runs in it, so that parameters and coefficients are leaves.
         uncompiled: specifies the same steps without compilation; None: ``specify``.
         optional: whether a run has another way if the loop cannot be compiled.
+        iterations: returns their number, for the last carry and the number of steps.
     """
 
     specify: Specify
@@ -149,6 +153,7 @@ class LoopKind:
     backward: bool = False
     uncompiled: Specify | None = None
     optional: bool = False
+    iterations: Callable[[Any, int], int] = lambda _, steps: steps
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim.adjoints.loops.full_buffers import steps_between_looks
 from adjsim.adjoints.loops.loop import (
     SHARE,
     Loop,
@@ -120,6 +121,7 @@ class LoopRunner:
             {letter: dict(group) for letter, group in coefficients.items()},
             inputs.parameters,
             {} if lattice is None else lattice.spacings(),
+            check_every=steps_between_looks(stepper, self.device),
         )
         self.fixed: LoopConstants = mapped(clone, fixed)
         self.cache_key = self._cache_key() if run.key is None else run.key
@@ -147,7 +149,7 @@ class LoopRunner:
             found.add(self.recorder.counted[0] - 1)
         if self.run.clip is not None:
             found |= set(range(self.run.clip.every, last, self.run.clip.every))
-        if growth is not None:
+        if growth is not None and not self.fixed.check_every:
             every = growth.check_every
             found |= set(range(every - self.clock.before % every, last, every))
         self.stops = sorted(step for step in found if 0 < step <= last)
@@ -195,8 +197,7 @@ class LoopRunner:
         meanwhile = [] if self.noise is None else self.noise.meanwhile
         carry, rows = loop.function(constants, carry, *meanwhile)
         loop.seconds += time.perf_counter() - began
-        # An iteration is a step, unless the carry counts iterations.
-        iterations = int(getattr(carry, "iterations", count))
+        iterations = kind.iterations(carry, count)
         self.report.energy_evaluations += (
             loop.fixed_evaluations + iterations * loop.evaluations_per_step
         )
@@ -262,10 +263,6 @@ class LoopRunner:
     def state_before(self, constants: LoopConstants, k: Tensor) -> Any:
         """Return the stored state before step number ``k`` of the loop."""
         return self.unpack_state(row(x, k) for x in constants.states[: self.width])
-
-    def saved_by(self, constants: LoopConstants, k: Tensor) -> list[Tensor]:
-        """Return what step number ``k`` of the loop has saved besides the state before it."""
-        return [row(x, k) for x in constants.states[self.width :]]
 
     def _traced(self) -> LoopRunner:
         """Return a runner for one trace, with a copy of the dynamics that only the trace uses."""
