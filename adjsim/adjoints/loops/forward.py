@@ -113,7 +113,9 @@ class ForwardLoops:
             if budget is not None:
                 # Half of the budget is left for the next loop.
                 budget.add(carry.error_growth[0], start, budget.allowed / 2)
-            ended = budget is not None or ends_full(runner, state, start)
+            ended = budget is not None or ends_full(
+                runner.stepper, runner.fixed.check_every, state, start
+            )
             if ended:
                 # The sweep stops here too, at a checkpoint or to put back what has spilled.
                 at = bisect_left(runner.stops, start)

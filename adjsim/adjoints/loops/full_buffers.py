@@ -5,16 +5,11 @@ Buffers are looked at every few steps, since a factor may fill them fast, but ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.state import AnyState
-
-if TYPE_CHECKING:
-    from adjsim.adjoints.loops.runner import LoopRunner
 
 
 def steps_between_looks(stepper: Stepper, device: torch.device) -> tuple[Tensor, ...]:
@@ -28,9 +23,9 @@ def steps_between_looks(stepper: Stepper, device: torch.device) -> tuple[Tensor,
     return (torch.tensor(growth.check_every),)
 
 
-def ends_full(runner: LoopRunner, state: AnyState, step: int) -> bool:
-    """Return whether a loop ends after a step since a buffer is full."""
-    lattice, looks = runner.plan.lattice, runner.fixed.check_every
-    if lattice is None or not looks or (runner.clock.before + step) % int(looks[0]):
+def ends_full(stepper: Stepper, looks: tuple[Tensor, ...], state: AnyState, step: int) -> bool:
+    """Return whether a loop with these looks ends after a step since a buffer is full."""
+    lattice = stepper.plan.lattice
+    if lattice is None or not looks or (stepper.clock.before + step) % int(looks[0]):
         return False
     return bool(lattice.is_full(state))
