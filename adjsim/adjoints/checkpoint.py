@@ -11,8 +11,8 @@ from torch import Tensor
 
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.loops.forward import ForwardLoops
-from adjsim.adjoints.loops.runner import NUMBERS_PER_LOOP, LoopRunner
-from adjsim.adjoints.loops.saved_tensors import MOST_STEPS
+from adjsim.adjoints.loops.runner import FINITE_EVERY, NUMBERS_PER_LOOP, LoopRunner
+from adjsim.adjoints.loops.saved_tensors import MOST_STEPS, keeps_activations
 from adjsim.adjoints.sweep.history import History, Rewind, SweepStart, rounding_tolerance
 from adjsim.adjoints.sweep.passes import run_swept
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
@@ -40,8 +40,9 @@ class CheckpointAdjoint(Adjoint):
     force that is random, or that has changed since the run, is an error.
 
     Args:
-        segments: number of segments; None: about sqrt(steps), and with ``compile=True`` fewer, of
-            100 steps, if states are small (four megabytes of float64 for a segment).
+        segments: number of segments; None: about sqrt(steps), and with ``compile=True`` fewer if
+            states are small, of 100 steps of an ODE or an SDE and 1,024 of other dynamics, up to
+            four megabytes of float64 for the states of a segment.
     """
 
     accepts = (SteppingSolver,)
@@ -56,7 +57,8 @@ class CheckpointAdjoint(Adjoint):
             length = math.ceil(last / segments)
             if run.compile and self.segments is None:
                 # A loop takes as long to begin as a hundred steps of a small system.
-                length = max(length, min(MOST_STEPS, NUMBERS_PER_LOOP // run.state[0].numel()))
+                most = MOST_STEPS if keeps_activations(stepper.plan) else FINITE_EVERY
+                length = max(length, min(most, NUMBERS_PER_LOOP // run.state[0].numel()))
             return Checkpoints(stepper, length)
 
         return run_swept(run, report, history)

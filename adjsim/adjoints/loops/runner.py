@@ -25,7 +25,7 @@ from adjsim.adjoints.loops.loop import (
     row,
 )
 from adjsim.adjoints.loops.loop_noise import LoopNoise
-from adjsim.adjoints.loops.saved_tensors import MOST_STEPS
+from adjsim.adjoints.loops.saved_tensors import MOST_STEPS, keeps_activations
 from adjsim.adjoints.sweep.recorder import Recorder
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.compiler import CompileError, NoCapture, clone, compile_loop, leaves, mapped
@@ -41,7 +41,6 @@ from adjsim.potentials.pairs.kernels import PAIR_OPERATORS
 from adjsim.solvers.base import StepContext, TimeInStep
 from adjsim.solvers.clock import Clock
 from adjsim.solvers.run import Run
-from adjsim.solvers.stochastic.drift_move import DriftMove
 
 # Largest number of noise entries passed to a loop at once, and of entries of states that a loop
 # stores: four megabytes of float64, which a cache of the CPU holds, and a gigabyte on a GPU.
@@ -89,9 +88,7 @@ class LoopRunner:
             drawn = self.plan.draws * self.batch.numel() * stepper.noise.shape.numel()
             self.length = max(1, min(FINITE_EVERY, numbers // drawn))
         self.keeps_states = block_length > 0
-        self.saves_tensors = 0 < block_length <= MOST_STEPS and any(
-            isinstance(move, DriftMove) for _, move in self.plan.moves
-        )
+        self.saves_tensors = 0 < block_length <= MOST_STEPS and keeps_activations(self.plan)
         most = MOST_STEPS if self.saves_tensors else FINITE_EVERY
         self.capacity = max(1, min(most, numbers // state[0].numel()))
         # Of a function of the state a sweep needs the states that are stored.

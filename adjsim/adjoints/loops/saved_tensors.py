@@ -23,6 +23,7 @@ from torch.fx import Node
 from adjsim.compiler import multiplications, present_recorder
 from adjsim.core.state import State, detached
 from adjsim.solvers.base import StepContext, StepPlan
+from adjsim.solvers.stochastic.drift_move import DriftMove
 
 # Largest number of steps that are stored at a time for the steps to save tensors.
 MOST_STEPS = 100
@@ -31,6 +32,11 @@ MOST_ENTRIES = 2**17
 # Multiplications for an entry from which on it is saved, and those that a function such as tanh
 # takes the time of.
 WORTH = 32
+
+
+def keeps_activations(plan: StepPlan) -> bool:
+    """Return whether the steps evaluate a vector field, which may be a network."""
+    return any(isinstance(move, DriftMove) for _, move in plan.moves)
 
 
 class _Saved(NamedTuple):
