@@ -24,6 +24,10 @@ from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.run import Run
 
+# Trainable numbers times systems of a vector field, from which the activations that short segments
+# keep save more time than the loops of more segments take.
+LARGE = 2**17
+
 
 class CheckpointAdjoint(Adjoint):
     """Exact backpropagation that stores the ends of segments and runs each segment again.
@@ -41,8 +45,9 @@ class CheckpointAdjoint(Adjoint):
 
     Args:
         segments: number of segments; None: about sqrt(steps), and with ``compile=True`` fewer if
-            states are small, of 100 steps of an ODE or an SDE and 1,024 of other dynamics, up to
-            four megabytes of float64 for the states of a segment.
+            states are small: of 1,024 steps, up to four megabytes of float64 for the states of a
+            segment, and of 100 steps of an ODE or an SDE whose trainable numbers times its systems
+            are more than 131,072.
     """
 
     accepts = (SteppingSolver,)
@@ -57,7 +62,10 @@ class CheckpointAdjoint(Adjoint):
             length = math.ceil(last / segments)
             if run.compile and self.segments is None:
                 # A loop takes as long to begin as a hundred steps of a small system.
-                most = MOST_STEPS if keeps_activations(stepper.plan) else FINITE_EVERY
+                numbers = sum(x.numel() for x in run.reading.trainable(run.tensors).values())
+                large = numbers * run.dynamics.batch_shape(run.state).numel() >= LARGE
+                keeps = large and keeps_activations(stepper.plan)
+                most = MOST_STEPS if keeps else FINITE_EVERY
                 length = max(length, min(most, NUMBERS_PER_LOOP // run.state[0].numel()))
             return Checkpoints(stepper, length)
 

@@ -8,6 +8,7 @@ import torch
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, TimeAverage
+from adjsim.adjoints import checkpoint
 from adjsim.adjoints.loops import runner as loop_runner
 from adjsim.compiler import loops
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
@@ -130,6 +131,7 @@ def test_loops_of_small_states_have_many_steps(monkeypatch):
     assert counts == {False: [210] * 3, True: [210] * 2}
     known, _ = gradients(dynamics, begin, solver, "saves", CheckpointAdjoint(7), True, times)
     assert counts[True][-7:] == 7 * [30]
+    monkeypatch.setattr(checkpoint, "LARGE", 1)
     ode, counts[True] = equation(None), []
     run = adjsim.simulate(
         ode, ode.init(start()), times, solver=RungeKutta("midpoint", 0.02),

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, RungeKutta, TimeAverage
-from adjsim.adjoints.loops import runner as loop_runner, saved_tensors
+from adjsim.adjoints.loops import backward, runner as loop_runner, saved_tensors
+from adjsim.adjoints.loops.saved_tensors import SavedTensors
 from tests.fields import Pair
 from tests.gradients.test_table import agree
 from tests.problems import slow_but
@@ -293,10 +294,7 @@ def test_a_scatter_reads_saved_tensors():
 @pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: x + x[-1:]])
 def test_tensors_that_the_backward_step_does_not_save(change, monkeypatch):
     """Its trace would read numbers of other tensors."""
-    known = loop_runner.LoopRunner.saved_by
-    monkeypatch.setattr(
-        loop_runner.LoopRunner, "saved_by", lambda *arguments: change(known(*arguments))
-    )
+    monkeypatch.setattr(backward, "SavedTensors", lambda tensors: SavedTensors(change(tensors)))
     make, y, solver = ROWS["ode"]
     with pytest.raises(adjsim.CompileError, match="saves other tensors backward than forward"):
         gradients(make(), y, solver, DirectAdjoint(), True)
