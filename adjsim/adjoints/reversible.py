@@ -187,6 +187,11 @@ class Resets(History):
 
     def rewind(self, given: SweepStart) -> Rewind:
         clock, frames = self.stepper.clock, given.frames
+        if frames is not None:
+            # Compiled loops do not stop at all of them; a second copy of the state is as large.
+            sizes = magnitudes(frames)
+            copied = sizes * (len(self.scale) // len(sizes))
+            self.scale = list(map(torch.maximum, self.scale, copied))
         if self.stepper.plan.copies is not None:
             return FloatInversion(self, self.checkpoints, self.checkpoints[clock.last])
         saves = enumerate(clock.saves)

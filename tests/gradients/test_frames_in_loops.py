@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import adjsim
+from adjsim.adjoints.loops import runner
 from adjsim.adjoints.loops.runner import LoopRunner
+from adjsim.core.recent_cache import RecentCache
 from tests.problems import parameter, slow_but
 
 DT = 0.02
@@ -236,3 +240,54 @@ def test_exact_loops_end_where_a_buffer_is_full(make, word, adjoint, loops):
     spills = run.stats["buffer_bits"] * 400 // 33
     assert spills >= 5 if make == "langevin" else spills == 0
     assert len(loops) <= 2 * (len(run.times) + 6 * spills) + (9 if adjoint == "checkpoint" else 0)
+
+
+@pytest.mark.parametrize("adjoint", slow_but(lambda adjoint: adjoint == "reversible", ADJOINTS))
+def test_fields_without_axes(adjoint):
+    """The logarithm of the speed of one system is one number."""
+    found = []
+    for compile in (False, True):
+        potential = adjsim.DoubleWell(parameter(1.3))
+        dynamics = adjsim.ESH(potential)
+        start = dynamics.init(torch.tensor([[0.3, 1.1]]).double(), torch.ones(1, 2).double())
+        run = adjsim.simulate(
+            dynamics,
+            start,
+            SAVES * DT,
+            solver=adjsim.Splitting("EAE", DT),
+            adjoint=ADJOINTS[adjoint],
+            compile=compile,
+        )
+        loss = (torch.linspace(1, 2, len(SAVES)).double() * run.log_speed).sum()
+        found.append((run.log_speed, *torch.autograd.grad(loss, potential.barrier)))
+    agree(*found)
+
+
+@torch.no_grad()
+def test_a_loop_that_stores_fewer_states_is_not_one_of_a_longer_run(monkeypatch):
+    """Steps whose tensors are saved have loops of at most 100 steps."""
+    monkeypatch.setattr(runner, "cache", RecentCache(16))
+    with torch.enable_grad():
+        simulated("field", "checkpoint", True)
+    ts = torch.arange(501) * DT
+    long, _ = simulated("field", "direct", True, ts)
+    expected, _ = simulated("field", "direct", False, ts)
+    agree(long.y[None], expected.y[None])
+
+
+def test_errors_are_relative_to_saved_frames():
+    """A period ends where it began, at rest; the momenta between are those that count."""
+    steps, k = 60, parameter(1.0)
+    dt = 2 * math.sin(math.pi / steps)
+    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(k))
+    run = adjsim.simulate(
+        dynamics,
+        dynamics.init(torch.ones(1, 1).double(), torch.zeros(1, 1).double()),
+        torch.arange(0, steps + 1, 3) * dt,
+        solver=adjsim.VelocityVerlet(dt),
+        adjoint=adjsim.ReversibleAdjoint(),
+        compile=True,
+    )
+    assert run.final.momentum.abs() < 1e-12
+    torch.autograd.grad(run.position.sum(), k)
+    assert run.stats["reconstruction_error"] < 1e-12

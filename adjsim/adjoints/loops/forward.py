@@ -251,10 +251,11 @@ def _iterations(carry: ForwardCarry, count: int) -> int:
 
 
 FORWARD = LoopKind(partial(_specify, False, False), iterations=_iterations)
-STORING = LoopKind(partial(_specify, True, False), iterations=_iterations)
+STORING = LoopKind(partial(_specify, True, False), stores=True, iterations=_iterations)
 SAVING = LoopKind(
     partial(_specify, True, True),
     differentiates=True,
+    stores=True,
     uncompiled=partial(_specify, False, False),
     iterations=_iterations,
 )
@@ -361,5 +362,5 @@ def _iterations_of_newton(carry: IteratedCarry, _: int) -> int:
 
 ITERATING = LoopKind(partial(_specify_iteration, False), iterations=_iterations_of_newton)
 ITERATING_AND_STORING = LoopKind(
-    partial(_specify_iteration, True), iterations=_iterations_of_newton
+    partial(_specify_iteration, True), stores=True, iterations=_iterations_of_newton
 )

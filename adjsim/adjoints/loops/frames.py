@@ -113,7 +113,8 @@ def frame_cotangents(
         frames = packed(cotangent[here], runner.batch, 1)
         if count:
             frames = shown(frames, level, count).movedim(0, 1)
-        sizes = vector_norm(frames.flatten(2 if count else 1), dim=-1)
+        # A field may have no axes.
+        sizes = vector_norm(frames[..., None].flatten(2 if count else 1), dim=-1)
         found[name] = FrameCotangent(
             *(
                 x.new_zeros((runner.capacity, *x.shape[1:])).index_copy(0, index, x)

@@ -143,6 +143,7 @@ class LoopKind:
 
     Attributes:
         differentiates: whether autograd runs in it, so that parameters and coefficients are leaves.
+        stores: whether it fills a row of tensors in each step, for a number of steps.
         uncompiled: specifies the same steps without compilation; None: ``specify``.
         optional: whether a run has another way if the loop cannot be compiled.
         iterations: returns their number, for the last carry and the number of steps.
@@ -150,6 +151,7 @@ class LoopKind:
 
     specify: Specify
     differentiates: bool = False
+    stores: bool = False
     backward: bool = False
     uncompiled: Specify | None = None
     optional: bool = False

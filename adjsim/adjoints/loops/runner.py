@@ -326,6 +326,8 @@ class LoopRunner:
         # Several parts of constants and carry may be empty.
         sizes = tuple(len(x) for x in (*constants, *carry) if not isinstance(x, Tensor))
         wanted = (self.reading.wanted, tuple(self.wanted)) if kind.differentiates else ()
+        # A run that saves tensors has shorter loops than one of the same steps that does not.
+        wanted = (*wanted, self.capacity) if kind.stores else wanted
         fixed = (self.cache_key, kind, self.state_class, self.solver_key, self.reading.slots)
         return (*fixed, shapes, sizes, *constants.frames, wanted, torch.get_num_threads())
 
