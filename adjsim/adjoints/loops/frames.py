@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from adjsim.adjoints.loops.loop import FrameCotangent
+from adjsim.adjoints.loops.loop import FrameCotangent, lengthened
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.history import Rewind
 from adjsim.adjoints.sweep.recorder import CotangentGrowth, Recording, RecordSweep
@@ -115,10 +115,7 @@ def frame_cotangents(
             frames = shown(frames, level, count).movedim(0, 1)
         # A field may have no axes.
         sizes = vector_norm(frames[..., None].flatten(2 if count else 1), dim=-1)
-        found[name] = FrameCotangent(
-            *(
-                x.new_zeros((runner.capacity, *x.shape[1:])).index_copy(0, index, x)
-                for x in (frames, sizes)
-            )
-        )
+        # The rows behind the steps of a short loop are not read.
+        rows = (x.new_zeros((steps, *x.shape[1:])).index_copy(0, index, x) for x in (frames, sizes))
+        found[name] = FrameCotangent(*(lengthened(x, runner.capacity) for x in rows))
     return found
