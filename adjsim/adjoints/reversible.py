@@ -21,6 +21,7 @@ from adjsim.core.derived import has_values
 from adjsim.core.durable.stateful import Entries
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import AnyState, State, magnitudes, select
+from adjsim.core.trajectory import TimeAverage
 from adjsim.dynamics.buffer import Spill, fingerprint
 from adjsim.solvers.base import SteppingSolver
 from adjsim.solvers.clock import Clock, VaryingClock
@@ -101,9 +102,10 @@ class ReversibleAdjoint(Adjoint):
                 if exact
                 else Resets(stepper, every, self.tol, report, budget)
             )
-            # In float32 a few steps may take all digits.
+            # In float32 a few steps may take all digits, and of a time average no frames are known.
             precise = exact or run.state[0].dtype == torch.float64
-            found.stops_at_frames = not (run.compile and precise)
+            known = not isinstance(run.record, TimeAverage)
+            found.stops_at_frames = not (run.compile and precise and known)
             return found
 
         return run_swept(run, report, history)
