@@ -60,7 +60,7 @@ def reversed_growth_in_loops(
         fields = carry.state
     # The states after the steps, up to the first that is not finite.
     after = [torch.cat([*x, last[None]])[1:] for *x, last in zip(*stored, fields, strict=True)]
-    finite = torch.stack([torch.isfinite(x).flatten(1).all(1) for x in after]).all(0)
+    finite = torch.stack([torch.isfinite(x[..., None]).flatten(1).all(1) for x in after]).all(0)
     count = int(finite.cumprod(0).sum())
 
     def grow(part: range, w: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:

@@ -62,10 +62,12 @@ def received_frames(
     if runner.recorder.function is None:
         named = zip(runner.stepper.kind._fields, saved.received, strict=True)
         return {name: cotangent[part] for name, cotangent in named if cotangent is not None}
-    if saved.received[0] is None or part.start == part.stop:
+    if saved.received[0] is None:
         return {}
     sums = Cotangents({}, saved.sums.parameters, None, saved.sums.parameter_sums)
-    found: dict[str, list[Tensor]] = {name: [] for name in runner.stepper.kind._fields}
+    like = runner.stepper.from_lattice(last)._asdict()
+    # One row more, so that there is one where no frame is saved.
+    found = {name: [torch.zeros_like(x)] for name, x in like.items()}
     for step in runner.clock.saves[part]:
         state = last
         if step < stop:
@@ -82,7 +84,7 @@ def received_frames(
         for name, cotangents in found.items():
             cotangents.append(sums[name])
     saved.sums.parameter_sums.update(sums.parameter_sums)
-    return {name: torch.stack(cotangents) for name, cotangents in found.items()}
+    return {name: torch.stack(cotangents)[1:] for name, cotangents in found.items()}
 
 
 def _between(saves: Sequence[int], start: int, stop: int) -> slice:
