@@ -243,8 +243,14 @@ def state_function(observable: Observable[Any]) -> Callable[[Any], Tensor] | Non
 
 
 def checked(values: Tensor, start: AnyState) -> Tensor:
-    """Refuse values of an observable that do not have the leading axis of the replicas."""
+    """Refuse values of an observable that are complex, or lack the leading axis of the replicas."""
     count = start[0].shape[0]
+    if values.is_complex():
+        # A row of cotangents would give the derivative of its real part alone.
+        raise TypeError(
+            f"the observable is complex ({values.dtype}). Return torch.view_as_real of it, whose "
+            "last axis has the real and the imaginary part."
+        )
     if values.shape[:1] != (count,):
         raise ValueError(
             f"the observable has shape {tuple(values.shape)}, for a chunk of {count} replicas; its "

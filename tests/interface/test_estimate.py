@@ -469,3 +469,25 @@ def test_one_sweep_takes_the_entries_of_an_observable(stubborn, monkeypatch):
     assert len(sweeps) == (2 * 5 if stubborn else 2)
     for name, grad in estimates[1].grad.items():
         torch.testing.assert_close(estimates[0].grad[name], grad, rtol=1e-11, atol=1e-12)
+
+
+def test_complex_observables_are_refused():
+    """A row of cotangents would give the derivative of the real part alone."""
+    dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.2)), kT=0.7)
+    start = dynamics.init(torch.ones(4, 1, 1), torch.ones(4, 1, 1))
+    simulation = adjsim.Simulation(
+        dynamics,
+        lambda n, _: type(start)(*(x[:n] for x in start)),
+        [0.0, 0.2],
+        adjsim.BAOAB(0.1),
+    )
+
+    def phase(trajectory):
+        return torch.exp(1j * trajectory.final.position[:, 0, 0])
+
+    with pytest.raises(TypeError, match=r"observable is complex.*view_as_real"):
+        adjsim.Pathwise()(simulation, phase, replicas=4, chunks=2, generator=0)
+    whole = adjsim.Pathwise()(
+        simulation, lambda run: torch.view_as_real(phase(run)), replicas=4, chunks=2, generator=0
+    )
+    assert whole.value.shape == (2,)
