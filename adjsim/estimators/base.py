@@ -210,7 +210,7 @@ def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
     A backward run takes several cotangents in little more time than one.
     """
-    if not inputs or not mean.requires_grad:
+    if not inputs or not mean.requires_grad or not mean.numel():
         return {name: x.new_zeros((*mean.shape, *x.shape)) for name, x in inputs.items()}
     wanted = list(inputs.values())
     with torch.enable_grad():
