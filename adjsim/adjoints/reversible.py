@@ -36,8 +36,8 @@ class ReversibleAdjoint(Adjoint):
     run. The difference grows as exp(lambda t) in a chaotic system, and as exp(friction t) under
     friction, or at the rate of the coupling of :class:`~adjsim.Coupled`. It is measured wherever
     the true state is known: at the start, at frames that save complete states, and at checkpoints.
-    From there the sweep continues with the true state. (Of frames that follow each other closely,
-    float64 or exact steps in compiled loops use those that are 100 steps apart.) After backward
+    From there the sweep continues with the true state. Compiled loops of float64 or exact steps do
+    not stop at all frames, and measure the error at frames at least 100 steps apart. After backward
     ``trajectory.stats["reconstruction_error"]`` is the largest difference in a field divided by
     the field's largest entry. With ``exact=True`` in the solver the recovered states equal those
     of the run bit for bit, in chaos and under friction, at any length. Information buffers keep
@@ -97,16 +97,13 @@ class ReversibleAdjoint(Adjoint):
             if every is None and not exact:
                 every, budget = _spacing(run, stepper.clock, self.tol)
             report.checkpoint_every, report.checkpoints = every, 0
-            found = (
-                Fingerprints(stepper, every, run)
-                if exact
-                else Resets(stepper, every, self.tol, report, budget)
-            )
             # In float32 a few steps may take all digits, and of a time average no frames are known.
             precise = exact or run.state[0].dtype == torch.float64
             known = not isinstance(run.record, TimeAverage)
-            found.stops_at_frames = not (run.compile and precise and known)
-            return found
+            stops = not (run.compile and precise and known)
+            if exact:
+                return Fingerprints(stepper, every, run, stops)
+            return Resets(stepper, every, self.tol, report, budget, stops)
 
         return run_swept(run, report, history)
 
@@ -152,10 +149,11 @@ class Resets(History):
         tol: float,
         report: RunReport,
         error_budget: ErrorBudget | None,
+        stops_at_frames: bool,
     ) -> None:
-        super().__init__(stepper, every)
+        super().__init__(stepper, every, stops_at_frames)
         self.tol, self.report, self.error_budget = tol, report, error_budget
-        # The largest entry of each field at checkpoints and save times; errors are relative to it.
+        # The largest entry of each field at checkpoints and the save times at which a run stops.
         self.scale: list[torch.Tensor] = []
 
     def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
@@ -189,16 +187,16 @@ class Resets(History):
 
     def rewind(self, given: SweepStart) -> Rewind:
         clock, frames = self.stepper.clock, given.frames
+        scale = self.scale
         if frames is not None:
             # Compiled loops do not stop at all of them; a second copy of the state is as large.
             sizes = magnitudes(frames)
-            copied = sizes * (len(self.scale) // len(sizes))
-            self.scale = list(map(torch.maximum, self.scale, copied))
+            scale = list(map(torch.maximum, scale, sizes * (len(scale) // len(sizes))))
         if self.stepper.plan.copies is not None:
-            return FloatInversion(self, self.checkpoints, self.checkpoints[clock.last])
+            return FloatInversion(self, self.checkpoints, self.checkpoints[clock.last], scale)
         saves = enumerate(clock.saves)
         known = {} if frames is None else {step: select(frames, i) for i, step in saves}
-        return FloatInversion(self, {**known, **self.checkpoints}, given.final)
+        return FloatInversion(self, {**known, **self.checkpoints}, given.final, scale)
 
 
 def relative_difference(found: AnyState, true: AnyState, sizes: Sequence[torch.Tensor]) -> float:
@@ -210,11 +208,20 @@ def relative_difference(found: AnyState, true: AnyState, sizes: Sequence[torch.T
 
 
 class FloatInversion(Rewind):
-    """Earlier states by inversion in floating point, compared with the ``known`` states by step."""
+    """Earlier states by inversion in floating point, compared with the ``known`` states by step.
 
-    def __init__(self, history: Resets, known: Mapping[int, AnyState], final: AnyState) -> None:
+    Errors are relative to ``scale``, the largest entry of each field in the states of the run.
+    """
+
+    def __init__(
+        self,
+        history: Resets,
+        known: Mapping[int, AnyState],
+        final: AnyState,
+        scale: Sequence[torch.Tensor],
+    ) -> None:
         super().__init__(final)
-        self.history, self.known, self.error = history, known, 0.0
+        self.history, self.known, self.scale, self.error = history, known, scale, 0.0
         # The relative error of a function of the state may exceed that of the state by this factor.
         self.tolerance = max(self.tolerance, 1e3 * history.tol)
 
@@ -222,7 +229,7 @@ class FloatInversion(Rewind):
         true = self.known.get(step)
         if true is None:
             return state
-        error = relative_difference(state, true, self.history.scale)
+        error = relative_difference(state, true, self.scale)
         assert self.error is not None
         self.error = max(self.error, error) if error == error else error
         self.history.report.reconstruction_error = self.error
@@ -260,8 +267,10 @@ class Fingerprints(History):
     start, so the fingerprint of the start also verifies that they are empty again.
     """
 
-    def __init__(self, stepper: Stepper, every: int | None, run: Run[State]) -> None:
-        super().__init__(stepper, every)
+    def __init__(
+        self, stepper: Stepper, every: int | None, run: Run[State], stops_at_frames: bool = True
+    ) -> None:
+        super().__init__(stepper, every, stops_at_frames)
         self.run = run
         self.spills: dict[int, Sequence[Spill]] = {}
         self.fingerprints: dict[int, bytes] = {}

@@ -18,7 +18,13 @@ from adjsim.core.run_report import RunReport
 from adjsim.core.state import State, detached
 from adjsim.core.tableaus import Tableau
 from adjsim.dynamics.base import Dynamics
-from adjsim.solvers.reversible.increment import AHEAD, largest_exponent, normalised, pulled_back
+from adjsim.solvers.reversible.increment import (
+    AHEAD,
+    PARTS,
+    largest_exponent,
+    normalised,
+    pulled_back,
+)
 from adjsim.solvers.run import Run
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
 
@@ -58,13 +64,15 @@ def reversed_growth_in_loops(
         )
         stored.append(tuple(x[:count] for x in rows))
         fields = carry.state
-    # The states after the steps, up to the first that is not finite.
+    # The states after the steps, of which those up to the first that is not finite count.
     after = [torch.cat([*x, last[None]])[1:] for *x, last in zip(*stored, fields, strict=True)]
+    stored.clear()
     finite = torch.stack([torch.isfinite(x[..., None]).flatten(1).all(1) for x in after]).all(0)
     count = int(finite.cumprod(0).sum())
 
     def grow(part: range, w: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        rows = tuple(lengthened(x[part.start : part.stop], AHEAD) for x in after)
+        # Loops are compiled for rows of one length.
+        rows = tuple(lengthened(x[part.start : part.stop], AHEAD // PARTS) for x in after)
         given = runner.fixed._replace(states=rows)
         total = torch.zeros(runner.batch, dtype=w[0].real.dtype, device=runner.device)
         before = GrowthCarry(tuple(map(runner.pack, w)), total)

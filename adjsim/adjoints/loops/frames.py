@@ -66,7 +66,7 @@ def received_frames(
         return {}
     sums = Cotangents({}, saved.sums.parameters, None, saved.sums.parameter_sums)
     like = runner.stepper.from_lattice(last)._asdict()
-    # One row more, so that there is one where no frame is saved.
+    # A first row that is not a frame, so that there is something to stack where none is saved.
     found = {name: [torch.zeros_like(x)] for name, x in like.items()}
     for step in runner.clock.saves[part]:
         state = last

@@ -93,10 +93,10 @@ class LoopConstants(NamedTuple):
     coefficients: dict[str, dict[str, Tensor]]
     parameters: tuple[Tensor, ...]
     spacings: dict[str, Tensor]
+    frames: dict[str, FrameCotangent]
     noise: tuple[Tensor, ...] = ()
     check_every: tuple[Tensor, ...] = ()
     average: tuple[Tensor, ...] = ()
-    frames: dict[str, FrameCotangent] = {}  # noqa: RUF012
     states: tuple[Tensor, ...] = ()
 
 

@@ -91,10 +91,10 @@ class LoopRunner:
         self.saves_tensors = 0 < block_length <= MOST_STEPS and keeps_activations(self.plan)
         most = MOST_STEPS if self.saves_tensors else FINITE_EVERY
         self.capacity = max(1, min(most, numbers // state[0].numel()))
-        # Of a function of the state a sweep needs the states that are stored.
+        # The sweep of a saved function reads the stored states.
         recorder, dense = self.recorder, are_dense(self.clock.saves, self.capacity)
-        known = recorder.function is None or self.keeps_states or not run.needs_gradient
-        self.saves_frames = dense and known and recorder.average is None and not stops_at_frames
+        read = recorder.function is None or self.keeps_states or not run.needs_gradient
+        self.saves_frames = dense and read and recorder.average is None and not stops_at_frames
         self.records_in_loops = self.saves_frames or recorder.in_loops
         if self.keeps_states or self.saves_frames:
             self.length = min(self.length, self.capacity)
@@ -118,6 +118,7 @@ class LoopRunner:
             {letter: dict(group) for letter, group in coefficients.items()},
             inputs.parameters,
             {} if lattice is None else lattice.spacings(),
+            {},
             check_every=steps_between_looks(stepper, self.device),
         )
         self.fixed: LoopConstants = mapped(clone, fixed)
@@ -327,9 +328,9 @@ class LoopRunner:
         sizes = tuple(len(x) for x in (*constants, *carry) if not isinstance(x, Tensor))
         wanted = (self.reading.wanted, tuple(self.wanted)) if kind.differentiates else ()
         # A run that saves tensors has shorter loops than one of the same steps that does not.
-        wanted = (*wanted, self.capacity) if kind.stores else wanted
+        rows = self.capacity if kind.stores else 0
         fixed = (self.cache_key, kind, self.state_class, self.solver_key, self.reading.slots)
-        return (*fixed, shapes, sizes, *constants.frames, wanted, torch.get_num_threads())
+        return (*fixed, shapes, sizes, rows, *constants.frames, wanted, torch.get_num_threads())
 
     def _check_of(
         self, loop: Loop, kind: LoopKind, constants: LoopConstants, carry: Any

@@ -24,7 +24,7 @@ from adjsim.solvers.clock import Clock
 # one tensor for each field, whose first axis numbers its steps.
 StateRows = dict[int, tuple[Tensor, ...]]
 
-# Least number of steps between saved frames at which compiled loops stop.
+# Least number of steps between saved frames at which a run stops that does not stop at all.
 APART = 100
 
 
@@ -148,11 +148,12 @@ class History(Observer, Stateful):
 
     error_budget: ErrorBudget | None = None
     block_length: int = 0
-    stops_at_frames: bool = False
     state_rows: StateRows | None = None
 
-    def __init__(self, stepper: Stepper, every: int | None = None) -> None:
-        self.stepper, self.every = stepper, every
+    def __init__(
+        self, stepper: Stepper, every: int | None = None, stops_at_frames: bool = False
+    ) -> None:
+        self.stepper, self.every, self.stops_at_frames = stepper, every, stops_at_frames
         self.checkpoints: dict[int, AnyState] = {}
 
     def stops(self, stepper: Stepper) -> Iterable[int]:

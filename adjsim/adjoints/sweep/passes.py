@@ -31,12 +31,7 @@ from adjsim.adjoints.loops.forward import ForwardLoops
 from adjsim.adjoints.loops.frames import LoopRecording
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.history import History, Rewind, SweepStart
-from adjsim.adjoints.sweep.recorder import (
-    CotangentGrowth,
-    Recorder,
-    Recording,
-    RecordSweep,
-)
+from adjsim.adjoints.sweep.recorder import CotangentGrowth, Recorder, Recording, RecordSweep
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, naming, prepare
 from adjsim.core.autocast import autocast_state, restored_autocast
 from adjsim.core.box import refuse_trained_box

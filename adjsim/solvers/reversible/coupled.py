@@ -92,7 +92,7 @@ class Coupled(VaryingSteps):
         dt: the step, time; or :class:`Adaptive`, or :class:`StepTimes`.
         rate: the rate of the coupling, 1/time. None: 1.5 times the strongest contraction along the
             first 256 steps of the run, rounded up to two digits. It is in
-            ``trajectory.stats["rate"]``. To estimate it takes as long as 256 steps and their
+            ``trajectory.stats["rate"]``. The estimate takes as long as these steps and their
             gradient.
         exact: run the steps on a lattice.
 
