@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,12 @@ from adjsim.core.durable.manifest import tensor_fingerprint
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.durable.store import Nested, moved
 from adjsim.core.reading import Reading
-from adjsim.core.state import State, select
+from adjsim.core.state import State
 from adjsim.core.trajectory import TimeAverage, check_times, step_numbers
-from adjsim.dynamics import Constrained
-from adjsim.dynamics.base import Dynamics
-from adjsim.estimators.base import Chunk, Estimator, Request, jacobian, weighted_mean
-from adjsim.estimators.probes import density_of, depends_on_bath, reduced_energy
+from adjsim.estimators.base import Chunk, Estimator, Request, weighted_mean
+from adjsim.estimators.probes import density_of, reduced_energy
 from adjsim.estimators.replicas import Observable, Replicas, Simulation
+from adjsim.estimators.samples import Samples, support_of, weighted
 from adjsim.estimators.score_function import check_stationary, common_burn_in, equilibration, outer
 from adjsim.estimators.sharing import Work
 from adjsim.observables.averages import mean_with_error
@@ -65,7 +64,7 @@ class Reweighting(Estimator):
             raise ValueError(f"threshold must be a share between 0 and 1; got {threshold}.")
         self.every = None if every is None else as_positive("every", every)
         self.burn_in, self.threshold = NOT_NEGATIVE("burn_in", burn_in), threshold
-        self._samples: _Samples[Any] | None = None
+        self._samples: Samples[Any] | None = None
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         average = check_stationary(self, simulation, observable)
@@ -91,13 +90,12 @@ class Reweighting(Estimator):
         alone = replace(work, store=None)
         if samples is not None and not samples.serve(request, skip, work.ranks):
             samples = None
-        bath = samples is not None and samples.depends_on_bath(observable, work.ranks)
-        sampled = samples is None or samples.effective_share(bath, alone) < self.threshold
-        if samples is None or sampled:
+        found = None if samples is None else samples.weigh(observable, alone)
+        sampled = found is None or found.effective_share < self.threshold
+        if samples is None or found is None or sampled:
             samples = self._samples = self._sample(request, observable, device, work)
-            bath = samples.depends_on_bath(observable, work.ranks)
-        largest = float(samples.log_weights(bath, alone).max())
-        reweighted = partial(samples.reweighted, observable=observable, bath=bath, largest=largest)
+            found = samples.weigh(observable, alone)
+        reweighted = partial(samples.reweighted, observable=observable, weights=found)
         parts = alone.chunks(range(len(request.slices)), reweighted, device)
         for part in parts:
             part.stats |= {"pairs": samples.pairs, "sampled": sampled}
@@ -126,7 +124,7 @@ class Reweighting(Estimator):
             function = reading.on(dynamics, tensors, observable.function)
             logs = torch.cat([samples.log_weight(i, bath, dynamics) for i in samples.states])
             values = torch.cat([function(state) for state in samples.states.values()])
-            return _weighted(torch.softmax(logs, 0), values).sum(0)
+            return weighted(torch.softmax(logs, 0), values).sum(0)
 
     def effective_shares(
         self, groups: Mapping[str, Sequence[str]] | None = None
@@ -215,7 +213,7 @@ class Reweighting(Estimator):
 
     def _sample(
         self, request: Request[State], observable: TimeAverage, device: torch.device, work: Work
-    ) -> _Samples[State]:
+    ) -> Samples[State]:
         simulation, replicas = request.simulation, request.draw()
         dynamics, times = simulation.dynamics, self._frames(simulation, observable)
         skip = common_burn_in(self, self.burn_in, observable)
@@ -240,7 +238,7 @@ class Reweighting(Estimator):
 
         # Frames stay where they were sampled, so chunks are dealt to ranks.
         counts = work.ranks.share(len(request.slices), kept)
-        return _Samples(
+        return Samples(
             simulation,
             request.sizes,
             skip,
@@ -255,120 +253,3 @@ class Reweighting(Estimator):
 
     def __repr__(self) -> str:
         return f"Reweighting(threshold={self.threshold:g})"
-
-
-@dataclass
-class _Samples(Generic[State]):
-    """Frames of a rank's chunks, flattened over time and replicas.
-
-    The reduced energies are those at sampling, without the terms of the bath and with them, and
-    ``start`` has the parameters at sampling.
-    """
-
-    simulation: Simulation[State]
-    sizes: list[int]
-    skip: float
-    states: dict[int, State]
-    energies: dict[int, list[Tensor]]
-    evaluations: int
-    pairs: Any
-    rank: int
-    support: list[Tensor]
-    start: dict[str, Tensor]
-
-    def check_support(self) -> None:
-        """Raise an error if no weights turn the frames to those of the dynamics as it is now."""
-        if not self._has_support(self.simulation.dynamics):
-            raise RuntimeError(
-                "a box or a constraint has changed since the frames were sampled; call Reweighting."
-            )
-
-    def serve(self, request: Request[State], skip: float, ranks: Ranks) -> bool:
-        """Return whether weights can turn the samples to those of a request."""
-        return (
-            self.simulation is request.simulation
-            and (self.sizes, self.skip, self.rank) == (request.sizes, skip, ranks.rank)
-            and self._has_support(request.simulation.dynamics)
-        )
-
-    def _has_support(self, dynamics: Dynamics[State]) -> bool:
-        now = support_of(dynamics)
-        return len(now) == len(self.support) and all(map(torch.equal, now, self.support))
-
-    def depends_on_bath(self, observable: TimeAverage, ranks: Ranks) -> bool:
-        # At the ends of the runs, as ScoreFunction: every test evaluates the observable many times.
-        ends = (select(x, slice(-self.sizes[i], None)) for i, x in self.states.items())
-        dynamics = self.simulation.dynamics
-        own = any(depends_on_bath(dynamics, observable.function, end) for end in ends)
-        return any(ranks.exchange(own))
-
-    def log_weight(self, i: int, bath: bool, dynamics: Dynamics[State] | None = None) -> Tensor:
-        """Compute the log weights of a chunk's frames for a dynamics; None: that of the runs."""
-        now = self.simulation.dynamics if dynamics is None else dynamics
-        return self.energies[i][bath] - reduced_energy(now, self.states[i], bath)
-
-    @torch.no_grad()
-    def log_weights(self, bath: bool, work: Work) -> Tensor:
-        """Return the log weights of all chunks, on every rank."""
-        return torch.cat(work.shared(len(self.sizes), lambda i: self.log_weight(i, bath)))
-
-    def effective_share(self, bath: bool, work: Work) -> float:
-        return _effective_share(self.log_weights(bath, work))
-
-    @torch.no_grad()
-    def share_of(self, names: Set[str], ranks: Ranks) -> float:
-        """Return the effective share if parameters of other names had not changed."""
-        reading = Reading(self.simulation.dynamics)
-        tensors = [
-            x if name in names else self.start.get(name, x)
-            for name, x in zip(reading.names, reading.tensors, strict=True)
-        ]
-        dynamics = reading.bound(tensors)
-        # Without the variables of a bath, which the potential does not depend on.
-        parts = ranks.share(len(self.sizes), lambda i: self.log_weight(i, False, dynamics))
-        return _effective_share(torch.cat(parts))
-
-    def reweighted(self, i: int, observable: TimeAverage, bath: bool, largest: float) -> Chunk:
-        """Compute one chunk's means of w O and of w, and their derivatives.
-
-        Weights are relative to the largest of all chunks, so that none overflows.
-        """
-        parameters = self.simulation.dynamics.trainable()
-        with torch.enable_grad():
-            values = observable.function(self.states[i])
-            w = torch.exp(self.log_weight(i, bath) - largest)
-            A, B = _weighted(w, values).mean(0), w.mean()
-            both = jacobian(torch.cat([A.reshape(-1), B.reshape(1)]), parameters)
-        extra: dict[str, Any] = {
-            "A": A.detach(),
-            "B": B.detach(),
-            "dA": {name: x[:-1].reshape((*A.shape, *x.shape[1:])) for name, x in both.items()},
-            "dB": {name: x[-1] for name, x in both.items()},
-            "w": w.detach(),
-            "O": values.detach().reshape(-1, self.sizes[i], A.numel()),
-        }
-        return Chunk(extra["A"], dict(extra["dA"]), {"energy_evaluations": 1}, extra)
-
-
-def support_of(dynamics: Dynamics[State]) -> list[Tensor]:
-    """Return copies of the tensors on which the space of the states and its measure depend.
-
-    They are the boxes, and the pairs, lengths and masses of constraints: the measure on these is
-    det(G M^-1 G^T)^(1/2), of which a mass that is one number is a factor.
-    """
-    found = [part._buffers.get("box") for part in dynamics.modules()]
-    for part in dynamics.modules():
-        if isinstance(part, Constrained):
-            mass = part.masses.mass
-            found += [part.constraints.index, part.constraints.length]
-            found += [mass] if mass.numel() > 1 else []
-    return [x.detach().clone() for x in found if x is not None]
-
-
-def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    return weights.reshape(-1, *[1] * (values.ndim - 1)) * values
-
-
-def _effective_share(logs: Tensor) -> float:
-    w = torch.softmax(logs, 0)
-    return 1.0 / float((w**2).sum() * len(w))

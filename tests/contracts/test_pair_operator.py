@@ -820,6 +820,36 @@ def test_other_ways_of_differentiation():
     torch.testing.assert_close(rows, torch.stack([product, 2 * product]), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("what", ["energy", "force", "energy at a strain", "force at a strain"])
+def test_rows_of_cotangents_take_the_operator_one_by_one(monkeypatch, what):
+    """All pairs of all rows at once took the memory and the time of torch's operations."""
+    box = box_of("cube")
+    pair = adjsim.LennardJones(parameter(1.1), parameter(0.9), cutoff=2.4, box=box)
+    q = gas(cell("cube"), 45, seed=3, replicas=2)
+    strain = Strain(torch.full((2, 1, 1), 0.01, dtype=torch.float64))
+    inputs = list(pair.parameters())
+    if "force" in what:
+        q.requires_grad_()
+        inputs.append(q)
+    outputs = {
+        "energy": lambda: pair(q),
+        "force": lambda: pair.force(q),
+        "energy at a strain": lambda: pair.strained_energy(q, strain),
+        "force at a strain": lambda: pair.strained_force(q, strain)[0],
+    }[what]()
+    rows = torch.randn(3, *outputs.shape, generator=torch.Generator().manual_seed(1)).to(outputs)
+
+    def pull(row):
+        return torch.autograd.grad(outputs, inputs, row, retain_graph=True)
+
+    expected = [torch.stack(x) for x in zip(*map(pull, rows), strict=True)]
+    for name in ("energy", "force", "strained_energy", "strained_force"):
+        monkeypatch.delattr(dense, name)
+    hidden = torch.autograd.grad(outputs, inputs, rows, is_grads_batched=True, retain_graph=True)
+    for found in (hidden, torch.vmap(pull)(rows)):
+        assert all(map(torch.equal, found, expected))
+
+
 def test_views_types_and_devices():
     pair, q = adjsim.LennardJones(parameter(1.1), cutoff=3.0), triple()
     mirrored = torch.complex(q, -q).conj().imag

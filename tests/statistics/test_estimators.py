@@ -24,7 +24,8 @@ from adjsim import (
     TimeAverage,
     minimize,
 )
-from adjsim.estimators.probes import depends_on
+from adjsim.estimators import samples
+from adjsim.estimators.probes import depends_on, reduced_energy
 from adjsim.io.systems import cluster
 from tests.problems import Cage, parameter, slow_but, square
 
@@ -321,6 +322,38 @@ def test_the_observable_may_depend_on_the_parameters_at_equilibrium(make):
         names = [name for name, _ in simulation.dynamics.named_parameters()]
         for name, grad in zip(names, found, strict=True):
             assert float(grad) == pytest.approx(float(estimate.grad[name]), rel=1e-3, abs=1e-3)
+
+
+def test_large_frames_are_differentiated_once_for_all_entries(monkeypatch):
+    potential = adjsim.DoubleWell(parameter(1.0))
+    simulation, burn_in = equilibrium(potential, 0.5, 0.0, 2.0, 0.05, 0.5)
+    asked: list[int] = []
+
+    def counted(dynamics, states, bath):
+        asked.append(len(states[0]))
+        return reduced_energy(dynamics, states, bath)
+
+    def entries(state):
+        powers = state.position[:, 0] ** torch.arange(1, 31)
+        return powers * (1 + 0.1 * potential.barrier)
+
+    estimator, observable = Reweighting(burn_in=burn_in), TimeAverage(entries)
+
+    def estimate():
+        return estimator(simulation, observable, replicas=4, chunks=2, generator=seeded(1))
+
+    estimate()
+    potential.barrier.data.fill_(1.1)
+    together = estimate()
+    monkeypatch.setattr(samples, "LARGE", 0)
+    monkeypatch.setattr(samples, "reduced_energy", counted)
+    found = estimate()
+    assert not found.diagnostics["sampled"]
+    # Two replicas in each of two chunks, three frames of each.
+    assert asked.count(1) == 4 * 3
+    assert asked.count(6) == len(asked) - 4 * 3 == 2
+    for x, y in zip(found.grad.values(), together.grad.values(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.slow

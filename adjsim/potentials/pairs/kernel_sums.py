@@ -10,8 +10,7 @@ from torch import Tensor
 
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.rounding import UNROUNDED, Rounding, Roundings
-from adjsim.core.rows import has_rows
-from adjsim.core.state import in_transform
+from adjsim.core.rows import pulled_together
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs import dense
 from adjsim.potentials.pairs.kernels.kernel import ATOM, ENERGY, FORCE, NUMBER, PRODUCT, SLOPES
@@ -136,15 +135,19 @@ class PairForce(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (v,), (position, _, _, _, *operands) = cotangents, ctx.saved_tensors
         operator: PairOperator = ctx.operator
-        if torch.is_grad_enabled() or is_batched(v):
+        if torch.is_grad_enabled():
             # Inputs may depend on each other (a position on the parameters of earlier steps), which
             # torch.autograd.grad would follow.
             along, *grads = torch.func.vjp(
                 lambda q, *values: dense.force(operator.by_torch(values), q), position, *operands
             )[1](v)
         else:
-            _, along, *found = operator.evaluate(PRODUCT, position, vector=v)
-            grads = gradients_of_all(operator, found)
+
+            def pull(v: Tensor) -> list[Tensor | None]:
+                _, along, *found = operator.evaluate(PRODUCT, position, vector=v)
+                return [along, *gradients_of_all(operator, found)]
+
+            along, *grads = pulled_together(pull, [v], one_by_one=True)
         return None, None, along, None, None, None, *grads
 
 
@@ -161,26 +164,30 @@ class PairEnergy(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (weight,), (position, _, _, _, *operands) = cotangents, ctx.saved_tensors
         operator: PairOperator = ctx.operator
-        if torch.is_grad_enabled() or is_batched(weight):
+        if torch.is_grad_enabled():
             along, *grads = torch.func.vjp(
                 lambda q, *values: dense.energy(operator.by_torch(values), q), position, *operands
             )[1](weight)
         else:
-            along, found = None, list[Tensor]()
+            along, grads = None, [None] * len(operands)
             if ctx.needs_input_grad[1]:
                 along = -operator.evaluate(FORCE, position)[0] * weight[..., None, None]
             if operator.wanted:
-                found = operator.evaluate(SLOPES, position, weight=weight)
-            grads = gradients_of_all(operator, found)
+                grads = slopes(operator, position, weight)
         return None, along, None, None, None, *grads
+
+
+def slopes(operator: PairOperator, position: Tensor, weight: Tensor) -> list[Tensor | None]:
+    """Return the cotangents of all operands for that of the energies, which may have rows."""
+
+    def pull(weight: Tensor) -> list[Tensor | None]:
+        found = operator.evaluate(SLOPES, position, weight=weight)
+        return gradients_of_all(operator, found)
+
+    return pulled_together(pull, [weight], one_by_one=True)
 
 
 def gradients_of_all(operator: PairOperator, found: Sequence[Tensor]) -> list[Tensor | None]:
     """Return the cotangents of all operands, None for those that none is wanted of."""
     known = dict(zip(operator.wanted, found, strict=True))
     return [known.get(k) for k in range(len(operator.operands))]
-
-
-def is_batched(x: Tensor) -> bool:
-    """Return whether a cotangent has a batch that torch hides, as in ``is_grads_batched``."""
-    return in_transform() or has_rows(x)

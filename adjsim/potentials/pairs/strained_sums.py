@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjsim.core.rounding import UNROUNDED_BOTH, Roundings
+from adjsim.core.rows import pulled_together
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs import dense
 from adjsim.potentials.pairs.kernel_sums import (
     gradients_by_rows,
     gradients_of_all,
-    is_batched,
     propagate,
+    slopes,
 )
 from adjsim.potentials.pairs.kernels.kernel import ENERGY, FORCE, PRODUCT, SLOPES
 from adjsim.potentials.pairs.operator import PairOperator
@@ -159,7 +161,7 @@ class _Force(torch.autograd.Function):
         position, value, force, along_strain, *operands = ctx.saved_tensors
         operator: PairOperator = ctx.operator
         strain = operator.present_strain._replace(value=value)
-        if torch.is_grad_enabled() or is_batched(v):
+        if torch.is_grad_enabled():
 
             def by_torch(q: Tensor, e: Tensor, *found: Tensor) -> tuple[Tensor, Tensor]:
                 pair = operator.by_torch(found)
@@ -167,15 +169,14 @@ class _Force(torch.autograd.Function):
 
             along, moved, *grads = torch.func.vjp(by_torch, position, value, *operands)[1]((v, c))
         else:
-            along, moved, found = with_strain(
-                position,
-                strain,
-                (force, along_strain),
-                v,
-                c,
-                lambda v, c: _product(operator, position, v, c),
-            )
-            grads = gradients_of_all(operator, found)
+            values = force, along_strain
+            product = partial(_product, operator, position)
+
+            def pull(v: Tensor, c: Tensor) -> list[Tensor | None]:
+                along, moved, found = with_strain(position, strain, values, v, c, product)
+                return [along, moved, *gradients_of_all(operator, found)]
+
+            along, moved, *grads = pulled_together(pull, [v, c], one_by_one=True)
         return None, None, along, moved, *grads
 
 
@@ -193,7 +194,7 @@ class _Energy(torch.autograd.Function):
         (weight,), (position, *operands) = cotangents, ctx.saved_tensors
         operator: PairOperator = ctx.operator
         grads: Sequence[Tensor | None]
-        if torch.is_grad_enabled() or is_batched(weight):
+        if torch.is_grad_enabled():
             grads = torch.func.vjp(
                 lambda *values: dense.strained_energy(
                     operator.by_torch(values), position, operator.present_strain
@@ -201,5 +202,5 @@ class _Energy(torch.autograd.Function):
                 *operands,
             )[1](weight)
         else:
-            grads = gradients_of_all(operator, operator.evaluate(SLOPES, position, weight=weight))
+            grads = slopes(operator, position, weight)
         return None, None, *grads
