@@ -227,7 +227,7 @@ class ColumnShear(Move):
     def backward(
         self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None
     ) -> State:
-        matrix = context.coefficients[self.coefficient].transpose(-1, -2)
+        matrix = context.coefficients[self.coefficient].mT
         cotangents[self.field] = sheared(
             cotangents[self.field], matrix, not self.lower, self.inverse, UNROUNDED
         )

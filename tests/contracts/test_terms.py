@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
 import adjsim
+from adjsim.dynamics.base import Dynamics
 from tests.problems import DYNAMICS, POTENTIALS, STOCHASTIC, THERMOSTATS, square, start as start_of
 from tests.suites import DriftContract, FlowContract, TermContract, disturbed
 
@@ -117,3 +120,14 @@ def test_esh_is_smooth_where_the_force_vanishes():
         ahead, behind = turn(0.3, shift, u, torch.zeros(())), turn(0.3, -shift, u, torch.zeros(()))
         slope = (ahead[0].sum() + ahead[1] - behind[0].sum() - behind[1]) / (2 * h)
         torch.testing.assert_close(grad[0, i], slope, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "kind", [x for x in vars(adjsim).values() if inspect.isclass(x) and issubclass(x, Dynamics)]
+)
+def test_numbers_that_are_not_given_are_one(kind):
+    given = inspect.signature(kind).parameters
+    for name in {"mass", "kT", "tau", "friction", "rate"} & given.keys():
+        assert given[name].default == (
+            0.0 if kind is adjsim.Mechanics and name == "friction" else 1
+        )

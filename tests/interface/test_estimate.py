@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import adjsim
+from adjsim import Pathwise
 from adjsim.adjoints.sweep import passes
+from adjsim.estimators.base import Chunk
 from adjsim.estimators.estimate import FEW_CONTRIBUTING, FEW_SAMPLES, LARGE_GROWTH, GradientEstimate
 from adjsim.estimators.probes import evenly_spaced
 from adjsim.estimators.score_function import ess_of
@@ -491,3 +493,18 @@ def test_complex_observables_are_refused():
         simulation, lambda run: torch.view_as_real(phase(run)), replicas=4, chunks=2, generator=0
     )
     assert whole.value.shape == (2,)
+
+
+def test_a_gradient_that_is_zero_says_nothing_about_when_gradients_are_lost():
+    """That of b is twice its error, and grows by a factor of two along the run."""
+    parts = [
+        Chunk(ONE, {"a": a * ONE, "b": b * ONE}, {}, (4.0, True, False))
+        for a, b in ((1.0, 1.0), (-1.0, 3.0))
+    ]
+    well = adjsim.OverdampedLangevin(adjsim.Harmonic(1.0))
+    simulation = adjsim.Simulation(
+        well, lambda n, _: well.init(torch.ones(n, 1, 1)), [0.0, 2.0], adjsim.EulerMaruyama(0.1)
+    )
+    found = Pathwise().combine(simulation, parts, [1, 1])
+    assert found["growth"] == pytest.approx(math.log(2) / 2)
+    assert found["lost_at"] == pytest.approx(2 * 2.0)

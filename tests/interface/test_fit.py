@@ -23,7 +23,7 @@ from adjsim.cli.app import app
 from adjsim.cli.curve import read_curve
 from adjsim.estimators.figures import plot_fit
 from adjsim.estimators.fit.fit import _drifting, fit
-from adjsim.estimators.fit.gauss_newton import chance_of_drift
+from adjsim.estimators.fit.gauss_newton import Target, chance_of_drift, gauss_newton
 from tests.problems import parameter
 
 WIDTH, R = 0.3, torch.linspace(-2.0, 3.0, 11)
@@ -133,6 +133,8 @@ def test_simulations_that_do_not_go_together_are_refused():
     make = partial(Reweighting, every=2.5)
     with pytest.raises(ValueError, match="each simulation needs an observable; got 2 and 1"):
         fit(simulations, observables[:1], target, make, replicas=4)
+    with pytest.raises(ValueError, match="each simulation needs an observable; got 0 and 0"):
+        fit([], [], target, make, replicas=4)
     others = [simulations[0], at_temperatures(0.5)[0][0]]
     with pytest.raises(ValueError, match=r"share their parameters.*potential\.k"):
         fit(others, observables, target, make, replicas=4)
@@ -187,6 +189,21 @@ def test_runs_that_are_not_at_equilibrium_are_found():
         found = fit(simulation, observable, exact(), make, replicas=64, iterations=1, generator=0)
         warned.append(any("not come to equilibrium" in warning for warning in found.warnings))
     assert warned == [False, True]
+
+
+def test_without_noise_a_step_is_that_of_weighted_least_squares():
+    generator = torch.Generator().manual_seed(0)
+    values, stderr, curve = torch.rand(3, 6, generator=generator, dtype=torch.float64) + 0.5
+    slope = torch.randn(6, 2, generator=generator, dtype=torch.float64)
+    share = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
+    target = Target.of(values, stderr)
+    step = gauss_newton(curve.expand(3, 6), slope.expand(3, 6, 2), share, target)
+    solved = np.linalg.lstsq(slope / stderr[:, None], torch.diag(1 / stderr), rcond=None)[0]
+    torch.testing.assert_close(step.response, torch.as_tensor(solved), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(step.change, step.response @ (values - curve))
+    # Errors of the target alone.
+    covariance = step.response @ torch.diag(stderr**2) @ step.response.T
+    torch.testing.assert_close(step.covariance, covariance)
 
 
 def test_the_chance_of_a_drift_is_a_probability():

@@ -12,7 +12,8 @@ from torch import nn
 import adjsim
 from adjsim import TimeAverage
 from adjsim.dynamics.fields.ode import ODE
-from adjsim.estimators.chaos.shadowing import Shadowing
+from adjsim.estimators.base import Chunk
+from adjsim.estimators.chaos.shadowing import Shadowing, _growth
 from adjsim.estimators.chaos.shadowing_sweep import (
     Cotangents,
     StepMap,
@@ -262,6 +263,37 @@ def test_intervals_cover_on_a_hyperbolic_map():
     # The exponent of the cat map: the logarithm of the square of the golden ratio.
     # A random vector takes a few of the 200 steps to turn into its direction.
     assert float(rates) == pytest.approx(2 * math.log((1 + math.sqrt(5)) / 2), rel=0.01)
+
+
+def test_the_tail_index_of_rates_that_are_drawn():
+    """Independent rates of variance s^2 over segments of length h: 2 exponent / (h s^2)."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(1024, 16, 2, generator=generator, dtype=torch.float64)
+    rates = torch.tensor([0.5, -0.25]) + torch.tensor([1.2, 0.4]) * drawn
+    parts = [Chunk(torch.zeros(()), {}, {}, x) for x in rates.split(8, 1)]
+    rest = ODE(lambda t, y: -y)
+    run = adjsim.Simulation(
+        rest, lambda n, _: rest.init(torch.ones(n, 2)), [0.0, 1.0], adjsim.RungeKutta("rk4", 0.1)
+    )
+    for penalty in (0.0, 1e-3):
+        found = Shadowing(2, 0.5, penalty=penalty).combine(run, parts, [8, 8])
+        (grows, steep), (decays, flat) = found["tail_index"].items()
+        # Means of 16384 rates, and variances of 512 blocks: four standard errors.
+        assert grows == pytest.approx(0.5, abs=4 * 1.2 / 128)
+        assert decays == pytest.approx(-0.25, abs=4 * 0.4 / 128)
+        assert steep == pytest.approx(2 * 0.5 / (0.5 * 1.2**2), rel=4 * math.sqrt(2 / 512))
+        assert flat == pytest.approx(2 * 0.25 / (0.5 * 0.4**2), rel=4 * math.sqrt(2 / 512))
+        worse = [reason for reason in found["reasons"] if "longer runs are worse" in reason]
+        assert len(worse) == (penalty == 0)
+
+
+def test_growth_is_from_the_second_half_to_the_first_quarter():
+    """Of the largest numbers of the particular solutions, whose sweep goes back in time."""
+    sizes = torch.tensor([6.0, 4.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0])
+    none = torch.zeros(0)
+    found = Cotangents(none, sizes[:, None, None, None], *[none] * 4)
+    assert _growth(found) == 4.0 / 2.0
+    assert _growth(found._replace(particular=torch.zeros(8, 1, 1, 1))) == 1.0
 
 
 @pytest.mark.marathon
