@@ -69,8 +69,14 @@ class Moments:
             rows = checked(seen, state).reshape(len(seen), -1).to(torch.float64)
             entries = rows.mean(0).unbind()
             values = rows.detach() - self.shift
-            columns = [torch.ones_like(u), *values.to(u).unbind(1)]
-            slopes = [self._slopes(u, parameters, column / len(u)) for column in columns]
+            weights = torch.stack([torch.ones_like(u), *values.to(u).unbind(1)]) / len(u)
+            if len(u) < len(weights):
+                # A pass for each replica, of which there are fewer than weights.
+                units = torch.eye(len(u), dtype=u.dtype, device=u.device)
+                each = torch.stack([self._slopes(u, parameters, unit) for unit in units])
+                slopes = [weights @ each]
+            else:
+                slopes = [self._slopes(u, parameters, weight) for weight in weights]
             # Skipped for an observable without parameters: a curve and a network would give many
             # derivatives, all zero.
             if seen.requires_grad:

@@ -25,6 +25,7 @@ from adjsim import (
     minimize,
 )
 from adjsim.estimators import samples
+from adjsim.estimators.moments import Moments
 from adjsim.estimators.probes import depends_on, reduced_energy
 from adjsim.io.systems import cluster
 from tests.problems import Cage, parameter, slow_but, square
@@ -354,6 +355,29 @@ def test_large_frames_are_differentiated_once_for_all_entries(monkeypatch):
     assert asked.count(6) == len(asked) - 4 * 3 == 2
     for x, y in zip(found.grad.values(), together.grad.values(), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("replicas", [3, 8])
+def test_moments_take_a_pass_for_each_entry_or_for_each_replica(monkeypatch, replicas):
+    well = adjsim.Langevin(adjsim.DoubleWell(parameter(1.3)), kT=parameter(0.7))
+    q = torch.linspace(-1.4, 1.6, replicas, dtype=torch.float64)[:, None, None]
+    state = well.init(q, momentum=0.3 + q)
+
+    def entries(state):
+        return state.position[:, 0] ** torch.arange(1, 6)
+
+    moments = Moments(well, entries, False, state)
+    u, seen = reduced_energy(well, state, False), entries(state) - moments.shift
+    # The mean over replicas of du, and of O du.
+    rows = torch.cat([torch.ones(1, replicas), seen.T]) / replicas
+    wanted = list(well.trainable().values())
+    expected = [torch.stack(torch.autograd.grad(u, wanted, row, retain_graph=True)) for row in rows]
+    calls, slopes = [], Moments._slopes
+    counted = staticmethod(lambda *given: calls.append(given) or slopes(*given))
+    monkeypatch.setattr(Moments, "_slopes", counted)
+    found = moments(state)[5 * replicas + 5 :].reshape(6, 2)
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-13, atol=1e-14)
+    assert len(calls) == min(replicas, 6)
 
 
 @pytest.mark.slow
