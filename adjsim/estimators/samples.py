@@ -19,7 +19,6 @@ from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.base import Chunk, Request, jacobian
 from adjsim.estimators.probes import depends_on_bath, reduced_energy
 from adjsim.estimators.replicas import Simulation
-from adjsim.estimators.score_function import outer
 from adjsim.estimators.sharing import Work
 
 # An evaluation of the energy and its gradient takes Python about as long as it takes a compiled
@@ -115,8 +114,8 @@ class Samples(Generic[State]):
             values = observable.function(self.states[i])
             mean = weighted(w, values).mean(0)
         own = jacobian(mean, self.simulation.dynamics.trainable())
-        seen = values.detach().flatten(1) if values.ndim > 1 else values.detach()[:, None]
-        rows = torch.cat([weighted(w, seen), w[:, None].to(seen)], 1).T / len(w)
+        seen = values.detach().reshape(len(w), -1) * torch.ones_like(w[:1])
+        rows = torch.cat([weighted(w, seen), w[:, None]], 1).T / len(w)
         both = self._slopes(i, weights.of_bath, rows)
         extra: dict[str, Any] = {
             "A": mean.detach(),
@@ -134,22 +133,21 @@ class Samples(Generic[State]):
         The log weight of a frame depends on this frame alone. So the derivative of large frames is
         taken one frame after another, once for all rows.
         """
-        parameters, frames = self.simulation.dynamics.trainable(), range(rows.shape[1])
+        parameters = self.simulation.dynamics.trainable()
         inputs = list(parameters.values())
-        size = sum(x[0].numel() for x in self.states[i])
-        one_by_one = len(rows) * size > LARGE
-        parts = [slice(f, f + 1) for f in frames] if one_by_one else [slice(None)]
-        total = [x.new_zeros((len(rows), *x.shape)) for x in inputs]
-        for part in parts:
+        if len(rows) * sum(x[0].numel() for x in self.states[i]) <= LARGE:
             with torch.enable_grad():
-                logs = self.log_weight(i, bath, frames=part)
-            if one_by_one:
+                logs = self.log_weight(i, bath)
+            found = pulled_rows([logs], inputs, [rows.to(logs)])
+        else:
+            found = [rows.new_zeros((len(rows), *x.shape)) for x in inputs]
+            for frame, row in enumerate(rows.T):
+                with torch.enable_grad():
+                    logs = self.log_weight(i, bath, frames=slice(frame, frame + 1))
                 slopes = pulled([logs], inputs, [torch.ones_like(logs)])
-                found = [outer(rows[:, part].squeeze(1), slope) for slope in slopes]
-            else:
-                found = pulled_rows([logs], inputs, [rows])
-            total = [x + y for x, y in zip(total, found, strict=True)]
-        return dict(zip(parameters, total, strict=True))
+                for total, slope in zip(found, slopes, strict=True):
+                    total.view(len(rows), slope.numel()).addr_(row, slope.to(row).flatten())
+        return {name: x.to(p.dtype) for (name, p), x in zip(parameters.items(), found, strict=True)}
 
 
 def support_of(dynamics: Dynamics[State]) -> list[Tensor]:

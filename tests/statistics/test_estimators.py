@@ -357,6 +357,32 @@ def test_large_frames_are_differentiated_once_for_all_entries(monkeypatch):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("large", [0, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_reweighting_takes_comparisons_and_parameters_of_any_precision(monkeypatch, large, dtype):
+    """Weights are numbers where the observable is true or false."""
+    monkeypatch.setattr(samples, "LARGE", large)
+    potential = adjsim.DoubleWell(nn.Parameter(torch.tensor(1.0, dtype=dtype)))
+    simulation, burn_in = equilibrium(potential, 0.5, 0.0, 2.0, 0.05, 0.5)
+
+    def near(state):
+        return state.position[:, 0, 0] < 0.5
+
+    estimator, found = Reweighting(burn_in=burn_in), []
+    for observable in (near, lambda state: near(state).long(), lambda state: near(state).double()):
+        potential.barrier.data.fill_(1.0)
+        estimator(simulation, TimeAverage(observable), replicas=4, chunks=2, generator=seeded(1))
+        potential.barrier.data.fill_(1.1)
+        average = TimeAverage(observable)
+        found.append(estimator(simulation, average, replicas=4, chunks=2, generator=seeded(1)))
+        assert not found[-1].diagnostics["sampled"]
+    *others, plain = found
+    for other in others:
+        torch.testing.assert_close(other.value.double(), plain.value.double())
+        for x, y in zip(other.grad.values(), plain.grad.values(), strict=True):
+            torch.testing.assert_close(x, y)
+
+
 @pytest.mark.parametrize("replicas", [3, 8])
 def test_moments_take_a_pass_for_each_entry_or_for_each_replica(monkeypatch, replicas):
     well = adjsim.Langevin(adjsim.DoubleWell(parameter(1.3)), kT=parameter(0.7))
