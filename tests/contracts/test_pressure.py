@@ -273,6 +273,16 @@ def test_exact_sums_do_not_depend_on_how_pairs_are_found(tilted):
         assert torch.equal(along, found[0][1])
 
 
+@pytest.mark.parametrize("name", ["strain", "strain_momentum"])
+def test_a_strain_of_another_shape_is_refused(name):
+    dynamics = piston("orthogonal", "each")
+    state = start(dynamics, (2,))
+    state = state._replace(**{name: getattr(state, name)[..., :1]})
+    solver = adjsim.Splitting(dynamics.scheme, 0.01)
+    with pytest.raises(ValueError, match=rf"{name} has shape \(2, 1, 1\); it must be \(2, 1, 3\)"):
+        adjsim.simulate(dynamics, state, [0.0, 0.1], solver=solver)
+
+
 @pytest.mark.parametrize(
     ("kind", "axes", "settings"),
     [

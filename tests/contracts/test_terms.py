@@ -131,3 +131,5 @@ def test_numbers_that_are_not_given_are_one(kind):
         assert given[name].default == (
             0.0 if kind is adjsim.Mechanics and name == "friction" else 1
         )
+    # Of a chain, which is ergodic with three variables where one is not.
+    assert "length" not in given or given["length"].default == 3

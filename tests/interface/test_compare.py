@@ -192,6 +192,22 @@ def test_comparison_table_and_json():
     assert len(result.plot().axes) == 5
 
 
+@pytest.mark.parametrize("estimands", [("path",), ("path", "stationary")])
+def test_a_table_names_estimands_where_there_are_several(estimands):
+    one = torch.tensor(1.0)
+    costs = {"energy_evaluations": 1, "seconds": 0.0, "peak_memory": 0}
+    found = {
+        f"method {k}": GradientEstimate(one, one, {"k": one}, {"k": one}, name, costs)
+        for k, name in enumerate(estimands)
+    }
+    table = adjsim.estimators.compare.Comparison(found).table()
+    headings = [column.header for column in table.columns]
+    assert ("estimand" in headings) == (len(estimands) > 1)
+    assert all(len(list(column.cells)) == len(found) for column in table.columns)
+    if len(estimands) > 1:
+        assert tuple(table.columns[1].cells) == estimands
+
+
 @pytest.mark.slow
 def test_a_lost_method_is_listed_with_its_reason():
     methods = {"direct": Pathwise(), "reversible": Pathwise(ReversibleAdjoint(tol=1e-30))}

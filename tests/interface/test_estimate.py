@@ -508,3 +508,7 @@ def test_a_gradient_that_is_zero_says_nothing_about_when_gradients_are_lost():
     found = Pathwise().combine(simulation, parts, [1, 1])
     assert found["growth"] == pytest.approx(math.log(2) / 2)
     assert found["lost_at"] == pytest.approx(2 * 2.0)
+    for part in parts:
+        part.grad["b"] = part.grad["b"] * torch.tensor(1e-6) + part.grad["a"]
+    # A gradient far below its error is lost from the start.
+    assert Pathwise().combine(simulation, parts, [1, 1])["lost_at"] == 0.0

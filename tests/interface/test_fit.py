@@ -206,6 +206,17 @@ def test_without_noise_a_step_is_that_of_weighted_least_squares():
     torch.testing.assert_close(step.covariance, covariance)
 
 
+def test_a_target_of_as_many_numbers_as_parameters_has_no_scatter():
+    values, slope = torch.tensor([0.4, 0.9]).double(), torch.tensor([[1.0, 0.5], [0.2, 2.0]])
+    chunks = torch.zeros(2, 2, dtype=torch.float64)
+    share = torch.full((2,), 0.5, dtype=torch.float64)
+    step = gauss_newton(chunks, slope.double().expand(2, 2, 2), share, Target.of(values, None))
+    torch.testing.assert_close(slope.double() @ step.change, values)
+    # The sum of squares itself stands for the error that nothing is left to estimate.
+    inverse = torch.linalg.inv(slope.double().T @ slope.double())
+    torch.testing.assert_close(step.covariance, float(values @ values) * inverse)
+
+
 def test_the_chance_of_a_drift_is_a_probability():
     """With one parameter it is that of Student's t test of two sides. Without a drift it is
     distributed evenly, whatever the units of the parameters.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from adjsim import TimeAverage
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.estimators.base import Chunk
 from adjsim.estimators.chaos.shadowing import Shadowing, _growth
+from adjsim.estimators.chaos.shadowing_steps import refuse_rest
 from adjsim.estimators.chaos.shadowing_sweep import (
     Cotangents,
     StepMap,
@@ -289,11 +291,20 @@ def test_the_tail_index_of_rates_that_are_drawn():
 
 def test_growth_is_from_the_second_half_to_the_first_quarter():
     """Of the largest numbers of the particular solutions, whose sweep goes back in time."""
-    sizes = torch.tensor([6.0, 4.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0])
+    sizes = torch.tensor([6.0, 4.0, 1.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0])
     none = torch.zeros(0)
     found = Cotangents(none, sizes[:, None, None, None], *[none] * 4)
     assert _growth(found) == 4.0 / 2.0
     assert _growth(found._replace(particular=torch.zeros(8, 1, 1, 1))) == 1.0
+
+
+@pytest.mark.parametrize(("duration", "rests"), [(3.6, False), (4.4, True)])
+def test_a_rate_that_falls_to_a_twentieth_settles(duration, rests):
+    """The largest rate of exp(-t) in the last quarter is exp(-3/4 duration): 0.067 and 0.037."""
+    step = StepMap(lambda y: y, lambda y: -y, lambda y: y, duration / 1000)
+    states = torch.exp(-torch.linspace(0, duration, 1001))[:, None, None]
+    with pytest.raises(ValueError, match="at rest") if rests else nullcontext():
+        refuse_rest(step, states)
 
 
 @pytest.mark.marathon

@@ -36,7 +36,6 @@ class Diffuse(Term[PositionState]):
     """
 
     draws = 1
-    advances_time = True
     solved_by = "EulerMaruyama(dt)"
     no_averaged_noise: ClassVar[Refusal | None] = None
 
