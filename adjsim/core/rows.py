@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._vmap_internals import _vmap
+from torch.autograd import forward_ad
 
 # Takes cotangents, None for those that are zero, to others.
 Pull = Callable[..., Sequence[Tensor | None]]
@@ -137,6 +138,21 @@ def where(condition: Tensor, x: Tensor | float, y: Tensor) -> Tensor:
 def has_rows(x: Tensor) -> bool:
     """Return whether a cotangent has rows that torch hides."""
     return are_hidden(x) or _functorch.is_batchedtensor(x)
+
+
+def differentiates_backward() -> bool:
+    """Return whether torch differentiates a backward pass, or transforms it in ways without a rule.
+
+    Otherwise cotangents have at most rows, hidden by ``is_grads_batched`` or by ``torch.vmap``. For
+    rows that both hide at once there is no rule.
+    """
+    levels = _functorch.get_interpreter_stack() or ()
+    return (
+        torch.is_grad_enabled()
+        or forward_ad._current_level >= 0
+        or any(level.key() != _functorch.TransformType.Vmap for level in levels)
+        or (len(levels) > 0 and vmap_depth() > 0)
+    )
 
 
 def _rows_of(pull: Pull, rows: Sequence[Tensor | None], one_by_one: bool) -> list[Tensor | None]:

@@ -74,7 +74,7 @@ class Moments:
                 # A pass for each replica, of which there are fewer than weights.
                 units = torch.eye(len(u), dtype=u.dtype, device=u.device)
                 each = torch.stack([self._slopes(u, parameters, unit) for unit in units])
-                slopes = [weights @ each]
+                slopes = [weights.to(each) @ each]
             else:
                 slopes = [self._slopes(u, parameters, weight) for weight in weights]
             # Skipped for an observable without parameters: a curve and a network would give many

@@ -850,6 +850,34 @@ def test_rows_of_cotangents_take_the_operator_one_by_one(monkeypatch, what):
         assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("what", ["energy", "force"])
+def test_backward_passes_are_differentiated_and_transformed(what):
+    pair, q = adjsim.LennardJones(parameter(1.1), cutoff=3.0), triple().requires_grad_()
+    outputs = pair(q) if what == "energy" else pair.force(q)
+    v = torch.linspace(0.5, 1.5, outputs.numel(), dtype=torch.float64).reshape(outputs.shape)
+
+    def pull(v):
+        return torch.autograd.grad(outputs, [q, pair.epsilon], v, retain_graph=True)
+
+    def rows_in_rows(scale):
+        rows = scale * torch.stack([v, 2 * v])
+        inputs = [q, pair.epsilon]
+        return torch.autograd.grad(outputs, inputs, rows, is_grads_batched=True, retain_graph=True)
+
+    # A backward pass is linear, so its derivative along v is its value.
+    expected = pull(v)
+    with forward_ad.dual_level():
+        dual = [forward_ad.unpack_dual(x).tangent for x in pull(forward_ad.make_dual(v, v))]
+    apart = torch.func.jvp(
+        lambda t: tuple(t * x for x in pull(v)), (torch.ones(()).double(),), (torch.ones(()),)
+    )
+    scales = torch.tensor([1.0, 3.0], dtype=torch.float64)
+    rows = [x[0, 0] for x in torch.vmap(rows_in_rows)(scales)]
+    for found in (dual, torch.func.jvp(pull, (v,), (v,))[1], apart[1], rows):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y.to(x), rtol=1e-12, atol=1e-12)
+
+
 def test_views_types_and_devices():
     pair, q = adjsim.LennardJones(parameter(1.1), cutoff=3.0), triple()
     mirrored = torch.complex(q, -q).conj().imag

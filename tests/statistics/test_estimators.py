@@ -383,6 +383,19 @@ def test_reweighting_takes_comparisons_and_parameters_of_any_precision(monkeypat
             torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_moments_of_parameters_in_other_precision_than_positions(compile):
+    """With a pass for each replica, of which there are two in a chunk."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        well = adjsim.DoubleWell(nn.Parameter(torch.tensor(1.0, dtype=dtype)))
+        simulation, _ = equilibrium(well, parameter(0.5), 0.0, 1.0, 0.05, 0.5, compile)
+        average = TimeAverage(lambda state: state.position[:, 0] ** torch.arange(1, 6), 0.5)
+        estimate = ScoreFunction()(simulation, average, replicas=4, chunks=2, generator=seeded(1))
+        found.append(torch.cat([x.double() for x in estimate.grad.values()]))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("replicas", [3, 8])
 def test_moments_take_a_pass_for_each_entry_or_for_each_replica(monkeypatch, replicas):
     well = adjsim.Langevin(adjsim.DoubleWell(parameter(1.3)), kT=parameter(0.7))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adjsim.core.parameters import refuse_unknown
 from adjsim.core.rounding import UNROUNDED, Rounding, Roundings
-from adjsim.core.rows import pulled_together
+from adjsim.core.rows import differentiates_backward, pulled_together
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs import dense
 from adjsim.potentials.pairs.kernels.kernel import ATOM, ENERGY, FORCE, NUMBER, PRODUCT, SLOPES
@@ -135,7 +135,7 @@ class PairForce(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (v,), (position, _, _, _, *operands) = cotangents, ctx.saved_tensors
         operator: PairOperator = ctx.operator
-        if torch.is_grad_enabled():
+        if differentiates_backward():
             # Inputs may depend on each other (a position on the parameters of earlier steps), which
             # torch.autograd.grad would follow.
             along, *grads = torch.func.vjp(
@@ -164,7 +164,7 @@ class PairEnergy(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (weight,), (position, _, _, _, *operands) = cotangents, ctx.saved_tensors
         operator: PairOperator = ctx.operator
-        if torch.is_grad_enabled():
+        if differentiates_backward():
             along, *grads = torch.func.vjp(
                 lambda q, *values: dense.energy(operator.by_torch(values), q), position, *operands
             )[1](weight)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.rounding import UNROUNDED_BOTH, Roundings
-from adjsim.core.rows import pulled_together
+from adjsim.core.rows import differentiates_backward, pulled_together
 from adjsim.core.strain import Strain
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs import dense
@@ -161,7 +161,7 @@ class _Force(torch.autograd.Function):
         position, value, force, along_strain, *operands = ctx.saved_tensors
         operator: PairOperator = ctx.operator
         strain = operator.present_strain._replace(value=value)
-        if torch.is_grad_enabled():
+        if differentiates_backward():
 
             def by_torch(q: Tensor, e: Tensor, *found: Tensor) -> tuple[Tensor, Tensor]:
                 pair = operator.by_torch(found)
@@ -194,7 +194,7 @@ class _Energy(torch.autograd.Function):
         (weight,), (position, *operands) = cotangents, ctx.saved_tensors
         operator: PairOperator = ctx.operator
         grads: Sequence[Tensor | None]
-        if torch.is_grad_enabled():
+        if differentiates_backward():
             grads = torch.func.vjp(
                 lambda *values: dense.strained_energy(
                     operator.by_torch(values), position, operator.present_strain
