@@ -131,5 +131,23 @@ def test_numbers_that_are_not_given_are_one(kind):
         assert given[name].default == (
             0.0 if kind is adjsim.Mechanics and name == "friction" else 1
         )
-    # Of a chain, which is ergodic with three variables where one is not.
-    assert "length" not in given or given["length"].default == 3
+
+
+def test_chains_have_three_variables():
+    box = torch.full((2,), 7.0, dtype=torch.float64)
+    pair = adjsim.LennardJones(1.0, 1.0, cutoff=2.5, box=box)
+    for dynamics in (adjsim.NoseHooverChain(pair), adjsim.NoseHooverPiston(pair)):
+        assert dynamics.init(square(())[0]).bath_position.shape == (3, 1, 1)
+
+
+def test_diffusion_is_driven_by_the_force_over_the_friction():
+    friction = torch.tensor([0.5, 2.0, 1.5, 4.0], dtype=torch.float64)
+    position, kT = square((3,))[0], 0.7
+    well = adjsim.Harmonic(1.3)
+    dynamics = adjsim.OverdampedLangevin(well, kT=kT, friction=friction)
+    state = dynamics.init(position)
+    found = dynamics.drift(0.0, state)
+    torch.testing.assert_close(found.position, -1.3 * position / friction[:, None])
+    noise = dynamics.diffusion(0.0, state).position
+    expected = torch.sqrt(2 * kT / friction)[:, None].expand_as(position)
+    torch.testing.assert_close(noise.expand_as(position), expected)

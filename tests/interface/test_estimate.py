@@ -381,7 +381,7 @@ def test_reweighted_samples_and_halves_of_two_observables():
     assert abs(third - share) > 0.01
     found = estimator.effective_shares({"k": ["potential.k"], "all": ["kT", "potential.k"]})
     assert found == {"k": alone["potential.k"], "all": pytest.approx(third, rel=1e-12)}
-    with pytest.raises(ValueError, match="'mass' is no parameter"):
+    with pytest.raises(ValueError, match=r"'mass' is no parameter.*these are (kT|potential\.k), "):
         estimator.effective_shares({"all": ["mass"]})
 
 
@@ -512,3 +512,19 @@ def test_a_gradient_that_is_zero_says_nothing_about_when_gradients_are_lost():
         part.grad["b"] = part.grad["b"] * torch.tensor(1e-6) + part.grad["a"]
     # A gradient far below its error is lost from the start.
     assert Pathwise().combine(simulation, parts, [1, 1])["lost_at"] == 0.0
+
+
+@pytest.mark.parametrize("estimator", [adjsim.Pathwise(), adjsim.Girsanov()], ids=repr)
+def test_estimates_say_how_pairs_are_evaluated(estimator):
+    pair = adjsim.LennardJones(parameter(1.0), 1.0, cutoff=2.5)
+    dynamics = adjsim.OverdampedLangevin(pair)
+    start = 1.2 * torch.eye(3, dtype=torch.float64)
+    simulation = adjsim.Simulation(
+        dynamics,
+        lambda n, _: dynamics.init(start.expand(n, 3, 3)),
+        [0.0, 0.01],
+        adjsim.EulerMaruyama(0.005),
+    )
+    average = adjsim.TimeAverage(lambda state: state.position.square().sum((-1, -2)))
+    found = estimator(simulation, average, replicas=2, chunks=2, generator=0)
+    assert found.diagnostics["pairs"] == {"LennardJones": "all pairs"}

@@ -206,6 +206,14 @@ def test_without_noise_a_step_is_that_of_weighted_least_squares():
     torch.testing.assert_close(step.covariance, covariance)
 
 
+def test_errors_without_those_of_the_target_are_from_the_scatter_about_the_fit():
+    values, slope = torch.tensor([0.4, 0.9, -0.3, 0.5, 0.1, 0.2]).double(), torch.eye(6, 2).double()
+    chunks, share = torch.zeros(2, 6).double(), torch.full((2,), 0.5).double()
+    step = gauss_newton(chunks, slope.expand(2, 6, 2), share, Target.of(values, None))
+    scatter = float(values @ values) / (6 - 2)
+    torch.testing.assert_close(step.covariance, scatter * torch.eye(2).double())
+
+
 def test_a_target_of_as_many_numbers_as_parameters_has_no_scatter():
     values, slope = torch.tensor([0.4, 0.9]).double(), torch.tensor([[1.0, 0.5], [0.2, 2.0]])
     chunks = torch.zeros(2, 2, dtype=torch.float64)

@@ -295,6 +295,8 @@ def test_growth_is_from_the_second_half_to_the_first_quarter():
     none = torch.zeros(0)
     found = Cotangents(none, sizes[:, None, None, None], *[none] * 4)
     assert _growth(found) == 4.0 / 2.0
+    few = torch.tensor([6.0, 4.0, 1.0, 2.0])[:, None, None, None]
+    assert _growth(found._replace(particular=few)) == 6.0 / 2.0
     assert _growth(found._replace(particular=torch.zeros(8, 1, 1, 1))) == 1.0
 
 
