@@ -141,10 +141,11 @@ def has_rows(x: Tensor) -> bool:
 
 
 def differentiates_backward() -> bool:
-    """Return whether torch differentiates a backward pass, or transforms it in ways without a rule.
+    """Return whether a backward pass has to be written in operations of torch.
 
-    Otherwise cotangents have at most rows, hidden by ``is_grads_batched`` or by ``torch.vmap``. For
-    rows that both hide at once there is no rule.
+    It has, while torch records or transforms it: ``create_graph``, forward mode, ``torch.func``.
+    Rows of cotangents alone do not ask for it, as :func:`pulled_together` takes them, whether
+    ``is_grads_batched`` or ``torch.vmap`` hides them; where both do, torch's operations take them.
     """
     levels = _functorch.get_interpreter_stack() or ()
     return (

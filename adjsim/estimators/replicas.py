@@ -243,7 +243,7 @@ def state_function(observable: Observable[Any]) -> Callable[[Any], Tensor] | Non
 
 
 def checked(values: Tensor, start: AnyState) -> Tensor:
-    """Refuse values of an observable that are complex, or lack the leading axis of the replicas."""
+    """Refuse values of an observable that are complex or none, or lack the axis of the states."""
     count = start[0].shape[0]
     if values.is_complex():
         # A row of cotangents would give the derivative of its real part alone.
@@ -253,8 +253,10 @@ def checked(values: Tensor, start: AnyState) -> Tensor:
         )
     if values.shape[:1] != (count,):
         raise ValueError(
-            f"the observable has shape {tuple(values.shape)}, for a chunk of {count} replicas; its "
-            f"leading axis must be the replicas: ({count}, ...). Reduce over atoms and coordinates "
-            "by their axes, such as mean((-1, -2)), and never over replicas."
+            f"the observable has shape {tuple(values.shape)}, for states of {count} replicas or "
+            f"frames; its leading axis must be theirs: ({count}, ...). Reduce over atoms and "
+            "coordinates by their axes, such as mean((-1, -2)), and never over replicas."
         )
+    if values.numel() == 0:
+        raise ValueError(f"the observable has no entries; its shape is {tuple(values.shape)}.")
     return values

@@ -21,8 +21,8 @@ from adjsim.core.state import State
 from adjsim.core.trajectory import TimeAverage, check_times, step_numbers
 from adjsim.estimators.base import Chunk, Estimator, Request, weighted_mean
 from adjsim.estimators.probes import density_of, reduced_energy
-from adjsim.estimators.replicas import Observable, Replicas, Simulation
-from adjsim.estimators.samples import Samples, support_of, weighted
+from adjsim.estimators.replicas import Observable, Replicas, Simulation, checked
+from adjsim.estimators.samples import Samples, Weights, support_of, weighted
 from adjsim.estimators.score_function import check_stationary, common_burn_in, equilibration, outer
 from adjsim.estimators.sharing import Work
 from adjsim.observables.averages import mean_with_error
@@ -83,23 +83,21 @@ class Reweighting(Estimator):
         return {**super().described(request, replicas), "the generator": seed}
 
     def chunks(self, request: Request[State], drawn: Replicas[State], work: Work) -> list[Chunk]:
-        observable, samples, device = drawn.average, self._samples, drawn.device
+        observable, device = drawn.average, drawn.device
         assert observable is not None
-        skip = common_burn_in(self, self.burn_in, observable)
         # Not stored: weights depend on the parameters, which may differ from those of the samples.
         alone = replace(work, store=None)
-        if samples is not None and not samples.serve(request, skip, work.ranks):
-            samples = None
-        found = None if samples is None else samples.weigh(observable, alone)
-        sampled = found is None or found.effective_share < self.threshold
-        if samples is None or found is None or sampled:
+        kept = self._kept(request, observable, alone)
+        if kept is None:
             samples = self._samples = self._sample(request, observable, device, work)
-            found = samples.weigh(observable, alone)
-        reweighted = partial(samples.reweighted, observable=observable, weights=found)
+            weights = samples.weigh(observable, alone)
+        else:
+            samples, weights = kept
+        reweighted = partial(samples.reweighted, observable=observable, weights=weights)
         parts = alone.chunks(range(len(request.slices)), reweighted, device)
         for part in parts:
-            part.stats |= {"pairs": samples.pairs, "sampled": sampled}
-        if sampled:
+            part.stats |= {"pairs": samples.pairs, "sampled": kept is None}
+        if kept is None:
             parts[0].stats["energy_evaluations"] += samples.evaluations
         return parts
 
@@ -123,7 +121,7 @@ class Reweighting(Estimator):
             dynamics = reading.bound(tensors)
             function = reading.on(dynamics, tensors, observable.function)
             logs = torch.cat([samples.log_weight(i, bath, dynamics) for i in samples.states])
-            values = torch.cat([function(state) for state in samples.states.values()])
+            values = torch.cat([checked(function(x), x) for x in samples.states.values()])
             return weighted(torch.softmax(logs, 0), values).sum(0)
 
     def effective_shares(
@@ -210,6 +208,17 @@ class Reweighting(Estimator):
                 "longer, or give a smaller every."
             )
         return [steps.begin, *map(steps.time, frames)]
+
+    def _kept(
+        self, request: Request[State], observable: TimeAverage, work: Work
+    ) -> tuple[Samples[State], Weights] | None:
+        """Return the stored samples and their weights, None where a call has to sample."""
+        samples = self._samples
+        skip = common_burn_in(self, self.burn_in, observable)
+        if samples is None or not samples.serve(request, skip, work.ranks):
+            return None
+        weights = samples.weigh(observable, work)
+        return (samples, weights) if weights.effective_share >= self.threshold else None
 
     def _sample(
         self, request: Request[State], observable: TimeAverage, device: torch.device, work: Work

@@ -18,11 +18,11 @@ from adjsim.dynamics import Constrained
 from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.base import Chunk, Request, jacobian
 from adjsim.estimators.probes import depends_on_bath, reduced_energy
-from adjsim.estimators.replicas import Simulation
+from adjsim.estimators.replicas import Simulation, checked
 from adjsim.estimators.sharing import Work
 
-# An evaluation of the energy and its gradient takes Python about as long as it takes a compiled
-# potential to do both for states of this many numbers.
+# Rows of cotangents times numbers of a frame, from which the derivative of each frame is taken by a
+# call of its own: there the overhead of a call is as long as its arithmetic.
 LARGE = 4096
 
 
@@ -111,10 +111,11 @@ class Samples(Generic[State]):
         """
         w = weights.of_chunk(i).to(self.energies[i][0])
         with torch.enable_grad():
-            values = observable.function(self.states[i])
+            values = checked(observable.function(self.states[i]), self.states[i])
             mean = weighted(w, values).mean(0)
         own = jacobian(mean, self.simulation.dynamics.trainable())
-        seen = values.detach().reshape(len(w), -1) * torch.ones_like(w[:1])
+        seen = values.detach().reshape(len(w), -1)
+        seen = seen.to(torch.promote_types(seen.dtype, w.dtype))
         rows = torch.cat([weighted(w, seen), w[:, None]], 1).T / len(w)
         both = self._slopes(i, weights.of_bath, rows)
         extra: dict[str, Any] = {

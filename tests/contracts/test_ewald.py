@@ -10,6 +10,7 @@ import torch
 from ase import Atoms
 from numpy.polynomial.legendre import leggauss
 from torch import nn
+from torch.autograd import forward_ad
 
 import adjsim
 from adjsim.io.ase import ASECalculator
@@ -464,6 +465,31 @@ def test_derivatives_of_any_order(make):
         rtol=1e-12,
         atol=1e-12,
     )
+
+
+@pytest.mark.parametrize("make", SUMS)
+def test_backward_passes_of_rows_and_in_forward_mode(make):
+    """They are linear in the cotangent, so the derivative along w is the pass of w."""
+    potential, (_, position, _) = make(), problem()
+    q = position.clone().requires_grad_()
+    found, wanted = force(potential, q), [q, *potential.parameters()]
+    rows = torch.randn(2, 3, *found.shape, generator=torch.Generator().manual_seed(1)).double()
+
+    def pull(row):
+        return torch.autograd.grad(found, wanted, row, retain_graph=True)
+
+    def pull_hidden(rows):
+        return torch.autograd.grad(found, wanted, rows, is_grads_batched=True, retain_graph=True)
+
+    v, w = rows[0, :2]
+    with forward_ad.dual_level():
+        dual = [forward_ad.unpack_dual(x).tangent for x in pull(forward_ad.make_dual(v, w))]
+    for moved in (dual, torch.func.jvp(pull, (v,), (w,))[1]):
+        for x, y in zip(moved, pull(w), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    # Hidden by both: torch.vmap over the first axis, and is_grads_batched over the second.
+    for x, y in zip(torch.vmap(pull_hidden)(rows), pull(rows[1, 2]), strict=True):
+        torch.testing.assert_close(x[1, 2], y, rtol=1e-12, atol=1e-12)
 
 
 def trajectory(kind, adjoint, exact=False, steps=20, **options):

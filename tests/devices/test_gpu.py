@@ -27,6 +27,8 @@ from tests.devices.calls import CALLS
 from tests.devices.systems import SYSTEMS, TILED, System, moving
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+# A card comes with a torch of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:compile=True is tested with torch")
 NAMES = list(SYSTEMS) if torch.cuda.is_available() else []
 CALLED = list(CALLS) if torch.cuda.is_available() else []
 BY_TILES = list(TILED) if torch.cuda.is_available() else []

@@ -495,6 +495,28 @@ def test_complex_observables_are_refused():
     assert whole.value.shape == (2,)
 
 
+@pytest.mark.parametrize(
+    "estimator", [adjsim.Pathwise(), adjsim.ScoreFunction(), adjsim.Reweighting()], ids=repr
+)
+@pytest.mark.parametrize(
+    ("observed", "message"),
+    [
+        (lambda state: state.position.sum(), r"has shape \(\).*must be theirs"),
+        (lambda state: state.position[:, 0, :0], "has no entries"),
+    ],
+    ids=["of all replicas", "empty"],
+)
+def test_observables_without_replicas_or_entries_are_refused(estimator, observed, message):
+    dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.2)), kT=0.7)
+
+    def initial(n, generator):
+        return dynamics.init(torch.ones(n, 1, 1).double(), generator=generator)
+
+    simulation = adjsim.Simulation(dynamics, initial, [0.0, 4.0], adjsim.BAOAB(0.1))
+    with pytest.raises(ValueError, match=message):
+        estimator(simulation, adjsim.TimeAverage(observed), replicas=4, chunks=2, generator=0)
+
+
 def test_a_gradient_that_is_zero_says_nothing_about_when_gradients_are_lost():
     """That of b is twice its error, and grows by a factor of two along the run."""
     parts = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from adjsim.core.rows import pulled_together
+from adjsim.core.rows import differentiates_backward, pulled_together
 from adjsim.core.state import in_transform
 from adjsim.core.strain import Strain
 from adjsim.potentials.strained import at_rest
@@ -76,7 +76,7 @@ class _Forces(torch.autograd.Function):
         make: Maker = ctx.make
         position, charge, value = ctx.saved_tensors
         strain = _strain(value, ctx.rows)
-        if torch.is_grad_enabled():
+        if differentiates_backward():
             # The inputs may depend on each other, which torch.autograd.grad would follow.
             def again(q: Tensor, z: Tensor, *e: Tensor) -> Forces:
                 here = None if strain is None else strain._replace(value=e[0])
