@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
+
+from adjsim.core.transforms import has_tangent
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -13,8 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Define a function of tensors as the operator ``adjsim::name``.
 
-    A trace records the operator as one operation. The operator has no derivative: a backward
-    gradient through it raises an error, and forward mode sees a constant.
+    A trace records the operator as one operation. The operator has no derivative: a gradient
+    through it raises an error, backward and forward.
     ``torch.library.custom_op`` also checks that results do not share memory with arguments; it
     imports Dynamo when the operator is first called, which takes a second.
 
@@ -26,13 +32,25 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
         qualified = f"adjsim::{name}"
         types = schema or torch.library.infer_schema(function, mutates_args=())
         torch.library.define(qualified, types, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(qualified, "default", function)
+        torch.library.impl(qualified, "default", _without_tangents(function))
         defined = getattr(torch.ops.adjsim, name).default
         if defined._schema.returns:
             torch.library.register_autograd(qualified, _refuse)
         return defined
 
     return define
+
+
+def _without_tangents(function: F) -> F:
+    @wraps(function)
+    def evaluate(*given: Any, **named: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            tensors = (x for x in tree_leaves((given, named)) if isinstance(x, Tensor))
+            if any(map(has_tangent, tensors)):
+                _refuse(None)
+        return function(*given, **named)
+
+    return evaluate  # pyright: ignore[reportReturnType]
 
 
 def _refuse(ctx: Any, *cotangents: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,19 @@ from torch import Tensor
 from torch._vmap_internals import _vmap
 from torch.autograd import forward_ad
 
+from adjsim.core.transforms import are_forward, outside_transforms, unwrapped
+
 # Takes cotangents, None for those that are zero, to others.
 Pull = Callable[..., Sequence[Tensor | None]]
 # Torch has no public functions for these.
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 _core: Any = torch._C
 _torch: Any = torch
+_NESTED = partial(
+    NotImplementedError,
+    "a backward pass of adjsim takes tangents of cotangents of one transform alone: call "
+    "torch.func.jvp for each tangent, without torch.vmap or another transform around it.",
+)
 
 
 def pulled(
@@ -59,9 +67,12 @@ def pulled_together(
     ``torch.autograd.grad(..., is_grads_batched=True)`` and ``torch.func.vmap`` over cotangents hand
     all rows to one backward pass, as tensors with a hidden axis. Here pull is called once for all
     rows, or, ``one_by_one``, once for each. Operations that vmap does not know take the rows one by
-    one.
+    one. The pull has to be linear: tangents of the cotangents, of forward mode, are pulled as they
+    are.
     """
     given = [x for x in cotangents if x is not None]
+    if are_forward(given):
+        return _pulled_with_tangents(pull, cotangents, one_by_one)
     if not any(map(has_rows, given)):
         return list(pull(*cotangents))
     level, legacy = level_of_rows(), any(map(are_hidden, given))
@@ -143,17 +154,33 @@ def has_rows(x: Tensor) -> bool:
 def differentiates_backward() -> bool:
     """Return whether a backward pass has to be written in operations of torch.
 
-    It has, while torch records or transforms it: ``create_graph``, forward mode, ``torch.func``.
-    Rows of cotangents alone do not ask for it, as :func:`pulled_together` takes them, whether
-    ``is_grads_batched`` or ``torch.vmap`` hides them; where both do, torch's operations take them.
+    It has, while torch records or transforms it: ``create_graph``, ``torch.func``. Tangents and
+    rows of cotangents alone do not ask for it, as :func:`pulled_together` takes them, whether
+    ``is_grads_batched`` or ``torch.vmap`` hides the rows; where both do, torch's operations do.
     """
     levels = _functorch.get_interpreter_stack() or ()
     return (
         torch.is_grad_enabled()
-        or forward_ad._current_level >= 0
         or any(level.key() != _functorch.TransformType.Vmap for level in levels)
         or (len(levels) > 0 and vmap_depth() > 0)
     )
+
+
+def _pulled_with_tangents(
+    pull: Pull, cotangents: Sequence[Tensor | None], one_by_one: bool
+) -> list[Tensor | None]:
+    """Pull cotangents with tangents of forward mode; a pass is linear, and pulls both alike."""
+    duals = [(None, None) if x is None else forward_ad.unpack_dual(x) for x in cotangents]
+    with outside_transforms(), _outside_forward_mode():
+        values, tangents = (
+            [x if x is None else unwrapped(x, _NESTED, _NESTED) for x in part]
+            for part in zip(*duals, strict=True)
+        )
+        found, moved = (pulled_together(pull, part, one_by_one) for part in (values, tangents))
+    return [
+        x if x is None or y is None else forward_ad.make_dual(x, y)
+        for x, y in zip(found, moved, strict=True)
+    ]
 
 
 def _rows_of(pull: Pull, rows: Sequence[Tensor | None], one_by_one: bool) -> list[Tensor | None]:
@@ -226,6 +253,16 @@ def outside_vmap() -> Generator[None, None, None]:
     finally:
         for _ in range(depth):
             _core._vmapmode_increment_nesting()
+
+
+@contextmanager
+def _outside_forward_mode() -> Generator[None, None, None]:
+    """Let a pass take the ways of its forward run, which was not in forward mode."""
+    level, forward_ad._current_level = forward_ad._current_level, -1
+    try:
+        yield
+    finally:
+        forward_ad._current_level = level
 
 
 class _Rows(torch.autograd.Function):

@@ -7,11 +7,13 @@ of the transforms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -40,6 +42,16 @@ def unwrapped(x: Tensor, batched: MakeError, nested: MakeError) -> Tensor:
     if levels > 1:
         raise nested()
     return x
+
+
+@contextmanager
+def outside_transforms() -> Generator[None, None, None]:
+    """Compute without the active transforms of torch.func."""
+    if not in_transform():
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 def has_tangent(x: Tensor) -> bool:

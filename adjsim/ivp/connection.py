@@ -12,20 +12,24 @@ passes of autograd of ``pull`` and ``push``, compute with the values, outside of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 from adjsim.core.rows import are_hidden, hide_rows, level_of_rows, shown_rows
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import in_transform
-from adjsim.core.transforms import FunctionOfRows, RefuseWrapped, is_wrapped, unwrapped
+from adjsim.core.transforms import (
+    FunctionOfRows,
+    RefuseWrapped,
+    is_wrapped,
+    outside_transforms,
+    unwrapped,
+)
 
 # Rows of cotangents of the value to rows of cotangents of each input, and of tangents back.
 Pull = Callable[[Tensor], Sequence[Tensor]]
@@ -42,16 +46,6 @@ def plain(x: Tensor) -> Tensor:
     """Return the values of a tensor that transforms of torch.func may have wrapped, detached."""
     with outside_transforms():
         return unwrapped(x, partial(ValueError, NO_BATCH), AGAIN).detach()
-
-
-@contextmanager
-def outside_transforms() -> Generator[None, None, None]:
-    """Compute without the active transforms of torch.func."""
-    if not in_transform():
-        yield
-        return
-    with temporarily_clear_interpreter_stack():
-        yield
 
 
 def has_tangent(x: Tensor) -> bool:

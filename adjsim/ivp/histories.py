@@ -28,7 +28,7 @@ from torch import Tensor
 
 from adjsim.core.rebinding import OfRun, reached, rebound
 from adjsim.core.state import in_transform
-from adjsim.ivp.connection import outside_transforms
+from adjsim.core.transforms import outside_transforms
 
 V = TypeVar("V")
 

@@ -28,10 +28,10 @@ from adjsim.core.parameters import graph_nodes, leaves
 from adjsim.core.reading import Reading
 from adjsim.core.rebinding import Rebound
 from adjsim.core.state import in_transform
+from adjsim.core.transforms import outside_transforms
 from adjsim.ivp.connection import (
     has_tangent,
     is_solution,
-    outside_transforms,
     plain,
     refuse_wrapped,
     undeclared,

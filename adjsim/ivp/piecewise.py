@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from adjsim.core.rows import has_rows
+from adjsim.core.transforms import outside_transforms
 from adjsim.ivp.collocation_sweep import begin_sweep
-from adjsim.ivp.connection import is_tracked, outside_transforms, plain
+from adjsim.ivp.connection import is_tracked, plain
 from adjsim.ivp.events import Event, GrazingCheck
 from adjsim.ivp.forward_states import (
     Backsolved,

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from adjsim.core.parameters import leaves
 from adjsim.core.rows import pulled_rows
+from adjsim.core.transforms import outside_transforms
 from adjsim.ivp.connection import (
     Pull,
     Push,
     connected,
     is_tracked,
-    outside_transforms,
     plain,
 )
 from adjsim.ivp.input_tensors import InputTensors

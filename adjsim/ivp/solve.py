@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adjsim.core.arguments import as_flag, as_number, outside_inference_mode
+from adjsim.core.transforms import outside_transforms
 from adjsim.ivp.columns import COLUMN_METHODS, check_columns, solve_columns
-from adjsim.ivp.connection import in_forward_mode, is_tracked, outside_transforms, plain
+from adjsim.ivp.connection import in_forward_mode, is_tracked, plain
 from adjsim.ivp.events import Event
 from adjsim.ivp.march import LSODA
 from adjsim.ivp.piecewise import ADJOINTS, DenseSolution, OdeResult, PiecewiseSolve

@@ -32,7 +32,7 @@ from adjsim.compiler import TYPES, CompilerError, UnprintableError
 from adjsim.core.box import Periodic
 from adjsim.core.derived import derived
 from adjsim.core.layout import is_tracing
-from adjsim.core.rows import of_each_row
+from adjsim.core.rows import of_each_row, pulled_together
 from adjsim.core.state import in_transform
 from adjsim.core.strain import Strain
 from adjsim.potentials.pairs.kernels.cpu import lists
@@ -273,14 +273,18 @@ class TermSums(torch.autograd.Function):
         near: Neighbours = ctx.near
         by_position, *wanted = ctx.needs_input_grad[3:]
         slopes = ctx.terms.slopes(len(numbers), tuple(wanted), by_position)
-        given = [*numbers, *cotangents[0].unbind(0)]
-        if torch.is_grad_enabled():
-            found = TermSums.apply(near, slopes, ctx.tables, position, *given)
-        else:
-            found = near.evaluate(slopes, position, given, ctx.tables)
-        parts = list(found.unbind(0))
-        along = None
-        if by_position:
-            along = torch.stack([parts.pop(0) for _ in range(position.shape[-1])], -1)
-        rest = iter(parts)
-        return None, None, None, along, *(next(rest) if x else None for x in wanted)
+
+        width = position.shape[-1] if by_position else 0
+
+        def pull(c: Tensor) -> list[Tensor]:
+            given = [*numbers, *c.unbind(0)]
+            if torch.is_grad_enabled():
+                found = TermSums.apply(near, slopes, ctx.tables, position, *given)
+            else:
+                found = near.evaluate(slopes, position, given, ctx.tables)
+            along = [torch.stack([*found[:width]], -1)] if by_position else []
+            return [*along, *found[width:]]
+
+        parts = pull(*cotangents) if torch.is_grad_enabled() else pulled_together(pull, cotangents)
+        found = iter(parts)
+        return None, None, None, *(next(found) if x else None for x in (by_position, *wanted))

@@ -18,6 +18,7 @@ from adjsim.core.arguments import (
     outside_inference_mode,
 )
 from adjsim.core.reading import Reading
+from adjsim.core.rows import pulled_together
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import check_position
 from adjsim.core.typing import Positions, PositionsLike
@@ -313,16 +314,20 @@ class _Minimum(torch.autograd.Function):
                 "global) has changed since the minimum was found, so the force there is another. "
                 "Call backward before the change."
             )
-        total = [torch.zeros_like(p) for p in parameters.values()]
-        systems = found.reshape(-1, *found.shape[-2:])
-        positions: list[Tensor] = []
-        for q, v in zip(systems, cotangents[0].reshape(systems.shape), strict=True):
-            inverse = search.pseudo_inverse(q)
-            inverse.check()
-            inverse.refuse_pushes(parameters)
-            hessian = inverse.hessian
-            x = inverse.solve(hessian.restrict(v))
-            along, grads = hessian.response(x, list(parameters.values()))
-            positions.append(hessian.held(v + along))
-            total = [old + g for old, g in zip(total, grads, strict=True)]
-        return (None, None, torch.stack(positions).reshape(found.shape), *total)
+
+        def pull(cotangent: Tensor) -> list[Tensor]:
+            total = [torch.zeros_like(p) for p in parameters.values()]
+            systems = found.reshape(-1, *found.shape[-2:])
+            positions: list[Tensor] = []
+            for q, v in zip(systems, cotangent.reshape(systems.shape), strict=True):
+                inverse = search.pseudo_inverse(q)
+                inverse.check()
+                inverse.refuse_pushes(parameters)
+                hessian = inverse.hessian
+                x = inverse.solve(hessian.restrict(v))
+                along, grads = hessian.response(x, list(parameters.values()))
+                positions.append(hessian.held(v + along))
+                total = [old + g for old, g in zip(total, grads, strict=True)]
+            return [torch.stack(positions).reshape(found.shape), *total]
+
+        return (None, None, *pulled_together(pull, cotangents, one_by_one=True))
