@@ -27,6 +27,16 @@ PS, DT, KT, FRICTION = 1000 * units.fs, units.fs, 300 * units.kB, 0.1
 NANOMETRE = 10.0
 SOLVENT = ("radius", "scale", "alpha", "beta", "gamma", "neck", "offset")
 ESTIMATORS = ("exact path", "clipped path", "reweighting", "score")
+# Charges, wells, torsions and three kinds of numbers of the solvent. Differences are by
+# the common scale of all numbers of a kind.
+SIX = (
+    "coulomb.charge",
+    "lennard_jones.epsilon",
+    "torsions.k",
+    "solvent.radius",
+    "solvent.scale",
+    "solvent.neck",
+)
 
 
 class Plan(NamedTuple):
@@ -122,6 +132,16 @@ class Protein:
             terms = (gradient[f"potential.{name}"] * initial).reshape(-1)
             found.append(terms.new_zeros(size).index_add(0, self.index[name], terms))
         return torch.cat(found)
+
+    def of_kind(self, kind):
+        """Return the keys of all numbers of a kind."""
+        return [key for key in self.keys if key.split()[0] == kind]
+
+    def by_kind(self, gradient):
+        """Return the derivatives by the scales of six kinds, from all scales."""
+        kinds = [key.split()[0] for key in self.keys]
+        masks = torch.tensor([[kind == name for kind in kinds] for name in SIX])
+        return masks.to(gradient) @ gradient
 
     def write(self, path):
         """Write the numbers as a ForceField XML file of OpenMM, or else as a system.
@@ -235,7 +255,8 @@ def by_scale(estimator, protein):
         def combine(self, simulation, parts, sizes):
             found = super().combine(simulation, parts, sizes)
             for part in parts:
-                part.grad = {"scales": protein.by_scale(part.grad)}
+                scales = protein.by_scale(part.grad)
+                part.grad = {"scales": scales, "kinds": protein.by_kind(scales)}
             return found
 
     return ByScale

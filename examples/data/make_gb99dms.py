@@ -4,8 +4,8 @@ Run one of these, with the folder of the data (structures and targets); ``torchr
 --nproc-per-node 2`` in place of ``python`` shares the replicas among two cores::
 
     python examples/data/make_gb99dms.py train DATA OUT --iterations 5
-    python examples/data/make_gb99dms.py gradients DATA OUT --lengths 100 1000
-    python examples/data/make_gb99dms.py differences DATA OUT --steps 1000
+    python examples/data/make_gb99dms.py gradients DATA OUT --steps 1000 --replicas 16
+    python examples/data/make_gb99dms.py differences DATA OUT --steps 10000
     python examples/data/make_gb99dms.py collect DATA OUT
 
 Each part writes a file of its own in the folder OUT, whole or not at all, after every
@@ -23,22 +23,13 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from gb99dms import ESTIMATORS, Plan, Protein
+from gb99dms import ESTIMATORS, SIX, Plan, Protein
 from studies import commit, rounded
 
 from adjsim.core.durable.files import replacing
 from adjsim.core.durable.ranks import Ranks
 
 FILE = Path(__file__).resolve().parent / "gb99dms.json"
-# A charge scale, a well, a torsion and three numbers of the solvent, each relative.
-SIX = (
-    "coulomb.charge",
-    "lennard_jones.epsilon",
-    "torsions.k",
-    "solvent.radius",
-    "solvent.scale",
-    "solvent.neck",
-)
 # The kinds of numbers of the published table.
 PUBLISHED = {
     "charge scale": "coulomb.charge",
@@ -147,50 +138,40 @@ def draw(rows, path):
     plt.close(figure)
 
 
-def gradients(protein, lengths, replicas, seed, folder):
-    """Estimate the gradient after runs of several lengths by every estimator."""
-    path = Path(folder) / "gradients.json"
-    found = opened(path, {"lengths": lengths, "replicas": replicas, "seed": seed})
-    for steps in lengths:
-        plan = Plan(steps, steps // 2, max(1, steps // 20), replicas)
-        means = None
-        for kind in ESTIMATORS:
-            if any((r["steps"], r["kind"]) == (steps, kind) for r in found["rows"]):
-                continue
-            if means is None:
-                means = protein.means(plan, seed)
-            began = time.process_time()
-            estimate = protein.gradient(kind, plan, means, seed)
-            seconds = time.process_time() - began
-            loss, error = jackknife(protein, means)
-            info = estimate.diagnostics
-            row = {"steps": steps, "kind": kind, "loss": loss, "loss stderr": error}
-            row |= {"gradient": estimate.grad["scales"].tolist()}
-            row |= {"stderr": estimate.grad_stderr["scales"].tolist()}
-            row |= {"growth": info.get("growth"), "ess": info["ess"]}
-            found["rows"].append({**row, "seconds": seconds})
-            found["seconds"] += seconds
-            write(path, found)
-            print(steps, kind, loss, error, seconds, flush=True)
+def gradients(protein, plan, seed, folder):
+    """Estimate the gradient after runs of one length by every estimator."""
+    path = Path(folder) / f"gradients-{plan.steps}.json"
+    found = opened(path, {"plan": plan._asdict(), "seed": seed})
+    means = None
+    for kind in ESTIMATORS[len(found["rows"]) :]:
+        if means is None:
+            means = protein.means(plan, seed)
+        began = time.process_time()
+        estimate = protein.gradient(kind, plan, means, seed)
+        seconds = time.process_time() - began
+        loss, error = jackknife(protein, means)
+        info = estimate.diagnostics
+        row = {"kind": kind, "loss": loss, "loss stderr": error}
+        for name in ("scales", "kinds"):
+            row[name] = estimate.grad[name].tolist()
+            row[f"{name} stderr"] = estimate.grad_stderr[name].tolist()
+        row |= {"growth": info.get("growth"), "ess": info["ess"], "seconds": seconds}
+        found["rows"].append(row)
+        found["seconds"] += seconds
+        write(path, found)
+        print(plan.steps, kind, loss, error, seconds, flush=True)
     return found
 
 
-def six(protein):
-    """Return the keys of six numbers, of which each kind has one that is common."""
-    return [
-        next(key for key in protein.keys if key.startswith(f"{name} ")) for name in SIX
-    ]
-
-
 def differences(protein, plan, h, seed, folder):
-    """Take central differences of the loss by six scales, with errors over replicas."""
+    """Take differences of the loss by scales of kinds, with errors over replicas."""
     path = Path(folder) / "differences.json"
     found = opened(path, {"plan": plan._asdict(), "h": h, "seed": seed})
-    for key in six(protein)[len(found["rows"]) :]:
+    for kind in SIX[len(found["rows"]) :]:
         began = time.process_time()
         means = []
         for scale in (1 + h, 1 - h):
-            protein.scale({key: scale})
+            protein.scale(dict.fromkeys(protein.of_kind(kind), scale))
             means.append(protein.means(plan, seed))
         protein.scale({})
         # The replicas of both sides have the same starts and noise, and are left out
@@ -204,7 +185,7 @@ def differences(protein, plan, h, seed, folder):
         left = torch.tensor([(a - b) / (2 * h) for a, b in every])
         value = protein.loss(up.mean(0)) - protein.loss(down.mean(0))
         error = (left.var(correction=0) * (count - 1)).sqrt()
-        row = {"key": key, "value": float(value) / (2 * h), "stderr": float(error)}
+        row = {"kind": kind, "value": float(value) / (2 * h), "stderr": float(error)}
         found["rows"].append(row)
         found["seconds"] += time.process_time() - began
         write(path, found)
@@ -250,7 +231,6 @@ def main():
     parser.add_argument("--kind", choices=ESTIMATORS, default="reweighting")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--rate", type=float, default=0.003)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[100, 1000, 10000])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--h", type=float, default=0.02)
@@ -277,13 +257,14 @@ def main():
         return
     protein = Protein.read(given.data, given.protein)
     if given.part == "gradients":
-        found = gradients(protein, given.lengths, given.replicas, given.seed, out)
+        found = gradients(protein, plan, given.seed, out)
     elif given.part == "differences":
         found = differences(protein, plan, given.h, given.seed, out)
     else:
         options = given.kind, given.iterations, given.rate, given.seed, out
         found = train(protein, plan, *options)
-    name = "training" if given.part == "train" else given.part
+    names = {"train": "training", "gradients": f"gradients-{steps}"}
+    name = names.get(given.part, given.part)
     write(out / f"{name}.json", {**found, "commit": head})
     if given.part == "train":
         protein.write(out / "trained.xml")
