@@ -20,6 +20,7 @@ are Student's t with one degree of freedom fewer than the number of chunks.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from adjsim.core.arguments import as_whole, outside_inference_mode
 from adjsim.core.durable.manifest import tensor_fingerprint
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.noise import Noise, as_generator, seed_from
+from adjsim.core.norms import norm
 from adjsim.core.parameters import refuse_untrainable
 from adjsim.core.rows import pulled_rows
 from adjsim.core.state import State
@@ -248,5 +250,5 @@ def mean_and_stderr(means: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tens
     mean, count, total = weighted_mean(means, sizes), len(means), sum(sizes)
     if count == 1:
         return mean, torch.full_like(mean, float("nan"))
-    squares = [((x - mean) * (size / total)) ** 2 for x, size in zip(means, sizes, strict=True)]
-    return mean, (torch.stack(squares).sum(0) * count / (count - 1)).sqrt()
+    off = [(x - mean) * (size / total) for x, size in zip(means, sizes, strict=True)]
+    return mean, norm(torch.stack(off), 0) * math.sqrt(count / (count - 1))

@@ -21,6 +21,7 @@ from adjsim.adjoints import ReconstructionError
 from adjsim.core.arguments import outside_inference_mode
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.noise import as_generator, seed_from
+from adjsim.core.norms import norm
 from adjsim.core.state import State
 from adjsim.core.typing import Seed
 from adjsim.estimators.base import Estimator
@@ -166,7 +167,7 @@ class Comparison:
         panels = figure.subplots(1, len(names) + 2, squeeze=False)[0]
         for axis, key in zip(panels, names, strict=False):
             heights = list(map(norm_of(key), found.values()))
-            errors = [2 * float(e.grad_stderr[key].norm()) for e in found.values()]
+            errors = [2 * float(norm(e.grad_stderr[key])) for e in found.values()]
             axis.bar(list(found), heights, yerr=errors, capsize=3, color="C0")
             axis.set_title(f"gradient d/d {short_name(key, names)}")
         for axis, (title, (key, unit)) in zip(panels[len(names) :], costs.items(), strict=True):
@@ -243,15 +244,15 @@ def compare(
 
 
 def norm_of(key: str) -> Callable[[GradientEstimate], float]:
-    def norm(estimate: GradientEstimate) -> float:
+    def size(estimate: GradientEstimate) -> float:
         grad = estimate.grad[key]
-        return float(grad) if grad.numel() == 1 else float(grad.norm())
+        return float(grad) if grad.numel() == 1 else float(norm(grad))
 
-    return norm
+    return size
 
 
 def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    scale, difference = float(theirs.norm()), float((mine - theirs).norm())
+    scale, difference = float(norm(theirs)), float(norm(mine - theirs))
     return difference / scale if scale > 0 else (0.0 if difference == 0 else math.inf)
 
 
@@ -263,7 +264,7 @@ def short_name(name: str, names: list[str]) -> str:
 
 def _number(value: torch.Tensor, stderr: torch.Tensor) -> str:
     if value.numel() != 1:
-        return f"|{float(value.norm()):.6g}|"
+        return f"|{float(norm(value)):.6g}|"
     error = float(stderr)
     return f"{float(value):.8g}" if math.isnan(error) else f"{float(value):.5g} ± {error:.1g}"
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from adjsim.core.norms import norm
+
 # With fewer independent samples an error bar is unreliable too.
 FEW_SAMPLES = 50
 # With fewer contributing replicas the error bar is uncertain by more than a tenth.
@@ -111,6 +113,12 @@ class GradientEstimate:
         ess, growth, lost = info.get("ess"), info.get("growth"), info.get("lost_at")
         few = ess is not None and ess < FEW_SAMPLES and info.get("replicas") != 1
         reasons: list[str] = []
+        infinite = [name for name, x in self.grad.items() if not bool(x.isfinite().all())]
+        if infinite:
+            reasons.append(
+                f"its gradient with respect to {infinite[0]} is not finite: the derivative of a "
+                "path may have overflowed"
+            )
         if few and not known:
             reasons.append(
                 f"it is worth {ess:.3g} independent samples only, so its error is uncertain too"
@@ -165,7 +173,7 @@ class GradientEstimate:
         t = _student(independent - 1, 0.975)
         pairs = [(x, self.grad_stderr[name]) for name, x in self.grad.items()]
         return all(
-            t * float(error.norm()) <= KNOWN * float(x.norm())
+            t * float(norm(error)) <= KNOWN * float(norm(x))
             for x, error in pairs or [(self.value, self.value_stderr)]
         )
 
@@ -202,7 +210,7 @@ def _rows(
         yield text, f"{x:.6g}" if error != error else f"{x:.6g} ± {error:.2g}"
     more = value.numel() - MOST_PRINTED
     if more > 0:
-        yield f"{label}{rest}", f"and {more} entries more, norm {value.norm():.6g}"
+        yield f"{label}{rest}", f"and {more} entries more, norm {norm(value):.6g}"
 
 
 def _index(numbers: tuple[int, ...]) -> str:

@@ -13,6 +13,7 @@ from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.core.arguments import as_positive
+from adjsim.core.norms import norm
 from adjsim.core.state import State, detached
 from adjsim.core.trajectory import TimeAverage, Trajectory, step_numbers
 from adjsim.dynamics import Clip
@@ -121,15 +122,16 @@ class Pathwise(ChunkedEstimator):
             "smooth": all(part.extra[1] for part in parts),
         }
         growths = zip([part.extra[0] for part in parts], sizes, strict=True)
-        squares = [(square, n) for square, n in growths if square is not None]
-        if not squares or self.truncate is not None or self.clip is not None:
+        known = [(log, n) for log, n in growths if log is not None]
+        if not known or self.truncate is not None or self.clip is not None:
             return found
-        square = sum(n * x for x, n in squares) / sum(n for _, n in squares)
-        found["growth"] = growth = 0.5 * math.log(square) / duration
+        logs, counts = (torch.tensor(x, dtype=torch.float64) for x in zip(*known, strict=True))
+        square = torch.logsumexp(logs + counts.log(), 0) - counts.sum().log()
+        found["growth"] = growth = 0.5 * float(square) / duration
         ratios = []
         for name in parts[0].grad:
             grad, stderr = mean_and_stderr([part.grad[name] for part in parts], sizes)
-            ratios.append(float(grad.norm() / stderr.norm()))
+            ratios.append(float(norm(grad) / norm(stderr)))
         ratios = [ratio for ratio in ratios if math.isfinite(ratio) and ratio > 0]
         if growth > 0 and ratios:
             found["lost_at"] = max(0.0, duration + math.log(min(ratios)) / growth)
@@ -185,8 +187,9 @@ def _growth(
 ) -> tuple[float | None, bool | None]:
     """Compute the growth of derivatives from end to start, and the observable's smoothness.
 
-    The growth is the mean square over replicas, since the few paths that diverge make up the
-    variance. The smoothness is whether the observable has a derivative with respect to the state.
+    The growth is the logarithm of the mean square over replicas, since the few paths that diverge
+    make up the variance. The smoothness is whether the observable has a derivative with respect to
+    the state.
     """
     if replicas.function is None:
         return None, None
@@ -200,7 +203,8 @@ def _growth(
     if at_end is None:
         return None, any(slope is not None for slope in slopes)
     axes = list(range(at_start.ndim - at_end.ndim))
-    whole = (at_start.sum(axes) if axes else at_start).flatten(1).norm(dim=1)
-    ratio = whole / at_end.flatten(1).norm(dim=1)
-    square = float(ratio[torch.isfinite(ratio)].square().mean())
-    return (square if square > 0 else None), True
+    whole = norm((at_start.sum(axes) if axes else at_start).flatten(1), 1)
+    end = norm(at_end.flatten(1), 1)
+    logs = 2 * (whole.log() - end.log())[whole.isfinite() & (end > 0)]
+    square = float(torch.logsumexp(logs, 0)) - math.log(max(1, len(logs)))
+    return (square if math.isfinite(square) else None), True

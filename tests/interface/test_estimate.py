@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import adjsim
 from adjsim import Pathwise
 from adjsim.adjoints.sweep import passes
+from adjsim.core.norms import norm
 from adjsim.estimators.base import Chunk
 from adjsim.estimators.estimate import FEW_CONTRIBUTING, FEW_SAMPLES, LARGE_GROWTH, GradientEstimate
 from adjsim.estimators.probes import evenly_spaced
@@ -312,6 +314,37 @@ def spring(k, time=2.0, dt=0.1, solver=adjsim.EulerMaruyama):
     )
 
 
+def test_errors_and_growth_of_gradients_whose_squares_overflow():
+    """On a hill of curvature -1 a step of dt = 1 doubles distances."""
+    last = adjsim.Final(lambda state: state.position[:, 0, 0])
+    # 2^560 is 4e168, and its square overflows.
+    large = adjsim.Pathwise()(spring(-1.0, 560.0, 1.0), last, replicas=64, chunks=8, generator=0)
+    grad, stderr = large.grad["potential.k"], large.grad_stderr["potential.k"]
+    assert 1e155 < float(stderr) < 1e180
+    assert float(large.value_stderr) > 1e160
+    assert large.diagnostics["growth"] == pytest.approx(math.log(2), rel=1e-12)
+    lost = 560 + math.log(abs(float(grad / stderr))) / math.log(2)
+    assert large.diagnostics["lost_at"] == pytest.approx(lost, rel=1e-9)
+    # The gradient of this sum is known; with an error of its size it would not be.
+    assert large.warnings == []
+    unknown = replace(large, grad_stderr={"potential.k": grad.abs()})
+    assert any("grows as exp(0.693 t)" in reason for reason in unknown.warnings)
+    beyond = adjsim.Pathwise()(spring(-1.0, 1100.0, 1.0), last, replicas=4, chunks=2, generator=0)
+    assert beyond.diagnostics["growth"] is None
+    assert "potential.k is not finite" in beyond.warnings[0]
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
+def test_norms_do_not_overflow_or_vanish(scale):
+    x = scale * torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
+    assert float(norm(x)) == pytest.approx(5 * scale, rel=1e-15)
+    assert norm(x, 1).tolist() == pytest.approx([5 * scale, 0.0], rel=1e-15)
+    assert norm(1j * x, 0).tolist() == pytest.approx([3 * scale, 4 * scale], rel=1e-15)
+    assert float(norm(x[:0])) == 0.0
+    assert math.isnan(float(norm(x / 0.0)))
+    assert math.isinf(float(norm(x + math.inf)))
+
+
 def test_growth_and_the_time_at_which_a_gradient_is_lost():
     last = adjsim.Final(lambda state: state.position[:, 0, 0] ** 2)
     # On a hill of curvature -1 a step multiplies distances by 1.1.
@@ -520,7 +553,7 @@ def test_observables_without_replicas_or_entries_are_refused(estimator, observed
 def test_a_gradient_that_is_zero_says_nothing_about_when_gradients_are_lost():
     """That of b is twice its error, and grows by a factor of two along the run."""
     parts = [
-        Chunk(ONE, {"a": a * ONE, "b": b * ONE}, {}, (4.0, True, False))
+        Chunk(ONE, {"a": a * ONE, "b": b * ONE}, {}, (math.log(4.0), True, False))
         for a, b in ((1.0, 1.0), (-1.0, 3.0))
     ]
     well = adjsim.OverdampedLangevin(adjsim.Harmonic(1.0))
