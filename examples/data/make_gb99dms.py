@@ -165,7 +165,7 @@ def gradients(protein, plan, seed, folder):
 
 def differences(protein, plan, h, seed, folder):
     """Take differences of the loss by scales of kinds, with errors over replicas."""
-    path = Path(folder) / "differences.json"
+    path = Path(folder) / f"differences-{plan.steps}.json"
     found = opened(path, {"plan": plan._asdict(), "h": h, "seed": seed})
     for kind in SIX[len(found["rows"]) :]:
         began = time.process_time()
@@ -263,8 +263,7 @@ def main():
     else:
         options = given.kind, given.iterations, given.rate, given.seed, out
         found = train(protein, plan, *options)
-    names = {"train": "training", "gradients": f"gradients-{steps}"}
-    name = names.get(given.part, given.part)
+    name = "training" if given.part == "train" else f"{given.part}-{steps}"
     write(out / f"{name}.json", {**found, "commit": head})
     if given.part == "train":
         protein.write(out / "trained.xml")
