@@ -78,14 +78,15 @@ def jackknife(protein, means):
 def train(protein, plan, kind, iterations, rate, seed, folder):
     """Follow a gradient by Adam, from the initial numbers; return all iterations."""
     settings = {"plan": plan._asdict(), "kind": kind, "rate": rate, "seed": seed}
-    path = Path(folder) / "training.json"
+    word = kind.replace(" ", "-")
+    path = Path(folder) / f"training-{word}.json"
     found, began = opened(path, settings), time.process_time()
     begun = found["seconds"]
     adam = found.setdefault("adam", {x: [0.0] * len(protein.keys) for x in "mv"})
     scales = found.setdefault("scales", [1.0] * len(protein.keys))
     for k in range(len(found["rows"]), iterations):
         protein.scale(dict(zip(protein.keys, scales, strict=True)))
-        store = Path(folder) / f"iteration-{k}"
+        store = Path(folder) / f"{word}-{k}"
         means = protein.means(plan, seed + k, store)
         estimate = protein.gradient(kind, plan, means, seed + k, store)
         gradient = estimate.grad["scales"]
@@ -112,7 +113,7 @@ def train(protein, plan, kind, iterations, rate, seed, folder):
         write(path, found)
         if Ranks.of(None).rank == 0:
             shutil.rmtree(store, ignore_errors=True)
-            draw(found["rows"], Path(folder) / "training.png")
+            draw(found["rows"], Path(folder) / f"training-{word}.png")
         print(k, {x: y for x, y in row.items() if x != "scales"}, flush=True)
     protein.scale(dict(zip(protein.keys, scales, strict=True)))
     return found
@@ -263,13 +264,15 @@ def main():
     else:
         options = given.kind, given.iterations, given.rate, given.seed, out
         found = train(protein, plan, *options)
-    name = "training" if given.part == "train" else f"{given.part}-{steps}"
+    word = given.kind.replace(" ", "-")
+    name = f"training-{word}" if given.part == "train" else f"{given.part}-{steps}"
     write(out / f"{name}.json", {**found, "commit": head})
     if given.part == "train":
-        protein.write(out / "trained.xml")
+        protein.write(out / f"trained-{word}.xml")
         scales = dict(zip(protein.keys, found["scales"], strict=True))
         for which in (given.protein, given.test):
-            tested(Protein.read(given.data, which), scales, plan, 900, out, which)
+            other, name = Protein.read(given.data, which), f"{word}-{which}"
+            tested(other, scales, plan, 900, out, name)
 
 
 if __name__ == "__main__":

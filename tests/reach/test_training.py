@@ -65,16 +65,16 @@ def test_a_killed_training_goes_on_with_the_same_numbers(scripts, double, tmp_pa
         patched.setattr(gb99dms.Protein, "gradient", killed)
         with pytest.raises(KilledError):
             trained("killed")
-    assert len(make.read(tmp_path / "killed" / "training.json")["rows"]) == 1
+    assert len(make.read(tmp_path / "killed" / "training-clipped-path.json")["rows"]) == 1
     # The moments of the second iteration were stored.
-    assert (tmp_path / "killed" / "iteration-1" / "means-1").exists()
+    assert (tmp_path / "killed" / "clipped-path-1" / "means-1").exists()
     resumed = trained("killed")
     assert resumed["rows"] == whole["rows"] == whole["rows"][:2]
     assert resumed["scales"] == whole["scales"] != [1.0] * len(whole["scales"])
-    assert not (tmp_path / "killed" / "iteration-1").exists()
-    assert (tmp_path / "killed" / "training.png").exists()
+    assert not (tmp_path / "killed" / "clipped-path-1").exists()
+    assert (tmp_path / "killed" / "training-clipped-path.png").exists()
     with pytest.raises(ValueError, match="other settings"):
-        make.train(peptide(gb99dms), plan, "score", 2, 0.01, 3, tmp_path / "killed")
+        make.train(peptide(gb99dms), plan, "clipped path", 2, 0.02, 3, tmp_path / "killed")
 
 
 def averaged():
@@ -109,7 +109,10 @@ def test_derivatives_by_scales_are_those_of_the_loss(scripts, double):
     plan = gb99dms.Plan(4, 0, 2, 2, compile=False)
     key = next(key for key in protein.keys if key.startswith("solvent.scale"))
     means = protein.means(plan, 1)
-    found = protein.gradient("exact path", plan, means, 1).grad["scales"]
+    estimate = protein.gradient("exact path", plan, means, 1)
+    found, kinds = estimate.grad["scales"], estimate.grad["kinds"]
+    own = sum(x for x, key in zip(found, protein.keys, strict=True) if key.startswith("torsions.k"))
+    torch.testing.assert_close(kinds[gb99dms.SIX.index("torsions.k")], own, rtol=1e-12, atol=0.0)
     # With the noise of the estimator's replicas, whose seed is drawn from its generator.
     simulation, h = protein.simulation(plan), 1e-4
     noisy = adjsim.Simulation(
