@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
 from adjsim.core.arguments import as_tensor, outside_inference_mode, wrong_shape
@@ -183,10 +184,14 @@ def refuse_untrainable(module: nn.Module) -> None:
 
 
 def point_of_differentiation(x: Tensor) -> Tensor:
-    """Make a leaf with the same numbers, which :func:`leaves` does not take for a parameter."""
-    point = x.detach().requires_grad_()
+    """Make a leaf with the same numbers, which :func:`leaves` does not take for a parameter.
+
+    Of numbers with a tangent the result is a view of the leaf with this tangent.
+    """
+    value, tangent = forward_ad.unpack_dual(x)
+    point = value.detach().requires_grad_()
     point.is_point_of_differentiation = True  # type: ignore[attr-defined]
-    return point
+    return point if tangent is None else forward_ad.make_dual(point, tangent)
 
 
 def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor]:

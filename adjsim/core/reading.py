@@ -40,6 +40,7 @@ from adjsim.core.derived import (
 from adjsim.core.parameters import check_numbers
 from adjsim.core.rebinding import PLAIN, Place, Rebound, rebound, slots_of
 from adjsim.core.state import in_transform
+from adjsim.core.transforms import are_forward
 
 M = TypeVar("M", bound=nn.Module)
 V = TypeVar("V")
@@ -172,9 +173,14 @@ class Reading(Generic[M]):
 
     def connected(self) -> tuple[Tensor, ...]:
         """Return copies of the values with a graph to the tensors; leaves, if none is recorded."""
-        if not torch.is_grad_enabled() and not in_transform():
-            return self.leaves()
-        return tuple(x.clone() for x in self.tensors)
+        if torch.is_grad_enabled() or in_transform() or self.forward:
+            return tuple(x.clone() for x in self.tensors)
+        return self.leaves()
+
+    @property
+    def forward(self) -> bool:
+        """Whether a tensor has a tangent."""
+        return are_forward(self.tensors)
 
     def trainable(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Select by name, from tensors in place of those of the reading, the trainable ones."""

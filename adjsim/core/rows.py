@@ -12,7 +12,13 @@ from torch import Tensor
 from torch._vmap_internals import _vmap
 from torch.autograd import forward_ad
 
-from adjsim.core.transforms import are_forward, outside_transforms, unwrapped
+from adjsim.core.transforms import (
+    are_forward,
+    has_tangent,
+    is_wrapped,
+    outside_transforms,
+    unwrapped,
+)
 
 # Takes cotangents, None for those that are zero, to others.
 Pull = Callable[..., Sequence[Tensor | None]]
@@ -22,8 +28,9 @@ _core: Any = torch._C
 _torch: Any = torch
 _NESTED = partial(
     NotImplementedError,
-    "a backward pass of adjsim takes tangents of cotangents of one transform alone: call "
-    "torch.func.jvp for each tangent, without torch.vmap or another transform around it.",
+    "a backward pass of adjsim inside torch.func takes cotangents that torch.vmap alone or one "
+    "torch.func.jvp alone has wrapped: call it outside of the other transforms, and torch.func.jvp "
+    "for each tangent.",
 )
 
 
@@ -71,16 +78,22 @@ def pulled_together(
     are.
     """
     given = [x for x in cotangents if x is not None]
-    if are_forward(given):
-        return _pulled_with_tangents(pull, cotangents, one_by_one)
-    if not any(map(has_rows, given)):
-        return list(pull(*cotangents))
     level, legacy = level_of_rows(), any(map(are_hidden, given))
-    if legacy:
-        count = max(len(shown(x, level, 1)) for x in given)
-        rows = [shown(x, level, count) for x in given]
-    else:
-        rows = [x[None] for x in given]
+    count = max(len(shown(x, level, 1)) for x in given) if legacy else 1
+    rows = [shown(x, level, count) if legacy else x for x in given]
+    if forward_ad._current_level >= 0 and any(map(has_tangent, rows)):
+        if not are_forward(rows):
+            raise _NESTED()
+        parts = iter(rows)
+        whole = [None if x is None else next(parts) for x in cotangents]
+        return _pulled_with_tangents(pull, whole, one_by_one, level if legacy else None)
+    if not any(map(has_rows, given)):
+        if any(map(is_wrapped, given)):
+            raise _NESTED()
+        # What a pass differentiates was recorded outside of the transforms.
+        with outside_transforms():
+            return list(pull(*cotangents))
+    rows = rows if legacy else [x[None] for x in rows]
     present: list[bool] = []
 
     def pull_rows(*rows: Tensor) -> list[Tensor]:
@@ -154,31 +167,41 @@ def has_rows(x: Tensor) -> bool:
 def differentiates_backward() -> bool:
     """Return whether a backward pass has to be written in operations of torch.
 
-    It has, while torch records or transforms it: ``create_graph``, ``torch.func``. Tangents and
-    rows of cotangents alone do not ask for it, as :func:`pulled_together` takes them, whether
-    ``is_grads_batched`` or ``torch.vmap`` hides the rows; where both do, torch's operations do.
+    It has, while torch records or transforms it: ``create_graph``, forward mode, ``torch.func``.
+    Rows of cotangents alone do not ask for it, as :func:`pulled_together` takes them, whether
+    ``is_grads_batched`` or ``torch.vmap`` hides them; where both do, torch's operations take them.
     """
     levels = _functorch.get_interpreter_stack() or ()
     return (
         torch.is_grad_enabled()
+        or forward_ad._current_level >= 0
         or any(level.key() != _functorch.TransformType.Vmap for level in levels)
         or (len(levels) > 0 and vmap_depth() > 0)
     )
 
 
 def _pulled_with_tangents(
-    pull: Pull, cotangents: Sequence[Tensor | None], one_by_one: bool
+    pull: Pull, cotangents: Sequence[Tensor | None], one_by_one: bool, level: int | None
 ) -> list[Tensor | None]:
-    """Pull cotangents with tangents of forward mode; a pass is linear, and pulls both alike."""
+    """Pull cotangents with tangents of forward mode; a pass is linear, and pulls both alike.
+
+    With a level they have rows on a leading axis, which are hidden at this level.
+    """
+
+    def hidden(x: Tensor | None) -> Tensor | None:
+        return x if x is None or level is None else hide_rows(x, level)
+
     duals = [(None, None) if x is None else forward_ad.unpack_dual(x) for x in cotangents]
     with outside_transforms(), _outside_forward_mode():
         values, tangents = (
-            [x if x is None else unwrapped(x, _NESTED, _NESTED) for x in part]
+            [x if x is None else hidden(unwrapped(x, _NESTED, _NESTED)) for x in part]
             for part in zip(*duals, strict=True)
         )
         found, moved = (pulled_together(pull, part, one_by_one) for part in (values, tangents))
+        if level is not None:
+            found, moved = ([x if x is None else shown_rows(x) for x in y] for y in (found, moved))
     return [
-        x if x is None or y is None else forward_ad.make_dual(x, y)
+        hidden(x if x is None or y is None else forward_ad.make_dual(x, y))
         for x, y in zip(found, moved, strict=True)
     ]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from adjsim.core.arguments import as_tensor, as_whole, describe_type, refuse_uncalled_class
 from adjsim.core.declared import NOT_NEGATIVE
 from adjsim.core.state import State, detached, in_transform
+from adjsim.core.transforms import has_tangent
 
 
 @dataclass(frozen=True)
@@ -250,10 +251,10 @@ ON_GRID = 1e-3
 
 def check_times(ts: Any, either: bool = False) -> Tensor:
     """Convert save times to a float64 tensor, and check that they increase, or either way."""
-    if isinstance(ts, Tensor) and ts.requires_grad:
+    if isinstance(ts, Tensor) and (ts.requires_grad or has_tangent(ts)):
         raise ValueError(
-            "ts requires grad, and simulate has no gradient with respect to times: pass "
-            "ts.detach(), or use solve_ivp, which has one."
+            "ts requires grad or has a tangent, and simulate has no derivative with respect to "
+            "times: pass ts.detach(), or use solve_ivp, which has one."
         )
     times = as_tensor("ts", ts).to(device="cpu", dtype=torch.float64)
     if times.ndim != 1 or len(times) < 2:

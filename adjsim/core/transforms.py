@@ -68,6 +68,12 @@ def are_forward(tensors: Iterable[Tensor]) -> bool:
     return known and any(map(has_tangent, tensors))
 
 
+def without_graph(x: Tensor) -> Tensor:
+    """Return a tensor detached from its graph, with its tangent if it has one."""
+    value, tangent = forward_ad.unpack_dual(x)
+    return value.detach() if tangent is None else forward_ad.make_dual(value.detach(), tangent)
+
+
 def with_tangent(x: Tensor) -> Tensor:
     """Return a tensor with a tangent, of zeros if it has none.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_positive, as_whole
-from adjsim.core.norms import norm
+from adjsim.core.norms import unit_of
 from adjsim.core.state import AnyState
 
 
@@ -49,7 +49,11 @@ class Clip:
     def scaled(self, fields: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
         """Scale the fields of each system, which have ``batch`` leading axes of systems."""
         rows = [x.reshape(*x.shape[:batch], -1) for x in fields.values()]
-        share = (self.norm / norm(torch.cat([x.abs() for x in rows], -1), -1)).clamp(max=1.0)
+        joined = torch.cat([x.abs() for x in rows], -1)
+        # The norm itself may overflow, and that of the entries over the largest does not.
+        unit = unit_of(joined, -1)
+        size = torch.linalg.vector_norm(joined / unit, dim=-1)
+        share = (self.norm / unit.squeeze(-1) / size).clamp(max=1.0)
         return {
             name: x * share.reshape(*share.shape, *[1] * (x.ndim - batch)).to(x)
             for name, x in fields.items()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_tensor
+from adjsim.core.norms import unit_of
 from adjsim.core.typing import Array
 
 
@@ -26,8 +27,9 @@ def autocorrelation_time(series: Array, window: float = 5.0) -> float:
     sum up to it (Sokal 1997), beyond which noise dominates.
     """
     x = as_tensor("series", series).detach().double().flatten()
+    x = x / unit_of(x)
     x = x - x.mean()
-    n = len(x)
+    x, n = x / unit_of(x), len(x)
     spectrum = torch.fft.rfft(x, n=2 * n)
     rho = torch.fft.irfft(spectrum.abs() ** 2, n=2 * n)[:n]
     if float(rho[0]) <= 0:
@@ -63,11 +65,14 @@ def mean_with_error(series: Array) -> Mean:
             f"series must be (time,) or (time, replicas); got shape {tuple(x.shape)}. Independent "
             "replicas with several axes are flattened to one by series.flatten(1)."
         )
+    # Squares of large numbers overflow, and those of small ones vanish.
+    unit = unit_of(x)
+    x, unit = x / unit, float(unit)
     if x.ndim == 2 and x.shape[1] > 1:
         means = x.mean(0)
         stderr = float(means.std(correction=1)) / means.numel() ** 0.5
         ess = float(x.var(correction=1)) / stderr**2 if stderr > 0 else float("inf")
-        return Mean(float(means.mean()), stderr, ess)
+        return Mean(unit * float(means.mean()), unit * stderr, ess)
     x = x.flatten()
     ess = len(x) / autocorrelation_time(x)
-    return Mean(float(x.mean()), float(x.std(correction=1)) / ess**0.5, ess)
+    return Mean(unit * float(x.mean()), unit * float(x.std(correction=1)) / ess**0.5, ess)

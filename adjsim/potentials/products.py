@@ -13,6 +13,7 @@ from adjsim.core.arguments import outside_inference_mode
 from adjsim.core.parameters import leaves, point_of_differentiation, refuse_unknown, unknown_leaf
 from adjsim.core.rounding import UNROUNDED, Rounding, straight_through
 from adjsim.core.state import in_transform
+from adjsim.core.transforms import without_graph
 from adjsim.core.typing import Positions
 
 Tensors: TypeAlias = Sequence[Tensor]
@@ -114,7 +115,7 @@ def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return torch.zeros_like(x)
     # If nothing but the leaf made here requires grad, the result must not require grad.
     keeps_graph = x.requires_grad or next(leaves(slope), None) is not None
-    return slope if keeps_graph else slope.detach()
+    return slope if keeps_graph else without_graph(slope)
 
 
 class Elementwise:

@@ -208,7 +208,7 @@ def run(
             record,
         )
     if (compile or not adjoint.keeps_graph) and any(
-        map(has_tangent, (*state, *dynamics.parameters()))
+        map(has_tangent, (*state, *dynamics.parameters(), *dynamics.buffers()))
     ):
         raise FORWARD()
     if times[1] < times[0]:

@@ -170,6 +170,9 @@ def test_large_cotangents_do_not_overflow():
     )
     torch.testing.assert_close(found["a"], torch.tensor([[1.2], [0.0]]))
     torch.testing.assert_close(found["b"], torch.tensor([[1.6], [1.0]]))
+    # The norm of these overflows too.
+    (wide,) = adjsim.Clip(1.0, 1).scaled({"a": torch.full((1, 2500), 1e37).float()}, 1).values()
+    torch.testing.assert_close(wide, torch.full((1, 2500), 0.02).float())
 
 
 def test_clips_are_refused_where_there_are_no_steps():

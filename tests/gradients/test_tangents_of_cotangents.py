@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,9 @@ from torch.autograd import forward_ad
 
 import adjsim
 from adjsim.core import operators
+from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
 from tests.contracts import test_elastic
+from tests.contracts.test_pair_operator import triple
 from tests.devices.systems import SYSTEMS
 
 ADJOINTS = {
@@ -70,19 +74,65 @@ def test_minima() -> None:
     assert_linear(found, list(potential.parameters()))
 
 
-def test_transforms_around_the_derivative_of_a_pass_are_refused() -> None:
+def end(adjoint: Any = None, compiled: bool = False) -> tuple[Tensor, Tensor]:
+    """The end of a run of -r y, and the rates r."""
     rate = torch.nn.Parameter(torch.tensor([0.3, 0.7], dtype=torch.float64))
     ode = adjsim.ODE(Decay(rate))
-    final = adjsim.simulate(
+    run = adjsim.simulate(
         ode, ode.init(torch.ones(2).double()), [0.0, 0.2], solver=adjsim.RungeKutta("rk4", 0.1),
-        adjoint=adjsim.CheckpointAdjoint(),
-    ).final.y  # fmt: skip
+        adjoint=adjoint or adjsim.CheckpointAdjoint(), compile=compiled,
+    )  # fmt: skip
+    return run.final.y, rate
 
-    def pull(row: Tensor) -> Tensor:
-        return torch.autograd.grad(final, rate, row, retain_graph=True)[0]
 
-    with pytest.raises(NotImplementedError, match=r"call torch\.func\.jvp for each tangent"):
-        torch.func.jacfwd(pull)(torch.ones(2).double())
+def pulled(output: Tensor, wanted: Tensor, row: Tensor, **options: Any) -> Tensor:
+    return torch.autograd.grad(output, wanted, row, retain_graph=True, **options)[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_passes_inside_of_transforms(compiled: bool) -> None:
+    """They are right where the cotangent is not of the transform, and refused where it is lost."""
+    final, rate = end(compiled=compiled)
+    v, one = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    expected = pulled(final, rate, v)
+    for found in (
+        torch.func.jvp(lambda a: a * pulled(final, rate, v), (one,), (one,))[1],
+        torch.func.vmap(lambda a: a * pulled(final, rate, v))(one[None])[0],
+        torch.func.jacrev(lambda a: a * pulled(final, rate, v))(one),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=0.0)
+    for nested in (
+        lambda: torch.func.grad(lambda a: pulled(final, rate, a * v).sum())(one),
+        lambda: torch.func.jacfwd(lambda c: pulled(final, rate, c))(v),
+        lambda: torch.func.jvp(
+            lambda c: torch.func.grad(lambda a: (a * pulled(final, rate, c)).sum())(one), (v,), (v,)
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match=r"torch\.func\.jvp for each tangent"):
+            nested()
+
+
+@pytest.mark.parametrize("what", ["run", "pairs", "listed pairs", "ewald", "mesh"])
+def test_rows_with_tangents(what: str) -> None:
+    if what == "run":
+        output, wanted = end()
+    else:
+        q = triple().requires_grad_()
+        charge, box = torch.tensor([1.0, -0.5, -0.5]), [6.0] * 3
+        potential = {
+            "pairs": lambda: adjsim.LennardJones(),
+            "listed pairs": lambda: adjsim.LennardJones(cutoff=2.0, box=box),
+            "ewald": lambda: Ewald(charge, box=box, cutoff=2.9),
+            "mesh": lambda: ParticleMeshEwald(charge, box=box, cutoff=2.9),
+        }[what]()
+        output, wanted = adjsim.force(potential.double(), q), q
+    rows = torch.stack([torch.ones_like(output), output.detach()])
+    expected = [pulled(output, wanted, row) for row in rows]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.randn_like(rows), rows)
+        found = pulled(output, wanted, dual, is_grads_batched=True)
+        tangent = forward_ad.unpack_dual(found).tangent
+    torch.testing.assert_close(tangent, torch.stack(expected), rtol=1e-11, atol=1e-12)
 
 
 class Decay(torch.nn.Module):
@@ -106,3 +156,63 @@ def test_operators_refuse_tangents() -> None:
         assert torch.equal(halved(x), 0.5 * x)
         with pytest.raises(NotImplementedError, match="has no derivative"):
             halved(forward_ad.make_dual(x, x))
+
+
+class Quartic(torch.nn.Module):
+    """The energy a sum(q^4), whose force is taken by autograd."""
+
+    def __init__(self, a: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("a", a)
+
+    def forward(self, q: Tensor) -> Tensor:
+        return self.a * (q**4).sum((-1, -2))
+
+
+def dual_quartic(a: float, along: float) -> Quartic:
+    one = torch.ones((), dtype=torch.float64)
+    return Quartic(forward_ad.make_dual(a * one, along * one))
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_forces_and_runs_by_autograd_in_forward_mode(graph: bool) -> None:
+    """Tangents of the position and of a number that is a buffer."""
+    q, v = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(0)).double()
+
+    def run(potential: Quartic, position: Tensor) -> Tensor:
+        dynamics = adjsim.Hamiltonian(potential)
+        start = dynamics.init(position, torch.zeros_like(position))
+        solver = adjsim.VelocityVerlet(0.1)
+        return adjsim.simulate(dynamics, start, [0.0, 0.5], solver=solver).final.position
+
+    with torch.set_grad_enabled(graph):
+        for function in (lambda u, x: adjsim.force(u, x), run):
+            with forward_ad.dual_level():
+                found = function(dual_quartic(0.3, 2.0), forward_ad.make_dual(q, v))
+                tangent = forward_ad.unpack_dual(found).tangent
+            h = 1e-5
+            up, down = (
+                function(Quartic(torch.tensor(0.3 + 2 * s * h).double()), q + s * h * v)
+                for s in (1, -1)
+            )
+            torch.testing.assert_close(tangent, (up - down) / (2 * h), rtol=1e-7, atol=1e-8)
+
+
+def test_what_has_no_derivative_forward_in_time_refuses_tangents() -> None:
+    q, one = torch.ones(1, 2, 3).double(), torch.ones(2).double()
+    with forward_ad.dual_level():
+        dynamics = adjsim.Hamiltonian(dual_quartic(0.3, 2.0))
+        start, solver = dynamics.init(q, torch.zeros_like(q)), adjsim.VelocityVerlet(0.1)
+        with pytest.raises(NotImplementedError, match="forward in time"):
+            adjsim.simulate(
+                dynamics, start, [0.0, 0.2], solver=solver, adjoint=adjsim.CheckpointAdjoint()
+            )
+        with pytest.raises(NotImplementedError, match="forward in time"):
+            adjsim.simulate(dynamics, start, [0.0, 0.2], solver=solver, compile=True)
+        ts = forward_ad.make_dual(torch.tensor([0.0, 0.2]).double(), one)
+        with pytest.raises(ValueError, match="has a tangent"):
+            adjsim.simulate(adjsim.Hamiltonian(Quartic(one[0])), start, ts, solver=solver)
+        with pytest.raises(NotImplementedError, match="forward in time"):
+            adjsim.minimize(dual_quartic(0.3, 2.0), q)
+    with pytest.raises(NotImplementedError, match=r"not inside of torch\.func"):
+        torch.func.grad(lambda x: adjsim.minimize(Quartic(one[0]), x).sum())(q[0])

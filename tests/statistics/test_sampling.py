@@ -119,3 +119,12 @@ def test_errors_of_a_correlated_series_are_right():
     assert mean.ess == pytest.approx(n / 19.0, rel=0.1)
     assert abs(mean.value) < 4 * mean.stderr
     assert autocorrelation_time(torch.randn(10_000)) == pytest.approx(1.0, abs=0.1)
+    # Squares of these overflow, or vanish.
+    for scale in (1e200, 1e-200):
+        scaled = mean_with_error(scale * series.double())
+        assert scaled.ess == pytest.approx(mean.ess, rel=1e-4)
+        assert scaled.stderr == pytest.approx(scale * mean.stderr, rel=1e-4)
+        several = mean_with_error(scale * series.double().reshape(-1, 4))
+        assert several.stderr == pytest.approx(
+            scale * mean_with_error(series.reshape(-1, 4)).stderr, rel=1e-4
+        )

@@ -20,7 +20,8 @@ from adjsim.core.arguments import (
 from adjsim.core.reading import Reading
 from adjsim.core.rows import pulled_together
 from adjsim.core.second_derivative import refuse_second_derivative
-from adjsim.core.state import check_position
+from adjsim.core.state import check_position, in_transform
+from adjsim.core.transforms import has_tangent
 from adjsim.core.typing import Positions, PositionsLike
 from adjsim.potentials.base import force, with_energy
 from adjsim.potentials.bonded.selection import check_range
@@ -114,6 +115,11 @@ def minimize(
     if not bool(torch.isfinite(start.detach()).all()):
         raise ValueError("position has NaN or infinite entries.")
     reading = Reading(potential)
+    if in_transform() or reading.forward or has_tangent(start):
+        raise NotImplementedError(
+            "minimize has a gradient by torch.autograd alone: not inside of torch.func, and not "
+            "forward in time (jvp, jacfwd, dual tensors)."
+        )
     leaves = reading.leaves()
     free = _free(fixed, start.shape[-2])
     search = _Search(reading.bound(leaves), free, tol, max_iterations)
@@ -308,14 +314,14 @@ class _Minimum(torch.autograd.Function):
         refuse_second_derivative("the gradient of a minimum comes from a linear system")
         found, residual = ctx.saved_tensors
         search, parameters = ctx.search, ctx.parameters
-        if not torch.equal(search.force(found), residual):
-            raise RuntimeError(
-                f"a value that {type(search.potential).__name__} reads (a list, an array, a "
-                "global) has changed since the minimum was found, so the force there is another. "
-                "Call backward before the change."
-            )
 
         def pull(cotangent: Tensor) -> list[Tensor]:
+            if not torch.equal(search.force(found), residual):
+                raise RuntimeError(
+                    f"a value that {type(search.potential).__name__} reads (a list, an array, a "
+                    "global) has changed since the minimum was found, so the force there is "
+                    "another. Call backward before the change."
+                )
             total = [torch.zeros_like(p) for p in parameters.values()]
             systems = found.reshape(-1, *found.shape[-2:])
             positions: list[Tensor] = []
