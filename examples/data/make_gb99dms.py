@@ -139,12 +139,13 @@ def draw(rows, path):
     plt.close(figure)
 
 
-def gradients(protein, plan, seed, folder):
-    """Estimate the gradient after runs of one length by every estimator."""
+def gradients(protein, plan, kinds, seed, folder):
+    """Estimate the gradient after runs of one length by several estimators."""
     path = Path(folder) / f"gradients-{plan.steps}.json"
     found = opened(path, {"plan": plan._asdict(), "seed": seed})
     means = None
-    for kind in ESTIMATORS[len(found["rows"]) :]:
+    known = [row["kind"] for row in found["rows"]]
+    for kind in (x for x in kinds if x not in known):
         if means is None:
             means = protein.means(plan, seed)
         began = time.process_time()
@@ -230,6 +231,7 @@ def main():
     parser.add_argument("--protein", default="trp-cage")
     parser.add_argument("--test", default="bba")
     parser.add_argument("--kind", choices=ESTIMATORS, default="reweighting")
+    parser.add_argument("--kinds", choices=ESTIMATORS, nargs="+", default=ESTIMATORS)
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--rate", type=float, default=0.003)
     parser.add_argument("--steps", type=int, default=1000)
@@ -258,7 +260,7 @@ def main():
         return
     protein = Protein.read(given.data, given.protein)
     if given.part == "gradients":
-        found = gradients(protein, plan, given.seed, out)
+        found = gradients(protein, plan, given.kinds, given.seed, out)
     elif given.part == "differences":
         found = differences(protein, plan, given.h, given.seed, out)
     else:
