@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from adjsim.core.trajectory import (
     check_record,
     check_times,
 )
-from adjsim.core.transforms import has_tangent
+from adjsim.core.transforms import are_forward
 from adjsim.core.typing import Seed, Times
 from adjsim.dynamics.base import Dynamics, named_rates
 from adjsim.potentials.base import force
@@ -207,9 +208,8 @@ def run(
             state,
             record,
         )
-    if (compile or not adjoint.keeps_graph) and any(
-        map(has_tangent, (*state, *dynamics.parameters(), *dynamics.buffers()))
-    ):
+    tensors = chain(state, dynamics.parameters(), dynamics.buffers())
+    if (compile or not adjoint.keeps_graph) and are_forward(tensors):
         raise FORWARD()
     if times[1] < times[0]:
         back, path = mirrored(dynamics, noise, solver, times)
