@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -315,20 +316,25 @@ class _Minimum(torch.autograd.Function):
         found, residual = ctx.saved_tensors
         search, parameters = ctx.search, ctx.parameters
 
-        def pull(cotangent: Tensor) -> list[Tensor]:
+        @cache
+        def inverses() -> list[Any]:
             if not torch.equal(search.force(found), residual):
                 raise RuntimeError(
                     f"a value that {type(search.potential).__name__} reads (a list, an array, a "
                     "global) has changed since the minimum was found, so the force there is "
                     "another. Call backward before the change."
                 )
-            total = [torch.zeros_like(p) for p in parameters.values()]
-            systems = found.reshape(-1, *found.shape[-2:])
-            positions: list[Tensor] = []
-            for q, v in zip(systems, cotangent.reshape(systems.shape), strict=True):
-                inverse = search.pseudo_inverse(q)
+            made = [search.pseudo_inverse(q) for q in found.reshape(-1, *found.shape[-2:])]
+            for inverse in made:
                 inverse.check()
                 inverse.refuse_pushes(parameters)
+            return made
+
+        def pull(cotangent: Tensor) -> list[Tensor]:
+            total = [torch.zeros_like(p) for p in parameters.values()]
+            positions: list[Tensor] = []
+            each = cotangent.reshape(-1, *found.shape[-2:])
+            for inverse, v in zip(inverses(), each, strict=True):
                 hessian = inverse.hessian
                 x = inverse.solve(hessian.restrict(v))
                 along, grads = hessian.response(x, list(parameters.values()))
