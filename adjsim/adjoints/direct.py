@@ -44,7 +44,7 @@ class DirectAdjoint(Adjoint):
     def run(self, run: Run[State], report: RunReport) -> Result[State]:
         if run.compile and run.needs_gradient:
             return run_swept(run, report, AllStates)
-        if run.needs_gradient or in_transform() or run.reading.forward:
+        if run.needs_gradient or in_transform() or run.reading.has_tangents:
             run = run.connected()
         if isinstance(run.solver, ContinuousSolver):
             found = run.solver.solve(run, report, None)

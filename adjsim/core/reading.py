@@ -173,13 +173,13 @@ class Reading(Generic[M]):
 
     def connected(self) -> tuple[Tensor, ...]:
         """Return copies of the values with a graph to the tensors; leaves, if none is recorded."""
-        if torch.is_grad_enabled() or in_transform() or self.forward:
+        if torch.is_grad_enabled() or in_transform() or self.has_tangents:
             return tuple(x.clone() for x in self.tensors)
         return self.leaves()
 
     @property
-    def forward(self) -> bool:
-        """Whether a tensor has a tangent."""
+    def has_tangents(self) -> bool:
+        """Whether a tensor is differentiated forward in time."""
         return are_forward(self.tensors)
 
     def trainable(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:

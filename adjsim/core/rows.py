@@ -76,6 +76,10 @@ def pulled_together(
     rows, or, ``one_by_one``, once for each. Operations that vmap does not know take the rows one by
     one. The pull has to be linear: tangents of the cotangents, of forward mode, are pulled as they
     are.
+
+    Raises:
+        NotImplementedError: several transforms of torch.func are active, of which one has wrapped a
+            cotangent.
     """
     given = [x for x in cotangents if x is not None]
     level, legacy = level_of_rows(), any(map(are_hidden, given))

@@ -116,7 +116,7 @@ def minimize(
     if not bool(torch.isfinite(start.detach()).all()):
         raise ValueError("position has NaN or infinite entries.")
     reading = Reading(potential)
-    if in_transform() or reading.forward or has_tangent(start):
+    if in_transform() or reading.has_tangents or has_tangent(start):
         raise NotImplementedError(
             "minimize has a gradient by torch.autograd alone: not inside of torch.func, and not "
             "forward in time (jvp, jacfwd, dual tensors)."
