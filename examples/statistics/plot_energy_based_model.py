@@ -583,7 +583,6 @@ print(f"pathwise takes {ratio:.1f} times as long as the score function")
 three = ("score function", "persistent", "pathwise")
 assert late["score function"] < 2 * late["likelihood, by quadrature"]
 assert 0.5 < late["pathwise"] / late["score function"] < 2
-assert ratio > 1.5
 assert late["pathwise, opposite sign"] > 1.5 * late["pathwise"]
 assert swing["score function"] > 1.3 * swing["likelihood, by quadrature"]
 assert late["persistent"] > 1.2 * late["score function"]
