@@ -21,7 +21,7 @@ import re
 from collections.abc import Sequence, Set
 from typing import Any
 
-from adjsim.compiler.nests import PARALLEL_WORK, Nest, Task, tree
+from adjsim.compiler.nests import PARTS, Nest, Task, tree
 from adjsim.compiler.operations import literal
 from adjsim.compiler.stages import StagedBody
 from adjsim.compiler.teams import PRAGMA
@@ -44,8 +44,8 @@ from adjsim.compiler.values import (
 # The least and the largest number of points: that of a few vectors, and that of the columns' sums
 # on the stack.
 FEWEST, MOST = 4 * LANES, 1024
-# The parts of a large matrix that threads share, of which each has every eighth row.
-PARTS = 8
+# The number of points from which on a matrix has parts, which threads share.
+SHARED = 96
 # The numbers of a row that wait between stages: four vectors.
 WAITING = 4 * LANES
 # The largest number of operations for the terms of both orders, over that for one.
@@ -227,12 +227,12 @@ class HalfNest(Nest):
 
     @property
     def parallel(self) -> bool:
-        return self.parts > 1 and self.threads > 1
+        return self.parts > 1 and self.large and self.threads > 1
 
     @property
     def parts(self) -> int:
         """The number of parts of the matrix, which does not depend on the threads."""
-        return PARTS if math.prod(self.length.values()) >= PARALLEL_WORK else 1
+        return PARTS if max(self.length.values()) >= SHARED else 1
 
     def lines(self) -> list[str]:
         """Print the nest."""

@@ -32,8 +32,11 @@ from adjsim.compiler.values import (
     Value,
 )
 
-# Smallest number of elements of a loop that is shared by threads.
-PARALLEL_WORK = 131_072
+# The least work of a loop that threads share: its elements times their operations. An element of
+# few operations counts as eight, the time of its reads.
+PARALLEL_WORK, LEAST = 1 << 20, 8
+# The parts of a loop that threads share: rows of a matrix, or blocks of columns.
+PARTS = 8
 # Number of neighbouring sums that are accumulated together.
 BLOCK = 16
 # The same, of sums over the rows of a matrix.
@@ -240,8 +243,20 @@ class Nest:
     @property
     def parallel(self) -> bool:
         """Whether threads share the outermost loop."""
-        large = math.prod(self.length.values()) >= PARALLEL_WORK
-        return large and self.threads > 1 and bool(self._outer)
+        return self.large and self.threads > 1 and bool(self._outer or self._shares_columns)
+
+    @property
+    def _shares_columns(self) -> bool:
+        """Whether the outermost loop is over blocks of sums, which threads may share."""
+        sums_only = all(task.summed for task, _, _ in self.results)
+        is_outermost = not self._outer and self.innermost[0] in self.kept_loops
+        return bool(self.summed_loops) and sums_only and is_outermost
+
+    @property
+    def large(self) -> bool:
+        """Whether the loop has work enough for threads to share it."""
+        each = max(LEAST, len(self.body.lines))
+        return math.prod(self.length.values()) * each >= PARALLEL_WORK
 
     def _heads(self) -> list[str]:
         """Print the heads of outer loops."""
@@ -305,6 +320,8 @@ class Nest:
         )
         # Parts of rows that are far apart in memory take longer to read than whole rows.
         block = min(ROW if reads_rows and all(s.lanes == 1 for s in sums) else BLOCK, limit)
+        if self.parallel and self._shares_columns:
+            block = min(block, -(-limit // (PARTS * LANES)) * LANES)
         head = f"for (int64_t l = 0; l < {block}; ++l) {{ const int64_t {innermost} = b + l;"
         lines = [
             *self._heads(),
@@ -331,7 +348,8 @@ class Nest:
             lines.append(f"for (int64_t l = 0; l < {block}; ++l) {{")
             lines += [f"{s.name}[lane * {block} + l] = {s.name}p[l];" for s in sums]
             lines += ["}", "}"]
-        lines.append(head)
+        # The sums that the last block repeats are those of another thread.
+        lines.append(head.replace("l = 0", "l = again"))
         for s in sums:
             parts = [f"{s.name}[{n * block} + l]" for n in range(s.lanes)]
             lines.append(f"{s.target} = {tree(parts)};")

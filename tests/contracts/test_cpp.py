@@ -23,6 +23,7 @@ from adjsim.compiler import LoopSpec, Operators, compile_loop, compiled, library
 from adjsim.compiler.halves import HalfNest
 from adjsim.compiler.invariants import transposed
 from adjsim.compiler.mathematics import FUNCTIONS, scalar_functions
+from adjsim.compiler.nests import Nest
 from adjsim.compiler.operations import TRANSCENDENTAL as TRANSCENDENTAL_PRINTERS
 from adjsim.compiler.repetitions import merge_repetitions
 from adjsim.compiler.reproducible import TANH
@@ -720,6 +721,43 @@ def test_sums_over_pairs_compute_each_pair_once(atoms, dtype, exact, monkeypatch
         # Sums of multiples of a power of two have no rounding error.
         at = list(PAIR_SUMS).index("rounded")
         assert torch.equal(found[at], wanted[at])
+
+
+# Sums of rows, of columns, and of both at once, of matrices of which threads have parts.
+SHARED_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of rows": lambda d, q: sum((d.abs() + k).pow(q) * d for k in range(1, 8)).sum(1),
+    "of columns": lambda d, q: sum((d.abs() + k).pow(q) * d for k in range(1, 8)).sum(0),
+    "of pairs": lambda d, q: sum((d**2 + k).rsqrt() * torch.exp(-d.abs()) for k in range(1, 9)).sum(
+        1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_SUMS)
+@pytest.mark.parametrize("exact", [False, True], ids=["plain", "exact"])
+def test_threads_have_the_sums_of_one(name, exact, monkeypatch):
+    """To the last bit, for numbers of points that fill no vector and no part of the columns."""
+    x, q = numbers(205, dtype=torch.float64), numbers(205, dtype=torch.float64, seed=1)
+    shared: list[Nest] = []
+    lines = {kind: kind.lines for kind in (Nest, HalfNest)}
+    for kind in lines:
+        monkeypatch.setattr(
+            kind, "lines", lambda nest, kind=kind: [shared.append(nest), lines[kind](nest)][1]
+        )
+
+    def function(x: Tensor, q: Tensor) -> Tensor:
+        return SHARED_SUMS[name](x[:, None] - x, q)
+
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(printed(function, x, q, exact=exact))
+            assert any(nest.parallel for nest in shared) == (threads > 1)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], function(x, q), rtol=1e-11, atol=1e-11)
 
 
 TERMS: dict[str, Callable[[Tensor], Tensor]] = {

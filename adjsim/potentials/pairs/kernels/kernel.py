@@ -27,6 +27,8 @@ NUMBER, TABLE, ATOM = "NUMBER", "TABLE", "ATOM"
 FUNCTION = "FUNCTION"
 # Sums of a function's coefficients are over so many parts of the pairs, whichever thread has them.
 PARTS = 16
+# About the fewest operations of a pair, in the work that threads share.
+PAIR_OPERATIONS = 32
 NO_BOX, ORTHOGONAL, TILTED = 0, 1, 2
 # What a kernel returns for a species without a row in tables, as a printed loop does, and for an
 # exclusion of an atom that there is not.
@@ -395,4 +397,4 @@ def _evaluate(kernel: Kernel, inputs: dict[str, Any]) -> list[Tensor]:
 
 def thread_count(pairs: int) -> int:
     """Return the number of threads that share this number of pairs."""
-    return torch.get_num_threads() if pairs >= PARALLEL_WORK else 1
+    return torch.get_num_threads() if pairs * PAIR_OPERATIONS >= PARALLEL_WORK else 1
