@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from adjsim.core.transforms import has_tangent
+from adjsim.core.transforms import has_tangent, in_forward_mode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,7 +43,7 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
 def _without_tangents(function: F) -> F:
     @wraps(function)
     def evaluate(*given: Any, **named: Any) -> Any:
-        if forward_ad._current_level >= 0:
+        if in_forward_mode():
             tensors = (x for x in tree_leaves((given, named)) if isinstance(x, Tensor))
             if any(map(has_tangent, tensors)):
                 _refuse(None)

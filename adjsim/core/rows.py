@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from adjsim.core.transforms import (
     are_forward,
     has_tangent,
+    in_forward_mode,
     is_wrapped,
     outside_transforms,
     unwrapped,
@@ -82,37 +83,19 @@ def pulled_together(
             cotangent.
     """
     given = [x for x in cotangents if x is not None]
-    level, legacy = level_of_rows(), any(map(are_hidden, given))
-    count = max(len(shown(x, level, 1)) for x in given) if legacy else 1
-    rows = [shown(x, level, count) if legacy else x for x in given]
-    if forward_ad._current_level >= 0 and any(map(has_tangent, rows)):
+    level = level_of_rows() if any(map(are_hidden, given)) else None
+    rows = given if level is None else _shown_alike(given, level)
+    if in_forward_mode() and any(map(has_tangent, rows)):
         if not are_forward(rows):
             raise _NESTED()
-        parts = iter(rows)
-        whole = [None if x is None else next(parts) for x in cotangents]
-        return _pulled_with_tangents(pull, whole, one_by_one, level if legacy else None)
-    if not any(map(has_rows, given)):
-        if any(map(is_wrapped, given)):
-            raise _NESTED()
-        # What a pass differentiates was recorded outside of the transforms.
-        with outside_transforms():
-            return list(pull(*cotangents))
-    rows = rows if legacy else [x[None] for x in rows]
-    present: list[bool] = []
-
-    def pull_rows(*rows: Tensor) -> list[Tensor]:
-        parts = iter(rows)
-        whole = [None if x is None else next(parts) for x in cotangents]
-        with outside_vmap():
-            found = _rows_of(pull, whole, one_by_one)
-        present[:] = [x is not None for x in found]
-        return [x for x in found if x is not None]
-
-    parts = iter(_Rows.apply(pull_rows, *rows))
-    found = [next(parts) if there else None for there in present]
-    if legacy:
-        return [None if x is None else hide_rows(x, level) for x in found]
-    return [None if x is None else x[0] for x in found]
+        return _pulled_with_tangents(pull, _filled(cotangents, rows), one_by_one, level)
+    if level is not None or any(map(has_rows, given)):
+        return _pulled_in_rows(pull, cotangents, rows, one_by_one, level)
+    if any(map(is_wrapped, given)):
+        raise _NESTED()
+    # What a pass differentiates was recorded outside of the transforms.
+    with outside_transforms():
+        return list(pull(*cotangents))
 
 
 def shown_rows(x: Tensor) -> Tensor:
@@ -178,7 +161,7 @@ def differentiates_backward() -> bool:
     levels = _functorch.get_interpreter_stack() or ()
     return (
         torch.is_grad_enabled()
-        or forward_ad._current_level >= 0
+        or in_forward_mode()
         or any(level.key() != _functorch.TransformType.Vmap for level in levels)
         or (len(levels) > 0 and vmap_depth() > 0)
     )
@@ -210,6 +193,41 @@ def _pulled_with_tangents(
     ]
 
 
+def _pulled_in_rows(
+    pull: Pull,
+    cotangents: Sequence[Tensor | None],
+    rows: Sequence[Tensor],
+    one_by_one: bool,
+    level: int | None,
+) -> list[Tensor | None]:
+    """Pull all rows at once, on a leading axis at a level, or those of the vmaps of torch.func."""
+    present: list[bool] = []
+
+    def pull_rows(*rows: Tensor) -> list[Tensor]:
+        with outside_vmap():
+            found = _rows_of(pull, _filled(cotangents, rows), one_by_one)
+        present[:] = [x is not None for x in found]
+        return [x for x in found if x is not None]
+
+    parts = iter(_Rows.apply(pull_rows, *(rows if level is not None else [x[None] for x in rows])))
+    found = [next(parts) if there else None for there in present]
+    if level is not None:
+        return [None if x is None else hide_rows(x, level) for x in found]
+    return [None if x is None else x[0] for x in found]
+
+
+def _shown_alike(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
+    """Return tensors with the rows of a level as first axis, equal ones for those without."""
+    count = max(len(shown(x, level, 1)) for x in tensors)
+    return [shown(x, level, count) for x in tensors]
+
+
+def _filled(places: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Put tensors at the places that are not None."""
+    parts = iter(tensors)
+    return [None if x is None else next(parts) for x in places]
+
+
 def _rows_of(pull: Pull, rows: Sequence[Tensor | None], one_by_one: bool) -> list[Tensor | None]:
     """Pull rows, all at once if possible, as ``is_grads_batched`` hides them.
 
@@ -219,8 +237,7 @@ def _rows_of(pull: Pull, rows: Sequence[Tensor | None], one_by_one: bool) -> lis
     given = [x for x in rows if x is not None]
 
     def pull_row(*row: Tensor) -> tuple[Tensor | None, ...]:
-        parts = iter(row)
-        return tuple(pull(*(None if x is None else next(parts) for x in rows)))
+        return tuple(pull(*_filled(rows, row)))
 
     together = None if one_by_one else _vmap(pull_row, allow_none_pass_through=True)
     return _of_each_row(pull_row, given, together)

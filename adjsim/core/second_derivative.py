@@ -24,9 +24,16 @@ def once_differentiable(x: Tensor, gradient: str, remedy: str = "") -> Tensor:
 
 class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *refusal: str) -> Tensor:
-        ctx.refusal = refusal
+    def forward(x: Tensor, *refusal: str) -> Tensor:
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.refusal = inputs[1:]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return tangent.view_as(tangent)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:

@@ -59,9 +59,14 @@ def has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
+def in_forward_mode() -> bool:
+    """Return whether tensors may have tangents now: torch.func.jvp or a dual level is active."""
+    return forward_ad._current_level >= 0
+
+
 def are_forward(tensors: Iterable[Tensor]) -> bool:
     """Return whether one of the tensors has a tangent, of the innermost transform."""
-    if forward_ad._current_level < 0:
+    if not in_forward_mode():
         return False
     inner = _functorch.peek_interpreter_stack()
     known = inner is None or inner.key() == _functorch.TransformType.Jvp

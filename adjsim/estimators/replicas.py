@@ -243,7 +243,7 @@ def state_function(observable: Observable[Any]) -> Callable[[Any], Tensor] | Non
 
 
 def checked(values: Tensor, start: AnyState) -> Tensor:
-    """Refuse values of an observable that are complex or none, or lack the axis of the states."""
+    """Refuse values of an observable that are complex or empty, or lack the axis of the states."""
     count = start[0].shape[0]
     if values.is_complex():
         # A row of cotangents would give the derivative of its real part alone.

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from adjsim.core.rows import are_hidden, hide_rows, level_of_rows, shown_rows
 from adjsim.core.second_derivative import refuse_second_derivative
@@ -26,6 +25,7 @@ from adjsim.core.state import in_transform
 from adjsim.core.transforms import (
     FunctionOfRows,
     RefuseWrapped,
+    has_tangent,
     is_wrapped,
     outside_transforms,
     unwrapped,
@@ -48,10 +48,9 @@ def plain(x: Tensor) -> Tensor:
         return unwrapped(x, partial(ValueError, NO_BATCH), AGAIN).detach()
 
 
-def has_tangent(x: Tensor) -> bool:
-    """Return whether a tensor carries a tangent, or is differentiated by torch.func."""
-    wrapped = in_transform() and is_wrapped(x)
-    return wrapped or forward_ad.unpack_dual(x).tangent is not None
+def is_transformed(x: Tensor) -> bool:
+    """Return whether a tensor has a tangent, or is differentiated by torch.func."""
+    return (in_transform() and is_wrapped(x)) or has_tangent(x)
 
 
 def refuse_wrapped() -> RefuseWrapped:
@@ -72,14 +71,9 @@ def is_solution(node: Any) -> bool:
     return getattr(node, "_forward_cls", None) is _Connected
 
 
-def in_forward_mode() -> bool:
-    """Return whether a transform of torch.func, or forward automatic differentiation, is active."""
-    return in_transform() or forward_ad._current_level >= 0
-
-
 def is_tracked(x: Tensor) -> bool:
     """Return whether a derivative with respect to a tensor is recorded now."""
-    return (torch.is_grad_enabled() and x.requires_grad) or has_tangent(x)
+    return (torch.is_grad_enabled() and x.requires_grad) or is_transformed(x)
 
 
 def connected(value: Tensor, inputs: Sequence[Tensor], pull: Pull, push: Push | None) -> Tensor:
@@ -97,7 +91,8 @@ class _Connected(torch.autograd.Function):
         ctx.pull, ctx.push, _, *given = inputs
         # The values of the inputs are those of the run, whatever becomes of them. Where they have
         # tangents they are kept, so that a second derivative is an error.
-        kept = given if any(map(has_tangent, given)) else [x.detach().new_empty(0) for x in given]
+        keeps = any(map(is_transformed, given))
+        kept = given if keeps else [x.detach().new_empty(0) for x in given]
         ctx.save_for_backward(*kept)
         ctx.save_for_forward(*kept)
         ctx.shapes = [x.shape for x in given]

@@ -30,8 +30,8 @@ from adjsim.core.rebinding import Rebound
 from adjsim.core.state import in_transform
 from adjsim.core.transforms import outside_transforms
 from adjsim.ivp.connection import (
-    has_tangent,
     is_solution,
+    is_transformed,
     plain,
     refuse_wrapped,
     undeclared,
@@ -71,7 +71,7 @@ class InputTensors:
         unregistered = [x for x in nodes if isinstance(x, Tensor)]
         arguments = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         found = (*arguments, *registered, *unregistered)
-        wanted = {id(x): x for x in found if x.requires_grad or has_tangent(x)}
+        wanted = {id(x): x for x in found if x.requires_grad or is_transformed(x)}
         self.originals += wanted.values()
         # Copies, so that a later change of a tensor in place is one of the next run alone.
         with outside_transforms():
@@ -112,7 +112,7 @@ class InputTensors:
     def refuse_undeclared(self, out: Tensor, *known: Tensor) -> None:
         """Refuse a rate whose graph has a leaf that is neither declared nor known."""
         given = {id(x) for x in (*known, *self.leaves)}
-        if has_tangent(out):
+        if is_transformed(out):
             raise undeclared("a tensor with a tangent, which")
         for node in graph_nodes(out):
             leaf = getattr(node, "variable", None)

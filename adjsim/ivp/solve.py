@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adjsim.core.arguments import as_flag, as_number, outside_inference_mode
-from adjsim.core.transforms import outside_transforms
+from adjsim.core.state import in_transform
+from adjsim.core.transforms import in_forward_mode, outside_transforms
 from adjsim.ivp.columns import COLUMN_METHODS, check_columns, solve_columns
-from adjsim.ivp.connection import in_forward_mode, is_tracked, plain
+from adjsim.ivp.connection import is_tracked, plain
 from adjsim.ivp.events import Event
 from adjsim.ivp.march import LSODA
 from adjsim.ivp.piecewise import ADJOINTS, DenseSolution, OdeResult, PiecewiseSolve
@@ -278,7 +279,7 @@ def solve_ivp(
 
 
 def _refuse_forward_mode(what: str, present: bool) -> None:
-    if present and in_forward_mode():
+    if present and (in_transform() or in_forward_mode()):
         raise ValueError(
             f"torch.func (jacrev, jacfwd, jvp, grad) and forward-mode tensors do not take {what}: "
             "use torch.autograd.grad, with is_grads_batched=True for a Jacobian."

@@ -75,7 +75,7 @@ def jackknife(protein, means):
     return float(protein.loss(means.mean(0))), float(error)
 
 
-def train(protein, plan, kind, iterations, rate, seed, folder):
+def train(protein, plan, kind, iterations, rate, seed, folder, head):
     """Follow a gradient by Adam, from the initial numbers; return all iterations."""
     settings = {"plan": plan._asdict(), "kind": kind, "rate": rate, "seed": seed}
     word = kind.replace(" ", "-")
@@ -98,6 +98,7 @@ def train(protein, plan, kind, iterations, rate, seed, folder):
             "norm of its stderr": float(estimate.grad_stderr["scales"].norm()),
             "ess": estimate.diagnostics["ess"],
             "scales": scales,
+            "commit": head,
         }
         m, v = (torch.tensor(adam[x]) for x in "mv")
         m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
@@ -139,7 +140,7 @@ def draw(rows, path):
     plt.close(figure)
 
 
-def gradients(protein, plan, kinds, seed, folder):
+def gradients(protein, plan, kinds, seed, folder, head):
     """Estimate the gradient after runs of one length by several estimators."""
     path = Path(folder) / f"gradients-{plan.steps}.json"
     found = opened(path, {"plan": plan._asdict(), "seed": seed})
@@ -158,6 +159,7 @@ def gradients(protein, plan, kinds, seed, folder):
             row[name] = estimate.grad[name].tolist()
             row[f"{name} stderr"] = estimate.grad_stderr[name].tolist()
         row |= {"growth": info.get("growth"), "ess": info["ess"], "seconds": seconds}
+        row["commit"] = head
         found["rows"].append(row)
         found["seconds"] += seconds
         write(path, found)
@@ -165,7 +167,7 @@ def gradients(protein, plan, kinds, seed, folder):
     return found
 
 
-def differences(protein, plan, h, seed, folder):
+def differences(protein, plan, h, seed, folder, head):
     """Take differences of the loss by scales of kinds, with errors over replicas."""
     path = Path(folder) / f"differences-{plan.steps}.json"
     found = opened(path, {"plan": plan._asdict(), "h": h, "seed": seed})
@@ -188,6 +190,7 @@ def differences(protein, plan, h, seed, folder):
         value = protein.loss(up.mean(0)) - protein.loss(down.mean(0))
         error = (left.var(correction=0) * (count - 1)).sqrt()
         row = {"kind": kind, "value": float(value) / (2 * h), "stderr": float(error)}
+        row["commit"] = head
         found["rows"].append(row)
         found["seconds"] += time.process_time() - began
         write(path, found)
@@ -195,7 +198,7 @@ def differences(protein, plan, h, seed, folder):
     return found
 
 
-def tested(protein, scales, plan, seed, folder, name):
+def tested(protein, scales, plan, seed, folder, name, head):
     """Compute a loss with the initial and with the trained numbers."""
     path = Path(folder) / f"test-{name}.json"
     found = opened(path, {"plan": plan._asdict(), "seed": seed, "name": name})
@@ -203,7 +206,7 @@ def tested(protein, scales, plan, seed, folder, name):
         protein.scale(numbers)
         began = time.process_time()
         loss, error = jackknife(protein, protein.means(plan, seed))
-        found["rows"].append({"loss": loss, "stderr": error})
+        found["rows"].append({"loss": loss, "stderr": error, "commit": head})
         found["seconds"] += time.process_time() - began
         write(path, found)
         print(name, loss, error, flush=True)
@@ -260,21 +263,18 @@ def main():
         return
     protein = Protein.read(given.data, given.protein)
     if given.part == "gradients":
-        found = gradients(protein, plan, given.kinds, given.seed, out)
+        gradients(protein, plan, given.kinds, given.seed, out, head)
     elif given.part == "differences":
-        found = differences(protein, plan, given.h, given.seed, out)
+        differences(protein, plan, given.h, given.seed, out, head)
     else:
         options = given.kind, given.iterations, given.rate, given.seed, out
-        found = train(protein, plan, *options)
-    word = given.kind.replace(" ", "-")
-    name = f"training-{word}" if given.part == "train" else f"{given.part}-{steps}"
-    write(out / f"{name}.json", {**found, "commit": head})
-    if given.part == "train":
+        found = train(protein, plan, *options, head)
+        word = given.kind.replace(" ", "-")
         protein.write(out / f"trained-{word}.xml")
         scales = dict(zip(protein.keys, found["scales"], strict=True))
         for which in (given.protein, given.test):
             other, name = Protein.read(given.data, which), f"{word}-{which}"
-            tested(other, scales, plan, 900, out, name)
+            tested(other, scales, plan, 900, out, name, head)
 
 
 if __name__ == "__main__":

@@ -55,10 +55,11 @@ KINDS = list(dict.fromkeys(kind for _, kind in ROWS))
 AT = {steps: [kind for kind in KINDS if (steps, kind) in ROWS] for steps in LENGTHS}
 for name in ("gradients", "differences", "training"):
     for length, part in parts_of(name).items():
-        plan = part["settings"]["plan"]
+        plan, commits = part["settings"]["plan"], [x["commit"] for x in part["rows"]]
         print(
             f"{name} {length}: {plan['replicas']} replicas of {plan['steps']} steps, "
-            f"{part['seconds']:.0f} s of a core, commit {part['commit'][:10]}"
+            f"{part['seconds']:.0f} s of a core, commit "
+            + ", ".join(x[:10] for x in dict.fromkeys(commits))
         )
 
 

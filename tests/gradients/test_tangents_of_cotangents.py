@@ -204,6 +204,41 @@ def test_forces_and_runs_by_autograd_in_forward_mode(graph: bool) -> None:
             torch.testing.assert_close(tangent, (up - down) / (2 * h), rtol=1e-7, atol=1e-8)
 
 
+def cubic(k: Tensor) -> adjsim.ODE:
+    return adjsim.ODE(lambda t, y, k: 1 - k * y**3, args=(k,))
+
+
+def end_of(solver: Any) -> Any:
+    def end(k: Tensor, y: Tensor) -> Tensor:
+        ode = cubic(k)
+        return adjsim.simulate(ode, ode.init(y), [0.0, 1.0], solver=solver).final[0]
+
+    return end
+
+
+IMPLICIT = {
+    "backward euler": end_of(adjsim.BackwardEuler(0.05)),
+    "midpoint": end_of(adjsim.ImplicitMidpoint(0.05)),
+    "steady state": lambda k, y: adjsim.steady_state(cubic(k), y).y,
+}
+
+
+@pytest.mark.parametrize("name", IMPLICIT)
+@pytest.mark.parametrize("graph", [False, True])
+def test_implicit_equations_in_forward_mode(name: str, graph: bool) -> None:
+    """Tangents of a number and of the start, by the implicit function theorem."""
+    solve, one = IMPLICIT[name], torch.ones(()).double()
+    k, y = 0.7 * one, torch.tensor([1.3, 0.4]).double()
+    with torch.set_grad_enabled(graph):
+        with forward_ad.dual_level():
+            tangents = 2 * one, torch.tensor([0.3, -1.0]).double()
+            duals = (forward_ad.make_dual(*x) for x in zip((k, y), tangents, strict=True))
+            found = forward_ad.unpack_dual(solve(*duals)).tangent
+        h = 1e-5
+        up, down = (solve(k + s * h * tangents[0], y + s * h * tangents[1]) for s in (1, -1))
+    torch.testing.assert_close(found, (up - down).detach() / (2 * h), rtol=1e-7, atol=1e-8)
+
+
 def test_what_has_no_derivative_forward_in_time_refuses_tangents() -> None:
     q, one = torch.ones(1, 2, 3).double(), torch.ones(2).double()
     with forward_ad.dual_level():
@@ -220,5 +255,10 @@ def test_what_has_no_derivative_forward_in_time_refuses_tangents() -> None:
             adjsim.simulate(adjsim.Hamiltonian(Quartic(one[0])), start, ts, solver=solver)
         with pytest.raises(NotImplementedError, match="forward in time"):
             adjsim.minimize(dual_quartic(0.3, 2.0), q)
+        with pytest.raises(NotImplementedError, match="forward in time"):
+            adjsim.simulate(dynamics, start, [0.0, 0.2], solver=adjsim.BackwardEuler(0.1))
+        ode = cubic(forward_ad.make_dual(one[0], one[0]))
+        with pytest.raises(NotImplementedError, match="dopri5 has no derivatives forward in time"):
+            adjsim.simulate(ode, ode.init(one), [0.0, 1.0], solver=adjsim.ODESolver("dopri5"))
     with pytest.raises(NotImplementedError, match=r"not inside of torch\.func"):
         torch.func.grad(lambda x: adjsim.minimize(Quartic(one[0]), x).sum())(q[0])

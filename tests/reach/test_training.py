@@ -49,7 +49,7 @@ def test_a_killed_training_goes_on_with_the_same_numbers(scripts, double, tmp_pa
     plan = gb99dms.Plan(4, 0, 2, 2, clip_every=2, compile=False)
 
     def trained(name):
-        options = "clipped path", 2, 0.01, 3, tmp_path / name
+        options = "clipped path", 2, 0.01, 3, tmp_path / name, "a commit"
         return make.train(peptide(gb99dms), plan, *options)
 
     whole = trained("whole")
@@ -73,8 +73,9 @@ def test_a_killed_training_goes_on_with_the_same_numbers(scripts, double, tmp_pa
     assert resumed["scales"] == whole["scales"] != [1.0] * len(whole["scales"])
     assert not (tmp_path / "killed" / "clipped-path-1").exists()
     assert (tmp_path / "killed" / "training-clipped-path.png").exists()
+    options = "clipped path", 2, 0.02, 3, tmp_path / "killed", "a commit"
     with pytest.raises(ValueError, match="other settings"):
-        make.train(peptide(gb99dms), plan, "clipped path", 2, 0.02, 3, tmp_path / "killed")
+        make.train(peptide(gb99dms), plan, *options)
 
 
 def averaged():

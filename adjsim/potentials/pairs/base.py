@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from adjsim.compiler import TYPES
 from adjsim.core.derived import MADE, Made, are, own_tensors
@@ -22,6 +21,7 @@ from adjsim.core.refusal import Refusal
 from adjsim.core.rounding import UNROUNDED, UNROUNDED_BOTH, Rounding, Roundings
 from adjsim.core.state import in_transform
 from adjsim.core.strain import Strain
+from adjsim.core.transforms import in_forward_mode
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.evaluated import Evaluated
@@ -241,7 +241,7 @@ def unsupported(pair: PairFormula, position: Tensor) -> Refusal | None:
         f"positions are on {position.device.type}": position.device.type not in KERNEL_CLASSES,
         f"positions are {dtype}": dtype not in TYPES or not dtype.is_floating_point,
         "there are no atoms": position.numel() == 0,
-        "forward-mode differentiation is active": forward_ad._current_level >= 0,
+        "forward-mode differentiation is active": in_forward_mode(),
         "the box requires grad": box is not None and box.requires_grad,
         "it has modules with tensors": any(own_tensors(part) for part in pair.other_modules()),
         "positions have more than three dimensions": position.shape[-1] > 3,

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from adjsim.core.box import nearest_image
 from adjsim.core.layout import is_tracing
 from adjsim.core.neighbour_list import NearestImages
 from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.state import in_transform
+from adjsim.core.transforms import in_forward_mode
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs.formula import (
     Operand,
@@ -48,7 +48,7 @@ def recording() -> tuple[bool, ...]:
         in_transform(),
         torch.compiler.is_compiling(),
         torch.jit.is_tracing(),
-        forward_ad._current_level >= 0,
+        in_forward_mode(),
     )
 
 

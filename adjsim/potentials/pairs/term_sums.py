@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from adjsim.compiler import TYPES, CompilerError, UnprintableError
 from adjsim.core.box import Periodic
@@ -35,6 +34,7 @@ from adjsim.core.layout import is_tracing
 from adjsim.core.rows import of_each_row, pulled_together
 from adjsim.core.state import in_transform
 from adjsim.core.strain import Strain
+from adjsim.core.transforms import in_forward_mode
 from adjsim.potentials.pairs.kernels.cpu import lists
 from adjsim.potentials.pairs.kernels.exclusions import check_exclusions
 from adjsim.potentials.pairs.kernels.kernel import NO_BOX, ORTHOGONAL, TILTED
@@ -146,7 +146,7 @@ class StagedSums(Periodic):
             and not in_transform()
             and not torch.compiler.is_compiling()
             and not torch.jit.is_tracing()
-            and forward_ad._current_level < 0
+            and not in_forward_mode()
             and self._is_large(position, is_tracing() if compiled is None else compiled)
             and _compiles(position.dtype)
         )

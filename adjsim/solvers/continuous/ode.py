@@ -12,6 +12,7 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_positive
 from adjsim.core.state import State
+from adjsim.core.transforms import are_forward
 from adjsim.solvers.base import refuse_no_equation
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.continuous.backward_equation import Backsolve, BackwardEquation
@@ -71,6 +72,11 @@ class ODESolver(ContinuousSolver):
             raise TypeError(
                 "scipy_solver cannot be backpropagated through: use BacksolveAdjoint(), or "
                 "another method."
+            )
+        if self.method in ADAPTIVE and are_forward((*run.state, *run.reading.tensors)):
+            raise NotImplementedError(
+                f"torchdiffeq's {self.method} has no derivatives forward in time (jvp, jacfwd, "
+                "dual tensors): use a method of fixed steps, RungeKutta, or solve_ivp."
             )
 
     def integrate(self, field: VectorField[State], start: Fields, times: Tensor) -> Fields:

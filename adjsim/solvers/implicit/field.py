@@ -19,6 +19,7 @@ from adjsim.core.layout import is_tracing, outside_tracing
 from adjsim.core.rows import outside_vmap, shown_rows
 from adjsim.core.second_derivative import once_differentiable
 from adjsim.core.state import AnyState, State
+from adjsim.core.transforms import in_forward_mode
 from adjsim.dynamics.cotangents import Cotangents, add_each
 from adjsim.dynamics.fields.ode import FieldDynamics
 from adjsim.dynamics.moves import Move
@@ -109,12 +110,15 @@ class ImplicitField(Move):
     def solve(self, t: Tensor, y: Tensor) -> tuple[Tensor, int]:
         """Solve ``x = y + a f(t, x)`` with its derivative, and count the evaluations of f."""
         x, evaluations = self._newton(t, y.detach(), self.a)
-        if not torch.is_grad_enabled() or not bool(torch.isfinite(x).all()):
+        # Parameters may have tangents, which the iterations do not differentiate.
+        x = x.detach()
+        wanted = torch.is_grad_enabled() or in_forward_mode()
+        if not wanted or not bool(torch.isfinite(x).all()):
             return x, evaluations
         linear = self.linear(t, x, self.a)
         if bool(linear.coupled(self.a)):
             raise ValueError(COUPLED)
-        inverse = torch.linalg.inv(linear.matrix)
+        inverse = torch.linalg.inv(linear.matrix.detach())
         # Equal to x, with the derivative of the theorem: x and J are constants here.
         correction = y + self.a * self.rate(t, x) - x
         why = "the gradient of an implicit step comes from a linear system"

@@ -13,6 +13,7 @@ from adjsim.core.arguments import as_positive, as_whole, describe_type
 from adjsim.core.reading import read
 from adjsim.core.second_derivative import once_differentiable
 from adjsim.core.state import in_transform
+from adjsim.core.transforms import in_forward_mode
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.solvers.implicit.field import Linear, jacobian, largest
 
@@ -108,7 +109,9 @@ def steady_state(ode: Any, y: Any, *, tol: float = 1e-10, max_iterations: int = 
     # A start of zeros may hide that y is multiplied by the time, and the steady state a sum.
     _refuse_time(rates, x)
     _refuse_time(rates, x + 1e-3 * (1 + x.abs()))
-    if torch.is_grad_enabled():
+    # Parameters may have tangents, which the iterations do not differentiate.
+    x, matrix = x.detach(), matrix.detach()
+    if torch.is_grad_enabled() or in_forward_mode():
         # Equal to x, with the derivative of the theorem: x and J are constants here.
         moved = once_differentiable(rates(x), "the gradient of a steady state has a linear system")
         x = x - torch.linalg.solve(matrix, moved - moved.detach())

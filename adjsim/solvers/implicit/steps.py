@@ -24,6 +24,7 @@ from adjsim.core.state import (
     in_transform,
     position_of,
 )
+from adjsim.core.transforms import are_forward
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.fields.ode import FieldDynamics
@@ -80,6 +81,11 @@ class ImplicitMove(Move):
     def flow(self, state: State, context: MoveContext) -> State:
         assert isinstance(state, AnyMomentumState)
         q, p, c = state.position, state.momentum, context.coefficients["1/m"]
+        if are_forward((q, p, c, *self.reading.tensors)):
+            raise NotImplementedError(
+                "implicit steps of a Hamiltonian have no derivatives forward in time (jvp, jacfwd, "
+                "dual tensors): use a Splitting, or torch.autograd.grad."
+            )
         trainable = [self.reading.tensors[i] for i in self.reading.wanted]
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, p, c, *trainable)):
             q, p = _Step.apply(self, context, q, p, c, *trainable)

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from adjsim.core.rows import differentiates_backward, pulled_together
 from adjsim.core.state import in_transform
 from adjsim.core.strain import Strain
+from adjsim.core.transforms import in_forward_mode
 from adjsim.potentials.strained import at_rest
 
 # The force, and the force along the strain, W, of the shape of the strain.
@@ -52,7 +52,7 @@ def forces_of(
     value, rows = strain or (None, None)
     point = position, charge, value
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in point)
-    if not wanted or in_transform() or forward_ad._current_level >= 0:
+    if not wanted or in_transform() or in_forward_mode():
         return make(strain).linearised(position, charge)[0]
     return _Forces.apply(make, rows, *point)
 
