@@ -16,9 +16,11 @@ from adjsim.compiler.reproducible import (
     FUSED,
     FUSED_VECTORS,
     VECTOR,
+    atan2,
     erfc,
     exp,
     log,
+    sin_and_cos,
     tanh,
 )
 
@@ -197,16 +199,20 @@ namespace {{ namespace math {{
 """
 
 
+# Functions of doubles with the same bits in every loop, of which floats have those of C.
+OF_C = ("exp", "log", "sin", "cos")
 # The functions of an exact run are scalar, or have the same bits in every loop.
 REPRODUCIBLE = f"""
 {_DECLARED}
 namespace {{ namespace math {{
-{_defined(without=["exp", "log", "tanh", "erfc"])}
+{_defined(without=["exp", "log", "tanh", "erfc", "sin", "cos", "atan2"])}
 {_OWN}
 {exp(DOUBLE)}
 {log(DOUBLE)}
-inline float exp(float x) {{ return ::expf(x); }}
-inline float log(float x) {{ return ::logf(x); }}
+{sin_and_cos(DOUBLE)}
+{atan2(DOUBLE)}
+{" ".join(f"inline float {name}(float x) {{ return ::{name}f(x); }}" for name in OF_C)}
+inline float atan2(float y, float x) {{ return ::atan2f(y, x); }}
 {_BY_EXP}
 }} }}
 """
