@@ -23,7 +23,7 @@ from typing import Any
 
 from adjsim.compiler.nests import PARTS, Nest, Task, tree
 from adjsim.compiler.operations import literal
-from adjsim.compiler.stages import StagedBody
+from adjsim.compiler.stages import WAITING, StagedBody
 from adjsim.compiler.teams import PRAGMA
 from adjsim.compiler.values import (
     LANES,
@@ -46,8 +46,6 @@ from adjsim.compiler.values import (
 FEWEST, MOST = 4 * LANES, 1024
 # The number of points from which on a matrix has parts, which threads share.
 SHARED = 96
-# The numbers of a row that wait between stages: four vectors.
-WAITING = 4 * LANES
 # The largest number of operations for the terms of both orders, over that for one.
 MORE = 1.2
 # The printed operations of one number that change its sign with that of the number: products and

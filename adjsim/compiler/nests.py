@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from adjsim.compiler.stages import WAITING, StagedBody
 from adjsim.compiler.teams import PRAGMA
 from adjsim.compiler.values import (
     LANES,
     LONG,
     TYPES,
-    Body,
     Buffer,
     Index,
     Indices,
@@ -41,6 +41,8 @@ PARTS = 8
 BLOCK = 16
 # The same, of sums over the rows of a matrix.
 ROW = 512
+# The number of operations from which on a term is computed in stages.
+LONG_CHAIN = 48
 
 
 class Space(NamedTuple):
@@ -146,7 +148,7 @@ class Nest:
         self.summed_loops = [f"j{n}" for n in range(len(summed))]
         loops = [*self.kept_loops, *self.summed_loops]
         self.length = dict(zip(loops, [*kept, *summed], strict=True))
-        self.body = Body("v", fused=fused)
+        self.body = StagedBody(fused)
         self.results: list[tuple[Task, str, Index]] = []
         self._add(tasks)
 
@@ -286,14 +288,7 @@ class Nest:
             lines += [self._head(innermost), *self.body.lines, *self._stores()]
             lines += [f"{s.name} += {s.term};" for s in sums]
         else:
-            lines += [
-                *_steps(limit, LANES),
-                "#pragma omp simd",
-                f"for (int64_t l = 0; l < {LANES}; ++l) {{",
-                f"const int64_t {innermost} = b + l;",
-                *self.body.lines,
-                *self._stores(),
-            ]
+            lines += self._vectors(innermost, limit)
             for s in sums:
                 inside = f"({innermost} < {length} ? {s.term} : ({s.kind})0)"
                 lines.append(f"{s.name}t[l] = {inside if limit > length else s.term};")
@@ -305,11 +300,39 @@ class Nest:
                 else f"for (int64_t l = again; l < {LANES}; ++l) {s.name} += {s.name}t[l];"
                 for s in sums
             ]
-        lines.append("}")
+        lines += ["}"] * (2 if length > LANES and self._in_stages(limit) else 1)
         for s in sums:
             parts = [s.name] if s.lanes == 1 else [f"{s.name}[{n}]" for n in range(s.lanes)]
             lines.append(f"{s.target} = {tree(parts)};")
         return lines + ["}"] * len(self.kept_loops)
+
+    def _in_stages(self, limit: int) -> bool:
+        """Whether the elements of a row are computed in stages."""
+        return limit > WAITING and len(self.body.lines) >= LONG_CHAIN and not self.body.refuses
+
+    def _vectors(self, innermost: str, limit: int) -> list[str]:
+        """Print the loop over the vectors of a row, in stages if their chains are long."""
+        simd = [
+            "#pragma omp simd",
+            f"for (int64_t l = 0; l < {LANES}; ++l) {{",
+            f"const int64_t {innermost} = b + l;",
+        ]
+        if not self._in_stages(limit):
+            return [*_steps(limit, LANES), *simd, *self.body.lines, *self._stores()]
+        arrays, (*before, last) = self.body.stages([text for _, text, _ in self.results], WAITING)
+        last_begin = limit - LANES
+        head = [
+            f"for (int64_t step = block; step < end; step += {LANES}) {{",
+            f"const int64_t b = step < {last_begin} ? step : {last_begin};",
+            "const int64_t again = step - b, at = step - block;",
+        ]
+        return [
+            f"for (int64_t block = 0; block < {limit}; block += {WAITING}) {{",
+            f"const int64_t end = block < {limit - WAITING} ? block + {WAITING} : {limit};",
+            *arrays,
+            *(x for stage in before for x in [*head, *simd, *stage, "}", "}"]),
+            *[*head, *simd, *last, *self._stores()],
+        ]
 
     def _blocks(self, innermost: str, limit: int) -> list[str]:
         """Print sums for neighbouring elements, a block of elements at a time."""

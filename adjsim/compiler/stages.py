@@ -14,7 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from adjsim.compiler.values import TYPES, Body, Buffer, Index, Indices, Lazy
+from adjsim.compiler.values import LANES, TYPES, Body, Buffer, Index, Indices, Lazy
+
+# The numbers of a row that wait between stages: four vectors.
+WAITING = 4 * LANES
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class StagedBody(Body):
         self._statements: dict[str, Statement] = {}
         # The variables in each of the expressions that are being printed.
         self._operands: list[list[str]] = [[]]
+
+    def copy(self) -> StagedBody:
+        found = super().copy()
+        assert isinstance(found, StagedBody)
+        return found
 
     def read(self, buffer: Buffer, index: Indices) -> str:
         if buffer.variable:

@@ -374,7 +374,9 @@ class Body:
 
     def copy(self) -> Body:
         """Return a copy to which statements can be added."""
-        return Body(**{name: copy(part) for name, part in vars(self).items()})
+        found = copy(self)
+        vars(found).update({name: copy(part) for name, part in vars(self).items()})
+        return found
 
     def read(self, buffer: Buffer, index: Indices) -> str:
         """Return the variable that holds an element of a buffer."""

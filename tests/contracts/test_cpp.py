@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from adjsim.compiler import LoopSpec, Operators, compile_loop, compiled, library
+from adjsim.compiler import LoopSpec, Operators, compile_loop, compiled, library, nests
 from adjsim.compiler.halves import HalfNest
 from adjsim.compiler.invariants import transposed
 from adjsim.compiler.mathematics import FUNCTIONS, scalar_functions
@@ -799,6 +800,33 @@ def test_threads_have_the_sums_of_one(name, exact, monkeypatch):
         torch.set_num_threads(before)
     assert torch.equal(*found)
     torch.testing.assert_close(found[0], function(x, q), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("atoms", [33, 40, 205])
+@pytest.mark.parametrize("exact", [False, True], ids=["plain", "exact"])
+def test_long_chains_of_rows_have_the_same_bits_in_stages(atoms, exact, monkeypatch):
+    """A matrix that is stored too, for the sums of its columns, and rows that fill no vector."""
+    x, q = numbers(atoms, dtype=torch.float64), numbers(atoms, dtype=torch.float64, seed=1)
+
+    def function(x: Tensor, q: Tensor) -> Tensor:
+        d = x[:, None] - x
+        terms = [torch.log(k + torch.exp(-d * q) / (1 + d * d)).sqrt() for k in range(1, 9)]
+        matrix = sum(t * d + q for t in terms)
+        rows = torch.where(x > 0, matrix.sum(1), 0.0)
+        return rows + (materialise_contiguous(terms[0] * q) * x[:, None]).sum(0)
+
+    printed_lines: list[str] = []
+    lines = Nest.lines
+    monkeypatch.setattr(
+        Nest, "lines", lambda nest: [printed_lines.extend(lines(nest)), lines(nest)][1]
+    )
+    found = printed(function, x, q, exact=exact)
+    assert sum("at = step - block" in x for x in printed_lines) > 2
+    printed_lines.clear()
+    monkeypatch.setattr(nests, "LONG_CHAIN", sys.maxsize)
+    assert torch.equal(found, printed(function, x, q, exact=exact))
+    assert not any("at = step - block" in x for x in printed_lines)
+    torch.testing.assert_close(found, function(x, q), rtol=1e-12, atol=1e-12)
 
 
 TERMS: dict[str, Callable[[Tensor], Tensor]] = {
