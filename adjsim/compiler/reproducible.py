@@ -160,13 +160,22 @@ __attribute__((always_inline)) inline {name} exp({name} x) {{
 }}"""
 
 
+# 2 atanh(s) = 2 s + s^3 L(s^2) for |s| <= (sqrt(2) - 1) / (sqrt(2) + 1). The polynomial
+# interpolates at the Chebyshev nodes, with 120 digits. Written as doubles it makes a relative error
+# of 6e-19.
+LOG = [
+    "0x1.5555555555555p-1", "0x1.9999999999a38p-2", "0x1.2492492476cccp-2",
+    "0x1.c71c720159178p-3", "0x1.745cf9048dd74p-3", "0x1.3b1c355a8feb6p-3",
+    "0x1.0fbe95d70a28fp-3", "0x1.0c039c4a14838p-3",
+]  # fmt: skip
+
+
 def log(kind: Kind) -> str:
     """Print the natural logarithm of a type.
 
     log(x) = n log(2) + log(1 + f) with x = 2^n (1 + f) and 1 + f between sqrt(1/2) and sqrt(2).
-    With s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + R), where R is the series of
-    2 atanh(s) / s without its first term. It ends with 2 s^22 / 23, since s^2 < 0.0295. Subnormal
-    numbers are multiplied by 2^54 first.
+    With s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + R), where R is 2 atanh(s) / s - 2.
+    Subnormal numbers are multiplied by 2^54 first.
     """
     (name, integer, *_), of = kind, kind.of
     return f"""
@@ -186,7 +195,7 @@ __attribute__((always_inline)) inline {name} log({name} x) {{
   n = (n - 0x1p52) - (small ? {of("1077.0")} : {of("1023.0")});
   f = f - 1;
   const {name} s = f / (2 + f), square = s * s, half = 0.5 * f * f, z = square * square;
-{_two_chains(kind, [repr(2 / k) for k in range(3, 24, 2)])}
+{_two_chains(kind, LOG)}
   const {name} series = fused(odd, square, even);
   const {name} rest = fused(s, fused(square, series, half), n * 0x1.473de6af278edp-34);
   const {name} value = fused(n, {of("0x1.62e42fefp-1")}, -((half - rest) - f));
