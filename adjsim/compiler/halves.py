@@ -21,9 +21,10 @@ import re
 from collections.abc import Sequence, Set
 from typing import Any
 
-from adjsim.compiler.nests import PARTS, Nest, Task, tree
+from adjsim.compiler.nests import PARTS, Nest, Task
 from adjsim.compiler.operations import literal
 from adjsim.compiler.stages import WAITING, StagedBody
+from adjsim.compiler.sums import tree
 from adjsim.compiler.teams import PRAGMA
 from adjsim.compiler.values import (
     LANES,

@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from adjsim.compiler.stages import WAITING, StagedBody
+from adjsim.compiler.sums import Sum, element, steps, tree
 from adjsim.compiler.teams import PRAGMA
 from adjsim.compiler.values import (
     LANES,
@@ -181,7 +182,7 @@ class Nest:
         """Print the nest."""
         if not self.length:
             lines = self.body.lines + [
-                f"{_element(task.buffer, at)} = {text};" for task, text, at in self.results
+                f"{element(task.buffer, at)} = {text};" for task, text, at in self.results
             ]
         else:
             name, limit = self.innermost
@@ -318,7 +319,7 @@ class Nest:
             f"const int64_t {innermost} = b + l;",
         ]
         if not self._in_stages(limit):
-            return [*_steps(limit, LANES), *simd, *self.body.lines, *self._stores()]
+            return [*steps(limit, LANES), *simd, *self.body.lines, *self._stores()]
         arrays, (*before, last) = self.body.stages([text for _, text, _ in self.results], WAITING)
         last_begin = limit - LANES
         head = [
@@ -348,7 +349,7 @@ class Nest:
         head = f"for (int64_t l = 0; l < {block}; ++l) {{ const int64_t {innermost} = b + l;"
         lines = [
             *self._heads(),
-            *_steps(limit, block),
+            *steps(limit, block),
             *(f"alignas(64) {s.kind} {s.name}[{s.lanes * block}] = {{}};" for s in sums),
         ]
         # One partial sum after the other, unless a sum has to take its terms in order.
@@ -378,49 +379,13 @@ class Nest:
             lines.append(f"{s.target} = {tree(parts)};")
         return lines + ["}"] * (len(self._outer) + 2)
 
-    def _sums(self, lanes: int) -> list[_Sum]:
+    def _sums(self, lanes: int) -> list[Sum]:
         """Return the sums, with ``lanes`` partial sums where a sum may have any number."""
         return [
-            _Sum(f"s{n}", TYPES[t.buffer.dtype], t.lanes or lanes, term, _element(t.buffer, at))
+            Sum(f"s{n}", TYPES[t.buffer.dtype], t.lanes or lanes, term, element(t.buffer, at))
             for n, (t, term, at) in enumerate(r for r in self.results if r[0].summed)
         ]
 
     def _stores(self) -> list[str]:
         """Print the assignments of elements that are not summed."""
         return [f"{t.buffer.name}[{at}] = {term};" for t, term, at in self.results if not t.summed]
-
-
-class _Sum(NamedTuple):
-    """A sum: its variable, type, number of partial sums, term, and the place of its value."""
-
-    name: str
-    kind: str
-    lanes: int
-    term: str
-    target: str
-
-
-def _steps(limit: int, width: int) -> list[str]:
-    """Print the head of a loop whose steps are of one width.
-
-    The last step begins early, and its first numbers, ``again``, are computed twice.
-    """
-    if limit % width == 0:
-        return [f"for (int64_t b = 0; b < {limit}; b += {width}) {{", "const int64_t again = 0;"]
-    last = limit - width
-    return [
-        f"for (int64_t step = 0; step < {limit}; step += {width}) {{",
-        f"const int64_t b = step < {last} ? step : {last}, again = step - b;",
-    ]
-
-
-def _element(buffer: Buffer, at: Index) -> str:
-    return buffer.name if buffer.variable else f"{buffer.name}[{at}]"
-
-
-def tree(terms: list[str]) -> str:
-    """Print the sum of partial sums by a binary tree."""
-    while len(terms) > 1:
-        half = len(terms) // 2
-        terms = [f"({a} + {b})" for a, b in zip(terms[:half], terms[half:], strict=True)]
-    return terms[0]

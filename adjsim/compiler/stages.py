@@ -10,6 +10,7 @@ their short chains overlap. Operations and their order within a term are those o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +48,9 @@ class StagedBody(Body):
         self._operands: list[list[str]] = [[]]
 
     def copy(self) -> StagedBody:
-        found = super().copy()
-        assert isinstance(found, StagedBody)
+        """Return a copy to which statements can be added."""
+        found = copy(self)
+        vars(found).update({name: copy(part) for name, part in vars(self).items()})
         return found
 
     def read(self, buffer: Buffer, index: Indices) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -371,12 +370,6 @@ class Body:
     refuses: bool = False
     _known: dict[tuple[Value, Indices], str] = field(default_factory=dict)
     _expressions: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    def copy(self) -> Body:
-        """Return a copy to which statements can be added."""
-        found = copy(self)
-        vars(found).update({name: copy(part) for name, part in vars(self).items()})
-        return found
 
     def read(self, buffer: Buffer, index: Indices) -> str:
         """Return the variable that holds an element of a buffer."""

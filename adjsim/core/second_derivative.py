@@ -32,8 +32,8 @@ class _OnceDifferentiable(torch.autograd.Function):
         ctx.refusal = inputs[1:]
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return tangent.view_as(tangent)
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return tangents[0].view_as(tangents[0])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
