@@ -346,7 +346,7 @@ class Nest:
         block = min(ROW if reads_rows and all(s.lanes == 1 for s in sums) else BLOCK, limit)
         if self.parallel and self._shares_columns:
             block = min(block, -(-limit // (PARTS * LANES)) * LANES)
-        head = f"for (int64_t l = 0; l < {block}; ++l) {{ const int64_t {innermost} = b + l;"
+        place = f"const int64_t {innermost} = b + l;"
         lines = [
             *self._heads(),
             *steps(limit, block),
@@ -363,17 +363,18 @@ class Nest:
             ]
         else:
             lines.append(self._head(summed))
-        lines += ["#pragma omp simd", head, *self.body.lines, *self._stores()]
+        each = f"for (int64_t l = 0; l < {block}; ++l) {{"
+        lines += ["#pragma omp simd", each, place, *self.body.lines, *self._stores()]
         for s in sums:
             lane = f"{summed} % {LANES} * {block} + l" if s.lanes > 1 else "l"
             lines.append(f"{s.name}{'p[l]' if apart else f'[{lane}]'} += {s.term};")
         lines += ["}", "}"]
         if apart:
-            lines.append(f"for (int64_t l = 0; l < {block}; ++l) {{")
+            lines.append(each)
             lines += [f"{s.name}[lane * {block} + l] = {s.name}p[l];" for s in sums]
             lines += ["}", "}"]
         # The sums that the last block repeats are those of another thread.
-        lines.append(head.replace("l = 0", "l = again"))
+        lines += [f"for (int64_t l = again; l < {block}; ++l) {{", place]
         for s in sums:
             parts = [f"{s.name}[{n * block} + l]" for n in range(s.lanes)]
             lines.append(f"{s.target} = {tree(parts)};")
