@@ -100,8 +100,8 @@ def once(work: Work, steps: int, store: str | None) -> None:
     gradients = work.gradient(run)
     seconds = time.perf_counter() - begun
     growth = resident("VmHWM") - before
-    print(f"{steps} steps, {torch.get_num_threads()} threads: forward {forward:.0f} s, whole ")
-    print(f"gradient {seconds:.0f} s, resident set + {growth:.1f} MB")
+    print(f"{steps} steps, {torch.get_num_threads()} threads, resident set + {growth:.1f} MB:")
+    print(f"forward {forward:.0f} s, whole gradient {seconds:.0f} s")
     names = ("reconstruction_error", "buffer_bits", "buffer_bound", "resumed_at")
     print({name: run.stats.get(name) for name in names})
     print(f"loss {float(work.protein.loss(run.record[0].detach())):.6f}")
@@ -119,6 +119,8 @@ def main() -> None:
     parser.add_argument("--store", help="folder in which this run saves itself")
     parser.add_argument("--kill", type=float, help="seconds after which the process is killed")
     given = parser.parse_args()
+    if given.steps is None and (given.store or given.kill):
+        parser.error("--store and --kill are for one run: give --steps.")
     torch.set_default_dtype(torch.float64)
     work = Work(given.data)
     work.gradient(work.run(200))

@@ -21,7 +21,7 @@ import re
 from collections.abc import Sequence, Set
 from typing import Any
 
-from adjsim.compiler.nests import PARTS, Nest, Task
+from adjsim.compiler.nests import Nest, Task
 from adjsim.compiler.operations import literal
 from adjsim.compiler.stages import WAITING, StagedBody
 from adjsim.compiler.sums import tree
@@ -45,8 +45,9 @@ from adjsim.compiler.values import (
 # The least and the largest number of points: that of a few vectors, and that of the columns' sums
 # on the stack.
 FEWEST, MOST = 4 * LANES, 1024
-# The number of points from which on a matrix has parts, which threads share.
-SHARED = 96
+# The parts of a matrix that threads share, of which each has every eighth row, and the number of
+# points from which on a matrix has parts.
+PARTS, SHARED = 8, 96
 # The largest number of operations for the terms of both orders, over that for one.
 MORE = 1.2
 # The printed operations of one number that change its sign with that of the number: products and

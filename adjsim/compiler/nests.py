@@ -36,8 +36,6 @@ from adjsim.compiler.values import (
 # The least work of a loop that threads share: its elements times their operations. An element of
 # few operations counts as eight, the time of its reads.
 PARALLEL_WORK, LEAST = 1 << 20, 8
-# The parts of a loop that threads share: rows of a matrix, or blocks of columns.
-PARTS = 8
 # Number of neighbouring sums that are accumulated together.
 BLOCK = 16
 # The same, of sums over the rows of a matrix.
@@ -246,14 +244,7 @@ class Nest:
     @property
     def parallel(self) -> bool:
         """Whether threads share the outermost loop."""
-        return self.large and self.threads > 1 and bool(self._outer or self._shares_columns)
-
-    @property
-    def _shares_columns(self) -> bool:
-        """Whether the outermost loop is over blocks of sums, which threads may share."""
-        sums_only = all(task.summed for task, _, _ in self.results)
-        is_outermost = not self._outer and self.innermost[0] in self.kept_loops
-        return bool(self.summed_loops) and sums_only and is_outermost
+        return self.large and self.threads > 1 and bool(self._outer)
 
     @property
     def large(self) -> bool:
@@ -344,9 +335,7 @@ class Nest:
         )
         # Parts of rows that are far apart in memory take longer to read than whole rows.
         block = min(ROW if reads_rows and all(s.lanes == 1 for s in sums) else BLOCK, limit)
-        if self.parallel and self._shares_columns:
-            block = min(block, -(-limit // (PARTS * LANES)) * LANES)
-        place = f"const int64_t {innermost} = b + l;"
+        head = f"for (int64_t l = 0; l < {block}; ++l) {{ const int64_t {innermost} = b + l;"
         lines = [
             *self._heads(),
             *steps(limit, block),
@@ -363,18 +352,16 @@ class Nest:
             ]
         else:
             lines.append(self._head(summed))
-        each = f"for (int64_t l = 0; l < {block}; ++l) {{"
-        lines += ["#pragma omp simd", each, place, *self.body.lines, *self._stores()]
+        lines += ["#pragma omp simd", head, *self.body.lines, *self._stores()]
         for s in sums:
             lane = f"{summed} % {LANES} * {block} + l" if s.lanes > 1 else "l"
             lines.append(f"{s.name}{'p[l]' if apart else f'[{lane}]'} += {s.term};")
         lines += ["}", "}"]
         if apart:
-            lines.append(each)
+            lines.append(f"for (int64_t l = 0; l < {block}; ++l) {{")
             lines += [f"{s.name}[lane * {block} + l] = {s.name}p[l];" for s in sums]
             lines += ["}", "}"]
-        # The sums that the last block repeats are those of another thread.
-        lines += [f"for (int64_t l = again; l < {block}; ++l) {{", place]
+        lines.append(head)
         for s in sums:
             parts = [f"{s.name}[{n * block} + l]" for n in range(s.lanes)]
             lines.append(f"{s.target} = {tree(parts)};")

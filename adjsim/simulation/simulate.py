@@ -46,7 +46,7 @@ from adjsim.core.trajectory import (
     check_record,
     check_times,
 )
-from adjsim.core.transforms import are_forward
+from adjsim.core.transforms import are_forward, in_forward_mode
 from adjsim.core.typing import Seed, Times
 from adjsim.dynamics.base import Dynamics, named_rates
 from adjsim.potentials.base import force
@@ -208,9 +208,12 @@ def run(
             state,
             record,
         )
-    tensors = chain(state, dynamics.parameters(), dynamics.buffers())
-    if (compile or not adjoint.keeps_graph) and are_forward(tensors):
-        raise FORWARD()
+    if in_forward_mode() and (compile or not adjoint.keeps_graph):
+        function = record.function if isinstance(record, TimeAverage) else record
+        # Rates have the tangents of tensors that are not registered.
+        rates = rates_at_start(dynamics, state, float(times[0]), function, 0.0).values()
+        if are_forward(chain(state, dynamics.parameters(), dynamics.buffers(), rates)):
+            raise FORWARD()
     if times[1] < times[0]:
         back, path = mirrored(dynamics, noise, solver, times)
         settings = record, path, progress, compile, store, continues

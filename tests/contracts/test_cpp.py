@@ -765,10 +765,9 @@ def test_sums_over_pairs_compute_each_pair_once(atoms, dtype, exact, monkeypatch
         assert torch.equal(found[at], wanted[at])
 
 
-# Sums of rows, of columns, and of both at once, of matrices of which threads have parts.
+# Sums of rows and of pairs, of which threads have parts.
 SHARED_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of rows": lambda d, q: sum((d.abs() + k).pow(q) * d for k in range(1, 8)).sum(1),
-    "of columns": lambda d, q: sum((d.abs() + k).pow(q) * d for k in range(1, 8)).sum(0),
     "of pairs": lambda d, q: sum((d**2 + k).rsqrt() * torch.exp(-d.abs()) for k in range(1, 9)).sum(
         1
     ),
@@ -778,7 +777,7 @@ SHARED_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", SHARED_SUMS)
 @pytest.mark.parametrize("exact", [False, True], ids=["plain", "exact"])
 def test_threads_have_the_sums_of_one(name, exact, monkeypatch):
-    """To the last bit, for numbers of points that fill no vector and no part of the columns."""
+    """To the last bit, for numbers of points that fill no vector."""
     x, q = numbers(205, dtype=torch.float64), numbers(205, dtype=torch.float64, seed=1)
     shared: list[Nest] = []
     lines = {kind: kind.lines for kind in (Nest, HalfNest)}

@@ -239,6 +239,18 @@ def test_implicit_equations_in_forward_mode(name: str, graph: bool) -> None:
     torch.testing.assert_close(found, (up - down).detach() / (2 * h), rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.parametrize("name", IMPLICIT)
+def test_implicit_equations_refuse_second_derivatives_in_forward_mode(name: str) -> None:
+    """The theorem holds for the first one: its matrix and its point are constants."""
+    leaf = torch.tensor(0.7).double().requires_grad_()
+    y = torch.tensor([1.3, 0.4]).double()
+    with forward_ad.dual_level():
+        found = IMPLICIT[name](forward_ad.make_dual(leaf, torch.ones_like(leaf)), y).square().sum()
+        for part in (found, forward_ad.unpack_dual(found).tangent):
+            with pytest.raises(RuntimeError, match="a backward pass of dual tensors"):
+                torch.autograd.grad(part, leaf, retain_graph=True)
+
+
 def test_what_has_no_derivative_forward_in_time_refuses_tangents() -> None:
     q, one = torch.ones(1, 2, 3).double(), torch.ones(2).double()
     with forward_ad.dual_level():
@@ -258,7 +270,17 @@ def test_what_has_no_derivative_forward_in_time_refuses_tangents() -> None:
         with pytest.raises(NotImplementedError, match="forward in time"):
             adjsim.simulate(dynamics, start, [0.0, 0.2], solver=adjsim.BackwardEuler(0.1))
         ode = cubic(forward_ad.make_dual(one[0], one[0]))
-        with pytest.raises(NotImplementedError, match="dopri5 has no derivatives forward in time"):
-            adjsim.simulate(ode, ode.init(one), [0.0, 1.0], solver=adjsim.ODESolver("dopri5"))
+        for method in ("dopri5", "scipy_solver"):
+            with pytest.raises(NotImplementedError, match=f"{method} has no derivatives forward"):
+                adjsim.simulate(ode, ode.init(one), [0.0, 1.0], solver=adjsim.ODESolver(method))
+        # Of a tensor that is not registered, the rates have the tangent.
+        hidden = forward_ad.make_dual(one[0], one[0])
+        ode = adjsim.ODE(lambda t, y: -hidden * y)
+        for adjoint in (adjsim.CheckpointAdjoint(), adjsim.BacksolveAdjoint()):
+            solver = adjsim.ODESolver("rk4", dt=0.1)
+            if isinstance(adjoint, adjsim.CheckpointAdjoint):
+                solver = adjsim.RungeKutta("rk4", 0.1)
+            with pytest.raises(NotImplementedError, match="forward in time"):
+                adjsim.simulate(ode, ode.init(one), [0.0, 1.0], solver=solver, adjoint=adjoint)
     with pytest.raises(NotImplementedError, match=r"not inside of torch\.func"):
         torch.func.grad(lambda x: adjsim.minimize(Quartic(one[0]), x).sum())(q[0])

@@ -73,7 +73,7 @@ class ODESolver(ContinuousSolver):
                 "scipy_solver cannot be backpropagated through: use BacksolveAdjoint(), or "
                 "another method."
             )
-        if self.method in ADAPTIVE and are_forward((*run.state, *run.reading.tensors)):
+        if self.method in ADAPTIVE + SCIPY and are_forward((*run.state, *run.reading.tensors)):
             raise NotImplementedError(
                 f"torchdiffeq's {self.method} has no derivatives forward in time (jvp, jacfwd, "
                 "dual tensors): use a method of fixed steps, RungeKutta, or solve_ivp."
