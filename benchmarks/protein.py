@@ -33,7 +33,7 @@ import adjsim
 
 DATA = Path(adjsim.__file__).parents[1] / "examples" / "data"
 sys.path.insert(0, str(DATA))
-from gb99dms import DT, Plan, Protein  # noqa: E402
+from gb99dms import Plan, Protein  # noqa: E402
 
 CLIP, ROUNDS = adjsim.Clip(0.1, 100), 4
 
@@ -61,7 +61,7 @@ class Work:
             simulation.ts,
             solver=simulation.solver,
             adjoint=adjsim.ReversibleAdjoint().clipped(CLIP),
-            record=adjsim.TimeAverage(self.protein.moments, plan.burn_in * DT, plan.every),
+            record=self.protein.average(self.protein.moments, plan),
             generator=1,
             compile=True,
             progress=progress,

@@ -23,7 +23,21 @@ OPTIONS = {
     "rigidWater": False,
     "implicitSolventKappa": 0.7 / unit.nanometer,
 }
-PS, DT, KT, FRICTION = 1000 * units.fs, units.fs, 300 * units.kB, 0.1
+PS, KT, FRICTION = 1000 * units.fs, 300 * units.kB, 0.1
+
+
+class Model(NamedTuple):
+    """The options of OpenMM for a system, and the step of its runs."""
+
+    options: dict
+    dt: float
+
+
+# As the published trainings, and as the published long runs.
+FLEXIBLE = Model(OPTIONS, units.fs)
+CONSTRAINED = Model(
+    OPTIONS | {"constraints": app.HBonds, "hydrogenMass": 4 * unit.amu}, 4 * units.fs
+)
 NANOMETRE = 10.0
 SOLVENT = ("radius", "scale", "alpha", "beta", "gamma", "neck", "offset")
 ESTIMATORS = ("exact path", "clipped path", "reweighting", "score")
@@ -54,9 +68,10 @@ class Plan(NamedTuple):
 class Protein:
     """A structure with ff14SB and GBn2, and the target of its distances (angstrom)."""
 
-    def __init__(self, pdb, target=None):
-        self.pdb = pdb
-        self.system = app.ForceField(*FILES).createSystem(pdb.topology, **OPTIONS)
+    def __init__(self, pdb, target=None, model=FLEXIBLE):
+        self.pdb, self.model, self.dt = pdb, model, model.dt
+        field = app.ForceField(*FILES)
+        self.system = field.createSystem(pdb.topology, **model.options)
         self.potential, structure = from_openmm(
             self.system, pdb.positions, pdb.topology
         )
@@ -64,6 +79,9 @@ class Protein:
         self.dynamics = adjsim.Langevin(
             self.potential, structure.mass, KT, friction=FRICTION / PS
         )
+        if structure.constraints is not None:
+            held = structure.constraints
+            self.dynamics = adjsim.Constrained(self.dynamics, held)
         names = [atom.name for atom in pdb.topology.atoms()]
         self.alpha = torch.tensor([i for i, name in enumerate(names) if name == "CA"])
         self.pairs = torch.triu_indices(len(self.alpha), len(self.alpha), 1)
@@ -85,13 +103,13 @@ class Protein:
                 self.keys += [f"{name} {key}" for key in own]
 
     @staticmethod
-    def read(folder, name):
+    def read(folder, name, model=FLEXIBLE):
         """Read a structure, and the means and deviations of its target."""
         lines = (Path(folder) / f"{name}.txt").read_text().split("\n")[:2]
         target = torch.tensor([[float(x) for x in line.split()] for line in lines])
         count = round(target.shape[1] ** 0.5)
         pdb = app.PDBFile(str(Path(folder) / f"{name}.pdb"))
-        return Protein(pdb, NANOMETRE * target.reshape(2, count, count))
+        return Protein(pdb, NANOMETRE * target.reshape(2, count, count), model)
 
     def _groups(self):
         """Return the group of each number: of one type, term or initial value."""
@@ -111,6 +129,13 @@ class Protein:
             found[f"solvent.{name}"] = [f"{x:.6f}" for x in numbers]
         return found
 
+    def names(self):
+        """Return the names that the dynamics gives to the trained numbers."""
+        own = {id(x): name for name, x in self.dynamics.named_parameters()}
+        return {
+            name: own[id(self.potential.get_parameter(name))] for name in self.index
+        }
+
     def _sizes(self):
         return [int(index.max()) + 1 for index in self.index.values()]
 
@@ -126,10 +151,11 @@ class Protein:
     def by_scale(self, gradient):
         """Return the derivatives by all scales, from those by the numbers."""
         found = []
+        names = self.names()
         for (name, initial), size in zip(
             self.initial.items(), self._sizes(), strict=True
         ):
-            terms = (gradient[f"potential.{name}"] * initial).reshape(-1)
+            terms = (gradient[names[name]] * initial).reshape(-1)
             found.append(terms.new_zeros(size).index_add(0, self.index[name], terms))
         return torch.cat(found)
 
@@ -150,8 +176,8 @@ class Protein:
         no row of a type can hold where the solvent has changed.
         """
         try:
-            topology = self.pdb.topology
-            write_force_field(path, self.potential, topology, FILES, **OPTIONS)
+            topology, options = self.pdb.topology, self.model.options
+            write_force_field(path, self.potential, topology, FILES, **options)
         except ValueError as reason:
             print(f"a system is written instead: {reason}")
             system = to_openmm(self.potential, self.system)
@@ -179,14 +205,18 @@ class Protein:
         return adjsim.Simulation(
             self.dynamics,
             initial,
-            [0.0, plan.steps * DT],
-            solver=adjsim.Splitting("BAOAB", DT, exact=True),
+            [0.0, plan.steps * self.dt],
+            solver=adjsim.Splitting("BAOAB", self.dt, exact=True),
             compile=plan.compile,
         )
 
+    def average(self, function, plan):
+        """Return the time average of a function over the frames of a plan."""
+        return adjsim.TimeAverage(function, plan.burn_in * self.dt, plan.every)
+
     def means(self, plan, seed, store=None):
         """Run all replicas, by all ranks, and return their moments."""
-        average = adjsim.TimeAverage(self.moments, plan.burn_in * DT, plan.every)
+        average = self.average(self.moments, plan)
         simulation, ranks = self.simulation(plan), Ranks.of(None)
 
         @torch.no_grad()
@@ -214,7 +244,7 @@ class Protein:
         """
         if not isinstance(self.estimator, adjsim.Reweighting):
             return {}
-        names = {name: [f"potential.{name}"] for name in self.index}
+        names = {name: [own] for name, own in self.names().items()}
         names["all"] = [x for group in names.values() for x in group]
         return self.estimator.effective_shares(names)
 
@@ -226,9 +256,7 @@ class Protein:
         """
         center = means.mean(0).requires_grad_()
         slopes = torch.autograd.grad(self.loss(center), center)[0]
-        observable = adjsim.TimeAverage(
-            Slope(self.moments, slopes), plan.burn_in * DT, plan.every
-        )
+        observable = self.average(Slope(self.moments, slopes), plan)
         reversible = adjsim.ReversibleAdjoint()
         clip = adjsim.Clip(plan.norm, plan.clip_every)
         make, options = {

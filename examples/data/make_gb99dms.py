@@ -6,11 +6,13 @@ Run one of these, with the folder of the data (structures and targets); ``torchr
     python examples/data/make_gb99dms.py train DATA OUT --iterations 5
     python examples/data/make_gb99dms.py gradients DATA OUT --steps 1000 --replicas 16
     python examples/data/make_gb99dms.py differences DATA OUT --steps 10000
+    python examples/data/make_gb99dms.py costs DATA OUT --steps 1000
     python examples/data/make_gb99dms.py collect DATA OUT
 
 Each part writes a file of its own in the folder OUT, whole or not at all, after every
 iteration or row. Run again with the same arguments, it goes on after the last one, and
-from stores within it. ``collect`` joins the files to gb99dms.json.
+from stores within it. ``collect`` adds the files to gb99dms.json, in place of older
+ones.
 """
 
 import argparse
@@ -23,9 +25,11 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from gb99dms import ESTIMATORS, SIX, Plan, Protein
+from ase import units
+from gb99dms import CONSTRAINED, ESTIMATORS, FLEXIBLE, SIX, Plan, Protein
 from studies import commit, rounded
 
+import adjsim
 from adjsim.core.durable.files import replacing
 from adjsim.core.durable.ranks import Ranks
 
@@ -198,6 +202,57 @@ def differences(protein, plan, h, seed, folder, head):
     return found
 
 
+def costs(data, name, plan, seed, folder, head):
+    """Measure exact runs and their gradients, of flexible bonds and of constraints."""
+    path = Path(folder) / "costs.json"
+    found = opened(path, {"plan": plan._asdict(), "seed": seed})
+    models = {"flexible": FLEXIBLE, "bonds of hydrogen constrained": CONSTRAINED}
+    known = [row["kind"] for row in found["rows"]]
+    for kind in (x for x in models if x not in known):
+        protein = Protein.read(data, name, models[kind])
+        simulation = protein.simulation(plan)
+        start = simulation.initial(1, torch.Generator().manual_seed(seed))
+        wanted = [x for x in protein.dynamics.parameters() if x.requires_grad]
+
+        def run(protein=protein, simulation=simulation, start=start):
+            return adjsim.simulate(
+                protein.dynamics,
+                start,
+                simulation.ts,
+                solver=simulation.solver,
+                adjoint=adjsim.ReversibleAdjoint(),
+                record=protein.average(protein.moments, plan),
+                generator=seed,
+                compile=True,
+            )
+
+        forward, whole = [], []
+        # The first round compiles.
+        for _ in range(4):
+            begun = time.perf_counter()
+            with torch.no_grad():
+                run()
+            middle = time.perf_counter()
+            trajectory = run()
+            torch.autograd.grad(protein.loss(trajectory.record[0]), wanted)
+            forward.append(middle - begun)
+            whole.append(time.perf_counter() - middle)
+        length = plan.steps * protein.dt / (1e6 * units.fs)
+        row = {
+            "kind": kind,
+            "dt": protein.dt / units.fs,
+            "forward": min(forward) / length,
+            "gradient": min(whole) / length,
+            "reconstruction error": trajectory.stats["reconstruction_error"],
+            "commit": head,
+        }
+        found["rows"].append(row)
+        found["seconds"] += sum(forward) + sum(whole)
+        write(path, found)
+        print(row, flush=True)
+    return found
+
+
 def tested(protein, scales, plan, seed, folder, name, head):
     """Compute a loss with the initial and with the trained numbers."""
     path = Path(folder) / f"test-{name}.json"
@@ -227,7 +282,7 @@ def published(data):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "part", choices=("train", "gradients", "differences", "collect")
+        "part", choices=("train", "gradients", "differences", "costs", "collect")
     )
     parser.add_argument("data", help="folder of structures and targets")
     parser.add_argument("out", help="folder of the results")
@@ -251,6 +306,7 @@ def main():
         parts = {path.stem: read(path) for path in sorted(out.glob("*.json"))}
         keys = Protein.read(given.data, given.protein).keys
         study = {
+            **read(FILE),
             "made_by": "examples/data/make_gb99dms.py",
             "versions": {x: version(x) for x in ("torch", "openmm")},
             "keys": keys,
@@ -260,6 +316,9 @@ def main():
         for part in parts.values():
             part.pop("adam", None)
         write(FILE, rounded(study, 6))
+        return
+    if given.part == "costs":
+        costs(given.data, given.protein, plan, given.seed, out, head)
         return
     protein = Protein.read(given.data, given.protein)
     if given.part == "gradients":

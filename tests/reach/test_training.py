@@ -24,11 +24,12 @@ def scripts(monkeypatch):
     return gb99dms, make_gb99dms
 
 
-def peptide(gb99dms):
+def peptide(gb99dms, model="FLEXIBLE"):
     """Three alanines, with a made-up target."""
     pdb = gb99dms.app.PDBFile(str(DATA / "trialanine.pdb"))
     mean = 4.0 * (torch.arange(3.0) - torch.arange(3.0).unsqueeze(1)).abs()
-    return gb99dms.Protein(pdb, torch.stack([mean, torch.full((3, 3), 0.3)]))
+    target = torch.stack([mean, torch.full((3, 3), 0.3)])
+    return gb99dms.Protein(pdb, target, getattr(gb99dms, model))
 
 
 @pytest.fixture
@@ -104,9 +105,16 @@ def test_a_gradient_of_two_processes_has_the_bits_of_one(double):
 
 
 @pytest.mark.slow
-def test_derivatives_by_scales_are_those_of_the_loss(scripts, double):
+@pytest.mark.parametrize(
+    ("model", "h", "rtol"), [("FLEXIBLE", 1e-4, 1e-5), ("CONSTRAINED", 1e-5, 1e-4)]
+)
+@pytest.mark.filterwarnings("ignore:init moved an atom")
+def test_derivatives_by_scales_are_those_of_the_loss(scripts, double, model, h, rtol):
+    """Steps of 4 fs change a distance enough that differences of 1e-4 are not linear. Of smaller
+    ones the rounding errors of values near 1e4 are a part of 3e-5.
+    """
     gb99dms, _ = scripts
-    protein = peptide(gb99dms)
+    protein = peptide(gb99dms, model)
     plan = gb99dms.Plan(4, 0, 2, 2, compile=False)
     key = next(key for key in protein.keys if key.startswith("solvent.scale"))
     means = protein.means(plan, 1)
@@ -115,9 +123,9 @@ def test_derivatives_by_scales_are_those_of_the_loss(scripts, double):
     own = sum(x for x, key in zip(found, protein.keys, strict=True) if key.startswith("torsions.k"))
     torch.testing.assert_close(kinds[gb99dms.SIX.index("torsions.k")], own, rtol=1e-12, atol=0.0)
     # With the noise of the estimator's replicas, whose seed is drawn from its generator.
-    simulation, h = protein.simulation(plan), 1e-4
+    simulation = protein.simulation(plan)
     noisy = adjsim.Simulation(
-        simulation.dynamics, simulation.initial, simulation.ts, solver=adjsim.BAOAB(gb99dms.DT)
+        simulation.dynamics, simulation.initial, simulation.ts, solver=adjsim.BAOAB(protein.dt)
     )
     values = []
     for scale in (1 + h, 1 - h):
@@ -126,10 +134,10 @@ def test_derivatives_by_scales_are_those_of_the_loss(scripts, double):
             protein.loss(center := means.mean(0).requires_grad_()), center
         )[0]
         average = adjsim.TimeAverage(
-            gb99dms.Slope(protein.moments, slopes), plan.burn_in * gb99dms.DT, plan.every
+            gb99dms.Slope(protein.moments, slopes), plan.burn_in * protein.dt, plan.every
         )
         estimate = adjsim.Pathwise()(noisy, average, replicas=2, chunks=2, generator=1)
         values.append(estimate.value)
     protein.scale({})
     expected = (values[0] - values[1]) / (2 * h)
-    torch.testing.assert_close(found[protein.keys.index(key)], expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found[protein.keys.index(key)], expected, rtol=rtol, atol=0)
