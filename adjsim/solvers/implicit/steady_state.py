@@ -61,7 +61,8 @@ def steady_state(ode: Any, y: Any, *, tol: float = 1e-10, max_iterations: int = 
     by the implicit function theorem, with f the rates of the equation. Newton steps are halved
     where they make the rates of a system larger. They are neither stored nor differentiated: the
     backward pass solves one linear system with J for each system of a batch, and its gradient has
-    no graph. Gradients flow to all tensors that f reads, and not to the start.
+    no graph. Gradients flow to all tensors that f reads, and not to the start. Tangents of dual
+    tensors flow from them in the same way.
 
     A layer of an equilibrium network (DEQ), z = g(z, x), is the field ``g(z, x) - z``.
 
