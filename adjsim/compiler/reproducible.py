@@ -274,7 +274,8 @@ def atan2(kind: Kind) -> str:
     With a <= b the sizes of x and y, atan(a / b) is atan(t) + pi/4 with t = (a - b) / (a + b) where
     a > b tan(pi/8). The angle is s atan(t) + k pi/4, with a sign s and an integer k that depend on
     which of the sizes is larger and on the sign of x. Errors are below three units in the last
-    place, the most where a - b and a + b have rounding errors and pi/4 cancels half of the result.
+    place. They are largest where pi/4 cancels half of the result, since a - b and a + b are
+    rounded.
     """
     (name, *_), of = kind, kind.of
     return f"""

@@ -33,7 +33,7 @@ class Model(NamedTuple):
     dt: float
 
 
-# As the published trainings, and as the published long runs.
+# The models of the published trainings, and of the published long runs.
 FLEXIBLE = Model(OPTIONS, units.fs)
 CONSTRAINED = Model(
     OPTIONS | {"constraints": app.HBonds, "hydrogenMass": 4 * unit.amu}, 4 * units.fs
@@ -131,9 +131,10 @@ class Protein:
 
     def names(self):
         """Return the names that the dynamics gives to the trained numbers."""
-        own = {id(x): name for name, x in self.dynamics.named_parameters()}
+        own = [name for name, _ in self.dynamics.named_parameters()]
         return {
-            name: own[id(self.potential.get_parameter(name))] for name in self.index
+            name: next(x for x in own if x.endswith(f"potential.{name}"))
+            for name in self.index
         }
 
     def _sizes(self):

@@ -27,7 +27,7 @@ NUMBER, TABLE, ATOM = "NUMBER", "TABLE", "ATOM"
 FUNCTION = "FUNCTION"
 # Sums of a function's coefficients are over so many parts of the pairs, whichever thread has them.
 PARTS = 16
-# About the fewest operations of a pair, in the work that threads share.
+# The operations that a pair counts for, in the work that threads share.
 PAIR_OPERATIONS = 32
 NO_BOX, ORTHOGONAL, TILTED = 0, 1, 2
 # What a kernel returns for a species without a row in tables, as a printed loop does, and for an
