@@ -135,6 +135,17 @@ def address_of(value: Value) -> Address | None:
     return Address(f"({buffer.name} + {begin})", strides)
 
 
+def is_dense(value: Value) -> bool:
+    """Return whether a value is all of a stored one, with contiguous rows."""
+    place = _place(value)
+    if place is None or place[0].variable:
+        return False
+    buffer, begin, strides = place
+    axes = zip(value.shape, strides, row_major(value.shape), strict=True)
+    whole = begin == Index() and buffer.size == value.numel
+    return whole and all(own == dense for n, own, dense in axes if n > 1)
+
+
 def in_place(value: Value) -> Value | None:
     """Return a part of a constant that one stored number selects, as a value in memory.
 

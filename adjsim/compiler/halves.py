@@ -25,7 +25,7 @@ from adjsim.compiler.nests import Nest, Task
 from adjsim.compiler.operations import literal
 from adjsim.compiler.stages import WAITING, StagedBody
 from adjsim.compiler.sums import tree
-from adjsim.compiler.teams import PRAGMA
+from adjsim.compiler.teams import pragma
 from adjsim.compiler.values import (
     LANES,
     TYPES,
@@ -247,7 +247,7 @@ class HalfNest(Nest):
             f"alignas(64) {kind} {name}p[{self.parts * size}] = {{}};" for name, kind, _ in sums
         ]
         if self.parallel:
-            lines.append(PRAGMA)
+            lines.append(pragma())
         lines.append(f"for (int64_t part = 0; part < {self.parts}; ++part) {{")
         lines += [f"{kind}* {name}c = {name}p + {size} * part;" for name, kind, _ in sums]
         lines.append(f"for (int64_t {outer} = part; {outer} < {n}; {outer} += {self.parts}) {{")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from adjsim.compiler.along import SCAN_OPERATORS, SORT_OPERATORS
+from adjsim.compiler.batched import batch_rows
 from adjsim.compiler.calls import Operators
 from adjsim.compiler.decompositions import decompositions
 from adjsim.compiler.factors import FACTOR_OPERATORS
@@ -235,6 +236,7 @@ def _trace(
         without = torch.func.functionalize(graph, remove="mutations")
         graph = graph_of(without, *inputs, decompositions=decomposed)
     merge_repetitions(graph)
+    batch_rows(graph)
     for table in tables:
         table.prepare(graph)
     baked = _lift(graph)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from adjsim.compiler.stages import WAITING, StagedBody
 from adjsim.compiler.sums import Sum, element, steps, tree
-from adjsim.compiler.teams import PRAGMA
+from adjsim.compiler.teams import pragma
 from adjsim.compiler.values import (
     LANES,
     LONG,
@@ -254,7 +254,7 @@ class Nest:
 
     def _heads(self) -> list[str]:
         """Print the heads of outer loops."""
-        return [*([PRAGMA] if self.parallel else []), *map(self._head, self._outer)]
+        return [*([pragma()] if self.parallel else []), *map(self._head, self._outer)]
 
     def _elements(self, innermost: str, limit: int) -> list[str]:
         return [

@@ -60,7 +60,7 @@ template <class T, int B> struct Vectors {
 // registers.
 template <class T, int R, int V, int B>
 inline void tile(int64_t K, const T* a, int64_t am, int64_t ak, const T* b, int64_t bk, T* c,
-                 int64_t cm, int64_t cn, int64_t columns) {
+                 int64_t cm, int64_t cn, int64_t columns, bool add) {
   typedef typename Vectors<T, B>::Vector Vector;
   typedef typename Vectors<T, B>::Unaligned Unaligned;
   constexpr int64_t W = Vectors<T, B>::lanes;
@@ -82,20 +82,26 @@ inline void tile(int64_t K, const T* a, int64_t am, int64_t ak, const T* b, int6
     T copy[V * W];
     T* to = whole ? c + r * cm : copy;
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) *(Unaligned*)(to + v * W) = sum[r][v];
-    if (!whole) for (int64_t n = 0; n < columns; ++n) c[r * cm + n * cn] = copy[n];
+    for (int v = 0; v < V; ++v) {
+      Unaligned* const at = (Unaligned*)(to + v * W);
+      *at = whole && add ? *at + sum[r][v] : sum[r][v];
+    }
+    if (!whole) for (int64_t n = 0; n < columns; ++n) {
+      T& at = c[r * cm + n * cn];
+      at = add ? at + copy[n] : copy[n];
+    }
   }
 }
 // The rows of V vectors of B bytes of C, in tiles of R rows, and of fewer at the end.
 template <class T, int V, int R, int B = BYTES>
 inline void columns_of(int64_t M, int64_t K, const T* a, int64_t am, int64_t ak, const T* b,
-                       int64_t bk, T* c, int64_t cm, int64_t cn, int64_t columns) {
+                       int64_t bk, T* c, int64_t cm, int64_t cn, int64_t columns, bool add) {
   int64_t m = 0;
   for (; m + R <= M; m += R)
-    tile<T, R, V, B>(K, a + m * am, am, ak, b, bk, c + m * cm, cm, cn, columns);
+    tile<T, R, V, B>(K, a + m * am, am, ak, b, bk, c + m * cm, cm, cn, columns, add);
   if constexpr (R > 1)
     columns_of<T, V, R == 6 ? 4 : R / 2, B>(M - m, K, a + m * am, am, ak, b, bk, c + m * cm, cm,
-                                            cn, columns);
+                                            cn, columns, add);
 }
 // Copy B in squares, whose rows and columns stay in the nearest cache.
 template <class T>
@@ -108,11 +114,12 @@ inline void copy(int64_t K, int64_t N, const T* b, int64_t bk, int64_t bn, T* pa
         for (int64_t n = n0; n < n1; ++n) padded[k * row + n] = b[k * bk + n * bn];
     }
 }
-// C = A B with element strides. Unless rows of B are whole vectors, they are copied to `padded`. A
-// few columns are a shorter vector, of which a processor may multiply more at a time.
+// C = A B, or C += A B, with element strides. Unless rows of B are whole vectors, they are copied
+// to `padded`. A few columns are a shorter vector, of which a processor may multiply more at once.
 template <class T>
 void product(int64_t M, int64_t N, int64_t K, const T* a, int64_t am, int64_t ak, const T* b,
-             int64_t bk, int64_t bn, T* c, int64_t cm, int64_t cn, T* padded, int64_t row) {
+             int64_t bk, int64_t bn, T* c, int64_t cm, int64_t cn, T* padded, int64_t row,
+             bool add = false) {
   constexpr int64_t W = Vectors<T, BYTES>::lanes;
   if (padded) {
     copy(K, N, b, bk, bn, padded, row);
@@ -124,13 +131,13 @@ void product(int64_t M, int64_t N, int64_t K, const T* a, int64_t am, int64_t ak
     const int64_t columns = left < taken * W ? left : taken * W;
     T* out = c + n * cn;
     if (taken == COLUMNS)
-      columns_of<T, COLUMNS, ROWS>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
-    else if (taken == 2) columns_of<T, 2, 8>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
+      columns_of<T, COLUMNS, ROWS>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns, add);
+    else if (taken == 2) columns_of<T, 2, 8>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns, add);
     else if (columns <= Vectors<T, 16>::lanes)
-      columns_of<T, 1, 8, 16>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
+      columns_of<T, 1, 8, 16>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns, add);
     else if (columns <= Vectors<T, 32>::lanes)
-      columns_of<T, 1, 8, 32>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
-    else columns_of<T, 1, 8>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
+      columns_of<T, 1, 8, 32>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns, add);
+    else columns_of<T, 1, 8>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns, add);
     n += columns;
   }
 }
@@ -201,7 +208,7 @@ class MatrixProduct(Call):
         self.transposed = self._is_whole(self.rows, first.strides[0]) and not (
             fits and self.columns * self.dtype.itemsize >= VECTOR_BYTES
         )
-        self.row = self._padded(self.rows if self.transposed else self.columns)
+        self.row = padded(self.rows if self.transposed else self.columns, self.dtype)
         shapes = [(self.rows, self.columns)]
         if not fits and not self.transposed:
             shapes.append((self.inner, self.row))
@@ -222,15 +229,16 @@ class MatrixProduct(Call):
         kind = TYPES[self.dtype]
         return [f"products::product<{kind}>({sizes}, {matrices}, {copy}, {self.row});"]
 
-    def _padded(self, length: int) -> int:
-        """Round a length up to whole vectors, or to a shorter one."""
-        size = length * self.dtype.itemsize
-        vector = next((x for x in SHORT_VECTORS if size <= x), VECTOR_BYTES)
-        return -(-size // vector) * vector // self.dtype.itemsize
-
     def _is_whole(self, length: int, stride: int) -> bool:
         """Return whether rows of this length and stride are whole vectors."""
-        return stride == 1 and length == self._padded(length)
+        return stride == 1 and length == padded(length, self.dtype)
+
+
+def padded(length: int, dtype: torch.dtype) -> int:
+    """Round the length of a row up to whole vectors, or to a shorter one."""
+    size = length * dtype.itemsize
+    vector = next((x for x in SHORT_VECTORS if size <= x), VECTOR_BYTES)
+    return -(-size // vector) * vector // dtype.itemsize
 
 
 def _stored(value: Value, store: Store) -> Value:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from adjsim.compiler.calls import Address, Called, address_of
-from adjsim.compiler.values import Buffer, Pointwise, Value
+from adjsim.compiler.values import Buffer, Joined, Pointwise, Value
 
 # Bytes to whose multiples rows are aligned.
 ALIGNMENT = 64
@@ -33,15 +33,20 @@ def fitting_buffer(value: Value, row: Buffer) -> str | None:
     """Return the name of a value's buffer if it has the layout of a row, which can replace it."""
     source, address = value.source, address_of(value)
     if (
-        not isinstance(source, (Called, Pointwise))
+        not isinstance(source, (Called, Joined, Pointwise))
         or source.buffer is None
         # Of views, those alone that are the whole value with its axes in place.
-        or (source.shape, source.buffer.strides) != (row.shape, row.strides)
+        or _axes(source.shape, source.buffer.strides) != _axes(row.shape, row.strides)
         or address != Address(f"({source.buffer.name} + 0)", row.strides)
         or value.shape != row.shape
     ):
         return None
     return source.buffer.name
+
+
+def _axes(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the lengths and strides of axes of more than one element."""
+    return [(n, stride) for n, stride in zip(shape, strides, strict=True) if n > 1]
 
 
 # The memory of rows that are no longer in use: at most one block, the largest.

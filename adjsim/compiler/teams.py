@@ -9,8 +9,11 @@ when iterations by all threads begin to take much longer. The numbers do not dep
 last bit.
 """
 
-# Shares the iterations of the loop that follows among the threads.
-PRAGMA = "#pragma omp parallel for schedule(static) num_threads(team.threads) if (team.threads > 1)"
+
+def pragma(team: str = "team") -> str:
+    """Share the iterations of the loop that follows among the threads of a team."""
+    threads = f"{team}.threads"
+    return f"#pragma omp parallel for schedule(static) num_threads({threads}) if ({threads} > 1)"
 
 
 def declaration(threads: int) -> str:

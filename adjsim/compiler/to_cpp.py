@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from adjsim.compiler.calls import Call
+from adjsim.compiler.deferred_products import defer_products
 from adjsim.compiler.function import FunctionPrinter
 from adjsim.compiler.graph import lowered
 from adjsim.compiler.invariants import LoopInvariant
 from adjsim.compiler.library import compiled, debugging
 from adjsim.compiler.mathematics import CHECKED, scalar_functions
 from adjsim.compiler.nests import Task
+from adjsim.compiler.products import MatrixProduct
 from adjsim.compiler.rows import fitting_buffer, new_rows, stored_examples
 from adjsim.compiler.teams import declaration
 from adjsim.compiler.torch_calls import FAILED, SINGULAR, Run, TorchCall, described, has_effect
@@ -183,16 +185,24 @@ class _CppLoop:
         self.checked: dict[str, dict[str, Checked]] = {}
         self.work = 0
         consts = [_constant_buffer(f"c{i}", x) for i, x in enumerate(constants)]
+        self.deferred = defer_products(parts.body.graph, len(carry))
+        dense = {x.number for x in self.deferred}
         self.carry_in = [_buffer(f"x{i}", x, fill=False) for i, x in enumerate(carry)]
-        self.current = [_buffer(f"a{i}", x, fill=True) for i, x in enumerate(carry)]
-        self.next_carry = [_buffer(f"n{i}", x, fill=True) for i, x in enumerate(carry)]
+        self.current = [_buffer(f"a{i}", x, fill=i not in dense) for i, x in enumerate(carry)]
+        others = ((i, x) for i, x in enumerate(carry) if i not in dense)
+        self.next_carry = [_buffer(f"n{i}", x, fill=True) for i, x in others]
         self.rows = [_buffer(f"row{i}", x, fill=False) for i, x in enumerate(stored)]
         number = Buffer("k", torch.int64, (), (), variable=True)
         count = Buffer("count", torch.int64, (), (), variable=True)
         start = self._function("start", parts.start, [*consts, *self.carry_in], self.current)
         self._function("more", parts.more, [number, count], [], "bool")
         inputs = [number, *self.current, *consts]
-        body = self._function("body", parts.body, inputs, self.next_carry, rows=self.rows)
+        factors = [x for product in self.deferred for x in product.factors()]
+        rows = [*self.rows, *factors]
+        body = self._function("body", parts.body, inputs, self.next_carry, rows=rows)
+        if self.deferred:
+            self.declarations[MatrixProduct] = MatrixProduct.declarations
+        self.parallel |= any(x.is_shared(threads) for x in self.deferred)
         self.fixed = len(start) + len(body)
         found = [*sorted({*self.declarations.values()}), *self.functions]
         found = [declaration(threads), *found] if self.parallel else found
@@ -281,7 +291,9 @@ class _CppLoop:
             else:
                 lines.append(f"const {kind}* {name} = (const {kind}*)in[{i}];")
         checked = {name: x for found in self.checked.values() for name, x in found.items()}
-        buffers = [*(x.buffer for x in checked.values()), *self.current, *self.next_carry]
+        waiting = [x for product in self.deferred for x in product.stored()]
+        buffers = [x.buffer for x in checked.values()]
+        buffers += [*self.current, *self.next_carry, *waiting]
         pointers, at = _pointers(buffers, "", "memory", at)
         lines += pointers
         for i, buffer in enumerate(self.carry_in):
@@ -294,8 +306,11 @@ class _CppLoop:
             return f"{function}({', '.join([*given, 'work', '&refused', 'functions'])})"
 
         at_start = [*consts, *self.carry_in, *start, *self.current]
-        at_body = [*self.current, *consts, *body, *self.next_carry, *self.rows]
-        pairs = zip(self.current, self.next_carry, strict=True)
+        factors = [x for product in self.deferred for x in product.factors()]
+        at_body = [*self.current, *consts, *body, *self.next_carry, *self.rows, *factors]
+        sums = {x.number: self.current[x.number].name for x in self.deferred}
+        exchanged = [x for i, x in enumerate(self.current) if i not in sums]
+        pairs = zip(exchanged, self.next_carry, strict=True)
         rows = [
             f"{TYPES[row.dtype]}* {row.name} = ({TYPES[row.dtype]}*)out[{i}] + k * "
             f"{torch.Size(row.shape).numel()};"
@@ -312,13 +327,18 @@ class _CppLoop:
             *(line for x in checked.values() for line in x.lines),
             *(["if (refused) { free(block); return refused; }"] if checked else []),
             f"int64_t k = {call('start', buffers=at_start)};",
+            *(line for x in self.deferred for line in x.before_loop(sums[x.number], self.threads)),
             *(["team.begun = omp_get_wtime();"] if self.parallel else []),
             f"while (!refused && {call('more', 'k', buffers=consts[:1])}) {{",
             *rows,
+            *(line for x in self.deferred for line in x.before_iteration()),
             f"k = {call('body', 'k', buffers=at_body)};",
             *(f"exchange({a.name}, {n.name});" for a, n in pairs),
             *(["team.iterated();"] if self.parallel else []),
+            *(x.after_iteration() for x in self.deferred),
+            *(["team.begun = omp_get_wtime();"] if self.parallel and self.deferred else []),
             "}",
+            *(x.after_loop() for x in self.deferred),
             *(_copy_out(buffer, f"y{i}") for i, buffer in enumerate(self.current)),
             "free(block);",
             "return refused;",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from adjsim.compiler.lines import user_line
@@ -48,6 +49,14 @@ def graph_of(
         # Few graphs are called, so their Python code is not written whenever they change.
         with _use_lazy_graph_module(True):
             return recorder.finished(outputs)
+
+
+def inserted(graph: GraphModule, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Insert an operation into a graph, with what a trace notes of it."""
+    node = graph.graph.call_function(target, args, kwargs)
+    node.meta["val"] = target(*map_arg(args, lambda x: x.meta["val"]), **kwargs)
+    node.meta["line"] = next((x.meta.get("line", "") for x in node.all_input_nodes), "")
+    return node
 
 
 class Recorder(TorchDispatchMode):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim.compiler.calls import is_dense
 from adjsim.compiler.values import (
     Buffer,
     Gathered,
@@ -188,9 +189,11 @@ def reshaped(store: Store, x: Value, meta: Tensor) -> Value:
             return tuple(next(rest) if n > 1 else Index() for n in x.shape)
 
         return View(tuple(meta.shape), meta.dtype, (x,), map=squeezed)
-    # A stored copy with contiguous rows can be reinterpreted with other axes.
-    flat, strides = dense_copy(x, row_major(x.shape)), row_major(meta.shape)
-    store(flat, fill=False)
+    # A stored value with contiguous rows can be reinterpreted with other axes.
+    flat, strides = x.source, row_major(meta.shape)
+    if not is_dense(x):
+        flat = dense_copy(x, row_major(x.shape))
+        store(flat, fill=False)
     assert flat.buffer is not None
     row = Buffer(flat.buffer.name, x.dtype, (flat.buffer.size,), (1,))
     memory = Reinterpreted((x.numel,), x.dtype, (flat,), buffer=row)

@@ -48,9 +48,6 @@ from adjsim.solvers.run import Run
 # Steps of a sweep after which no product is outstanding, so that the sweep can be saved there. Also
 # done without a store, so that both runs sum in the same order.
 SETTLE_EVERY = 256
-# With more trainable numbers a compiled loop takes longer for 25 rows than for 25 sweeps, since the
-# sums of all rows do not stay in the cache (33,000 numbers: 54 times one sweep).
-ROWS_OF_PARAMETERS = 16_384
 
 
 class EagerDriver(AttributeState):
@@ -179,10 +176,8 @@ class _SweptRun:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether each row of cotangents has a sweep, as saves and large networks in loops need."""
-        wanted = self.run.reading.trainable(self.run.tensors).values()
-        large = sum(x.numel() for x in wanted) > ROWS_OF_PARAMETERS
-        return self.run.saving is not None or (self.runner is not None and large)
+        """Whether each row of cotangents has a sweep, as saves need."""
+        return self.run.saving is not None
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """List the tensors that autograd sees: start, coefficients and trainable parameters."""
