@@ -27,8 +27,9 @@ from adjsim.compiler.values import TYPES, Buffer, make_buffer, row_major
 _ATEN = torch.ops.aten
 # Sums of fewer rows or columns are computed where they are read.
 SMALLEST = 8
-# The inner length from which products of several iterations are added.
-LONGEST = 64
+# The inner length from which products of several iterations are added, and that of an iteration
+# beyond which its factors would need more memory than the products save.
+ENOUGH, LONGEST = 64, 256
 # Rows of a product that a thread computes at a time.
 BLOCK = 96
 _VIEWS = frozenset(
@@ -78,7 +79,7 @@ class DeferredProduct(NamedTuple):
     @property
     def most(self) -> int:
         """The number of iterations whose products are added together."""
-        return max(1, LONGEST // (self.terms * self.inner))
+        return max(1, ENOUGH // (self.terms * self.inner))
 
     @property
     def pitch(self) -> int:
@@ -146,8 +147,8 @@ class DeferredProduct(NamedTuple):
             *([f"adding{n}.begun = omp_get_wtime();", pragma(f"adding{n}")] if shared else []),
             f"for (int64_t b = 0; b < {copies * blocks}; ++b) {{",
             f"const int64_t r = b / {blocks}, m = b % {blocks} * {BLOCK};",
-            f"for (int64_t e = 0; e < {terms}; ++e) products::product<{kind}>(",
-            f"{', '.join(factors)}, ({kind}*)nullptr, 0, true);",
+            f"for (int64_t e = 0; e < {terms}; ++e) products::product<{kind}, true>(",
+            f"{', '.join(factors)}, nullptr, 0);",
             "}",
             *([f"adding{n}.iterated();"] if shared else []),
             f"waiting{n} = 0;",
@@ -208,9 +209,11 @@ def _added(given: Node, made: Node) -> list[_Term]:
         return []
     terms = [_term(x) for x in summands if x is not given]
     found = [x for x in terms if x is not None]
-    is_one = len(found) == len(terms) and len({x.kind for x in found}) == 1
-    is_worth = is_one and min(found[0].product.meta["val"].shape) >= SMALLEST
-    return found if is_worth else []
+    if len(found) < len(terms) or len({x.kind for x in found}) != 1:
+        return []
+    product = found[0].product
+    length = len(found) * product.args[0].meta["val"].shape[1]
+    return found if min(product.meta["val"].shape) >= SMALLEST and length <= LONGEST else []
 
 
 def _summands(node: Node) -> list[Node]:

@@ -58,9 +58,9 @@ template <class T, int B> struct Vectors {
 };
 // R rows of V vectors of B bytes of C. Only constants index the sums, or they would not stay in
 // registers.
-template <class T, int R, int V, int B>
+template <class T, bool ADD, int R, int V, int B>
 inline void tile(int64_t K, const T* a, int64_t am, int64_t ak, const T* b, int64_t bk, T* c,
-                 int64_t cm, int64_t cn, int64_t columns, bool add) {
+                 int64_t cm, int64_t cn, int64_t columns) {
   typedef typename Vectors<T, B>::Vector Vector;
   typedef typename Vectors<T, B>::Unaligned Unaligned;
   constexpr int64_t W = Vectors<T, B>::lanes;
@@ -83,25 +83,24 @@ inline void tile(int64_t K, const T* a, int64_t am, int64_t ak, const T* b, int6
     T* to = whole ? c + r * cm : copy;
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      Unaligned* const at = (Unaligned*)(to + v * W);
-      *at = whole && add ? *at + sum[r][v] : sum[r][v];
+      if (ADD && whole) sum[r][v] += *(const Unaligned*)(to + v * W);
+      *(Unaligned*)(to + v * W) = sum[r][v];
     }
-    if (!whole) for (int64_t n = 0; n < columns; ++n) {
-      T& at = c[r * cm + n * cn];
-      at = add ? at + copy[n] : copy[n];
-    }
+    if (!whole)
+      for (int64_t n = 0; n < columns; ++n)
+        c[r * cm + n * cn] = ADD ? c[r * cm + n * cn] + copy[n] : copy[n];
   }
 }
 // The rows of V vectors of B bytes of C, in tiles of R rows, and of fewer at the end.
-template <class T, int V, int R, int B = BYTES>
+template <class T, bool ADD, int V, int R, int B = BYTES>
 inline void columns_of(int64_t M, int64_t K, const T* a, int64_t am, int64_t ak, const T* b,
-                       int64_t bk, T* c, int64_t cm, int64_t cn, int64_t columns, bool add) {
+                       int64_t bk, T* c, int64_t cm, int64_t cn, int64_t columns) {
   int64_t m = 0;
   for (; m + R <= M; m += R)
-    tile<T, R, V, B>(K, a + m * am, am, ak, b, bk, c + m * cm, cm, cn, columns, add);
+    tile<T, ADD, R, V, B>(K, a + m * am, am, ak, b, bk, c + m * cm, cm, cn, columns);
   if constexpr (R > 1)
-    columns_of<T, V, R == 6 ? 4 : R / 2, B>(M - m, K, a + m * am, am, ak, b, bk, c + m * cm, cm,
-                                            cn, columns, add);
+    columns_of<T, ADD, V, R == 6 ? 4 : R / 2, B>(M - m, K, a + m * am, am, ak, b, bk, c + m * cm,
+                                                 cm, cn, columns);
 }
 // Copy B in squares, whose rows and columns stay in the nearest cache.
 template <class T>
@@ -116,10 +115,9 @@ inline void copy(int64_t K, int64_t N, const T* b, int64_t bk, int64_t bn, T* pa
 }
 // C = A B, or C += A B, with element strides. Unless rows of B are whole vectors, they are copied
 // to `padded`. A few columns are a shorter vector, of which a processor may multiply more at once.
-template <class T>
+template <class T, bool ADD = false>
 void product(int64_t M, int64_t N, int64_t K, const T* a, int64_t am, int64_t ak, const T* b,
-             int64_t bk, int64_t bn, T* c, int64_t cm, int64_t cn, T* padded, int64_t row,
-             bool add = false) {
+             int64_t bk, int64_t bn, T* c, int64_t cm, int64_t cn, T* padded, int64_t row) {
   constexpr int64_t W = Vectors<T, BYTES>::lanes;
   if (padded) {
     copy(K, N, b, bk, bn, padded, row);
@@ -131,13 +129,13 @@ void product(int64_t M, int64_t N, int64_t K, const T* a, int64_t am, int64_t ak
     const int64_t columns = left < taken * W ? left : taken * W;
     T* out = c + n * cn;
     if (taken == COLUMNS)
-      columns_of<T, COLUMNS, ROWS>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns, add);
-    else if (taken == 2) columns_of<T, 2, 8>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns, add);
+      columns_of<T, ADD, COLUMNS, ROWS>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
+    else if (taken == 2) columns_of<T, ADD, 2, 8>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
     else if (columns <= Vectors<T, 16>::lanes)
-      columns_of<T, 1, 8, 16>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns, add);
+      columns_of<T, ADD, 1, 8, 16>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
     else if (columns <= Vectors<T, 32>::lanes)
-      columns_of<T, 1, 8, 32>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns, add);
-    else columns_of<T, 1, 8>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns, add);
+      columns_of<T, ADD, 1, 8, 32>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
+    else columns_of<T, ADD, 1, 8>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
     n += columns;
   }
 }
