@@ -35,7 +35,7 @@ DATA = Path(adjsim.__file__).parents[1] / "examples" / "data"
 sys.path.insert(0, str(DATA))
 from gb99dms import Plan, Protein  # noqa: E402
 
-CLIP, ROUNDS = adjsim.Clip(0.1, 100), 4
+CLIP, SEED = adjsim.Clip(0.1, 100), 1
 
 
 def resident(which: str) -> float:
@@ -44,67 +44,35 @@ def resident(which: str) -> float:
     return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith(which))
 
 
-class Work:
-    """Runs of a protein, and the gradient of its loss by all trained numbers."""
-
-    def __init__(self, data: str) -> None:
-        self.protein = Protein.read(data, "trp-cage")
-        generator = torch.Generator().manual_seed(1)
-        self.start = self.protein.simulation(Plan(100, 50, 5, 1)).initial(1, generator)
-
-    def run(self, steps: int, store: str | None = None, progress: bool = False) -> Any:
-        plan = Plan(steps, steps // 2, max(1, steps // 20), 1)
-        simulation = self.protein.simulation(plan)
-        return adjsim.simulate(
-            self.protein.dynamics,
-            self.start,
-            simulation.ts,
-            solver=simulation.solver,
-            adjoint=adjsim.ReversibleAdjoint().clipped(CLIP),
-            record=self.protein.average(self.protein.moments, plan),
-            generator=1,
-            compile=True,
-            progress=progress,
-            store=store,
-        )
-
-    def gradient(self, run: Any) -> list[torch.Tensor]:
-        wanted = [x for x in self.protein.dynamics.parameters() if x.requires_grad]
-        return list(torch.autograd.grad(self.protein.loss(run.record[0]), wanted))
+def planned(steps: int) -> Plan:
+    return Plan(steps, steps // 2, max(1, steps // 20), 1)
 
 
-def repeated(work: Work, steps: int) -> None:
+def repeated(protein: Protein, start: Any, steps: int) -> None:
     """Print the minima of some short runs, forward, and forward and backward."""
-    forward, whole = [], []
-    for _ in range(ROUNDS):
-        begun = time.perf_counter()
-        with torch.no_grad():
-            work.run(steps)
-        between = time.perf_counter()
-        work.gradient(work.run(steps))
-        forward.append(between - begun)
-        whole.append(time.perf_counter() - between)
+    forward, whole, _ = protein.timed(planned(steps), SEED, start=start, clip=CLIP)
     print(
-        f"{steps} steps, {torch.get_num_threads()} threads: forward {min(forward):.2f} s, whole "
-        f"gradient {min(whole):.2f} s, ratio {min(whole) / min(forward):.2f}"
+        f"{steps} steps, {torch.get_num_threads()} threads: forward {forward:.2f} s, whole "
+        f"gradient {whole:.2f} s, ratio {whole / forward:.2f}"
     )
 
 
-def once(work: Work, steps: int, store: str | None) -> None:
+def once(protein: Protein, start: Any, steps: int, store: str | None) -> None:
     """Print time, memory and bits of a run."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before, begun = resident("VmRSS"), time.perf_counter()
-    run = work.run(steps, store, progress=True)
+    options = {"clip": CLIP, "store": store, "progress": True}
+    run = protein.run(planned(steps), SEED, start, **options)
     forward = time.perf_counter() - begun
-    gradients = work.gradient(run)
+    gradients = protein.gradients(run)
     seconds = time.perf_counter() - begun
     growth = resident("VmHWM") - before
     print(f"{steps} steps, {torch.get_num_threads()} threads, resident set + {growth:.1f} MB:")
     print(f"forward {forward:.0f} s, whole gradient {seconds:.0f} s")
     names = ("reconstruction_error", "buffer_bits", "buffer_bound", "resumed_at")
     print({name: run.stats.get(name) for name in names})
-    print(f"loss {float(work.protein.loss(run.record[0].detach())):.6f}")
+    print(f"loss {float(protein.loss(run.record[0].detach())):.6f}")
     digest = hashlib.sha256()
     for x in (run.record, run.final.position, *gradients):
         digest.update(x.detach().numpy().tobytes())
@@ -122,16 +90,18 @@ def main() -> None:
     if given.steps is None and (given.store or given.kill):
         parser.error("--store and --kill are for one run: give --steps.")
     torch.set_default_dtype(torch.float64)
-    work = Work(given.data)
-    work.gradient(work.run(200))
+    protein = Protein.read(given.data, "trp-cage")
+    generator = torch.Generator().manual_seed(SEED)
+    start = protein.simulation(planned(100)).initial(1, generator)
+    protein.gradients(protein.run(planned(200), SEED, start, CLIP))
     if given.steps is None:
-        repeated(work, 1000)
+        repeated(protein, start, 1000)
         return
     if given.kill is not None:
         killing = threading.Timer(given.kill, os.kill, (os.getpid(), signal.SIGKILL))
         killing.daemon = True
         killing.start()
-    once(work, given.steps, given.store)
+    once(protein, start, given.steps, given.store)
 
 
 if __name__ == "__main__":

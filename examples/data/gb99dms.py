@@ -3,6 +3,7 @@
 The loss is that of J. G. Greener, Chem. Sci. 15, 4897 (2024). For make_gb99dms.py.
 """
 
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -215,27 +216,52 @@ class Protein:
         """Return the time average of a function over the frames of a plan."""
         return adjsim.TimeAverage(function, plan.burn_in * self.dt, plan.every)
 
+    def run(self, plan, seed, start=None, clip=None, **options):
+        """Run one replica with the record of its moments, retraced by its gradient."""
+        simulation, adjoint = self.simulation(plan), adjsim.ReversibleAdjoint()
+        if start is None:
+            start = simulation.initial(1, torch.Generator().manual_seed(seed))
+        return adjsim.simulate(
+            self.dynamics,
+            start,
+            simulation.ts,
+            solver=simulation.solver,
+            adjoint=adjoint if clip is None else adjoint.clipped(clip),
+            record=self.average(self.moments, plan),
+            generator=seed,
+            compile=plan.compile,
+            **options,
+        )
+
+    def gradients(self, run):
+        """Return the gradients of the loss of a run by all trained numbers."""
+        wanted = [x for x in self.dynamics.parameters() if x.requires_grad]
+        return torch.autograd.grad(self.loss(run.record[0]), wanted)
+
+    def timed(self, plan, seed, rounds=4, **options):
+        """Return the shortest seconds of a run, and of its gradient too, and a run."""
+        forward, whole = [], []
+        # The first round compiles.
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            with torch.no_grad():
+                self.run(plan, seed, **options)
+            between = time.perf_counter()
+            run = self.run(plan, seed, **options)
+            self.gradients(run)
+            forward.append(between - begun)
+            whole.append(time.perf_counter() - between)
+        return min(forward), min(whole), run
+
     def means(self, plan, seed, store=None):
         """Run all replicas, by all ranks, and return their moments."""
-        average = self.average(self.moments, plan)
-        simulation, ranks = self.simulation(plan), Ranks.of(None)
 
         @torch.no_grad()
         def one(i):
-            generator = torch.Generator().manual_seed(1000 * seed + i)
-            run = adjsim.simulate(
-                self.dynamics,
-                simulation.initial(1, generator),
-                simulation.ts,
-                solver=simulation.solver,
-                record=average,
-                generator=1000 * seed + i,
-                compile=plan.compile,
-                store=None if store is None else Path(store) / f"means-{i}",
-            )
-            return run.record[0]
+            own = None if store is None else Path(store) / f"means-{i}"
+            return self.run(plan, 1000 * seed + i, store=own).record[0]
 
-        return torch.stack(ranks.share(plan.replicas, one))
+        return torch.stack(Ranks.of(None).share(plan.replicas, one))
 
     def shares(self):
         """Return the effective share of the frames of the last gradient, by each kind.

@@ -29,7 +29,6 @@ from ase import units
 from gb99dms import CONSTRAINED, ESTIMATORS, FLEXIBLE, SIX, Plan, Protein
 from studies import commit, rounded
 
-import adjsim
 from adjsim.core.durable.files import replacing
 from adjsim.core.durable.ranks import Ranks
 
@@ -209,45 +208,19 @@ def costs(data, name, plan, seed, folder, head):
     models = {"flexible": FLEXIBLE, "bonds of hydrogen constrained": CONSTRAINED}
     known = [row["kind"] for row in found["rows"]]
     for kind in (x for x in models if x not in known):
-        protein = Protein.read(data, name, models[kind])
-        simulation = protein.simulation(plan)
-        start = simulation.initial(1, torch.Generator().manual_seed(seed))
-        wanted = [x for x in protein.dynamics.parameters() if x.requires_grad]
-
-        def run(protein=protein, simulation=simulation, start=start):
-            return adjsim.simulate(
-                protein.dynamics,
-                start,
-                simulation.ts,
-                solver=simulation.solver,
-                adjoint=adjsim.ReversibleAdjoint(),
-                record=protein.average(protein.moments, plan),
-                generator=seed,
-                compile=True,
-            )
-
-        forward, whole = [], []
-        # The first round compiles.
-        for _ in range(4):
-            begun = time.perf_counter()
-            with torch.no_grad():
-                run()
-            middle = time.perf_counter()
-            trajectory = run()
-            torch.autograd.grad(protein.loss(trajectory.record[0]), wanted)
-            forward.append(middle - begun)
-            whole.append(time.perf_counter() - middle)
+        protein, begun = Protein.read(data, name, models[kind]), time.perf_counter()
+        forward, whole, run = protein.timed(plan, seed)
         length = plan.steps * protein.dt / (1e6 * units.fs)
         row = {
             "kind": kind,
             "dt": protein.dt / units.fs,
-            "forward": min(forward) / length,
-            "gradient": min(whole) / length,
-            "reconstruction error": trajectory.stats["reconstruction_error"],
+            "forward": forward / length,
+            "gradient": whole / length,
+            "reconstruction error": run.stats["reconstruction_error"],
             "commit": head,
         }
         found["rows"].append(row)
-        found["seconds"] += sum(forward) + sum(whole)
+        found["seconds"] += time.perf_counter() - begun
         write(path, found)
         print(row, flush=True)
     return found
