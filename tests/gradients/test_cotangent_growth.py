@@ -48,6 +48,15 @@ def test_the_growth_is_that_of_the_map(compile):
     assert made.stats["cotangent_growth"] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:the cotangents of the state grew")
+def test_the_growth_may_be_beyond_the_largest_square():
+    """1.1^4000 is 4e165, whose square is no double."""
+    made = hill(4000, compile=True)
+    made.final.position.sum().backward()
+    # Each step rounds, and the rounding errors of the map are multiplied.
+    assert made.stats["cotangent_growth"] == pytest.approx(1.1**4000, rel=1e-10)
+
+
 def test_a_large_growth_is_said_once():
     """1.1^200 is 1.9e8, and 1.1^190 is below the limit."""
     made = hill(200)

@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm as norm
 
 from adjsim.adjoints.base import Result
 from adjsim.adjoints.durable.run_end import run_end
@@ -35,6 +34,7 @@ from adjsim.adjoints.sweep.recorder import CotangentGrowth, Recorder, Recording,
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, naming, prepare
 from adjsim.core.autocast import autocast_state, restored_autocast
 from adjsim.core.box import refuse_trained_box
+from adjsim.core.norms import norm
 from adjsim.core.progress import with_progress
 from adjsim.core.rows import are_hidden, pulled_together
 from adjsim.core.run_report import RunReport

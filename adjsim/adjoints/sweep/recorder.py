@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm as norm
 
 from adjsim.adjoints.base import ReconstructionError
 from adjsim.adjoints.durable.saves import AttributeState, Saves
 from adjsim.adjoints.sweep.stepper import Stepper
 from adjsim.core.durable.stateful import Entries
+from adjsim.core.norms import norm
 from adjsim.core.rows import shown_rows
 from adjsim.core.state import AnyState, State
 from adjsim.core.trajectory import Record, TimeAverage, check_shape, floating, sum_dtype
