@@ -185,7 +185,7 @@ def defer_products(body: GraphModule, carry: int) -> list[DeferredProduct]:
     before = body.graph.find_nodes(op="placeholder")[1 : 1 + carry]
     found, kept, factors = list[DeferredProduct](), list[Node](), list[Node]()
     for number, (given, made) in enumerate(zip(before, results[1 : 1 + carry], strict=True)):
-        terms = _added(given, made)
+        terms = _added(given, made) if results.count(made) == 1 else []
         with body.graph.inserting_before(output):
             pairs = _factors(body, terms) if terms else []
         if not pairs:

@@ -35,6 +35,8 @@ def fitting_buffer(value: Value, row: Buffer) -> str | None:
     if (
         not isinstance(source, (Called, Joined, Pointwise))
         or source.buffer is None
+        # A loop over padded rows would write behind a row, into the next one.
+        or source.buffer.size != row.size
         # Of views, those alone that are the whole value with its axes in place.
         or _axes(source.shape, source.buffer.strides) != _axes(row.shape, row.strides)
         or address != Address(f"({source.buffer.name} + 0)", row.strides)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import adjsim
 from adjsim.compiler import LoopSpec, compile_loop
 from tests.problems import slow_but
 
@@ -166,6 +167,7 @@ OTHERS = {
     "of other lengths": lambda s, x, c: [c[0] + x[0].T @ x[1] + x[0][:1].T @ x[1][:1]],
     "used twice": lambda s, x, c: (lambda y: [c[0] + y, c[1] + y.sum(1)])((x[0] * s).T @ x[1]),
     "in two sums": lambda s, x, c: (lambda y: [c[0] + y, c[1], c[2] + y])((x[0] * s).T @ x[1]),
+    "returned twice": lambda s, x, c: (lambda y: [y, c[1], y])(c[0] + (x[0] * s).T @ x[1]),
     "few": lambda s, x, c: [c[0][:0], c[1] + (x[0] * s).T @ x[1][:, 0]],
     "turned": lambda s, x, c: [c[0][:0], c[1], c[2], c[3] + ((x[0] * s).T @ x[1]).T],
 }
@@ -198,3 +200,56 @@ def test_threads_that_share_products_have_the_sums_of_one():
             torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("width", [5, 8, 9, 15, 63])
+def test_stored_rows_do_not_write_into_each_other(width):
+    """Rows that are stored backward, as those of a loop that goes back."""
+    x, steps = numbers(width), 6
+    constants, carry = Constants(torch.tensor(steps), (x,)), Carry((), torch.ones(1).to(x))
+
+    def body(given, k, carry):
+        return k - 1, carry._replace(other=carry.other * 1.0), ((given.inputs[0] * k).sin(),)
+
+    spec = LoopSpec(
+        start=lambda given, carry: (given.steps - 1, carry),
+        more=lambda k, count: k >= 0,
+        body=body,
+    )
+    settings = {"exact": False, "short": False, "what": "a test", "capacity": steps}
+    loop = compile_loop(spec, nullcontext, constants, carry, **settings)
+    _, (rows,) = loop.function(constants, carry)
+    expected = torch.stack([(x * k).sin() for k in range(steps)])
+    torch.testing.assert_close(rows, expected, rtol=1e-14, atol=1e-15)
+
+
+class Sines(torch.nn.Module):
+    """A layer whose inputs are computed from the state alone, in padded rows."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = torch.nn.Parameter(0.3 * numbers(width, width))
+
+    def forward(self, t, y):
+        return torch.sin(y) @ self.weight
+
+
+@pytest.mark.parametrize("width", slow_but(lambda n: n == 9, [8, 9, 13, 15, 63, 65]))
+@pytest.mark.parametrize("batch", slow_but(lambda n: n == 0, [0, 1, 3]))
+def test_padded_factors_do_not_write_into_each_other(width, batch):
+    """A loop over padded rows writes the padding too."""
+    ode = adjsim.ODE(Sines(width))
+    y = numbers(batch, width, seed=1) if batch else numbers(width, seed=1)
+    start = ode.init(y.requires_grad_())
+    found = []
+    for compiled in (False, True):
+        run = adjsim.simulate(
+            ode,
+            start,
+            [0.0, 0.7],
+            solver=adjsim.RungeKutta("rk4", 0.01),
+            adjoint=adjsim.CheckpointAdjoint(),
+            compile=compiled,
+        )
+        found.append(torch.autograd.grad(run.final.y.sum(), list(ode.parameters()))[0])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
