@@ -136,7 +136,7 @@ def address_of(value: Value) -> Address | None:
 
 
 def is_dense(value: Value) -> bool:
-    """Return whether a value is all of a stored one, with contiguous rows."""
+    """Return whether a value is the whole of a stored value, in row-major order."""
     place = _place(value)
     if place is None or place[0].variable:
         return False

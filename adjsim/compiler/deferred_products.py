@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -60,10 +59,10 @@ class _Term(NamedTuple):
 
 
 class DeferredProduct(NamedTuple):
-    """The products that each iteration adds to the part ``number`` of the carry, in ``terms``.
+    """The sum of ``terms`` products that each iteration adds to the part ``number`` of the carry.
 
-    The factors of a term are A ``(copies or 1, inner, rows)`` and B ``(copies or 1, inner,
-    columns)``, with a product for each of the copies.
+    ``left`` and ``right`` are the shapes of the factors of a term: A ``(copies or 1, inner, rows)``
+    and B ``(copies or 1, inner, columns)``, with a product for each of the copies.
     """
 
     number: int
@@ -74,6 +73,7 @@ class DeferredProduct(NamedTuple):
 
     @property
     def inner(self) -> int:
+        """The length over which a product sums."""
         return self.left[1]
 
     @property
@@ -158,11 +158,10 @@ class DeferredProduct(NamedTuple):
     def before_iteration(self) -> list[str]:
         """Print the addresses of the factors of an iteration."""
         n, kind = self.number, TYPES[self.dtype]
+        places = [(*memory, k) for k in range(self.terms) for memory in self.sizes.items()]
         return [
-            f"{kind}* {buffer.name} = {name}{n} + {size} * ({self.terms} * waiting{n} + {at // 2});"
-            for at, (buffer, (name, size)) in enumerate(
-                zip(self.factors(), cycle(self.sizes.items()))
-            )
+            f"{kind}* {buffer.name} = {name}{n} + {size} * ({self.terms} * waiting{n} + {k});"
+            for buffer, (name, size, k) in zip(self.factors(), places, strict=True)
         ]
 
     def after_iteration(self) -> str:

@@ -186,10 +186,11 @@ class _CppLoop:
         self.work = 0
         consts = [_constant_buffer(f"c{i}", x) for i, x in enumerate(constants)]
         self.deferred = defer_products(parts.body.graph, len(carry))
-        dense = {x.number for x in self.deferred}
+        factors = [x for product in self.deferred for x in product.factors()]
+        sums = {x.number for x in self.deferred}
         self.carry_in = [_buffer(f"x{i}", x, fill=False) for i, x in enumerate(carry)]
-        self.current = [_buffer(f"a{i}", x, fill=i not in dense) for i, x in enumerate(carry)]
-        others = ((i, x) for i, x in enumerate(carry) if i not in dense)
+        self.current = [_buffer(f"a{i}", x, fill=i not in sums) for i, x in enumerate(carry)]
+        others = ((i, x) for i, x in enumerate(carry) if i not in sums)
         self.next_carry = [_buffer(f"n{i}", x, fill=True) for i, x in others]
         self.rows = [_buffer(f"row{i}", x, fill=False) for i, x in enumerate(stored)]
         number = Buffer("k", torch.int64, (), (), variable=True)
@@ -197,9 +198,8 @@ class _CppLoop:
         start = self._function("start", parts.start, [*consts, *self.carry_in], self.current)
         self._function("more", parts.more, [number, count], [], "bool")
         inputs = [number, *self.current, *consts]
-        factors = [x for product in self.deferred for x in product.factors()]
-        rows = [*self.rows, *factors]
-        body = self._function("body", parts.body, inputs, self.next_carry, rows=rows)
+        stores = [*self.rows, *factors]
+        body = self._function("body", parts.body, inputs, self.next_carry, rows=stores)
         if self.deferred:
             self.declarations[MatrixProduct] = MatrixProduct.declarations
         self.parallel |= any(x.is_shared(threads) for x in self.deferred)

@@ -30,6 +30,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 from ase import units
+from scipy.stats import t as student
 
 import adjsim
 
@@ -95,9 +96,15 @@ for (steps, kind), row in ROWS.items():
     known = np.abs(value) > 3 * error
     text = f"{steps:6d} {kind:13s} {size(value):9.3g} +- {size(error):.3g}, "
     text += f"{known.sum():3d} of {len(value)} beyond three errors"
+    replicas = STUDY[f"gradients-{steps}"]["settings"]["plan"]["replicas"]
+    chance = 2 * len(value) * student.sf(3, replicas - 1)
+    text += f" ({chance:.0f} by chance)"
     if row["growth"] is not None:
         rate = row["growth"] * 1000 * units.fs / np.log(10)
         text += f", cotangents grow by 10^({rate:.2f} t/ps)"
+        if rate > 0:
+            largest = np.log10(np.finfo(float).max)
+            text += f", to the largest double in {largest / rate:.0f} ps"
     print(text)
 
 # %%
@@ -108,13 +115,12 @@ for (steps, kind), row in ROWS.items():
 # the loss. The clip keeps the norm near one. At 1,000 steps it knows more single
 # numbers than any other estimate, and at 10,000 steps few. Reweighting and score
 # function agree, since both see the same covariance. They need independent frames: at
-# 1,000 steps they know nothing, and at 10,000 steps 14 numbers. By chance alone two of
-# 200 are beyond three errors of 16 replicas, and twelve beyond those of four. So at
-# 100,000 steps, where there are four, no estimate knows anything. (Two rows there are
-# of an earlier commit, whose functions had other last bits, so that the replicas are
-# other ones.) At a million steps the exact path has no number: its cotangents pass
-# :math:`10^{308}`, the largest double, after 170 picoseconds. Clipped, a million steps
-# are retraced to the bit, by ``benchmarks/protein.py``.
+# 1,000 steps they know nothing, and at 10,000 steps 14 numbers. Beyond three errors of
+# four replicas are also numbers without a gradient, as many as are printed. So at
+# 100,000 steps no estimate knows much. (Two rows there are of an earlier commit, whose
+# functions had other last bits, so that the replicas are other ones.) At a million
+# steps, a nanosecond, the cotangents of the exact path are beyond the largest double.
+# Clipped, they are retraced to the bit, by ``benchmarks/protein.py``.
 #
 # Path and stationary estimates answer two questions. They would agree for runs that
 # forget their start, which takes these proteins nanoseconds. Their cosines say how far

@@ -195,21 +195,25 @@ def test_threads_that_share_products_have_the_sums_of_one():
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         try:
-            found.append(run(copies, [numbers(4, 190, 65)], inputs, [40])[0][0][0])
+            ((sums,), _, source) = run(copies, [numbers(4, 190, 65)], inputs, [40])
         finally:
             torch.set_num_threads(before)
+        assert ("Team adding0" in source) == (threads > 1)
+        found.append(sums[0])
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("width", [5, 8, 9, 15, 63])
+@pytest.mark.parametrize("width", slow_but(lambda n: n == 9, [5, 8, 9, 15, 63]))
 def test_stored_rows_do_not_write_into_each_other(width):
-    """Rows that are stored backward, as those of a loop that goes back."""
-    x, steps = numbers(width), 6
-    constants, carry = Constants(torch.tensor(steps), (x,)), Carry((), torch.ones(1).to(x))
+    """A value that is stored anyway, with padded rows, by a loop that goes back."""
+    weight, steps = numbers(width, width) / width, 6
+    carry = Carry((), numbers(width, seed=1))
+    constants = Constants(torch.tensor(steps), (weight,))
 
     def body(given, k, carry):
-        return k - 1, carry._replace(other=carry.other * 1.0), ((given.inputs[0] * k).sin(),)
+        y = carry.other.sin()
+        return k - 1, carry._replace(other=(y[None] @ given.inputs[0])[0]), (y,)
 
     spec = LoopSpec(
         start=lambda given, carry: (given.steps - 1, carry),
@@ -219,8 +223,9 @@ def test_stored_rows_do_not_write_into_each_other(width):
     settings = {"exact": False, "short": False, "what": "a test", "capacity": steps}
     loop = compile_loop(spec, nullcontext, constants, carry, **settings)
     _, (rows,) = loop.function(constants, carry)
-    expected = torch.stack([(x * k).sin() for k in range(steps)])
-    torch.testing.assert_close(rows, expected, rtol=1e-14, atol=1e-15)
+    for k in reversed(range(steps)):
+        _, carry, (row,) = body(constants, torch.tensor(k), carry)
+        torch.testing.assert_close(rows[k], row, rtol=1e-13, atol=1e-15)
 
 
 class Sines(torch.nn.Module):
