@@ -196,12 +196,17 @@ class Dynamics(nn.Module, Generic[State]):
         for name in self.per_atom:
             check_count(name, getattr(self, name), state[0].shape[-2])
 
+    def check_values(self, t: float, state: State) -> None:
+        """Refuse, before any work, a start without a finite energy, or with one far too high."""
+        if self.potential is not None:
+            check_potential(self.potential, *self.force_point(state))
+
     def check_rates(self, t: float, state: State) -> dict[str, Tensor]:
         """Refuse, before any work, a start at which the equations have no finite value.
 
         Returns drift and diffusion there by descriptions, if a graph is recorded.
         """
-        check_potential(self.potential, *self.force_point(state))
+        self.check_values(t, state)
         if in_transform() or not torch.is_grad_enabled():
             return {}
         at = torch.tensor(t, dtype=torch.float64)

@@ -93,7 +93,7 @@ class ForceEvaluator:
         self.parameters = dict(parameters or {})
         self.report = RunReport() if report is None else report
         self._last = known
-        self._caches = one_time_per_position or not isinstance(potential, ForceField)
+        self.caches = one_time_per_position or not isinstance(potential, ForceField)
         self._linear: tuple[Point, LinearForce] | None = None
         # The passes in autograd's graph whose backpropagation no hook counts yet.
         self._uncounted = 0
@@ -112,7 +112,7 @@ class ForceEvaluator:
 
     def values(self, point: Point, t: Any) -> tuple[Tensor, ...]:
         """Evaluate the forces at a point and a time."""
-        if self._caches and self._linear is not None and _same(self._linear[0], point):
+        if self.caches and self._linear is not None and _same(self._linear[0], point):
             return self._linear[1].values
         values = self.cached(point)
         if values is None:
@@ -125,11 +125,11 @@ class ForceEvaluator:
     def cached(self, point: Point) -> tuple[Tensor, ...] | None:
         """Return the forces at a point if they are the last ones that were evaluated."""
         last = self._last
-        return last[1] if self._caches and last is not None and _same(last[0], point) else None
+        return last[1] if self.caches and last is not None and _same(last[0], point) else None
 
     def linear(self, point: Point, t: Any) -> LinearForce:
         """Evaluate the forces at a point and a time, ready to receive cotangents."""
-        if not self._caches or self._linear is None or not _same(self._linear[0], point):
+        if not self.caches or self._linear is None or not _same(self._linear[0], point):
             self._linear = (point, LinearForce(self, point, t))
             self.count()
         return self._linear[1]

@@ -1,8 +1,9 @@
 """The check of the rates of a dynamics at the start of a run.
 
-During training, a compiled run of a field skips this check after the first step, since its form has
-been checked before. Batch normalisation in train mode writes to its buffers, and dropout draws
-random numbers, so a run that evaluates such a module cannot be repeated, recomputed or reversed.
+After the first compiled run of a form only its numbers are checked: those of a start with a
+potential or a body here, those of a field by the run itself. Batch normalisation in train mode
+writes to its buffers, and dropout draws random numbers, so a run that evaluates such a module
+cannot be repeated, recomputed or reversed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from adjsim.core.state import State, detached, in_transform
 from adjsim.core.trajectory import Record, TimeAverage
 from adjsim.core.writes import version_of
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.fields.ode import FieldDynamics
 from adjsim.solvers.run import bound_record
 
 # The state of the generators, and the identity and the version of each tensor of a module.
@@ -73,21 +73,25 @@ def _read(
     graph, device = torch.is_grad_enabled(), state[0].device
     # Leaves, whose graph shows which other tensors the rates depend on.
     start = type(state)._make(x.detach().requires_grad_() for x in state) if graph else state
-    key = _key(read, record) if compile and isinstance(dynamics, FieldDynamics) else None
+    function = record.function if isinstance(record, TimeAverage) else record
+    key = cache_key(read, function) if compile else None
+    # Loops do not depend on a record of saved states.
+    key_of_loops = key if record is None or isinstance(record, TimeAverage) else None
     shapes = tuple((x.shape, x.dtype, x.device) for x in (*start, *reading.tensors))
-    # Everything but numbers that the rates depend on. Numbers may make the rates infinite, which
-    # ends the run, and is checked then.
+    # Everything but numbers that the rates depend on. Numbers may make the rates of a field
+    # infinite, which ends the run, and is checked then.
     source = Identity(reading.source)
     form = source, key, t, type(state), shapes, reading.slots, reading.wanted, graph
     if key is not None and _checked.get(form):
-        return reading, tensors, read, key
+        read.check_values(t, start)
+        return reading, tensors, read, key_of_loops
     before = random_state(device)
     rates = read.check_rates(t, start)
     if (
         random_state(device) != before
         or reading.registers_others(read)
         or reading.written(read, tensors) is not None
-        or (key is not None and _key(read, record) != key)
+        or (key is not None and cache_key(read, function) != key)
     ):
         return None
     if graph and reading.wanted and reading.kept(read):
@@ -108,7 +112,7 @@ def _read(
             refuse_unknown(value, read, known, what)
     if key is not None:
         _checked.put(form, True)
-    return reading, tensors, read, key
+    return reading, tensors, read, key_of_loops
 
 
 def _refuse_other_devices(reading: Reading[Dynamics[State]], state: State) -> None:
@@ -121,13 +125,6 @@ def _refuse_other_devices(reading: Reading[Dynamics[State]], state: State) -> No
                 f"{name} of {kind} is on {x.device}, and the start is on {device}: move the "
                 f"dynamics by .to({str(device)!r}), or the start."
             )
-
-
-def _key(dynamics: Dynamics[State], record: Record[State]) -> Any:
-    """Return the key of what a compiled run reads, or None."""
-    if not isinstance(record, TimeAverage | None):
-        return None
-    return cache_key(dynamics, None if record is None else record.function)
 
 
 def random_state(device: torch.device) -> bytes:

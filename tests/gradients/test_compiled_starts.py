@@ -8,6 +8,7 @@ from torch import nn
 
 import adjsim
 from adjsim import ODE, SDE, CheckpointAdjoint, DirectAdjoint, EulerMaruyama, RungeKutta
+from adjsim.potentials import Barrier, Contact, Plane
 from tests.fields import Diffusion, Net, start
 
 
@@ -57,6 +58,57 @@ def test_numbers_that_become_nan(stochastic):
         with torch.no_grad():
             x.copy_(kept)
     run(dynamics, y)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_known_form_with_a_potential_is_checked_by_its_energy_alone(monkeypatch, exact):
+    """The evaluation of the rates with a graph takes longer than that of the energy."""
+    known, calls = adjsim.Hamiltonian.check_rates, []
+    monkeypatch.setattr(
+        adjsim.Hamiltonian, "check_rates", lambda *args: calls.append(1) or known(*args)
+    )
+    dynamics = adjsim.Hamiltonian(adjsim.LennardJones())
+    apart = torch.tensor([[0.0, 0.0], [1.1, 0.0]], dtype=torch.float64)
+
+    def go(position, **options):
+        return adjsim.simulate(
+            dynamics,
+            dynamics.init(position, torch.zeros_like(position)),
+            [0.0, 0.03],
+            solver=adjsim.Splitting("BAB", 0.01, exact=exact),
+            compile=True,
+            **options,
+        ).final.position
+
+    first, counts = go(apart), [len(calls)]
+    assert torch.equal(go(apart), first)
+    # A record that loops do not read, then the same one made anew.
+    for _ in range(2):
+        go(apart, record=lambda state: state.position.sum())
+        counts.append(len(calls))
+    with pytest.raises(ValueError, match="the energy at the start is"):
+        go(torch.zeros(2, 2, dtype=torch.float64))
+    assert [*counts, len(calls)] == [1, 2, 2, 2]
+
+
+def test_a_known_form_of_a_body_may_not_begin_inside_of_a_surface():
+    contact = Contact(Plane([0.0, 1.0]), Barrier(1.0, 0.1))
+    dynamics = adjsim.Mechanics(adjsim.Harmonic(0.1), 1.0, contact=contact)
+
+    def go(height):
+        position = torch.tensor([[0.0, height]], dtype=torch.float64)
+        return adjsim.simulate(
+            dynamics,
+            dynamics.init(position),
+            [0.0, 0.02],
+            solver=adjsim.VelocityVerlet(0.01),
+            compile=True,
+        )
+
+    go(0.5)
+    go(0.4)
+    with pytest.raises(ValueError, match="gap"):
+        go(-0.1)
 
 
 def test_a_captured_tensor_that_comes_to_require_grad():

@@ -88,11 +88,7 @@ class ForwardLoops:
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
         runner, budget = self.runner, self.error_budget
         if start == 0 and self.force is None and runner.plan.shares_force:
-            forces = runner.plan.forces(runner.dynamics.potential, report=runner.report)
-            with torch.no_grad():
-                forces.values(point_of(state), runner.clock.time(0))
-            # None where the force depends on a time that passes while the position stays.
-            self.force = forces.cached(point_of(state))
+            self.force = self._first_force(state)
         while start < stop:
             wanted = min(runner.length, stop - start)
             carry, rows, count = self._run_sound(state, start, wanted)
@@ -124,6 +120,18 @@ class ForwardLoops:
             if ended or count < wanted:
                 break
         return state, start
+
+    def _first_force(self, state: AnyState) -> tuple[Tensor, ...] | None:
+        """Return the force at the start; None where it changes while the position stays."""
+        runner, point = self.runner, point_of(state)
+        forces = runner.plan.forces(runner.dynamics.potential, report=runner.report)
+        if not forces.caches:
+            return None
+        if runner.exact:
+            # A loop of exact steps evaluates the force with which it begins itself.
+            return tuple(map(torch.zeros_like, point))
+        with torch.no_grad():
+            return forces.values(point, runner.clock.time(0))
 
     def _run_sound(
         self, state: AnyState, start: int, count: int

@@ -256,16 +256,15 @@ class Mechanics(MassiveDynamics[PhaseState]):
     def limit(self) -> SurfaceLimit | None:
         return None if self.contact is None else SurfaceLimit(self.contact)
 
-    def check_rates(self, t: float, state: PhaseState) -> dict[str, Tensor]:
-        rates = super().check_rates(t, state)
+    def check_values(self, t: float, state: PhaseState) -> None:
+        super().check_values(t, state)
         if in_transform():
-            return rates
+            return
         with torch.no_grad():
             if self.prescribed is not None:
                 self.prescribed.check(t, state.position.detach())
             if self.contact is not None:
                 self.contact.refuse_penetration(state.position.detach(), t)
-        return rates
 
     def damping(self, state: PhaseState) -> float:
         with torch.no_grad():
