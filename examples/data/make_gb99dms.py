@@ -11,8 +11,9 @@ Run one of these, with the folder of the data (structures and targets); ``torchr
 
 Each part writes a file of its own in the folder OUT, whole or not at all, after every
 iteration or row. Run again with the same arguments, it goes on after the last one, and
-from stores within it. ``collect`` adds the files to gb99dms.json, in place of older
-ones.
+from stores within it. The means of ``gradients`` stay in a folder beside its file, for
+estimators that are asked for later. ``collect`` adds the files to gb99dms.json, in
+place of older ones.
 """
 
 import argparse
@@ -147,13 +148,16 @@ def gradients(protein, plan, kinds, seed, folder, head):
     """Estimate the gradient after runs of one length by several estimators."""
     path = Path(folder) / f"gradients-{plan.steps}.json"
     found = opened(path, {"plan": plan._asdict(), "seed": seed})
-    means = None
+    means, store = None, path.with_suffix("")
     known = [row["kind"] for row in found["rows"]]
     for kind in (x for x in kinds if x not in known):
+        own = store / kind.replace(" ", "-")
+        # The seconds of a process that was killed are not known.
+        resumed = own.exists()
         if means is None:
-            means = protein.means(plan, seed)
+            means = protein.means(plan, seed, store)
         began = time.process_time()
-        estimate = protein.gradient(kind, plan, means, seed)
+        estimate = protein.gradient(kind, plan, means, seed, store)
         seconds = time.process_time() - began
         loss, error = jackknife(protein, means)
         info = estimate.diagnostics
@@ -162,10 +166,12 @@ def gradients(protein, plan, kinds, seed, folder, head):
             row[name] = estimate.grad[name].tolist()
             row[f"{name} stderr"] = estimate.grad_stderr[name].tolist()
         row |= {"growth": info.get("growth"), "ess": info["ess"], "seconds": seconds}
-        row["commit"] = head
+        row |= {"resumed": resumed, "commit": head}
         found["rows"].append(row)
         found["seconds"] += seconds
         write(path, found)
+        if Ranks.of(None).rank == 0:
+            shutil.rmtree(own, ignore_errors=True)
         print(plan.steps, kind, loss, error, seconds, flush=True)
     return found
 

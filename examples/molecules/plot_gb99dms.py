@@ -57,9 +57,11 @@ AT = {steps: [kind for kind in KINDS if (steps, kind) in ROWS] for steps in LENG
 for name in ("gradients", "differences", "training"):
     for length, part in parts_of(name).items():
         plan, commits = part["settings"]["plan"], [x["commit"] for x in part["rows"]]
+        # Those of a process that was killed are missing.
+        least = "at least " * any(row.get("resumed") for row in part["rows"])
         print(
             f"{name} {length}: {plan['replicas']} replicas of {plan['steps']} steps, "
-            f"{part['seconds']:.0f} s of a core, commit "
+            f"{least}{part['seconds']:.0f} s of a core, commit "
             + ", ".join(x[:10] for x in dict.fromkeys(commits))
         )
 
