@@ -66,14 +66,14 @@ class Case:
 
 OPEN = {"nonbondedMethod": app.NoCutoff}
 CASES = {
-    "dipeptide": Case("dipeptide.pdb", (AMBER,), OPEN, 4000, 1.0),
-    "dipeptide OBC2": Case("dipeptide.pdb", (AMBER, "implicit/obc2.xml"), OPEN, 2000, 1.0),
-    "peptide OBC2": Case("peptide.pdb", (AMBER, "implicit/obc2.xml"), OPEN, 100, 0.35),
+    "dipeptide": Case("dipeptide.pdb", (AMBER,), OPEN, 20000, 1.0),
+    "dipeptide OBC2": Case("dipeptide.pdb", (AMBER, "implicit/obc2.xml"), OPEN, 10000, 1.0),
+    "peptide OBC2": Case("peptide.pdb", (AMBER, "implicit/obc2.xml"), OPEN, 1000, 0.35),
     "water": Case(
         "water.pdb",
         (str(DATA / "spcfw.xml"),),
         {"nonbondedMethod": app.PME, "nonbondedCutoff": 0.9 * unit.nanometer},
-        40,
+        200,
         1.0,
         3.0,
         MESH,

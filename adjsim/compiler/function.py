@@ -113,6 +113,8 @@ class FunctionPrinter:
 
     def _next(self, ready: list[Value], tasks: dict[Value, list[Task]]) -> list[Value]:
         """Select the values that are computed next: scalars, small ones, or sums in one loop."""
+        # Loops over half of a matrix wait for each other, and then read its pairs once.
+        ready = [x for x in ready if not any(y.halved for y in tasks[x])] or ready
         small = [x for x in ready if all(y.value.numel <= self.large for y in tasks[x])]
         # Scalars first, so that a loop that needs one can join the loop before it.
         scalars = [value for value in small if value.numel == value.work == 1]

@@ -763,6 +763,27 @@ def test_sums_over_pairs_compute_each_pair_once(atoms, dtype, exact, monkeypatch
         assert torch.equal(found[at], wanted[at])
 
 
+def test_sums_over_pairs_wait_for_each_other(monkeypatch):
+    """One loop has the sums that are known from the start, and those that need other numbers."""
+    x, q = (numbers(40, dtype=torch.float64, seed=seed) for seed in (0, 1))
+    nests: list[HalfNest] = []
+    lines = HalfNest.lines
+    monkeypatch.setattr(HalfNest, "lines", lambda nest: [nests.append(nest), lines(nest)][1])
+
+    def function(x: Tensor, q: Tensor) -> Tensor:
+        d = x[:, None] - x
+        early = torch.cat([PAIR_SUMS["even"](d, q), PAIR_SUMS["odd"](d, q)])
+        # A sum over rows with little in common, whose values another sum over pairs reads.
+        inner = OTHER_SUMS["of a sine"](d, q)
+        return torch.cat([early, PAIR_SUMS["even"](d, inner)])
+
+    found, wanted = printed(function, x, q), function(x, q)
+    assert [len(nest.tasks) for nest in nests] == [3]
+    # Sums of terms of up to about 100.
+    allowed = 100 * 40 * torch.finfo(torch.float64).eps
+    torch.testing.assert_close(found, wanted, rtol=allowed, atol=allowed)
+
+
 # Sums of rows and of pairs, of which threads have parts.
 SHARED_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of rows": lambda d, q: sum((d.abs() + k).pow(q) * d for k in range(1, 8)).sum(1),
