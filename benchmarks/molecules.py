@@ -30,7 +30,7 @@ import openmm
 import torch
 from ase import units
 from openmm import app, unit
-from rounds import Side, measure
+from rounds import Side, measure, one_core
 from torch import Tensor, nn
 
 import adjsim
@@ -189,9 +189,13 @@ def with_obc_force(system: Any) -> Any | None:
 
 
 def in_openmm(made: Molecules, system: Any) -> Side:
-    context = made.context("CPU", system)
+    # The first forces begin the threads.
+    with one_core():
+        context = made.context("CPU", system)
+        context.getState(getForces=True)
     integrator = context.getIntegrator()
 
+    @one_core()
     def run() -> dict[str, float]:
         begun = time.perf_counter()
         integrator.step(made.steps)

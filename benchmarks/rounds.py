@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 # Runs one side, and returns its seconds a step by name.
 Side = Callable[[], dict[str, float]]
@@ -16,3 +18,19 @@ def measure(sides: dict[str, Side], rounds: int) -> dict[str, dict[str, float]]:
             for what, seconds in side().items():
                 best[name][what] = min(best[name][what], seconds)
     return best
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Keep this thread, and those that begin meanwhile, on one core.
+
+    The threads of OpenMM's CPU platform hand over to each other several times a step, even with one
+    thread for the forces. On two cores the step of a small system waits for the other core to wake
+    up, which takes up to thirty times as long as the step.
+    """
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from rounds import one_core
 from torch import Tensor
 
 import adjsim
@@ -77,9 +78,14 @@ def of_openmm(atoms: int) -> Callable[[], object]:
     system.addForce(term)
     platform = openmm.Platform.getPlatformByName("CPU")
     integrator = openmm.VerletIntegrator(0.001)
-    context = openmm.Context(system, integrator, platform, {"Threads": "1"})
     places = (position / 10).numpy()
+    # The first forces begin the threads.
+    with one_core():
+        context = openmm.Context(system, integrator, platform, {"Threads": "1"})
+        context.setPositions(places)
+        context.getState(getForces=True)
 
+    @one_core()
     def evaluated() -> object:
         context.setPositions(places)
         return context.getState(getForces=True)
