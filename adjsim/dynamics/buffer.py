@@ -188,6 +188,7 @@ def _fraction(what: str, factor: float) -> tuple[int, int]:
     )
 
 
+@lru_cache(maxsize=256)
 def simple_fraction(value: float, allowed: float) -> Fraction | None:
     """Return a simple fraction below 1 and this close to a value; None if there is none."""
     limits = (2**k for k in range(1, LARGEST_DENOMINATOR.bit_length()))

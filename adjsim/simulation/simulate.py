@@ -278,7 +278,7 @@ def assemble(
                 f"compile=True is not for {solver!r} of {type(dynamics).__name__}: "
                 f"{refusal.reason}. Leave compile=True out."
             )
-        measure = partial(reversed_growth_in_loops, reading, tensors) if compile else None
+        measure = partial(reversed_growth_in_loops, reading, tensors, key) if compile else None
         solver = solver.resolved(dynamics, state, times, path, measure)
     report = RunReport()
     if noise is not None:

@@ -13,6 +13,7 @@ from adjsim.adjoints.loops.loop import Loop, LoopConstants, LoopKind, lengthened
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.stepper import prepare
 from adjsim.compiler import LoopSpec, clone
+from adjsim.core.cache_key import CacheKey
 from adjsim.core.reading import Reading
 from adjsim.core.run_report import RunReport
 from adjsim.core.state import State, detached
@@ -40,6 +41,7 @@ class GrowthCarry(NamedTuple):
 def reversed_growth_in_loops(
     reading: Reading[Dynamics[State]],
     tensors: tuple[Tensor, ...],
+    key: CacheKey | None,
     dynamics: Dynamics[State],
     tableau: Tableau,
     sizes: Sequence[float],
@@ -48,12 +50,15 @@ def reversed_growth_in_loops(
 ) -> float:
     """Return what :func:`~adjsim.solvers.reversible.increment.reversed_growth` does.
 
-    ``dynamics`` holds ``tensors``, the values of ``reading``; steps of varying size do not compile.
+    ``dynamics`` holds ``tensors``, the values of ``reading``; its ``key`` may be known. Steps of
+    varying size do not compile.
     """
     times = torch.tensor([t, t + len(sizes) * sizes[0]], dtype=torch.float64)
     solver = RungeKutta(tableau, sizes[0])
     start = detached(state)
-    run = Run(reading, tensors, dynamics, start, times, solver, record=None, compile=True)
+    # Nothing is recorded here.
+    key = None if key is None else key._replace(function=None)
+    run = Run(reading, tensors, dynamics, start, times, solver, None, compile=True, key=key)
     stepper, inputs = prepare(run, RunReport())
     runner = LoopRunner(stepper, inputs, run, RunReport(), AHEAD)
     fields, stored = runner.pack_state(run.state), list[tuple[Tensor, ...]]()
