@@ -197,7 +197,10 @@ class Dynamics(nn.Module, Generic[State]):
             check_count(name, getattr(self, name), state[0].shape[-2])
 
     def check_values(self, t: float, state: State) -> None:
-        """Refuse, before any work, a start without a finite energy, or with one far too high."""
+        """Refuse, before any work, a start without a finite energy, or with one far too high.
+
+        Of the checks of a start, compiled runs of a known form make this one alone.
+        """
         if self.potential is not None:
             check_potential(self.potential, *self.force_point(state))
 

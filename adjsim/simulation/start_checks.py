@@ -73,46 +73,49 @@ def _read(
     graph, device = torch.is_grad_enabled(), state[0].device
     # Leaves, whose graph shows which other tensors the rates depend on.
     start = type(state)._make(x.detach().requires_grad_() for x in state) if graph else state
-    function = record.function if isinstance(record, TimeAverage) else record
+    average = record if isinstance(record, TimeAverage) else None
+    function = None if average is None else average.function
     key = cache_key(read, function) if compile else None
-    # Loops do not depend on a record of saved states.
-    key_of_loops = key if record is None or isinstance(record, TimeAverage) else None
     shapes = tuple((x.shape, x.dtype, x.device) for x in (*start, *reading.tensors))
     # Everything but numbers that the rates depend on. Numbers may make the rates of a field
     # infinite, which ends the run, and is checked then.
     source = Identity(reading.source)
     form = source, key, t, type(state), shapes, reading.slots, reading.wanted, graph
-    if key is not None and _checked.get(form):
+    # The values that must not depend on tensors without a gradient.
+    values: dict[str, Any] = {}
+    known = key is not None and bool(_checked.get(form))
+    if known:
         read.check_values(t, start)
-        return reading, tensors, read, key_of_loops
-    before = random_state(device)
-    rates = read.check_rates(t, start)
-    if (
-        random_state(device) != before
-        or reading.registers_others(read)
-        or reading.written(read, tensors) is not None
-        or (key is not None and cache_key(read, function) != key)
-    ):
-        return None
-    if graph and reading.wanted and reading.kept(read):
-        at = torch.tensor(t, dtype=torch.float64)
-        reading.refuse_kept(tensors, lambda copy: copy.drift(at, start))
-    if graph:
+    else:
+        before = random_state(device)
+        values |= read.check_rates(t, start)
+        if (
+            random_state(device) != before
+            or reading.registers_others(read)
+            or reading.written(read, tensors) is not None
+            or (key is not None and cache_key(read, function) != key)
+        ):
+            return None
+        if graph and reading.wanted and reading.kept(read):
+            at = torch.tensor(t, dtype=torch.float64)
+            reading.refuse_kept(tensors, lambda copy: copy.drift(at, start))
+    # The key has what a time average reads, and not what a record of saved states reads.
+    if graph and record is not None and not (known and average is not None):
+        bound = bound_record(record, reading, read, tensors)
+        assert bound is not None
+        value = (bound.function if isinstance(bound, TimeAverage) else bound)(start)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"record must return a tensor; got {type(value).__name__}.")
+        values["the record"] = value
+    if graph and values:
         # An adjoint would give no gradient to captured tensors that require grad. A tensor that is
         # first read later in the run is refused then.
-        values: dict[str, Any] = dict(rates)
-        bound = bound_record(record, reading, read, tensors)
-        if bound is not None:
-            value = (bound.function if isinstance(bound, TimeAverage) else bound)(start)
-            if not isinstance(value, Tensor):
-                raise TypeError(f"record must return a tensor; got {type(value).__name__}.")
-            values["the record"] = value
-        known = [*start, *reading.trainable(tensors).values()]
+        leaves = [*start, *reading.trainable(tensors).values()]
         for what, value in values.items():
-            refuse_unknown(value, read, known, what)
+            refuse_unknown(value, read, leaves, what)
     if key is not None:
         _checked.put(form, True)
-    return reading, tensors, read, key_of_loops
+    return reading, tensors, read, key
 
 
 def _refuse_other_devices(reading: Reading[Dynamics[State]], state: State) -> None:

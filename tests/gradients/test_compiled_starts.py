@@ -80,15 +80,24 @@ def test_a_known_form_with_a_potential_is_checked_by_its_energy_alone(monkeypatc
             **options,
         ).final.position
 
-    first, counts = go(apart), [len(calls)]
-    assert torch.equal(go(apart), first)
-    # A record that loops do not read, then the same one made anew.
-    for _ in range(2):
-        go(apart, record=lambda state: state.position.sum())
-        counts.append(len(calls))
+    first = go(apart)
+    assert torch.equal(go(apart, record=lambda state: state.position.sum()), first)
     with pytest.raises(ValueError, match="the energy at the start is"):
         go(torch.zeros(2, 2, dtype=torch.float64))
-    assert [*counts, len(calls)] == [1, 2, 2, 2]
+    assert len(calls) == 1
+    # The record of saved states is no part of the form, and is evaluated at each start.
+    captured = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+
+    def record(state):
+        x = state.position.sum()
+        return x * captured if x.detach() < 0 else x
+
+    apart.requires_grad_()
+    go(apart, record=record)
+    with pytest.raises(ValueError, match="the record depends on"):
+        go(apart - 2, record=record)
+    with pytest.raises(TypeError, match="record must return a tensor"):
+        go(apart, record=lambda state: float(state.position.detach().sum()))
 
 
 def test_a_known_form_of_a_body_may_not_begin_inside_of_a_surface():
