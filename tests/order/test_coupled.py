@@ -148,7 +148,7 @@ def test_compiled_runs_estimate_their_rate_in_loops(batch, monkeypatch):
     start = dynamics.init(torch.linspace(-1, 1, 2 * batch, dtype=torch.float64).reshape(batch, 2))
 
     def measured(*given):
-        found.append((reversed_growth_in_loops(*given), reversed_growth(*given[2:])))
+        found.append((reversed_growth_in_loops(*given), reversed_growth(*given[3:])))
         return found[-1][0]
 
     def run():
