@@ -9,7 +9,7 @@ from adjsim.compiler.calls import Address, Call, Operators, address_of, in_order
 from adjsim.compiler.formulas import TRITON, print_formulas, print_on_vectors, triton_type
 from adjsim.compiler.library import CompilerError, compiled
 from adjsim.compiler.loops import LoopSpec, clone, compile_loop, filled, leaves, mapped
-from adjsim.compiler.mathematics import scalar_functions, vector_functions
+from adjsim.compiler.mathematics import FUNCTIONS, scalar_functions, vector_functions
 from adjsim.compiler.nests import PARALLEL_WORK
 from adjsim.compiler.operations import lookup
 from adjsim.compiler.products import multiplications
@@ -25,7 +25,7 @@ from adjsim.compiler.tracing import graph_of, present_recorder
 from adjsim.compiler.values import TYPES, UnprintableError, Value, dense_copy
 
 __all__ = [
-    "CACHE_LIMIT", "LARGEST_SYSTEM", "PARALLEL_WORK", "TRITON", "TYPES",
+    "CACHE_LIMIT", "FUNCTIONS", "LARGEST_SYSTEM", "PARALLEL_WORK", "TRITON", "TYPES",
     "Address", "Call", "CompileError", "CompilerError", "Constant", "LoopSpec", "NoCapture",
     "Operators", "UnprintableError", "Value", "address_of", "cache_entries", "cache_folder",
     "clone", "compile_loop", "compiled", "dense_copy", "filled", "graph_of",

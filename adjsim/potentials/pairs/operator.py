@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -33,7 +33,14 @@ from adjsim.potentials.pairs.formula import (
     skin_of,
 )
 from adjsim.potentials.pairs.kernels.cpu import CppKernel
-from adjsim.potentials.pairs.kernels.formulas import OTHER, Slot, trace, trace_elementwise
+from adjsim.potentials.pairs.kernels.formulas import (
+    OTHER,
+    Slot,
+    is_costly,
+    is_symmetric,
+    trace,
+    trace_elementwise,
+)
 from adjsim.potentials.pairs.kernels.gpu import TritonKernel
 from adjsim.potentials.pairs.kernels.kernel import (
     ATOM,
@@ -296,6 +303,10 @@ class PairOperator:
         if graph is None:
             graph = trace_elementwise([slope, energy, curvature], slots, spec.dtype, lengths)
             self.form.kernels.graph = graph
+        # A cheap formula gains nothing: to add a pair to the sums of both atoms takes as long. The
+        # force has the same bits in all kernels.
+        symmetric = partial(is_symmetric, graph, list(slots), spec.dtype, lengths)
+        spec = replace(spec, mutual=spec.can_be_mutual and is_costly(graph) and symmetric())
         force = Made.printed(graph, spec, [0])
         wanted = [(self.form.names[k], 0) for k in spec.gradients]
         if not wanted:

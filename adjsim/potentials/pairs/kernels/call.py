@@ -55,6 +55,7 @@ CALL = {
     "classes": "const int64_t*",  # one for each atom; null: a list holds all pairs
     "partners": "const int64_t*",  # (class_count, class_count), 1 for classes that interact
     "class_count": "int64_t",
+    "mutual": "int64_t",  # 1: a list holds a pair once, at the atom with the smaller number
 }
 _NUMBERS = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
-from adjsim.compiler import UnprintableError, graph_of, lookup, print_on_vectors
+from adjsim.compiler import FUNCTIONS, UnprintableError, graph_of, lookup, print_on_vectors
 from adjsim.potentials.pairs.kernels.kernel import ATOM, FUNCTION, NUMBER, TABLE
 
 # The number of the second atom of a pair, where that of the first is of the kind ATOM.
@@ -27,6 +27,37 @@ Slot = tuple[str, int]
 Formula = Callable[[Tensor, Mapping[Slot, Any]], Tensor]
 # The length of a row of pairs, and of the axes of a matrix of pairs.
 _ROW, _AXIS = 8, 11
+# The rows of pairs of which the atoms are exchanged.
+_TRIALS = 32
+
+
+def is_costly(graph: GraphModule) -> bool:
+    """Return whether formulas take longer than the other work of a pair: functions such as exp."""
+    names = (getattr(node.target, "__name__", "") for node in graph.graph.nodes)
+    return any(name.partition(".")[0] in FUNCTIONS for name in names)
+
+
+def is_symmetric(
+    graph: GraphModule, slots: Sequence[Slot], dtype: torch.dtype, lengths: Mapping[Slot, int]
+) -> bool:
+    """Return whether formulas have the same bits where the atoms of a pair are exchanged.
+
+    It is tried with random numbers: ``(k q_i) q_j`` and ``(k q_j) q_i`` differ for many.
+    """
+    if not any(end for _, end in slots):
+        return True
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(count: int) -> Tensor:
+        return 1.1 + 0.01 * torch.rand(count, generator=generator, dtype=dtype)
+
+    def same() -> bool:
+        s, values = drawn(_ROW), {x: drawn(lengths.get(x, _ROW)) for x in slots}
+        exchanged = [values.get((name, 1 - end), values[name, end]) for name, end in slots]
+        return all(map(torch.equal, graph(s, *values.values()), graph(s, *exchanged)))
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        return all(same() for _ in range(_TRIALS))
 
 
 def trace_elementwise(

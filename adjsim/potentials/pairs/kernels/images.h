@@ -65,15 +65,19 @@ static inline V lanes(const REAL* x, const Place& p) {
 // Places in memory of W numbers.
 typedef int64_t Places __attribute__((vector_size(W * sizeof(int64_t))));
 
-// The whole numbers at W places.
-static inline Places columns(const int* x, const int* p) {
-  typedef int Ints __attribute__((vector_size(W * sizeof(int))));
-  Ints all;
-  if constexpr (W == 8)
-    all = Ints{x[p[0]], x[p[1]], x[p[2]], x[p[3]], x[p[4]], x[p[5]], x[p[6]], x[p[7]]};
+typedef int Ints __attribute__((vector_size(W * sizeof(int))));
+
+// The whole numbers at W places. Only a template may leave out the other number of places.
+template <class T>
+static inline T whole_at(const int* x, const int* p) {
+  if constexpr (sizeof(T) == 8 * sizeof(int))
+    return T{x[p[0]], x[p[1]], x[p[2]], x[p[3]], x[p[4]], x[p[5]], x[p[6]], x[p[7]]};
   else
-    for (int l = 0; l < W; ++l) all[l] = x[p[l]];
-  return __builtin_convertvector(all, Places);
+    return T{x[p[0]], x[p[1]], x[p[2]], x[p[3]]};
+}
+
+static inline Places columns(const int* x, const int* p) {
+  return __builtin_convertvector(whole_at<Ints>(x, p), Places);
 }
 
 // Numbers of a table with W entries at most, of which each lane has one.

@@ -8,25 +8,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from adjsim.compiler import PARALLEL_WORK, scalar_functions
+from adjsim.compiler import PARALLEL_WORK
 from adjsim.core.layout import is_tracing
 from adjsim.core.operators import operator, shapes_of
 from adjsim.core.rows import are_hidden, hide_rows, level_of_rows, of_each_row, shown, shown_rows
-from adjsim.potentials.pairs.kernels.call import CALL, declarations, on_vectors, text
+from adjsim.potentials.pairs.kernels.call import CALL
 
 FORCE, PRODUCT, ENERGY, SLOPES = "FORCE", "PRODUCT", "ENERGY", "SLOPES"
 NUMBER, TABLE, ATOM = "NUMBER", "TABLE", "ATOM"
 # The coefficients of a function, of which a formula computes the places that it reads.
 FUNCTION = "FUNCTION"
-# Sums of a function's coefficients are over so many parts of the pairs, whichever thread has them.
-PARTS = 16
 # The operations that a pair counts for, in the work that threads share.
 PAIR_OPERATIONS = 32
 NO_BOX, ORTHOGONAL, TILTED = 0, 1, 2
@@ -76,6 +73,7 @@ class KernelSpec:
     ``device`` is the type of the device of the positions, and ``tile`` the rows and columns of the
     pairs that a program of a GPU sums at once. ``several``: a product takes many cotangents, along
     the first axis of vectors, and of the cotangents of virials where boxes are those of systems.
+    ``mutual``: each pair of a list is evaluated once, for both of its atoms.
     """
 
     mode: str
@@ -94,11 +92,23 @@ class KernelSpec:
     device: str = "cpu"
     tile: tuple[int, int] | None = None
     several: bool = False
+    mutual: bool = False
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """What the kernel computes before derivatives by operands."""
         return (OUTPUTS | STRAINED if self.strained else OUTPUTS)[self.mode]
+
+    @property
+    def can_be_mutual(self) -> bool:
+        """Whether there is a kernel that evaluates each pair once, for both of its atoms."""
+        return (
+            self.device == "cpu"
+            and self.mode in (FORCE, PRODUCT)
+            and None not in (self.cutoff, self.skin)
+            and self.strained is None
+            and not any(self.kinds[k] == FUNCTION for k in self.gradients)
+        )
 
     def shapes(self, inputs: PairInputs) -> list[tuple[int, ...]]:
         """Return the shapes of outputs and gradients."""
@@ -164,98 +174,6 @@ class KernelSpec:
         cotangents = vector.shape[0] if self.several and vector is not None else 1
         return thread_count(cotangents * systems * atoms * (atoms if self.skin is None else 64))
 
-    def source(self, functions: str, lookups: Sequence[int] = ()) -> str:
-        """Write the C++ source of the kernel around its formulas.
-
-        ``lookups`` has, for each place at which the formulas read a function, the number of the
-        function among the gradients.
-        """
-        numbers = (
-            f"splat(c.operands[{k}][0])" if kind == NUMBER else "V{}"
-            for k, kind in enumerate(self.kinds)
-        )
-        functions_of_tables = [
-            f"call.operands[{k}]" for k, kind in enumerate(self.kinds) if kind == FUNCTION
-        ]
-        lengths = [self.lengths[k] for k in self.gradients]
-        defined = {
-            **{mode: number for number, mode in enumerate(OUTPUTS)},
-            "MODE": self.mode,
-            "WIDTH": 8 if self.mode == PRODUCT and not self.several else 4,
-            "NO_BOX": NO_BOX,
-            "ORTHOGONAL": ORTHOGONAL,
-            "TILTED": TILTED,
-            "IMAGE": self.image,
-            "DIM": self.dim,
-            "CUTOFF": int(self.cutoff is not None),
-            "LISTED": int(self.skin is not None),
-            "GRID": int(self.rounds),
-            "STRAINED": int(self.strained is not None),
-            "SEVERAL": int(self.several),
-            "VIRIAL": self.dim**2 if self.strained == WHOLE else self.dim,
-            "OPERANDS": len(self.kinds),
-            "SLOTS": len(self.kinds) + self.kinds.count(ATOM) - self.kinds.count(FUNCTION),
-            "GRADIENTS": len(self.gradients),
-            "LOOKUPS": len(lookups),
-            "PARTS": PARTS,
-            "FUNCTIONS": f"{{{', '.join([*functions_of_tables, 'nullptr'])}}}",
-            "SQUARED_DISTANCE": " + ".join(f"d[{a}] * d[{a}]" for a in range(self.dim)),
-            "LOAD_OPERANDS": self._loads(),
-            # The operand whose numbers are in the rows of a list, behind the positions.
-            "PACKED": self.kinds.index(ATOM) if ATOM in self.kinds else -1,
-            "NUMBERS": f"{{{', '.join(numbers)}}}",
-            **({"EXCLUDED": ""} if self.excluded else {}),
-        }
-        return "\n".join(
-            [
-                scalar_functions(self.rounds),
-                declarations(self.dtype),
-                *(f"#define {name} {value}" for name, value in defined.items()),
-                "enum Kind { NUMBER, TABLE, ATOM, FUNCTION };",
-                _array("Kind KIND", [*self.kinds, NUMBER]),
-                _array("Kind GRADIENT_KIND", [*(self.kinds[k] for k in self.gradients), NUMBER]),
-                # The lengths of functions with gradients, and where they begin one after the other.
-                _array("int64_t LENGTH", [*lengths, 0]),
-                _array("int64_t BEGIN", [0, *accumulate(lengths)]),
-                _array("int LOOKUP_GRADIENT", [*lookups, 0]),
-                *(
-                    f"constexpr bool {kind}S = {str(kind in self.kinds).lower()};"
-                    for kind in (TABLE, ATOM)
-                ),
-                *on_vectors(functions, self.dtype),
-                text("rows.cpp").replace("COTANGENTS\n", text("cotangents.cpp") * self.several),
-            ]
-        )
-
-    def _loads(self) -> str:
-        """Write the statements that load the operands of pairs into ``found``."""
-        loads: list[str] = []
-        listed = self.skin is not None
-        for k, kind in enumerate(self.kinds):
-            values = f"operands.atoms[{k}]"
-            if kind == NUMBER:
-                loads.append(f"= numbers[{k}]")
-            elif kind == TABLE and listed:
-                held = f"among(beside(operands.few[{k}]), entries)"
-                loads.append(f"= few ? {held} : lanes(call.operands[{k}], entries)")
-            elif kind == TABLE:
-                loads.append(f"= beside(operands.tables[{k}] + first)")
-            elif kind == ATOM:
-                other = f"lanes({values}, other)" if listed else f"splat({values}[other[0]])"
-                packed = listed and k == self.kinds.index(ATOM)
-                loads += [f"= own[{k}]", "= packed" if packed else f"= {other}"]
-        places = {
-            True: "const bool few = call.kinds * call.kinds <= W; "
-            "const Places entries = row + columns(operands.column, other);",
-            False: "const int64_t first = entry(mine[0], call.kinds, operands.column[other[0]]);",
-        }
-        needed = [places[listed]] if TABLE in self.kinds else []
-        return " ".join([*needed, *(f"found[{k}] {load};" for k, load in enumerate(loads))])
-
-
-def _array(name: str, entries: Iterable[Any]) -> str:
-    return f"constexpr {name}[] = {{{', '.join(map(str, entries))}}};"
-
 
 class Kernel(ABC):
     """A sum over pairs, from printed formulas.
@@ -309,7 +227,8 @@ class Kernel(ABC):
     def shares_force(self, other: Kernel) -> bool:
         """Return whether it computes the same force, to the last bit, as another kernel."""
         first, second = (
-            replace(x.spec, mode=FORCE, gradients=(), several=False) for x in (self, other)
+            replace(x.spec, mode=FORCE, gradients=(), several=False, mutual=False)
+            for x in (self, other)
         )
         modes = {self.spec.mode, other.spec.mode}
         return modes <= {FORCE, PRODUCT} and first == second and self._slope == other._slope

@@ -5,6 +5,9 @@
 // of the W neighbours; the neighbours of an atom come in ascending order of their own numbers. An
 // atom with fewer neighbours than others of its block is its own neighbour in the last steps, from
 // full[b] on. Excluded pairs are not in the list.
+//
+// A mutual list holds each pair once. Atoms are in the order of their own numbers, and the steps[i]
+// neighbours of atom i with larger numbers follow each other from index[start[i]] on.
 struct List {
   const int *atom, *index;
   const int64_t *start, *steps, *full;

@@ -24,7 +24,7 @@ struct Built {
 constexpr size_t KEPT = 16, BYTES = (size_t)1 << 28;
 
 struct Slot {
-  int64_t systems, atoms, dim;
+  int64_t systems, atoms, dim, mutual;
   double reach;
   int64_t entries;  // numbers of a cell
   std::vector<int64_t> exclusions, classes, partners;
@@ -42,7 +42,7 @@ bool equal(const std::vector<int64_t>& one, const int64_t* other, int64_t size) 
 }
 
 bool same(const Slot& s, const Call& c, int64_t entries) {
-  return s.systems == c.systems && s.atoms == c.atoms && s.dim == c.dim &&
+  return s.systems == c.systems && s.atoms == c.atoms && s.dim == c.dim && s.mutual == c.mutual &&
          s.reach == c.cutoff + c.skin && s.entries == entries &&
          equal(s.exclusions, c.exclusions, 2 * c.excluded) &&
          equal(s.classes, c.classes, c.classes ? c.atoms : 0) &&
@@ -193,6 +193,45 @@ void remove_excluded(const std::vector<int64_t>& exclusions, const std::vector<i
   }
 }
 
+// Store the rows of neighbours of each place for vectors of W atoms.
+void side_by_side(Built& b, const std::vector<int*>& row, const std::vector<int64_t>& count, int64_t threads) {
+  const int64_t n = (int64_t)b.atom.size(), blocks = (n + W - 1) / W;
+  b.start.resize(blocks), b.steps.resize(blocks), b.full.resize(blocks);
+  int64_t size = 0;
+  for (int64_t k = 0; k < blocks; ++k) {
+    int64_t most = 0, least = (k + 1) * W <= n ? INT64_MAX : 0;
+    for (int64_t i = k * W; i < std::min(n, (k + 1) * W); ++i)
+      most = std::max(most, count[i]), least = std::min(least, count[i]);
+    b.start[k] = size, b.steps[k] = most, b.full[k] = least;
+    size += most * W;
+  }
+  b.index.resize(size);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t k = 0; k < blocks; ++k)
+    for (int64_t l = 0; l < W; ++l) {
+      const int64_t i = std::min(k * W + l, n - 1), own = k * W + l < n ? count[i] : 0;
+      int* out = b.index.data() + b.start[k] + l;
+      for (int64_t m = 0; m < own; ++m) out[m * W] = row[i][m];
+      for (int64_t m = own; m < b.steps[k]; ++m) out[m * W] = (int)i;
+    }
+}
+
+// Store each pair once, in the order of the numbers of atoms.
+void keep_once(Built& b, const std::vector<int*>& row, const std::vector<int64_t>& count) {
+  const int64_t n = (int64_t)b.atom.size();
+  b.start.resize(n), b.steps.resize(n), b.full.clear();
+  b.index.clear();
+  for (int64_t i = 0; i < n; ++i) {
+    const int p = b.place[i];
+    b.start[i] = (int64_t)b.index.size();
+    for (int64_t m = 0; m < count[p]; ++m)
+      if (const int j = b.atom[row[p][m]]; j > i) b.index.push_back(j);
+    b.steps[i] = (int64_t)b.index.size() - b.start[i];
+  }
+  b.index.resize(b.index.size() + W);  // Vectors of places may read beyond the end.
+  for (int64_t i = 0; i < n; ++i) b.atom[i] = b.place[i] = (int)i;
+}
+
 void build(Built& b, const Call& c, const Slot& s, int64_t system) {
   const int64_t n = c.atoms, dim = c.dim, threads = c.systems > 1 ? 1 : c.threads;
   std::vector<double> q(3 * n);
@@ -270,28 +309,11 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
   if (failed) throw std::bad_alloc();
   if (!s.classes.empty()) {
     remove_others(s, b.atom, row, count);
-    sort_by_class(s, b, row, count);
+    if (!s.mutual) sort_by_class(s, b, row, count);
   }
   if (!s.exclusions.empty()) remove_excluded(s.exclusions, b.atom, row, count);
-  const int64_t blocks = (n + W - 1) / W;
-  b.start.resize(blocks), b.steps.resize(blocks), b.full.resize(blocks);
-  int64_t size = 0;
-  for (int64_t k = 0; k < blocks; ++k) {
-    int64_t most = 0, least = (k + 1) * W <= n ? INT64_MAX : 0;
-    for (int64_t i = k * W; i < std::min(n, (k + 1) * W); ++i)
-      most = std::max(most, count[i]), least = std::min(least, count[i]);
-    b.start[k] = size, b.steps[k] = most, b.full[k] = least;
-    size += most * W;
-  }
-  b.index.resize(size);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t k = 0; k < blocks; ++k)
-    for (int64_t l = 0; l < W; ++l) {
-      const int64_t i = std::min(k * W + l, n - 1), own = k * W + l < n ? count[i] : 0;
-      int* out = b.index.data() + b.start[k] + l;
-      for (int64_t m = 0; m < own; ++m) out[m * W] = row[i][m];
-      for (int64_t m = own; m < b.steps[k]; ++m) out[m * W] = (int)i;
-    }
+  if (s.mutual) keep_once(b, row, count);
+  else side_by_side(b, row, count, threads);
   size_t kept = 0;
   for (const Search& search : searches) kept += search.rows.size();
   if (kept > BYTES / 16) searches.clear();
@@ -414,7 +436,7 @@ extern "C" void* neighbours_acquire(const Call* c, int64_t width, const List** l
       }
       slots.emplace_front();
       best = slots.begin();
-      best->systems = c->systems, best->atoms = c->atoms, best->dim = c->dim;
+      best->systems = c->systems, best->atoms = c->atoms, best->dim = c->dim, best->mutual = c->mutual;
       best->reach = c->cutoff + c->skin;
       best->entries = entries;
       if (c->excluded) best->exclusions.assign(c->exclusions, c->exclusions + 2 * c->excluded);

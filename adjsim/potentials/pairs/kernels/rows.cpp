@@ -304,6 +304,10 @@ struct System {
   }
 };
 
+#if MUTUAL
+MUTUAL_SUMS
+#endif
+
 static void fill(const View& view, const Call& c, int64_t system, REAL value, int64_t width = DIM,
                  int64_t cotangents = 1) {
   for (int64_t r = 0; r < cotangents; ++r)
@@ -315,7 +319,7 @@ static void fill(const View& view, const Call& c, int64_t system, REAL value, in
 // Returns 0, 1 without memory, 3 for a species without a row, or 4 for an exclusion of an atom that
 // there is not.
 extern "C" ONCE int pairs(const Call* given) {
-  const Call& c = *given;
+  Call c = *given;
   for (int64_t i = 0; i < c.atoms && TABLES && c.species; ++i)
     if (c.species[i] < 0 || c.species[i] >= c.kinds) return 3;
 #ifdef EXCLUDED
@@ -325,6 +329,8 @@ extern "C" ONCE int pairs(const Call* given) {
   const int64_t n = c.atoms, blocks = (n + W - 1) / W, tasks = c.systems * blocks;
   const Cell shared(c.box);
   constexpr bool ROWS = TABLES && GRADIENTS > 0;
+  // Threads that share a system have atoms of their own, and each evaluates the pairs of its atoms.
+  c.mutual = MUTUAL && (c.threads == 1 || (!ROWS && c.systems >= c.threads));
   const int64_t R = SEVERAL ? (c.cotangents + W - 1) / W * W : 1, M = SEVERAL ? c.cotangents : 1;
   // Sums over the neighbours of each atom: of one system after another, or a row of a table.
   const int64_t each = blocks * W * (ROWS && c.kinds > c.systems ? c.kinds : c.systems);
@@ -354,7 +360,7 @@ extern "C" ONCE int pairs(const Call* given) {
 #if LISTED
   const List* lists;
   const auto order_of = [&](int64_t b) { return lists[b].atom; };
-  void* held = c.acquire(given, WIDTH, &lists);
+  void* held = c.acquire(&c, WIDTH, &lists);
   if (!held) return 1;
   for (int64_t b = 0; b < c.systems; ++b) lost.data[b] = !lists[b].atom;
 #else
@@ -413,7 +419,13 @@ extern "C" ONCE int pairs(const Call* given) {
   for (int64_t b = 0; b < c.systems; ++b)
     if (!lost.data[b]) cotangents.load(c, b, order_of(b));
 #endif
-  for (int64_t round = 0; round < rounds; ++round)
+#if MUTUAL
+  if (c.mutual && !add_once(c, shared, lists, lost.data, operands.data, gradients)) {
+    c.release(held);
+    return 1;
+  }
+#endif
+  for (int64_t round = 0; round < (c.mutual ? 0 : rounds); ++round)
 #pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1)
     for (int64_t part = 0; part < parts; ++part)
     for (int64_t task = part * width / parts; task < (part + 1) * width / parts; ++task) {
