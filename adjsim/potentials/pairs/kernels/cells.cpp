@@ -81,8 +81,8 @@ struct Search {
     place.resize(m + 16), near.resize(m);
   }
 
-  // Add the places of the first m points that are within a squared distance.
-  void keep(const float* at, int64_t m, float limit) {
+  // Add the places of points, from one before m on, that are within a squared distance.
+  void keep(const float* at, int64_t first, int64_t m, float limit) {
     const int64_t room = found + m + 16;
     if ((int64_t)rows.size() < room) rows.resize(2 * room);
     const float *X = x[0].data(), *Y = x[1].data(), *Z = x[2].data();
@@ -91,7 +91,7 @@ struct Search {
 #if defined(__AVX512F__)
     const __m512 px = _mm512_set1_ps(at[0]), py = _mm512_set1_ps(at[1]), pz = _mm512_set1_ps(at[2]);
     const __m512 most = _mm512_set1_ps(limit);
-    for (int64_t j = 0; j < m; j += 16) {
+    for (int64_t j = first; j < m; j += 16) {
       const __m512 dx = px - _mm512_loadu_ps(X + j), dy = py - _mm512_loadu_ps(Y + j), dz = pz - _mm512_loadu_ps(Z + j);
       __mmask16 in = _mm512_cmp_ps_mask(dx * dx + dy * dy + dz * dz, most, _CMP_LT_OQ);
       if (m - j < 16) in &= (1 << (m - j)) - 1;
@@ -99,11 +99,11 @@ struct Search {
       out += __builtin_popcount(in);
     }
 #else
-    for (int64_t j = 0; j < m; ++j) {
+    for (int64_t j = first; j < m; ++j) {
       const float dx = at[0] - X[j], dy = at[1] - Y[j], dz = at[2] - Z[j];
       near[j] = dx * dx + dy * dy + dz * dz < limit;
     }
-    for (int64_t j = 0; j < m; ++j) {
+    for (int64_t j = first; j < m; ++j) {
       *out = ids[j];
       out += near[j];
     }
@@ -179,6 +179,8 @@ struct Cells {
   // Whether an atom meets at most one image of another in cells nearby. Where it may meet several, it
   // meets the nearest image in a box with orthogonal edges.
   bool once = true, nearest = false;
+  // Whether neighbours with smaller numbers may be left out.
+  bool mutual = false;
   double reach, unit = 1 / reach;
   // In units of the reach, the squared distance that no neighbour has in single precision. Where it is
   // too large, since cells without images are, distances are compared in double precision.
@@ -238,7 +240,7 @@ struct Cells {
       const int64_t m = nearest ? atoms : (int64_t)unsorted.keys.size();
       for (int64_t i = head[cell], own = 0; i < head[cell + 1]; ++i) {
         begin[i] = near.found;
-        if (nearest) images(i, near);
+        if (nearest) images(i, mutual ? atom[i] : 0, near);
         float here[3] = {};
         for (int a = 0; a < 3 && !nearest; ++a) here[a] = (float)((x[a][i] - origin[a]) * unit);
         if (coarse) {
@@ -248,10 +250,10 @@ struct Cells {
           float& own_x = near.x[0][own];  // No distance to it is below the limit.
           const float kept = own_x;
           own_x = NAN;
-          near.keep(here, m, limit);
+          near.keep(here, mutual ? own + 1 : 0, m, limit);
           own_x = kept;
         } else {
-          near.keep(here, m, limit);
+          near.keep(here, 0, m, limit);
         }
         if (!once && !nearest) near.remove_images((int)i, begin[i]);
         count[i] = near.found - begin[i];
@@ -259,13 +261,13 @@ struct Cells {
     }
   }
 
-  // Compute the differences of all atoms from one, to the nearest image.
-  void images(int64_t i, Search& near) const {
+  // Compute the differences of atoms, by number from one on, from place i, to the nearest image.
+  void images(int64_t i, int64_t first, Search& near) const {
     for (int a = 0; a < 3; ++a) {
       const double length = grid.rows[a][a], inverse = length > 0 ? 1 / length : 0, mine = x[a][i];
       const double* all = wrapped[a].data();
       float* to = near.x[a].data();
-      for (int64_t j = 0; j < atoms; ++j) {
+      for (int64_t j = first; j < atoms; ++j) {
         const double d = all[j] - mine;
         to[j] = (float)((d - length * std::nearbyint(d * inverse)) * unit);
       }

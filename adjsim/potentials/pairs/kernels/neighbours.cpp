@@ -292,6 +292,7 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
   }
   cells.atom = b.atom.data(), cells.place = b.place.data();
   cells.nearest = !cells.once && s.entries == dim;
+  cells.mutual = s.mutual;
   // Each thread finds the neighbours of the atoms of cells that follow each other.
   std::vector<int64_t> begin(n), count(n);
   std::vector<int*> row(n);
