@@ -66,10 +66,12 @@ const REAL* cell_of(const Call& c, int64_t system) { return c.box + system * c.b
 // build of a list.
 struct Back {
   double at[3][3] = {{1, 0, 0}, {0, 1, 0}, {0, 0, 1}}, norm = 1;  // norm: a bound of the largest stretch
+  bool moves = false;  // whether it is another matrix than that of one
 
   Back(const std::vector<REAL>& built, const REAL* now, int64_t dim) {
     const int64_t entries = (int64_t)built.size();
     if (!entries || !std::memcmp(built.data(), now, entries * sizeof(REAL))) return;
+    moves = true;
     if (entries == dim) {
       for (int64_t a = 0; a < dim; ++a) at[a][a] = (double)built[a] / now[a];
     } else {
@@ -111,26 +113,37 @@ REAL pack(Built& b, const Call& c, int64_t system, int64_t width, const Back* ba
   REAL m[3][3] = {};
   for (int a = 0; back && a < 3; ++a)
     for (int e = 0; e < 3; ++e) m[e][a] = (REAL)back->at[e][a];
+  const bool moved_back = back && back->moves;
+  const int *atom = b.atom.data();
+  const REAL *at = b.at.data();
+  REAL *rows = b.rows.data();
+  const View q = c.position, v = c.vector;
+  // Copy an atom and return its squared displacement, without a list to compare with zero.
+  const auto copy = [&](int64_t p) {
+    const REAL* from = q.data + system * q.system + atom[p] * q.atom;
+    REAL *row = rows + p * width, moved = 0;
+    for (int64_t a = 0; a < dim; ++a) row[a] = from[a * q.axis];
+    if (width == 8) {
+      const REAL* w = v.data + system * v.system + atom[p] * v.atom;
+      for (int64_t a = 0; a < dim; ++a) row[4 + a] = w[a * v.axis];
+    }
+    for (int64_t a = 0; back && a < dim; ++a) {
+      REAL here = row[a];
+      if (moved_back) {
+        here = 0;
+        for (int64_t e = 0; e < dim; ++e) here += row[e] * m[e][a];
+      }
+      moved += (here - at[p * dim + a]) * (here - at[p * dim + a]);
+    }
+    return moved;
+  };
   Moved all;
   // Below some thousands of atoms another thread would take longer to start than to copy.
 #pragma omp declare reduction(join : Moved : omp_out.join(omp_in))
 #pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.systems == 1 && n > 8192) reduction(join : all)
   for (int64_t p = 0; p < n; ++p) {
-    const View &q = c.position, &v = c.vector;
-    const REAL* from = q.data + system * q.system + b.atom[p] * q.atom;
-    REAL* row = b.rows.data() + p * width;
-    REAL moved = 0;
-    for (int64_t a = 0; a < dim; ++a) row[a] = from[a * q.axis];
-    for (int64_t a = 0; a < dim; ++a) {
-      REAL d = back ? -b.at[p * dim + a] : row[a];
-      for (int64_t e = 0; e < dim; ++e) d += row[e] * m[e][a];
-      moved += d * d;
-    }
+    const REAL moved = copy(p);
     all.join({moved, 0, moved * 0});
-    if (width == 8) {
-      const REAL* w = v.data + system * v.system + b.atom[p] * v.atom;
-      for (int64_t a = 0; a < dim; ++a) row[4 + a] = w[a * v.axis];
-    }
   }
   return std::sqrt(all.first) + std::sqrt(all.second) + all.bad;
 }
