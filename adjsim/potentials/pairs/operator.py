@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -73,11 +73,13 @@ class Kernels:
     """The kernels of the formulas of a class, for one layout of a force.
 
     ``graph`` is the trace of slope, energy and curvature, once they have been found elementwise,
-    and ``made`` has kernels by mode, rounding, gradients and what is computed along strains, or the
-    reason why there is none.
+    ``mutual`` whether their kernels of a list evaluate each pair once, where they can, and ``made``
+    has kernels by mode, rounding, gradients and what is computed along strains, or the reason why
+    there is none.
     """
 
     graph: GraphModule | None = None
+    mutual: bool = False
     made: dict[tuple[str, bool, tuple[int, ...], str | None], Kernel | Refusal] = field(
         default_factory=dict
     )
@@ -303,10 +305,14 @@ class PairOperator:
         if graph is None:
             graph = trace_elementwise([slope, energy, curvature], slots, spec.dtype, lengths)
             self.form.kernels.graph = graph
-        # A cheap formula gains nothing: to add a pair to the sums of both atoms takes as long. The
-        # force has the same bits in all kernels.
-        symmetric = partial(is_symmetric, graph, list(slots), spec.dtype, lengths)
-        spec = replace(spec, mutual=spec.can_be_mutual and is_costly(graph) and symmetric())
+            # A cheap formula gains nothing: to add a pair to the sums of both atoms takes as long.
+            # The force has the same bits in all kernels.
+            self.form.kernels.mutual = (
+                self.form.spec.can_be_mutual
+                and is_costly(graph)
+                and is_symmetric(graph, list(slots), spec.dtype, lengths)
+            )
+        spec = replace(spec, mutual=spec.can_be_mutual and self.form.kernels.mutual)
         force = Made.printed(graph, spec, [0])
         wanted = [(self.form.names[k], 0) for k in spec.gradients]
         if not wanted:
