@@ -9,7 +9,8 @@ from torch import nn
 
 import adjsim
 from adjsim.compiler import library
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.rounding import UNROUNDED, UNROUNDED_BOTH, Rounding, Roundings
+from adjsim.core.strain import Strain
 from adjsim.potentials.pairs import operator as pair_operator
 from adjsim.potentials.pairs.kernels import cpu
 from tests.contracts.test_pair_operator import KINDS, box_of, cell, charges, gas, listed
@@ -100,6 +101,41 @@ def test_a_formula_that_rounds_otherwise_for_exchanged_atoms_is_summed_at_each(e
     """Or the force that a backward pass takes back would have other bits."""
     for name in ("asymmetric", "asymmetric for some"):
         assert not any(x.mutual for x in evaluated(name, True)[1])
+
+
+@pytest.mark.parametrize("name", slow_but(lambda name: name == "screened", FORMULAS))
+@pytest.mark.parametrize(
+    ("shape", "width"),
+    [*(pytest.param("cube", n, marks=pytest.mark.slow) for n in (1, 3)), ("tilted", 3)],
+)
+@pytest.mark.parametrize("rounds", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_virials_have_the_bits_of_virials_at_each_atom(
+    listed, monkeypatch, name, shape, width, rounds
+):
+    """Of systems with boxes of their own, by coordinate, and whole in a tilted box."""
+    generator = torch.Generator().manual_seed(2)
+    q, box = gas(cell(shape), ATOMS, seed=6, replicas=2), box_of(shape)
+    v = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+    value = 0.01 * torch.randn(2, 1, width, generator=generator, dtype=torch.float64)
+    strain = Strain.of(box, value)
+    stretch = strain.matrix(torch.randn(value.shape, generator=generator).double(), 3)
+    roundings = Roundings(GRID, GRID) if rounds else UNROUNDED_BOTH
+
+    def results(mutual):
+        monkeypatch.setattr(pair_operator, "is_costly", lambda graph: mutual)
+        pair_operator._kernels_of.cache_clear()
+        pair = MADE[name](box)
+        form = pair_operator.form_of(pair, q)
+        operator = pair_operator.PairOperator.of(pair, form, q, strain)
+        found = [
+            *operator.evaluate("FORCE", q, roundings=roundings),
+            *operator.evaluate("PRODUCT", q, vector=v, stretch=stretch, roundings=roundings),
+        ]
+        specs = [x.spec for x in form.kernels.made.values()]
+        assert any(x.mutual for x in specs) == mutual
+        return found
+
+    assert_same_bits(results(True), results(False))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

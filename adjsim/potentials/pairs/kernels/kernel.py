@@ -106,7 +106,6 @@ class KernelSpec:
             self.device == "cpu"
             and self.mode in (FORCE, PRODUCT)
             and None not in (self.cutoff, self.skin)
-            and self.strained is None
             and not any(self.kinds[k] == FUNCTION for k in self.gradients)
         )
 

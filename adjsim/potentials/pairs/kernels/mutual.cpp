@@ -54,26 +54,30 @@ struct Chosen {
 #endif
 };
 
-// The gradients by numbers, and then those by numbers of each atom, are summed as the force is: as the
-// fourth numbers of quads of coordinates, and in quads of their own.
+// Scalars are summed as the force is: as the fourth numbers of quads of coordinates, and in quads of
+// their own. They are gradients by numbers, what an atom adds to the virial and to its product, and
+// gradients by numbers of each atom.
 constexpr int count(Kind kind, int before = GRADIENTS) {
   int found = 0;
   for (int g = 0; g < before; ++g) found += GRADIENT_KIND[g] == kind;
   return found;
 }
-constexpr int VECTORS = ALONE ? 2 : 1, SCALARS = count(NUMBER) + count(ATOM);
+constexpr int VECTORS = ALONE ? 2 : 1, ENTRIES = STRAINED ? VIRIAL : 0;
+constexpr int SCALARS = count(NUMBER) + ENTRIES * VECTORS + count(ATOM);
 constexpr int QUADS = SCALARS <= VECTORS ? VECTORS : VECTORS + (SCALARS - VECTORS + 3) / 4;
+constexpr int place(int k) { return k < VECTORS ? 4 * k + 3 : 4 * VECTORS + k - VECTORS; }
+constexpr int virial_slot(int k) { return place(count(NUMBER) + k); }
+constexpr int strain_slot(int k) { return place(count(NUMBER) + ENTRIES + k); }
 constexpr int slot(int g) {
-  const int k = GRADIENT_KIND[g] == NUMBER ? count(NUMBER, g) : count(NUMBER) + count(ATOM, g);
-  return k < VECTORS ? 4 * k + 3 : 4 * VECTORS + k - VECTORS;
+  return place(GRADIENT_KIND[g] == NUMBER ? count(NUMBER, g) : SCALARS - count(ATOM) + count(ATOM, g));
 }
 constexpr bool has(Kind kind, int quad) {
   for (int g = 0; g < GRADIENTS; ++g)
     if (GRADIENT_KIND[g] == kind && slot(g) / 4 == quad) return true;
   return false;
 }
-// The terms of the two atoms of a pair are opposite, but for gradients: those by numbers are equal, and
-// quads with those by numbers of each atom have terms for either atom.
+// The terms of the two atoms of a pair are opposite, but for scalars, which are equal. Quads with gradients
+// by numbers of each atom have terms for either atom.
 constexpr int SIDES = count(ATOM) > 0 ? 2 : 1;
 // The slope, and of a product the curvature and the derivatives of the slope.
 constexpr int FORMULAS = ALONE ? 2 + GRADIENTS : 1;
@@ -147,7 +151,8 @@ struct Mutual {
   const Cell& cell;
   const Operands& operands;
   const List& list;
-  V cutoff, grid, numbers[OPERANDS + 1];
+  V cutoff, grid, virial_grid, numbers[OPERANDS + 1];
+  const REAL* stretch;  // the cotangent of the virial
   REAL* sums;  // QUADS of each atom
   REAL* const* gradients;
 
@@ -175,9 +180,12 @@ struct Mutual {
         for (int a = 0; a < 3; ++a) d[a] = x[a] - y[a];
         cell.nearest_image(d[0], d[1], d[2]);
         const Chosen in(SQUARED_DISTANCE < cutoff, steps - k);
+        V w[3];
+        for (int a = 0; a < 3; ++a) w[a] = v[a] - u[a];
+        for (int e = 0; ALONE && e < ENTRIES; ++e) w[second(e)] += stretch[e] * d[first(e)];
         for (int a = 0; a < 3; ++a) {
           in.store(q.d[a] + filled, d[a]);
-          if (ALONE) in.store(q.w[a] + filled, v[a] - u[a]);
+          if (ALONE) in.store(q.w[a] + filled, w[a]);
         }
         if (ATOMS) {
           in.store(q.packed + filled, packed);
@@ -242,11 +250,16 @@ struct Mutual {
         part[a] = weight * d[a];
         if (GRID) part[a] = (part[a] + grid) - grid;
       }
+      for (int e = 0; e < ENTRIES; ++e) {
+        const V entry = weight * d[second(e)] * d[first(e)];
+        part[virial_slot(e)] = GRID ? (entry + virial_grid) - virial_grid : entry;
+      }
       if constexpr (ALONE) {
         V dw = d[0] * w[0];
         for (int a = 1; a < DIM; ++a) dw = dw + d[a] * w[a];
         const V curvature = (REAL)-4 * beside(q.results[1] + k) * dw;
         for (int a = 0; a < DIM; ++a) part[4 + a] = curvature * d[a] + weight * w[a];
+        for (int e = 0; e < ENTRIES; ++e) part[strain_slot(e)] = d[first(e)] * part[4 + second(e)];
         for (int g = 0; g < GRADIENTS; ++g) {
           const V rest = -dw * beside(q.results[2 + g] + k);
           if (GRADIENT_KIND[g] == TABLE) keep(q.results[2 + g] + k, rest);
@@ -314,10 +327,16 @@ struct Mutual {
   void store(int64_t number) const {
     for (int64_t i = 0; i < call.atoms; ++i) {
       const REAL* sum = sums + 4 * QUADS * i;
-      const View &f = call.force, &p = call.product;
+      const View &f = call.force, &p = call.product, &virial = call.virial, &strain = call.strain;
       for (int a = 0; a < DIM; ++a) {
         f.data[number * f.system + i * f.atom + a * f.axis] = sum[a];
         if (ALONE) p.data[number * p.system + i * p.atom + a * p.axis] = sum[4 + a];
+      }
+      // The two atoms of a pair share what it adds to the whole system.
+      for (int e = 0; e < ENTRIES; ++e) {
+        virial.data[number * virial.system + i * virial.atom + e * virial.axis] = (REAL)0.5 * sum[virial_slot(e)];
+        if (ALONE)
+          strain.data[number * strain.system + i * strain.atom + e * strain.axis] = (REAL)0.5 * sum[strain_slot(e)];
       }
       for (int g = 0; g < GRADIENTS; ++g)
         if (GRADIENT_KIND[g] != TABLE) gradients[g][number * call.atoms + i] = sum[slot(g)];
@@ -326,7 +345,7 @@ struct Mutual {
 };
 
 // Sum the pairs of all systems, which threads do not share. Returns whether there was memory.
-static bool add_once(const Call& c, const Cell& cell, const List* lists, const bool* lost, const Operands* operands,
+static bool add_once(const Call& c, const List* lists, const bool* lost, const Operands* operands,
                      REAL* const* gradients) {
   const int64_t n = c.atoms;
   int64_t most = 0;
@@ -339,9 +358,12 @@ static bool add_once(const Call& c, const Cell& cell, const List* lists, const b
 #pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1)
   for (int64_t b = 0; b < c.systems; ++b) {
     if (lost[b]) continue;
-    const V grid = splat(GRID ? c.spacing[b * c.spacing_step] * (REAL)0x1.8p52 : 0);
-    const Mutual system{c, cell, operands[b], lists[b], splat((REAL)(c.cutoff * c.cutoff)), grid, NUMBERS,
-                        sums.data + b * n * 4 * QUADS, gradients};
+    const auto shift = [&](const REAL* spacing, int64_t step) { return splat(spacing[b * step] * (REAL)0x1.8p52); };
+    const V grid = GRID ? shift(c.spacing, c.spacing_step) : V{};
+    const V virial_grid = GRID && STRAINED ? shift(c.virial_spacing, c.virial_spacing_step) : V{};
+    const Cell cell(c.box + b * c.box_step);
+    const Mutual system{c, cell, operands[b], lists[b], splat((REAL)(c.cutoff * c.cutoff)), grid, virial_grid,
+                        NUMBERS, STRAINED && ALONE ? c.stretch + b * VIRIAL : nullptr, sums.data + b * n * 4 * QUADS, gradients};
     const Queue queue(queues.data + omp_get_thread_num() * bytes, size);
     for (int64_t from = 0, to = 0; from < n; from = to) {
       for (int64_t pairs = 0; to < n && pairs + lists[b].steps[to] <= size - 2 * W; ++to) pairs += lists[b].steps[to];

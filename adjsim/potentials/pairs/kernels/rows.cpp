@@ -420,7 +420,7 @@ extern "C" ONCE int pairs(const Call* given) {
     if (!lost.data[b]) cotangents.load(c, b, order_of(b));
 #endif
 #if MUTUAL
-  if (c.mutual && !add_once(c, shared, lists, lost.data, operands.data, gradients)) {
+  if (c.mutual && !add_once(c, lists, lost.data, operands.data, gradients)) {
     c.release(held);
     return 1;
   }
