@@ -46,7 +46,11 @@ def asymmetric(formula):
 FORMULAS = KINDS | {"screened": screened, "tabulated": tabulated}
 MADE = FORMULAS | {
     "asymmetric": asymmetric("k*q1*q2*exp(-r)"),
-    "asymmetric for some": asymmetric("q1*q2*exp(-r)*select(step(q1 + q2 - 9), k*q1*q2, k)"),
+    # Here autograd sums three terms, in another order for exchanged atoms.
+    "asymmetric gradient": asymmetric("exp(-r)*(k*q1 + k*q2 + k*r)"),
+    "asymmetric for some": asymmetric(
+        "select(step(q1 - 5)*step(q2 - 5), k*q1*q2, q1*q2*k)*exp(-r)"
+    ),
 }
 
 
@@ -101,6 +105,19 @@ def test_a_formula_that_rounds_otherwise_for_exchanged_atoms_is_summed_at_each(e
     """Or the force that a backward pass takes back would have other bits."""
     for name in ("asymmetric", "asymmetric for some"):
         assert not any(x.mutual for x in evaluated(name, True)[1])
+    found, specs = evaluated("asymmetric gradient", True)
+    assert {x.mode for x in specs if x.mutual} == {"FORCE"}
+    assert_same_bits(found, evaluated("asymmetric gradient", False)[0])
+
+
+def test_a_distance_that_is_no_number_is_not_hidden(evaluated, monkeypatch):
+    """The difference of two finite positions may be infinite, and its nearest image no number."""
+    monkeypatch.setattr(pair_operator, "is_costly", lambda graph: True)
+    q = gas(cell("cube"), ATOMS, seed=6)
+    q[0, 0], q[1, 0] = 1e308, -1e308
+    pair = MADE["screened"](box_of("cube"))
+    assert pair.path(q) == "neighbour list"
+    assert bool(pair.force(q)[:2, 0].isnan().all())
 
 
 @pytest.mark.parametrize("name", slow_but(lambda name: name == "screened", FORMULAS))

@@ -4,6 +4,11 @@ On the CPU they evaluate all pairs of a small system and a neighbour list of a l
 (:mod:`~.kernels.kernel`). Each atom sums its neighbours in the order of their numbers, so the
 result has the same bits with a list and without, whatever its skin. On a GPU they evaluate all
 pairs, and a neighbour list of the largest systems (:mod:`~.kernels.gpu`).
+
+A costly pair of a list is evaluated once and given to both of its atoms, in the same order. With
+the slope u' of the squared distance, the force on atom i is ``-2 u' d_ij``, and its opposite is
+that on atom j. So are what a product with differences of vectors adds to them; what a pair adds to
+a virial, or to the gradient by a number of all pairs, is the same for both.
 """
 
 from __future__ import annotations
@@ -310,7 +315,7 @@ class PairOperator:
             self.form.kernels.mutual = (
                 self.form.spec.can_be_mutual
                 and is_costly(graph)
-                and is_symmetric(graph, list(slots), spec.dtype, lengths)
+                and is_symmetric(graph, list(slots), spec.dtype, lengths, range(3))
             )
         spec = replace(spec, mutual=spec.can_be_mutual and self.form.kernels.mutual)
         force = Made.printed(graph, spec, [0])
@@ -324,6 +329,11 @@ class PairOperator:
         graph, places = trace(
             formulas, list(slots), spec.dtype, lengths, differentiated=differentiated, wanted=wanted
         )
+        if spec.mutual:
+            # Gradients by numbers of each atom are evaluated for either atom.
+            alike = [2 + n for n, k in enumerate(spec.gradients) if spec.kinds[k] != ATOM]
+            symmetric = is_symmetric(graph, list(slots), spec.dtype, lengths, alike)
+            spec = replace(spec, mutual=symmetric)
         return Made(spec, Made.printed(graph, spec), force, places)
 
     def _formula(self, method: str) -> Any:

@@ -38,9 +38,13 @@ def is_costly(graph: GraphModule) -> bool:
 
 
 def is_symmetric(
-    graph: GraphModule, slots: Sequence[Slot], dtype: torch.dtype, lengths: Mapping[Slot, int]
+    graph: GraphModule,
+    slots: Sequence[Slot],
+    dtype: torch.dtype,
+    lengths: Mapping[Slot, int],
+    chosen: Sequence[int],
 ) -> bool:
-    """Return whether formulas have the same bits where the atoms of a pair are exchanged.
+    """Return whether the chosen formulas have the same bits for exchanged atoms of a pair.
 
     It is tried with random numbers of both signs and of several sizes, so that conditions are true
     for some pairs and false for others: ``(k q_i) q_j`` and ``(k q_j) q_i`` differ for many.
@@ -60,7 +64,7 @@ def is_symmetric(
         exchanged = [values.get((name, 1 - end), values[name, end]) for name, end in slots]
         s = drawn(_ROW, False)
         results = graph(s, *values.values()), graph(s, *exchanged)
-        pairs = zip(*results, strict=True)
+        pairs = [[x[k] for x in results] for k in chosen]
         return all(bool(((x == y) | (x.isnan() & y.isnan())).all()) for x, y in pairs)
 
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():

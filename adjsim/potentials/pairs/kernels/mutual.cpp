@@ -179,7 +179,8 @@ struct Mutual {
         if constexpr (ALONE) gather(rows + 4, index + k, u[0], u[1], u[2]);
         for (int a = 0; a < 3; ++a) d[a] = x[a] - y[a];
         cell.nearest_image(d[0], d[1], d[2]);
-        const Chosen in(SQUARED_DISTANCE < cutoff, steps - k);
+        // A distance that is not a number counts, so that the sums show it.
+        const Chosen in(~(SQUARED_DISTANCE >= cutoff), steps - k);
         V w[3];
         for (int a = 0; a < 3; ++a) w[a] = v[a] - u[a];
         for (int e = 0; ALONE && e < ENTRIES; ++e) w[second(e)] += stretch[e] * d[first(e)];
