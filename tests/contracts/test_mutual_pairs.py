@@ -120,12 +120,15 @@ def test_a_distance_that_is_no_number_is_not_hidden(evaluated, monkeypatch):
     assert bool(pair.force(q)[:2, 0].isnan().all())
 
 
-@pytest.mark.parametrize("name", slow_but(lambda name: name == "screened", FORMULAS))
+@pytest.mark.parametrize("rounds", [True, False])
+@pytest.mark.parametrize(("shape", "width"), [("cube", 1), ("cube", 3), ("tilted", 3)])
 @pytest.mark.parametrize(
-    ("shape", "width"),
-    [*(pytest.param("cube", n, marks=pytest.mark.slow) for n in (1, 3)), ("tilted", 3)],
+    "name",
+    [
+        "screened",
+        *(pytest.param(x, marks=pytest.mark.marathon) for x in FORMULAS if x != "screened"),
+    ],
 )
-@pytest.mark.parametrize("rounds", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_virials_have_the_bits_of_virials_at_each_atom(
     listed, monkeypatch, name, shape, width, rounds
 ):
