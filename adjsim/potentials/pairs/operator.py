@@ -5,10 +5,11 @@ On the CPU they evaluate all pairs of a small system and a neighbour list of a l
 result has the same bits with a list and without, whatever its skin. On a GPU they evaluate all
 pairs, and a neighbour list of the largest systems (:mod:`~.kernels.gpu`).
 
-A costly pair of a list is evaluated once and given to both of its atoms, in the same order. With
-the slope u' of the squared distance, the force on atom i is ``-2 u' d_ij``, and its opposite is
-that on atom j. So are what a product with differences of vectors adds to them; what a pair adds to
-a virial, or to the gradient by a number of all pairs, is the same for both.
+A pair of a list whose formula is costly is evaluated once, and its terms are added to the sums of
+both atoms, in the same order. With u' the derivative of the energy by the squared distance, the
+force on atom i is ``-2 u' d_ij``, and that on atom j is its opposite. The terms of the product with
+a vector are opposite too. The terms of a virial, and of the gradient by a number of all pairs, are
+the same for both atoms.
 """
 
 from __future__ import annotations
@@ -311,7 +312,7 @@ class PairOperator:
             graph = trace_elementwise([slope, energy, curvature], slots, spec.dtype, lengths)
             self.form.kernels.graph = graph
             # A cheap formula gains nothing: to add a pair to the sums of both atoms takes as long.
-            # The force has the same bits in all kernels.
+            # An asymmetric one would give the force other bits than kernels that sum at each atom.
             self.form.kernels.mutual = (
                 self.form.spec.can_be_mutual
                 and is_costly(graph)
@@ -330,7 +331,7 @@ class PairOperator:
             formulas, list(slots), spec.dtype, lengths, differentiated=differentiated, wanted=wanted
         )
         if spec.mutual:
-            # Gradients by numbers of each atom are evaluated for either atom.
+            # The kernel evaluates gradients by numbers of each atom twice, once for either atom.
             alike = [2 + n for n, k in enumerate(spec.gradients) if spec.kinds[k] != ATOM]
             symmetric = is_symmetric(graph, list(slots), spec.dtype, lengths, alike)
             spec = replace(spec, mutual=symmetric)

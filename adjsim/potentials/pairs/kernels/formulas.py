@@ -27,12 +27,12 @@ Slot = tuple[str, int]
 Formula = Callable[[Tensor, Mapping[Slot, Any]], Tensor]
 # The length of a row of pairs, and of the axes of a matrix of pairs.
 _ROW, _AXIS = 8, 11
-# The rows of pairs of which the atoms are exchanged.
+# The number of rows of pairs that are tried with their atoms exchanged.
 _TRIALS = 24
 
 
 def is_costly(graph: GraphModule) -> bool:
-    """Return whether formulas take longer than the other work of a pair: functions such as exp."""
+    """Return whether formulas call functions such as exp, which take longer than to find a pair."""
     names = (getattr(node.target, "__name__", "") for node in graph.graph.nodes)
     return any(name.partition(".")[0] in FUNCTIONS for name in names)
 

@@ -66,7 +66,7 @@ const REAL* cell_of(const Call& c, int64_t system) { return c.box + system * c.b
 // build of a list.
 struct Back {
   double at[3][3] = {{1, 0, 0}, {0, 1, 0}, {0, 0, 1}}, norm = 1;  // norm: a bound of the largest stretch
-  bool moves = false;  // whether it is another matrix than that of one
+  bool moves = false;  // whether it is another matrix than the identity
 
   Back(const std::vector<REAL>& built, const REAL* now, int64_t dim) {
     const int64_t entries = (int64_t)built.size();
@@ -118,7 +118,8 @@ REAL pack(Built& b, const Call& c, int64_t system, int64_t width, const Back* ba
   const REAL *at = b.at.data();
   REAL *rows = b.rows.data();
   const View q = c.position, v = c.vector;
-  // Copy an atom and return its squared displacement, without a list to compare with zero.
+  // Copy the atom of a place, and return its squared displacement since the build: zero where `back` is
+  // null, since the list has just been built.
   const auto copy = [&](int64_t p) {
     const REAL* from = q.data + system * q.system + atom[p] * q.atom;
     REAL *row = rows + p * width, moved = 0;
