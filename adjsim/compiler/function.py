@@ -19,7 +19,7 @@ from itertools import count
 from adjsim.compiler.calls import Call, Called
 from adjsim.compiler.graph import Lowering
 from adjsim.compiler.halves import nest_of
-from adjsim.compiler.nests import Nest, Space, Task, matrices
+from adjsim.compiler.nests import PARALLEL_WORK, Nest, Space, Task, matrices
 from adjsim.compiler.values import (
     Buffer,
     Index,
@@ -51,7 +51,7 @@ class FunctionPrinter:
         first_function: int,
         rows: Mapping[str, str],
     ) -> None:
-        self.large, self.threads, self.rows = lowering.large, threads, rows
+        self.large, self.rows = lowering.large, rows
         numbers = count(first_function)
         self.functions: dict[Call, list[str]] = {
             call: [f"functions[{next(numbers)}]" for _ in call.addresses] for call in lowering.calls
@@ -62,9 +62,10 @@ class FunctionPrinter:
         own = [b for b in buffers if b and not b.variable and b.name not in rows]
         self.scratch, shared = _share([group.touched for group in groups], own)
         self.aliases = {**shared, **rows}
-        self.lines = [line for group in groups for line in group.lines]
-        self.parallel = any(nest.parallel for group in groups for nest in group.nests.values())
-        self.parallel |= any(call.parallel for call in lowering.calls)
+        work = (nest.work for group in groups for nest in group.nests.values())
+        shared = threads if max(work, default=0) >= PARALLEL_WORK else 1
+        self.parallel = shared > 1 or any(call.parallel for call in lowering.calls)
+        self.lines = [line for group in groups for line in group.lines(shared)]
 
     def _order(
         self, tasks: dict[Value, list[Task]], outputs: list[Task], result: Value
@@ -105,11 +106,11 @@ class FunctionPrinter:
             else:
                 chosen = self._next(ready, tasks)
                 together = (task for value in chosen for task in tasks[value])
-                groups.append(group_of(together, self.threads))
+                groups.append(group_of(together))
             done.update(chosen)
             remaining = [value for value in remaining if value not in done]
-        groups.append(group_of(outputs, self.threads))
-        return fuse(join(groups, self.threads), needed)
+        groups.append(group_of(outputs))
+        return fuse(join(groups), needed)
 
     def _next(self, ready: list[Value], tasks: dict[Value, list[Task]]) -> list[Value]:
         """Select the values that are computed next: scalars, small ones, or sums in one loop."""
@@ -131,7 +132,7 @@ def _tasks(value: Value) -> list[Task]:
         return []
     if isinstance(value, Reduced):
         (x,) = value.operands
-        return [Task(value.buffer, x, value.axes, (), value.lanes, value.origin, value.halved)]
+        return [Task(value.buffer, x, value.axes, (), value.run, value.origin, value.halved)]
     if isinstance(value, Joined):
         tasks, at = [], 0
         for part in value.operands:
@@ -207,23 +208,22 @@ class NestGroup:
         places = (buffer for nest in self.nests.values() for buffer, _ in nest.places)
         return [*self.called, *self.read, *places]
 
-    @property
-    def lines(self) -> Iterator[str]:
-        """The statements."""
+    def lines(self, threads: int) -> Iterator[str]:
+        """Print the statements, whose large loops threads share."""
         yield from self.call
         for nest in self.nests.values():
-            yield from nest.lines()
+            yield from nest.lines(threads)
 
 
-def group_of(tasks: Iterable[Task], threads: int) -> NestGroup:
+def group_of(tasks: Iterable[Task]) -> NestGroup:
     """Make the group of tasks that do not depend on each other, one nest for each space."""
     groups: dict[Space, list[Task]] = {}
     for task in tasks:
         groups.setdefault(task.space, []).append(task)
-    return NestGroup(nests={space: nest_of(group, threads) for space, group in groups.items()})
+    return NestGroup(nests={space: nest_of(group) for space, group in groups.items()})
 
 
-def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
+def join(groups: Sequence[NestGroup]) -> list[NestGroup]:
     """Move each value into the earlier nest that computes the last of its operands.
 
     The groups are in the order in which they run. A nest that fills matrices also takes the sums of
@@ -256,7 +256,7 @@ def join(groups: Sequence[NestGroup], threads: int) -> list[NestGroup]:
             host = joined[where].nests.get(space)
             if host is None or space.halved:
                 together = [*(host.tasks if host else ()), *tasks]
-                joined[where].nests[space] = nest_of(together, threads)
+                joined[where].nests[space] = nest_of(together)
             else:
                 joined[where].nests[space] = host.with_tasks(tasks)
             for task in tasks:
@@ -320,7 +320,7 @@ def fuse(groups: Iterable[NestGroup], needed: Set[str]) -> list[NestGroup]:
             known = groups[where].nests
             tasks = [task for task in known[space].tasks if task not in fused]
             if tasks:
-                known[space] = nest_of(tasks, known[space].threads, {*fused.values()})
+                known[space] = nest_of(tasks, {*fused.values()})
             else:
                 del known[space]
         for where, space in {*changed, *((at, space) for space in groups[at].nests)}:

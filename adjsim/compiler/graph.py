@@ -36,6 +36,7 @@ from adjsim.compiler.operations import (
 )
 from adjsim.compiler.products import FEW, MatrixProduct, sum_of_products
 from adjsim.compiler.scatters import Scatter
+from adjsim.compiler.sums import runs_of
 from adjsim.compiler.torch_calls import (
     Region,
     TorchCall,
@@ -46,7 +47,6 @@ from adjsim.compiler.torch_calls import (
 )
 from adjsim.compiler.values import (
     CHEAP,
-    LANES,
     TYPES,
     Arange,
     Buffer,
@@ -354,10 +354,8 @@ class Lowering:
         # The sums have the memory order of their operand.
         dropped = () if len(meta.shape) == len(x.shape) else axes
         strides = tuple(stride for axis, stride in enumerate(x.strides) if axis not in dropped)
-        # An exact sum has a number of partial sums that does not depend on other values.
-        along = any(x.strides[axis] == 1 and x.shape[axis] > LANES for axis in axes)
-        lanes = (LANES if along else 1) if self.exact else None
-        found = Reduced(tuple(meta.shape), meta.dtype, (x,), None, strides, axes=axes, lanes=lanes)
+        run = runs_of(x, axes, self.exact)
+        found = Reduced(tuple(meta.shape), meta.dtype, (x,), None, strides, axes=axes, run=run)
         return replace(found, halved=is_halved(found))
 
     def _pointwise(self, base: str, name: str, node: Node, meta: Tensor, args: list[Any]) -> Value:

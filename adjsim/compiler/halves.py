@@ -215,8 +215,8 @@ def _row_axis(x: Value, column: int) -> int | None:
 class HalfNest(Nest):
     """A loop over the elements of a square matrix on and above its diagonal, for sums of rows."""
 
-    def __init__(self, tasks: Sequence[Task], threads: int, fused: Set[Lazy] = frozenset()) -> None:
-        super().__init__(tasks, threads, fused)
+    def __init__(self, tasks: Sequence[Task], fused: Set[Lazy] = frozenset()) -> None:
+        super().__init__(tasks, fused)
         (self.row,), (self.column,) = self.kept_loops, self.summed_loops
         self.body = PairBody(fused)
         self.pairs: list[tuple[str, str]] = []
@@ -226,15 +226,11 @@ class HalfNest(Nest):
             self.pairs.append((one, other))
 
     @property
-    def parallel(self) -> bool:
-        return self.parts > 1 and self.large and self.threads > 1
-
-    @property
     def parts(self) -> int:
         """The number of parts of the matrix, which does not depend on the threads."""
         return PARTS if max(self.length.values()) >= SHARED else 1
 
-    def lines(self) -> list[str]:
+    def lines(self, threads: int = 1) -> list[str]:
         """Print the nest."""
         # The row is the outer loop if elements of a row are side by side in memory.
         inner = self.innermost[0]
@@ -246,7 +242,7 @@ class HalfNest(Nest):
         lines += [
             f"alignas(64) {kind} {name}p[{self.parts * size}] = {{}};" for name, kind, _ in sums
         ]
-        if self.parallel:
+        if self.parts > 1 and self.shared(threads):
             lines.append(pragma())
         lines.append(f"for (int64_t part = 0; part < {self.parts}; ++part) {{")
         lines += [f"{kind}* {name}c = {name}p + {size} * part;" for name, kind, _ in sums]
@@ -303,6 +299,6 @@ class HalfNest(Nest):
         return [*lines, "}", "}"]
 
 
-def nest_of(tasks: Sequence[Task], threads: int, fused: Set[Lazy] = frozenset()) -> Nest:
+def nest_of(tasks: Sequence[Task], fused: Set[Lazy] = frozenset()) -> Nest:
     """Make the nest of tasks of one space."""
-    return (HalfNest if tasks[0].halved else Nest)(tasks, threads, fused)
+    return (HalfNest if tasks[0].halved else Nest)(tasks, fused)

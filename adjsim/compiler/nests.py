@@ -4,9 +4,13 @@ The innermost loop runs along the axis with contiguous memory accesses, and is v
 lanes of a row sum, or over neighbouring elements.
 
 A sum along a row has LANES partial sums: number l adds the terms l, l + LANES, ... in order, and a
-binary tree adds the partial sums. A sum for neighbouring elements adds its terms in order. Which of
-them is faster depends on the other tensors of the loop. So the sums of an exact run have a number
-of partial sums of their own, by which they have the same bits in every program.
+binary tree adds the partial sums. A sum for neighbouring elements adds its terms in order, and one
+of many rows has partial sums of rows one after the other. Which of them is faster depends on the
+other tensors of the loop. So the sums of an exact run have partial sums that do not (sums.py), by
+which they have the same bits in every program.
+
+Threads that one nest keeps awake share the outermost loop of every nest that is worth it, or else
+the innermost one, in parts of whole vectors.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import NamedTuple
 
 from adjsim.compiler.stages import WAITING, StagedBody
 from adjsim.compiler.sums import Sum, element, steps, tree
-from adjsim.compiler.teams import pragma
+from adjsim.compiler.teams import part_of, pragma
 from adjsim.compiler.values import (
     LANES,
     LONG,
@@ -36,10 +40,14 @@ from adjsim.compiler.values import (
 # The least work of a loop that threads share: its elements times their operations. An element of
 # few operations counts as eight, the time of its reads.
 PARALLEL_WORK, LEAST = 1 << 20, 8
+# The same, of a loop that threads share where another one keeps them awake.
+SHARED_WORK = 1 << 16
+# Threads share the outermost loop if it has so many iterations for each of them.
+ITERATIONS = 4
 # Number of neighbouring sums that are accumulated together.
 BLOCK = 16
-# The same, of sums over the rows of a matrix.
-ROW = 512
+# The same, of sums over the rows of a matrix, and of all of them with partial sums, on the stack.
+ROW, MOST = 512, 4096
 # The number of operations from which on a term is computed in stages.
 LONG_CHAIN = 48
 
@@ -62,7 +70,7 @@ class Task:
     Attributes:
         value: the value whose elements are written to the buffer, or summed into it.
         begin: the index in the buffer at which a part of a concatenated buffer begins.
-        lanes: the number of partial sums, 1 or LANES; None: the nest chooses it.
+        run: how many terms in a row a partial sum takes (sums.py); None: the nest chooses it.
         halved: whether its loops are over half of a square matrix (halves.py).
         origin: the traced operation whose value the buffer has, and its line of code.
     """
@@ -71,7 +79,7 @@ class Task:
     value: Value
     axes: tuple[int, ...] = ()
     begin: Indices = ()
-    lanes: int | None = None
+    run: int | None = None
     origin: str = ""
     halved: bool = False
 
@@ -101,7 +109,7 @@ class Task:
     @cached_property
     def alone(self) -> Nest:
         """The nest of this task alone."""
-        return Nest([self], 1)
+        return Nest([self])
 
     def index(self, kept: Sequence[str], summed: Sequence[str]) -> Indices:
         """Build the index of the value from the names of the loop variables."""
@@ -139,8 +147,7 @@ class Nest:
         results: for each task, the expression of an element and its offset in the buffer.
     """
 
-    def __init__(self, tasks: Sequence[Task], threads: int, fused: Set[Lazy] = frozenset()) -> None:
-        self.threads = threads
+    def __init__(self, tasks: Sequence[Task], fused: Set[Lazy] = frozenset()) -> None:
         self.tasks: list[Task] = []
         kept, summed, _ = next((x for x in tasks if x.summed), tasks[0]).space
         self.kept_loops = [f"i{n}" for n in range(len(kept))]
@@ -154,7 +161,7 @@ class Nest:
     def with_tasks(self, tasks: Sequence[Task]) -> Nest:
         """Return a nest that has these tasks too, which may read values of its own tasks."""
         if self.length and not self.summed_loops and any(task.summed for task in tasks):
-            return Nest([*self.tasks, *tasks], self.threads, self.body.fused)
+            return Nest([*self.tasks, *tasks], self.body.fused)
         # Its own tasks need not be printed again.
         found = copy(self)
         found.__dict__.pop("innermost", None)
@@ -176,8 +183,9 @@ class Nest:
             return task.index(self.kept_loops, self.summed_loops)
         return task.index([*self.kept_loops, *self.summed_loops], [])
 
-    def lines(self) -> list[str]:
-        """Print the nest."""
+    def lines(self, threads: int = 1) -> list[str]:
+        """Print the nest, which threads share if it is large."""
+        threads = threads if self.shared(threads) else 1
         if not self.length:
             lines = self.body.lines + [
                 f"{element(task.buffer, at)} = {text};" for task, text, at in self.results
@@ -185,11 +193,11 @@ class Nest:
         else:
             name, limit = self.innermost
             if name in self.summed_loops:
-                lines = self._rows(name, limit)
+                lines = self._rows(name, limit, threads)
             elif self.summed_loops:
-                lines = self._blocks(name, limit)
+                lines = self._blocks(name, limit, threads)
             else:
-                lines = self._elements(name, limit)
+                lines = self._elements(name, limit, threads)
         variables = [t.buffer for t in self.tasks if t.buffer.variable]
         # A block of its own, since variables of other bodies have the same names.
         declared = (f"{TYPES[b.dtype]} {b.name};" for b in variables)
@@ -242,40 +250,46 @@ class Nest:
         return [name for name in self.kept_loops if name != self.innermost[0]]
 
     @property
-    def parallel(self) -> bool:
-        """Whether threads share the outermost loop."""
-        return self.large and self.threads > 1 and bool(self._outer)
+    def work(self) -> int:
+        """The number of its operations."""
+        return math.prod(self.length.values()) * max(LEAST, len(self.body.lines))
 
-    @property
-    def large(self) -> bool:
-        """Whether the loop has work enough for threads to share it."""
-        each = max(LEAST, len(self.body.lines))
-        return math.prod(self.length.values()) * each >= PARALLEL_WORK
+    def shared(self, threads: int) -> bool:
+        """Whether threads share the nest, of those that are awake."""
+        return threads > 1 and self.work >= SHARED_WORK
 
-    def _heads(self) -> list[str]:
-        """Print the heads of outer loops."""
-        return [*([pragma()] if self.parallel else []), *map(self._head, self._outer)]
+    def _is_split(self, threads: int) -> bool:
+        """Whether threads share the innermost loop, since the outermost one is short."""
+        few = not self._outer or self.length[self._outer[0]] < ITERATIONS * threads
+        return threads > 1 and few and self.innermost[0] in self.kept_loops
 
-    def _elements(self, innermost: str, limit: int) -> list[str]:
-        return [
-            *self._heads(),
-            "#pragma omp simd",
-            self._head(innermost, limit),
-            *self.body.lines,
-            *self._stores(),
-            *["}"] * (len(self._outer) + 1),
-        ]
+    def _heads(self, threads: int) -> list[str]:
+        """Print the heads of outer loops, of which threads share the first."""
+        return [*([pragma()] if threads > 1 and self._outer else []), *map(self._head, self._outer)]
 
-    def _rows(self, innermost: str, limit: int) -> list[str]:
+    def _elements(self, innermost: str, limit: int, threads: int) -> list[str]:
+        if not self._is_split(threads):
+            head, heads = self._head(innermost, limit), self._heads(threads)
+        else:
+            part = part_of(limit, threads)
+            head = f"for (int64_t {innermost} = begin; {innermost} < end; ++{innermost}) {{"
+            heads = [
+                pragma(),
+                f"for (int64_t begin = 0; begin < {limit}; begin += {part}) {{",
+                f"const int64_t end = begin < {limit - part} ? begin + {part} : {limit};",
+                *self._heads(1),
+            ]
+        lines = [*heads, "#pragma omp simd", head, *self.body.lines, *self._stores()]
+        return lines + ["}"] * sum(line.endswith("{") for line in [*heads, head])
+
+    def _rows(self, innermost: str, limit: int, threads: int) -> list[str]:
         """Print sums along rows, a vector of terms at a time."""
         length = self.length[innermost]
-        sums, lines = self._sums(LANES if length > LANES else 1), self._heads()
+        sums, lines = self._sums(1 if length > LANES else length, length), self._heads(threads)
         if length > LANES:
             # Behind the terms of a step are zeros, which take the place of those added before.
             lines += [f"alignas(64) {s.kind} {s.name}t[{2 * LANES}] = {{}};" for s in sums]
-        for s in sums:
-            kind = f"partial_sums<{s.kind}>" if s.lanes > 1 else s.kind
-            lines.append(f"{kind} {s.name} = {{}};")
+        lines += [f"{s.variable} {s.name} = {{}};" for s in sums]
         if length <= LANES:
             lines += [self._head(innermost), *self.body.lines, *self._stores()]
             lines += [f"{s.name} += {s.term};" for s in sums]
@@ -288,8 +302,8 @@ class Nest:
             # A sum that starts at zero is never -0, and adding zero does not change it.
             lines += [
                 f"{s.name} += *(const terms<{s.kind}>*)({s.name}t + again);"
-                if s.lanes > 1
-                else f"for (int64_t l = again; l < {LANES}; ++l) {s.name} += {s.name}t[l];"
+                if s.run == 1
+                else f"for (int64_t l = again; l < {LANES}; ++l) {s.at('b + l')} += {s.name}t[l];"
                 for s in sums
             ]
         lines += ["}"] * (2 if length > LANES and self._in_stages(limit) else 1)
@@ -326,36 +340,42 @@ class Nest:
             *[*head, *simd, *last, *self._stores()],
         ]
 
-    def _blocks(self, innermost: str, limit: int) -> list[str]:
+    def _blocks(self, innermost: str, limit: int, threads: int) -> list[str]:
         """Print sums for neighbouring elements, a block of elements at a time."""
         (summed,) = self.summed_loops
-        sums = self._sums(1)
+        length = self.length[summed]
+        sums = self._sums(length, length)
         reads_rows = limit > LONG and any(
             at.factor(innermost) and at.factor(summed) for _, at in self.places
         )
+        # One partial sum after the other, unless sums take their terms in another order.
+        apart = sums[0].lanes > 1 and all(s.run == sums[0].run for s in sums)
         # Parts of rows that are far apart in memory take longer to read than whole rows.
-        block = min(ROW if reads_rows and all(s.lanes == 1 for s in sums) else BLOCK, limit)
+        whole = reads_rows and (apart or all(s.lanes == 1 for s in sums))
+        row = min(ROW, MOST // len(sums)) if apart else ROW
+        block, split = min(max(row, BLOCK) if whole else BLOCK, limit), self._is_split(threads)
+        stripes = split and not (whole and apart)
+        if stripes:
+            block = min(block, part_of(limit, threads))
+        blocks, heads = steps(limit, block), self._heads(1 if split else threads)
         head = f"for (int64_t l = 0; l < {block}; ++l) {{ const int64_t {innermost} = b + l;"
         lines = [
-            *self._heads(),
-            *steps(limit, block),
+            *([pragma(), *blocks, *heads] if stripes else [*heads, *blocks]),
             *(f"alignas(64) {s.kind} {s.name}[{s.lanes * block}] = {{}};" for s in sums),
         ]
-        # One partial sum after the other, unless a sum has to take its terms in order.
-        apart = all(s.lanes > 1 for s in sums)
         if apart:
             lines += [
+                *([pragma()] if split and not stripes else []),
                 f"for (int64_t lane = 0; lane < {LANES}; ++lane) {{",
                 *(f"alignas(64) {s.kind} {s.name}p[{block}] = {{}};" for s in sums),
-                f"for (int64_t {summed} = lane; {summed} < {self.length[summed]}; "
-                f"{summed} += {LANES}) {{",
+                sums[0].head(summed),
             ]
         else:
             lines.append(self._head(summed))
         lines += ["#pragma omp simd", head, *self.body.lines, *self._stores()]
         for s in sums:
-            lane = f"{summed} % {LANES} * {block} + l" if s.lanes > 1 else "l"
-            lines.append(f"{s.name}{'p[l]' if apart else f'[{lane}]'} += {s.term};")
+            at = "p[l]" if apart else f"[({s.lane(summed)}) * {block} + l]"
+            lines.append(f"{s.name}{at} += {s.term};")
         lines += ["}", "}"]
         if apart:
             lines.append(f"for (int64_t l = 0; l < {block}; ++l) {{")
@@ -367,11 +387,12 @@ class Nest:
             lines.append(f"{s.target} = {tree(parts)};")
         return lines + ["}"] * (len(self._outer) + 2)
 
-    def _sums(self, lanes: int) -> list[Sum]:
-        """Return the sums, with ``lanes`` partial sums where a sum may have any number."""
+    def _sums(self, run: int, length: int) -> list[Sum]:
+        """Return the sums of so many terms, with runs of ``run`` where a sum may have any."""
+        summed = (result for result in self.results if result[0].summed)
         return [
-            Sum(f"s{n}", TYPES[t.buffer.dtype], t.lanes or lanes, term, element(t.buffer, at))
-            for n, (t, term, at) in enumerate(r for r in self.results if r[0].summed)
+            Sum(f"s{n}", TYPES[t.buffer.dtype], t.run or run, length, term, element(t.buffer, at))
+            for n, (t, term, at) in enumerate(summed)
         ]
 
     def _stores(self) -> list[str]:

@@ -321,11 +321,12 @@ class Gathered(Lazy):
 class Reduced(Value):
     """A sum over axes, which are kept with length one or dropped; always stored.
 
-    It has ``lanes`` partial sums, or any number, and takes half a matrix if ``halved`` (halves.py).
+    Its partial sums take ``run`` terms in a row, or any number (sums.py), and it takes half of a
+    matrix if ``halved`` (halves.py).
     """
 
     axes: tuple[int, ...] = ()
-    lanes: int | None = None
+    run: int | None = None
     halved: bool = False
 
     @property
