@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_tensor, describe_type
-from adjsim.core.noise import ELEMENTS, FROM_TILES, SEED_BITS, STEPS, Noise
+from adjsim.core.noise import ELEMENTS, FROM_TILES, SEED_BITS, STEPS, Draw, Noise
 from adjsim.core.tiles_on_device import normal_tiles
 
 # The numbers of a span of steps from which a GPU draws them, as it draws those of seeds. A step
@@ -270,7 +270,7 @@ class PathNoise(Noise):
         parts = range(step, last, each)
         return [self._rows(at, min(each, last - at), shape, like) for at in parts]
 
-    def twin(self) -> PathNoise:
+    def twin(self, draw: Draw) -> PathNoise:
         return PathNoise(self._path, self._tick)
 
     def drawn_by_host(self, shape: tuple[int, ...], count: int) -> bool:

@@ -6,11 +6,13 @@ and step k is element ``r * dof + d`` of step ``k``. It does not depend on the n
 the save times, the segments, the adjoint or the direction of the run. Keys have 128 bits, so no
 two tiles share a stream. (Torch's own CPU generator takes 32 bits of seed, and would repeat a tile
 after some tens of thousands.) Numbers are drawn in float64 and then cast, and have the same bits on
-every device, so a float32 or GPU run gets the same noise. A GPU draws many tiles itself.
+every device, so a float32 or GPU run gets the same noise. A GPU draws many tiles itself, and
+compiled loops draw theirs in C++.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -27,6 +29,9 @@ ELEMENTS, STEPS = 256, 32
 # The number of tiles from which a GPU draws them. It took 16 ms for 624 tiles (H100), where the CPU
 # takes 83; how much of this is the same for one tile, was not measured.
 FROM_TILES = 32
+# Draws some columns of the first steps of tiles side by side, ``(steps, columns)``, from the key of
+# the first tile and the numbers of tiles and steps.
+Draw = Callable[[tuple[int, int], int, int, range], Tensor]
 # Seeds lie below 2^62, which leaves two bits of a key's first word for the stream. The stream of
 # steps has zeros there.
 SEED_BITS = 62
@@ -81,6 +86,19 @@ def seed_of_run(generator: Seed) -> int:
         ) from reason
 
 
+def by_numpy(key: tuple[int, int], tiles: int, steps: int, columns: range) -> Tensor:
+    """Draw tiles by NumPy's generator; see :data:`Draw`."""
+    first, second = key
+    found = np.empty((steps, len(columns)))
+    for tile in range(tiles):
+        source = np.random.Philox(key=np.array([first, second + tile], dtype=np.uint64))
+        drawn = np.random.Generator(source).standard_normal((steps, ELEMENTS))
+        at = tile * ELEMENTS - columns.start
+        begin, end = max(0, at), min(len(columns), at + ELEMENTS)
+        found[:, begin:end] = drawn[:, begin - at : end - at]
+    return torch.from_numpy(found)
+
+
 class Noise:
     """Standard normal numbers addressed by step.
 
@@ -89,15 +107,22 @@ class Noise:
         first, begin: the numbers of the first replica and of the first step, where a batch or a run
             is a part of a larger one.
         stream: the use of the numbers.
+        draw: draws tiles on the host, always with the same bits.
     """
 
     # Whether the numbers of its first replica and step say how it goes on after a run.
     continues: ClassVar[bool] = True
 
     def __init__(
-        self, seed: int, first: int = 0, begin: int = 0, stream: NoiseStream = NoiseStream.STEPS
+        self,
+        seed: int,
+        first: int = 0,
+        begin: int = 0,
+        stream: NoiseStream = NoiseStream.STEPS,
+        draw: Draw = by_numpy,
     ) -> None:
         self.seed, self.first, self.begin, self.stream = seed, first, begin, stream
+        self._draw = draw
         self._blocks: dict[tuple[Any, ...], Tensor] = {}
 
     def describe(self) -> str:
@@ -126,9 +151,9 @@ class Noise:
             for at in range(first - first % STEPS, last, STEPS)
         ]
 
-    def twin(self) -> Noise:
-        """Return the same numbers, for another thread."""
-        return Noise(self.seed, self.first, self.begin, self.stream)
+    def twin(self, draw: Draw) -> Noise:
+        """Return the same numbers, for another thread, drawn by a function."""
+        return Noise(self.seed, self.first, self.begin, self.stream, draw)
 
     def drawn_by_host(self, shape: tuple[int, ...], count: int) -> bool:
         """Return whether the host draws the numbers of ``count`` steps, also for a GPU."""
@@ -151,14 +176,14 @@ class Noise:
                 del self._blocks[next(iter(self._blocks))]
             start, count, columns = self.first * dof, replicas * dof, self._columns(replicas, dof)
             offset = start - columns.start * ELEMENTS
+            part = range(offset, offset + count)
             if like.device.type == "cuda" and len(columns) >= FROM_TILES:
-                drawn = self._on_device(block, columns, steps, like.device)
+                tiles = self._on_device(block, columns, steps, like.device)
+                # A view would keep whole tiles alive.
+                drawn = tiles[:, part.start : part.stop].clone()
             else:
-                tiles = [self._tile(block, column, steps) for column in columns]
-                drawn = torch.from_numpy(np.concatenate(tiles, axis=1))
-            # A copy of a part, since a view would keep whole tiles alive.
-            part = count < drawn.shape[1]
-            rows = drawn[:, offset : offset + count].to(like.device, like.dtype, copy=part)
+                drawn = self._draw(self._key(block, columns.start), len(columns), steps, part)
+            rows = drawn.to(like.device, like.dtype)
             self._blocks[key] = rows.reshape(steps, replicas, dof)
         return self._blocks[key]
 
@@ -172,8 +197,3 @@ class Noise:
 
     def _key(self, block: int, column: int) -> tuple[int, int]:
         return self.seed | self.stream << SEED_BITS, (block << 32) | column
-
-    def _tile(self, block: int, column: int, steps: int) -> np.ndarray:
-        """Draw the first steps of a tile; their numbers do not depend on how many steps follow."""
-        key = np.array(self._key(block, column), dtype=np.uint64)
-        return np.random.Generator(np.random.Philox(key=key)).standard_normal((steps, ELEMENTS))

@@ -92,12 +92,22 @@ def ziggurat() -> tuple[np.ndarray, np.ndarray]:
     for i in range(256):
         # The words that follow are uniform numbers that accept, in a wedge and in the tail.
         widths[i] = number(i | 1 << 9)[0]
-        low, up = 0, 1 << BITS
-        while low < up:
-            middle = (low + up) // 2
-            low, up = (middle + 1, up) if number(i | middle << 9)[1] else (low, middle)
-        bounds[i] = low
+        # The bound k_i is nearly 2^52 w_{i-1} / w_i, and 2^52 r / x_0 for the layer with the tail.
+        x = (widths[i - 1] if i > 1 else 0.0) if i else TAIL / 2.0**BITS
+        bounds[i] = int(x / widths[i] * 2.0**BITS)
+        while number(i | int(bounds[i]) << 9)[1]:
+            bounds[i] += 1
+        while bounds[i] > 0 and not number(i | int(bounds[i] - 1) << 9)[1]:
+            bounds[i] -= 1
     return widths, bounds
+
+
+@functools.cache
+def layers() -> np.ndarray:
+    """Return f_i = exp(-x_i^2 / 2) of the layers, up to its last bits."""
+    found = np.exp(-0.5 * (ziggurat()[0] * 2.0**BITS) ** 2)
+    found[0] = 1.0
+    return found
 
 
 def uniform(word: Any) -> Any:
@@ -178,8 +188,7 @@ def _resolve(
     Return the places of words that give no number, the numbers of tails by their places, and the
     places of attempts that are left to NumPy.
     """
-    layer = np.exp(-0.5 * (ziggurat()[0] * 2.0**BITS) ** 2)
-    layer[0] = 1.0
+    layer = layers()
     index = read[:, 0] & 0xFF
     margin = (layer[index - 1] - layer[index]) * uniform(read[:, 1]) + layer[index]
     margin -= np.exp(-0.5 * number * number)

@@ -7,8 +7,17 @@ import pytest
 import torch
 from scipy import stats
 
-from adjsim.core.noise import ELEMENTS, SEED_BITS, STEPS, Noise, NoiseStream, seed_from
-from adjsim.core.tiles_on_device import normal_tiles
+from adjsim.adjoints.loops.tiles import by_cpp
+from adjsim.core.noise import (
+    ELEMENTS,
+    SEED_BITS,
+    STEPS,
+    Noise,
+    NoiseStream,
+    by_numpy,
+    seed_from,
+)
+from adjsim.core.tiles_on_device import CLOSE, normal_tiles
 
 LIKE = torch.zeros((), dtype=torch.float64)
 
@@ -62,9 +71,27 @@ def test_tiles_of_a_device_have_the_bits_of_numpy(stream):
     noise = Noise(2**SEED_BITS - 5, stream=stream)
     for block, steps, first in ((0, STEPS, 0), (7, 1, 900)):
         columns = range(first, first + 40)
-        tiles = [noise._tile(block, column, steps) for column in columns]
-        drawn = noise._on_device(block, columns, steps, torch.device("cpu"))
-        assert np.array_equal(drawn.numpy(), np.concatenate(tiles, axis=1))
+        tiles = by_numpy(noise._key(block, first), 40, steps, range(40 * ELEMENTS))
+        assert torch.equal(noise._on_device(block, columns, steps, torch.device("cpu")), tiles)
+
+
+@pytest.mark.parametrize("close", [CLOSE, 1e-3, 10.0])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tiles_of_compiled_loops_have_the_bits_of_numpy(close, threads):
+    """Also where NumPy draws some of them, or all, since their comparisons are close."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for key, steps, columns in (
+            ((2**64 - 7, 2**62 + 3), STEPS, range(5, 37 * ELEMENTS - 3)),
+            ((0, 0), 1, range(40 * ELEMENTS)),
+            ((1, 7 << 32 | 9), 3, range(100, 120)),
+        ):
+            tiles = -(-columns.stop // ELEMENTS)
+            found = by_cpp(key, tiles, steps, columns, close)
+            assert torch.equal(found, by_numpy(key, tiles, steps, columns))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_first_word_of_tiles_may_be_in_the_tail():

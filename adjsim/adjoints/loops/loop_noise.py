@@ -15,6 +15,7 @@ from threading import Thread
 import torch
 from torch import Tensor
 
+from adjsim.adjoints.loops.tiles import fastest_draw
 from adjsim.adjoints.loops.uploads import Buffer, Upload, Uploads, queue_of
 from adjsim.adjoints.sweep.stepper import StepNoise
 from adjsim.core.layout import packed
@@ -41,12 +42,14 @@ class LoopNoise:
     """
 
     def __init__(self, source: StepNoise, length: int, more: int, device: torch.device) -> None:
-        self._source, self._length, self._more, self._device = source, length, more, device
+        draw = fastest_draw()
+        self._source = replace(source, noise=source.noise.twin(draw))
+        self._length, self._more, self._device = length, more, device
         queue = queue_of(device)
         self._uploads = None if queue is None else Uploads(queue)
         # For the thread, which may still draw when another pass reads the source.
         like = source.like.new_empty(0, device="cpu")
-        self._on_host = replace(source, noise=source.noise.twin(), like=like)
+        self._on_host = replace(source, noise=source.noise.twin(draw), like=like)
         self._last: tuple[int, int, Tensor] | None = None
         self._ahead: _Ahead | None = None
 
