@@ -15,7 +15,7 @@ from adjsim.adjoints.loops import loop_noise, runner
 from adjsim.adjoints.loops.loop_noise import LoopNoise
 from adjsim.adjoints.sweep.stepper import StepNoise
 from adjsim.compiler import loops
-from adjsim.core.noise import Noise
+from adjsim.core.noise import Draw, Noise
 from tests.devices.test_replays import by_replays
 from tests.problems import square
 
@@ -106,7 +106,7 @@ def test_an_error_of_the_thread_is_raised_by_the_loop() -> None:
         def span(self, *_: Any) -> list[Tensor]:
             raise MemoryError("no memory for numbers")
 
-        def twin(self) -> Noise:
+        def twin(self, draw: Draw) -> Noise:
             return self
 
     plan = SimpleNamespace(draws=1, noise_steps=1)
