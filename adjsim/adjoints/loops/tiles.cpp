@@ -106,9 +106,11 @@ extern "C" void draw(uint64_t first, uint64_t second, int64_t tiles, int64_t ste
     const int64_t begin = at < 0 ? -at : 0, end = count - at < ELEMENTS ? count - at : ELEMENTS;
     bool sure = true;
     for (int64_t step = 0; step < steps; ++step) {
-      double row[ELEMENTS];
+      // The numbers before and behind the columns are drawn too, since words are read in order.
+      double part[ELEMENTS], *columns = out + step * count + at;
+      double* row = end - begin == ELEMENTS ? columns : part;
       for (int64_t n = 0; n < ELEMENTS; ++n) row[n] = number(z, source, sure);
-      memcpy(out + step * count + at + begin, row + begin, (end - begin) * sizeof(double));
+      if (row == part) memcpy(columns + begin, row + begin, (end - begin) * sizeof(double));
     }
     unsure[tile] = !sure;
   }
