@@ -242,8 +242,7 @@ class HalfNest(Nest):
         lines += [
             f"alignas(64) {kind} {name}p[{self.parts * size}] = {{}};" for name, kind, _ in sums
         ]
-        if self.parts > 1 and self.shared(threads):
-            lines.append(pragma())
+        lines += pragma(threads if self.parts > 1 and self.shared(threads) else 1)
         lines.append(f"for (int64_t part = 0; part < {self.parts}; ++part) {{")
         lines += [f"{kind}* {name}c = {name}p + {size} * part;" for name, kind, _ in sums]
         lines.append(f"for (int64_t {outer} = part; {outer} < {n}; {outer} += {self.parts}) {{")

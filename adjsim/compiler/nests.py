@@ -8,9 +8,6 @@ binary tree adds the partial sums. A sum for neighbouring elements adds its term
 of many rows has partial sums of rows one after the other. Which of them is faster depends on the
 other tensors of the loop. So the sums of an exact run have partial sums that do not (sums.py), by
 which they have the same bits in every program.
-
-Threads that one nest keeps awake share the outermost loop of every nest that is worth it, or else
-the innermost one, in parts of whole vectors.
 """
 
 from __future__ import annotations
@@ -23,8 +20,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from adjsim.compiler.stages import WAITING, StagedBody
-from adjsim.compiler.sums import Sum, element, steps, tree
-from adjsim.compiler.teams import part_of, pragma
+from adjsim.compiler.sums import Sum, element, parts, steps, tree
+from adjsim.compiler.teams import pragma
 from adjsim.compiler.values import (
     LANES,
     LONG,
@@ -42,8 +39,9 @@ from adjsim.compiler.values import (
 PARALLEL_WORK, LEAST = 1 << 20, 8
 # The same, of a loop that threads share where another one keeps them awake.
 SHARED_WORK = 1 << 16
-# Threads share the outermost loop if it has so many iterations for each of them.
-ITERATIONS = 4
+# Threads share the innermost loop where the outermost one has few iterations. Its parts are whole
+# vectors, and the same for any number of threads, by which bits do not depend on this number.
+FEW, PARTS, VECTORS = 16, 8, 2 * LANES
 # Number of neighbouring sums that are accumulated together.
 BLOCK = 16
 # The same, of sums over the rows of a matrix, and of all of them with partial sums, on the stack.
@@ -258,29 +256,27 @@ class Nest:
         """Whether threads share the nest, of those that are awake."""
         return threads > 1 and self.work >= SHARED_WORK
 
-    def _is_split(self, threads: int) -> bool:
-        """Whether threads share the innermost loop, since the outermost one is short."""
-        few = not self._outer or self.length[self._outer[0]] < ITERATIONS * threads
-        return threads > 1 and few and self.innermost[0] in self.kept_loops
+    @property
+    def part(self) -> int:
+        """The elements of a part of the innermost loop; 0: threads share the outermost loop."""
+        name, limit = self.innermost
+        few = not self._outer or self.length[self._outer[0]] < FEW
+        split = few and name in self.kept_loops and limit >= PARTS * VECTORS and self.shared(2)
+        return VECTORS * -(-limit // (PARTS * VECTORS)) if split else 0
 
     def _heads(self, threads: int) -> list[str]:
         """Print the heads of outer loops, of which threads share the first."""
-        return [*([pragma()] if threads > 1 and self._outer else []), *map(self._head, self._outer)]
+        return [*(pragma(threads) if self._outer else []), *map(self._head, self._outer)]
 
     def _elements(self, innermost: str, limit: int, threads: int) -> list[str]:
-        if not self._is_split(threads):
-            head, heads = self._head(innermost, limit), self._heads(threads)
+        heads = self._heads(1 if self.part else threads)
+        if self.part:
+            heads = [*pragma(threads), *parts(limit, self.part), *heads]
+            last = f"for (int64_t {innermost} = b; {innermost} < b + width; ++{innermost}) {{"
         else:
-            part = part_of(limit, threads)
-            head = f"for (int64_t {innermost} = begin; {innermost} < end; ++{innermost}) {{"
-            heads = [
-                pragma(),
-                f"for (int64_t begin = 0; begin < {limit}; begin += {part}) {{",
-                f"const int64_t end = begin < {limit - part} ? begin + {part} : {limit};",
-                *self._heads(1),
-            ]
-        lines = [*heads, "#pragma omp simd", head, *self.body.lines, *self._stores()]
-        return lines + ["}"] * sum(line.endswith("{") for line in [*heads, head])
+            last = self._head(innermost, limit)
+        end = ["}"] * (len(self._outer) + 1 + bool(self.part))
+        return [*heads, "#pragma omp simd", last, *self.body.lines, *self._stores(), *end]
 
     def _rows(self, innermost: str, limit: int, threads: int) -> list[str]:
         """Print sums along rows, a vector of terms at a time."""
@@ -308,8 +304,8 @@ class Nest:
             ]
         lines += ["}"] * (2 if length > LANES and self._in_stages(limit) else 1)
         for s in sums:
-            parts = [s.name] if s.lanes == 1 else [f"{s.name}[{n}]" for n in range(s.lanes)]
-            lines.append(f"{s.target} = {tree(parts)};")
+            terms = [s.name] if s.lanes == 1 else [f"{s.name}[{n}]" for n in range(s.lanes)]
+            lines.append(f"{s.target} = {tree(terms)};")
         return lines + ["}"] * len(self.kept_loops)
 
     def _in_stages(self, limit: int) -> bool:
@@ -353,19 +349,22 @@ class Nest:
         # Parts of rows that are far apart in memory take longer to read than whole rows.
         whole = reads_rows and (apart or all(s.lanes == 1 for s in sums))
         row = min(ROW, MOST // len(sums)) if apart else ROW
-        block, split = min(max(row, BLOCK) if whole else BLOCK, limit), self._is_split(threads)
-        stripes = split and not (whole and apart)
-        if stripes:
-            block = min(block, part_of(limit, threads))
-        blocks, heads = steps(limit, block), self._heads(1 if split else threads)
-        head = f"for (int64_t l = 0; l < {block}; ++l) {{ const int64_t {innermost} = b + l;"
+        block = width = min(max(row, BLOCK) if whole else BLOCK, limit)
+        by_lanes = apart and whole and self.part > 0
+        loops = [*self._heads(1 if self.part else threads), *steps(limit, block)]
+        if self.part and not by_lanes:
+            block = min(block, self.part)
+            loops = [*pragma(threads), *steps(limit, block), *self._heads(1)]
+            if whole:
+                loops, width = [*pragma(threads), *parts(limit, block), *self._heads(1)], "width"
+        head = f"for (int64_t l = 0; l < {width}; ++l) {{ const int64_t {innermost} = b + l;"
         lines = [
-            *([pragma(), *blocks, *heads] if stripes else [*heads, *blocks]),
+            *loops,
             *(f"alignas(64) {s.kind} {s.name}[{s.lanes * block}] = {{}};" for s in sums),
         ]
         if apart:
             lines += [
-                *([pragma()] if split and not stripes else []),
+                *pragma(threads if by_lanes else 1),
                 f"for (int64_t lane = 0; lane < {LANES}; ++lane) {{",
                 *(f"alignas(64) {s.kind} {s.name}p[{block}] = {{}};" for s in sums),
                 sums[0].head(summed),
@@ -378,13 +377,13 @@ class Nest:
             lines.append(f"{s.name}{at} += {s.term};")
         lines += ["}", "}"]
         if apart:
-            lines.append(f"for (int64_t l = 0; l < {block}; ++l) {{")
+            lines.append(f"for (int64_t l = 0; l < {width}; ++l) {{")
             lines += [f"{s.name}[lane * {block} + l] = {s.name}p[l];" for s in sums]
             lines += ["}", "}"]
         lines.append(head)
         for s in sums:
-            parts = [f"{s.name}[{n * block} + l]" for n in range(s.lanes)]
-            lines.append(f"{s.target} = {tree(parts)};")
+            terms = (f"{s.name}[{n * block} + l]" for n in range(s.lanes))
+            lines.append(f"{s.target} = {tree([*terms])};")
         return lines + ["}"] * (len(self._outer) + 2)
 
     def _sums(self, run: int, length: int) -> list[Sum]:

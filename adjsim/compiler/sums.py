@@ -80,6 +80,14 @@ def steps(limit: int, width: int) -> list[str]:
     ]
 
 
+def parts(limit: int, width: int) -> list[str]:
+    """Print the head of a loop over parts of so many elements, of which the last one is short."""
+    return [
+        f"for (int64_t b = 0; b < {limit}; b += {width}) {{",
+        f"const int64_t width = b < {limit - width} ? {width} : {limit} - b;",
+    ]
+
+
 def element(buffer: Buffer, at: Index) -> str:
     """Print an element of a buffer, or its variable."""
     return buffer.name if buffer.variable else f"{buffer.name}[{at}]"

@@ -9,18 +9,11 @@ when iterations by all threads begin to take much longer. The numbers do not dep
 last bit.
 """
 
-from adjsim.compiler.values import LANES
 
-
-def pragma(team: str = "team") -> str:
-    """Share the iterations of the loop that follows among the threads of a team."""
-    threads = f"{team}.threads"
-    return f"#pragma omp parallel for schedule(static) num_threads({threads}) if ({threads} > 1)"
-
-
-def part_of(length: int, threads: int) -> int:
-    """Return how many elements of a loop each of the threads computes: whole vectors."""
-    return LANES * -(-length // (LANES * threads))
+def pragma(threads: int, team: str = "team") -> list[str]:
+    """Share the iterations of the loop that follows among the threads of a team, if it has any."""
+    count = f"num_threads({team}.threads) if ({team}.threads > 1)"
+    return [f"#pragma omp parallel for schedule(static) {count}"] if threads > 1 else []
 
 
 def declaration(threads: int) -> str:

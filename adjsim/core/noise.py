@@ -13,6 +13,7 @@ compiled loops draw theirs in C++.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -153,7 +154,9 @@ class Noise:
 
     def twin(self, draw: Draw) -> Noise:
         """Return the same numbers, for another thread, drawn by a function."""
-        return Noise(self.seed, self.first, self.begin, self.stream, draw)
+        found = copy(self)
+        found._draw, found._blocks = draw, {}
+        return found
 
     def drawn_by_host(self, shape: tuple[int, ...], count: int) -> bool:
         """Return whether the host draws the numbers of ``count`` steps, also for a GPU."""

@@ -110,7 +110,7 @@ extern "C" void draw(uint64_t first, uint64_t second, int64_t tiles, int64_t ste
       double part[ELEMENTS], *columns = out + step * count + at;
       double* row = end - begin == ELEMENTS ? columns : part;
       for (int64_t n = 0; n < ELEMENTS; ++n) row[n] = number(z, source, sure);
-      if (row == part) memcpy(columns + begin, row + begin, (end - begin) * sizeof(double));
+      if (row == part && begin < end) memcpy(columns + begin, row + begin, (end - begin) * sizeof(double));
     }
     unsure[tile] = !sure;
   }

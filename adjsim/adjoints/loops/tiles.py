@@ -24,8 +24,8 @@ from adjsim.core.tiles_on_device import (
     ziggurat,
 )
 
-# Numbers of tiles, of so many steps, from which threads share them.
-PARALLEL_STEPS = 64
+# Steps of all tiles from which threads share the tiles: a third of a millisecond.
+PARALLEL_STEPS = 512
 
 
 def fastest_draw() -> Draw:
@@ -46,8 +46,10 @@ def by_cpp(
     unsure = np.zeros(tiles, dtype=np.int8)
     threads = torch.get_num_threads() if tiles * steps >= PARALLEL_STEPS else 1
     tables = [x.ctypes.data_as(ctypes.c_void_p) for x in (*ziggurat(), layers())]
+    # NumPy refuses a key of more than 64 bits.
+    first, second, _ = np.array([*key, key[1] + tiles - 1], dtype=np.uint64).tolist()
     library.draw(
-        *map(ctypes.c_uint64, key),
+        *map(ctypes.c_uint64, (first, second)),
         *map(ctypes.c_int64, (tiles, steps, columns.start, len(columns))),
         *tables,
         ctypes.c_double(close),
