@@ -24,7 +24,7 @@ from adjsim.core.tiles_on_device import (
     ziggurat,
 )
 
-# Steps of all tiles from which threads share the tiles: a third of a millisecond.
+# The steps of all tiles, of half a millisecond, from which threads share the tiles.
 PARALLEL_STEPS = 512
 
 
