@@ -62,8 +62,9 @@ class FunctionPrinter:
         own = [b for b in buffers if b and not b.variable and b.name not in rows]
         self.scratch, shared = _share([group.touched for group in groups], own)
         self.aliases = {**shared, **rows}
-        work = (nest.work for group in groups for nest in group.nests.values())
-        shared = threads if max(work, default=0) >= PARALLEL_WORK else 1
+        nests = [nest for group in groups for nest in group.nests.values()]
+        large = any(nest.divisible and nest.work >= PARALLEL_WORK for nest in nests)
+        shared = threads if large else 1
         self.parallel = shared > 1 or any(call.parallel for call in lowering.calls)
         self.lines = [line for group in groups for line in group.lines(shared)]
 

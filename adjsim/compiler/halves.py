@@ -21,10 +21,10 @@ import re
 from collections.abc import Sequence, Set
 from typing import Any
 
-from adjsim.compiler.nests import Nest, Task
+from adjsim.compiler.nests import PARTS, Nest, Task
 from adjsim.compiler.operations import literal
 from adjsim.compiler.stages import WAITING, StagedBody
-from adjsim.compiler.sums import tree
+from adjsim.compiler.sums import MANY_ROWS, tree
 from adjsim.compiler.teams import pragma
 from adjsim.compiler.values import (
     LANES,
@@ -45,9 +45,6 @@ from adjsim.compiler.values import (
 # The least and the largest number of points: that of a few vectors, and that of the columns' sums
 # on the stack.
 FEWEST, MOST = 4 * LANES, 1024
-# The parts of a matrix that threads share, of which each has every eighth row, and the number of
-# points from which on a matrix has parts.
-PARTS, SHARED = 8, 96
 # The largest number of operations for the terms of both orders, over that for one.
 MORE = 1.2
 # The printed operations of one number that change its sign with that of the number: products and
@@ -227,8 +224,15 @@ class HalfNest(Nest):
 
     @property
     def parts(self) -> int:
-        """The number of parts of the matrix, which does not depend on the threads."""
-        return PARTS if max(self.length.values()) >= SHARED else 1
+        """The number of parts of the matrix, of which each has every eighth row.
+
+        It does not depend on the threads, which share the parts.
+        """
+        return PARTS if max(self.length.values()) >= MANY_ROWS else 1
+
+    @property
+    def divisible(self) -> bool:
+        return self.parts > 1
 
     def lines(self, threads: int = 1) -> list[str]:
         """Print the nest."""
@@ -242,7 +246,7 @@ class HalfNest(Nest):
         lines += [
             f"alignas(64) {kind} {name}p[{self.parts * size}] = {{}};" for name, kind, _ in sums
         ]
-        lines += pragma(threads if self.parts > 1 and self.shared(threads) else 1)
+        lines += pragma(threads if self.shared(threads) else 1)
         lines.append(f"for (int64_t part = 0; part < {self.parts}; ++part) {{")
         lines += [f"{kind}* {name}c = {name}p + {size} * part;" for name, kind, _ in sums]
         lines.append(f"for (int64_t {outer} = part; {outer} < {n}; {outer} += {self.parts}) {{")

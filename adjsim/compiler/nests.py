@@ -39,13 +39,12 @@ from adjsim.compiler.values import (
 PARALLEL_WORK, LEAST = 1 << 20, 8
 # The same, of a loop that threads share where another one keeps them awake.
 SHARED_WORK = 1 << 16
-# Threads share the innermost loop where the outermost one has few iterations. Its parts are whole
-# vectors, and the same for any number of threads, by which bits do not depend on this number.
+# Threads share the innermost loop where the outermost one has fewer than FEW iterations. Its PARTS
+# are multiples of VECTORS, and do not depend on the threads, so that bits do not depend on them.
 FEW, PARTS, VECTORS = 16, 8, 2 * LANES
-# Number of neighbouring sums that are accumulated together.
-BLOCK = 16
-# The same, of sums over the rows of a matrix, and of all of them with partial sums, on the stack.
-ROW, MOST = 512, 4096
+# Numbers of neighbouring sums that are accumulated together: of others, of sums over the rows of a
+# matrix, and of all sums over rows of a loop where they have partial sums.
+BLOCK, ROW, MOST = 16, 512, 4096
 # The number of operations from which on a term is computed in stages.
 LONG_CHAIN = 48
 
@@ -252,17 +251,22 @@ class Nest:
         """The number of its operations."""
         return math.prod(self.length.values()) * max(LEAST, len(self.body.lines))
 
+    @property
+    def divisible(self) -> bool:
+        """Whether it has a loop whose iterations threads can share."""
+        return bool(self.length) and (bool(self._outer) or self.part > 0)
+
     def shared(self, threads: int) -> bool:
-        """Whether threads share the nest, of those that are awake."""
-        return threads > 1 and self.work >= SHARED_WORK
+        """Whether threads, which another loop keeps awake, share this one."""
+        return threads > 1 and self.divisible and self.work >= SHARED_WORK
 
     @property
     def part(self) -> int:
         """The elements of a part of the innermost loop; 0: threads share the outermost loop."""
         name, limit = self.innermost
         few = not self._outer or self.length[self._outer[0]] < FEW
-        split = few and name in self.kept_loops and limit >= PARTS * VECTORS and self.shared(2)
-        return VECTORS * -(-limit // (PARTS * VECTORS)) if split else 0
+        split = few and limit >= PARTS * VECTORS and self.work >= SHARED_WORK
+        return VECTORS * -(-limit // (PARTS * VECTORS)) if split and name in self.kept_loops else 0
 
     def _heads(self, threads: int) -> list[str]:
         """Print the heads of outer loops, of which threads share the first."""
@@ -303,9 +307,7 @@ class Nest:
                 for s in sums
             ]
         lines += ["}"] * (2 if length > LANES and self._in_stages(limit) else 1)
-        for s in sums:
-            terms = [s.name] if s.lanes == 1 else [f"{s.name}[{n}]" for n in range(s.lanes)]
-            lines.append(f"{s.target} = {tree(terms)};")
+        lines += [f"{s.target} = {s.total};" for s in sums]
         return lines + ["}"] * len(self.kept_loops)
 
     def _in_stages(self, limit: int) -> bool:
@@ -322,10 +324,9 @@ class Nest:
         if not self._in_stages(limit):
             return [*steps(limit, LANES), *simd, *self.body.lines, *self._stores()]
         arrays, (*before, last) = self.body.stages([text for _, text, _ in self.results], WAITING)
-        last_begin = limit - LANES
         head = [
             f"for (int64_t step = block; step < end; step += {LANES}) {{",
-            f"const int64_t b = step < {last_begin} ? step : {last_begin};",
+            f"const int64_t b = step < {limit - LANES} ? step : {limit - LANES};",
             "const int64_t again = step - b, at = step - block;",
         ]
         return [

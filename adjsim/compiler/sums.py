@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from adjsim.compiler.values import LANES, LONG, Buffer, Index, Value
 
-# The number of rows from which on their sum has partial sums, of rows of LONG elements or more.
+# The number of rows from which on their sum has partial sums, which threads share.
 MANY_ROWS = 96
 
 
@@ -32,6 +32,11 @@ class Sum(NamedTuple):
         """The type of the partial sums, in a loop along a row."""
         return f"partial_sums<{self.kind}>" if self.lanes > 1 else self.kind
 
+    @property
+    def total(self) -> str:
+        """Print the sum of the partial sums, in a loop along a row."""
+        return tree([self.name] if self.lanes == 1 else [f"{self.name}[{n}]" for n in range(LANES)])
+
     def lane(self, term: str) -> str:
         """Print the number of the partial sum that takes a term."""
         if self.lanes == 1:
@@ -53,10 +58,10 @@ class Sum(NamedTuple):
 def runs_of(x: Value, axes: Sequence[int], exact: bool) -> int | None:
     """Return how many terms in a row the partial sums of a sum over axes take, or None for any.
 
-    Of LANES partial sums, number l adds the runs l, l + LANES, ... of terms. So runs of one term
-    are lanes of a vector, and a run of all terms is one sum in order. Sums of many rows have a run
-    for each of LANES, which threads share; each thread then reads rows that it wrote. A sum of an
-    exact run has runs that do not depend on other values of the loop.
+    Of LANES partial sums, number l adds the runs l, l + LANES, ... of terms. Runs of one term are
+    those of the lanes of a vector, and a run of all terms is one sum in order. A sum of many long
+    rows has LANES runs, so that a thread reads rows that it wrote. The runs of a sum of an exact
+    run do not depend on other values of the loop.
     """
     length = math.prod(x.shape[axis] for axis in axes)
     row = max((n for a, n in enumerate(x.shape) if a not in axes and x.strides[a] == 1), default=1)

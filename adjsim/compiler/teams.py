@@ -11,7 +11,7 @@ last bit.
 
 
 def pragma(threads: int, team: str = "team") -> list[str]:
-    """Share the iterations of the loop that follows among the threads of a team, if it has any."""
+    """Print the line by which several threads of a team share the loop that follows."""
     count = f"num_threads({team}.threads) if ({team}.threads > 1)"
     return [f"#pragma omp parallel for schedule(static) {count}"] if threads > 1 else []
 

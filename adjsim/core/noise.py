@@ -30,8 +30,8 @@ ELEMENTS, STEPS = 256, 32
 # The number of tiles from which a GPU draws them. It took 16 ms for 624 tiles (H100), where the CPU
 # takes 83; how much of this is the same for one tile, was not measured.
 FROM_TILES = 32
-# Draws some columns of the first steps of tiles side by side, ``(steps, columns)``, from the key of
-# the first tile and the numbers of tiles and steps.
+# A function that draws the first steps of tiles side by side, from the key of the first tile, the
+# numbers of tiles and of steps, and the columns wanted. It returns ``(steps, columns)``.
 Draw = Callable[[tuple[int, int], int, int, range], Tensor]
 # Seeds lie below 2^62, which leaves two bits of a key's first word for the stream. The stream of
 # steps has zeros there.
@@ -87,6 +87,13 @@ def seed_of_run(generator: Seed) -> int:
         ) from reason
 
 
+def overlap(tile: int, columns: range) -> tuple[range, range]:
+    """Return where the numbers of a tile are among the columns wanted, and which of its own."""
+    at = tile * ELEMENTS - columns.start
+    place = range(max(0, at), min(len(columns), at + ELEMENTS))
+    return place, range(place.start - at, place.stop - at)
+
+
 def by_numpy(key: tuple[int, int], tiles: int, steps: int, columns: range) -> Tensor:
     """Draw tiles by NumPy's generator; see :data:`Draw`."""
     first, second = key
@@ -94,9 +101,8 @@ def by_numpy(key: tuple[int, int], tiles: int, steps: int, columns: range) -> Te
     for tile in range(tiles):
         source = np.random.Philox(key=np.array([first, second + tile], dtype=np.uint64))
         drawn = np.random.Generator(source).standard_normal((steps, ELEMENTS))
-        at = tile * ELEMENTS - columns.start
-        begin, end = max(0, at), min(len(columns), at + ELEMENTS)
-        found[:, begin:end] = drawn[:, begin - at : end - at]
+        place, own = overlap(tile, columns)
+        found[:, place.start : place.stop] = drawn[:, own.start : own.stop]
     return torch.from_numpy(found)
 
 
@@ -153,7 +159,7 @@ class Noise:
         ]
 
     def twin(self, draw: Draw) -> Noise:
-        """Return the same numbers, for another thread, drawn by a function."""
+        """Return noise of the same numbers, for another thread, whose tiles ``draw`` draws."""
         found = copy(self)
         found._draw, found._blocks = draw, {}
         return found

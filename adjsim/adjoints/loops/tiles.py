@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adjsim.compiler import CompilerError, compiled
-from adjsim.core.noise import ELEMENTS, Draw, by_numpy
+from adjsim.core.noise import ELEMENTS, Draw, by_numpy, overlap
 from adjsim.core.tiles_on_device import (
     BITS,
     CLOSE,
@@ -24,7 +24,7 @@ from adjsim.core.tiles_on_device import (
     ziggurat,
 )
 
-# The steps of all tiles, of half a millisecond, from which threads share the tiles.
+# Threads share tiles that have so many steps together, which take half a millisecond.
 PARALLEL_STEPS = 512
 
 
@@ -58,10 +58,8 @@ def by_cpp(
         ctypes.c_int64(threads),
     )
     for tile in unsure.nonzero()[0].tolist():
-        at = tile * ELEMENTS - columns.start
-        begin, end = max(0, at), min(len(columns), at + ELEMENTS)
-        own = range(begin - at, end - at)
-        found[:, begin:end] = by_numpy((key[0], key[1] + tile), 1, steps, own)
+        place, own = overlap(tile, columns)
+        found[:, place.start : place.stop] = by_numpy((first, second + tile), 1, steps, own)
     return found
 
 
