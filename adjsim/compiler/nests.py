@@ -4,10 +4,10 @@ The innermost loop runs along the axis with contiguous memory accesses, and is v
 lanes of a row sum, or over neighbouring elements.
 
 A sum along a row has LANES partial sums: number l adds the terms l, l + LANES, ... in order, and a
-binary tree adds the partial sums. A sum for neighbouring elements adds its terms in order, and one
-of many rows has partial sums of rows one after the other. Which of them is faster depends on the
-other tensors of the loop. So the sums of an exact run have partial sums that do not (sums.py), by
-which they have the same bits in every program.
+binary tree adds the partial sums. A sum for neighbouring elements adds its terms in order. Which of
+them is faster depends on the other tensors of the loop. So the partial sums of an exact run do not
+depend on them, by which a sum has the same bits in every program. A sum of many rows has LANES
+partial sums, each of rows that follow each other (sums.py).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ SHARED_WORK = 1 << 16
 # Threads share the innermost loop where the outermost one has fewer than FEW iterations. Its PARTS
 # are multiples of VECTORS, and do not depend on the threads, so that bits do not depend on them.
 FEW, PARTS, VECTORS = 16, 8, 2 * LANES
-# Numbers of neighbouring sums that are accumulated together: of others, of sums over the rows of a
-# matrix, and of all sums over rows of a loop where they have partial sums.
+# Numbers of neighbouring sums that are accumulated together: BLOCK, or ROW where sums read rows of
+# a matrix; MOST for all sums of a loop that read rows and have partial sums.
 BLOCK, ROW, MOST = 16, 512, 4096
 # The number of operations from which on a term is computed in stages.
 LONG_CHAIN = 48

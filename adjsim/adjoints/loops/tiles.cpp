@@ -14,7 +14,7 @@ struct Ziggurat {
   const double* widths;
   const int64_t* bounds;
   const double* layers;
-  // Two numbers that are closer are not compared, since the last bits of exp decide.
+  // A tile in which closer numbers are compared is unsure, since the last bits of exp decide.
   double close;
 };
 
